@@ -1,0 +1,56 @@
+"""Move the blocks of a paged KV cache between the GPU and pinned host memory, without PyTorch and without compiling.
+
+    open_device      a GPU, or the simulated device             device.py, driver/
+    KVLayout, Plane  where the blocks lie                       layout.py (how planes fold and what a transfer copies: plan.py)
+    OffloadEngine    store, load, poll, order_before            engine.py, flight.py, hazards.py, jobs.py
+    BlockCache       keys to slots, LRU                         cache.py, policies.py
+    copiers/         strided, batch, loop, and choose()         streams.py, memory.py underneath
+    testing          the simulated driver, byte patterns        testing.py
+    cli/             doctor, demo, replay, bench                python -m kvoffload
+
+Importing this package touches no GPU and loads no CUDA library.
+"""
+
+from kvoffload.cache import BlockCache, CacheJob
+from kvoffload.device import Device, open_device
+from kvoffload.engine import OffloadEngine
+from kvoffload.errors import (
+    CapabilityError,
+    CapacityError,
+    ClosedError,
+    DriverError,
+    KVOffloadError,
+    LayoutError,
+    MissingKeyError,
+    TransferError,
+)
+from kvoffload.jobs import Job, TransferResult
+from kvoffload.layout import KVLayout, Plane
+from kvoffload.memory import DeviceBuffer
+from kvoffload.plan import Direction
+from kvoffload.streams import NO_WAIT
+
+__all__ = [
+    "NO_WAIT",
+    "BlockCache",
+    "CacheJob",
+    "CapabilityError",
+    "CapacityError",
+    "ClosedError",
+    "Device",
+    "DeviceBuffer",
+    "Direction",
+    "DriverError",
+    "Job",
+    "KVLayout",
+    "KVOffloadError",
+    "LayoutError",
+    "MissingKeyError",
+    "OffloadEngine",
+    "Plane",
+    "TransferError",
+    "TransferResult",
+    "open_device",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,47 @@
+"""Strided copies: one operation per block carries all the planes that fold, with the copy engine and no SM."""
+
+from __future__ import annotations
+
+from kvoffload.driver import Driver, SourceOrder, StridedTable
+from kvoffload.plan import TransferPlan
+
+_CAPACITY = 512  # operations a call; each takes a place in the driver's queue of about 1022
+
+
+class StridedCopier:
+    """cuMemcpy3DBatchAsync where the driver has it (one call), else cuMemcpy2DAsync for each operation.
+
+    2D copies are as fast on the GPU and cost 3 to 3.6 us each to submit instead of 1.3.
+    """
+
+    name = "strided"
+    piece_operations = _CAPACITY
+
+    def __init__(self, driver: Driver, *, batched: bool) -> None:
+        self._driver = driver
+        self._batched = batched
+        self._table = StridedTable(_CAPACITY, batched=batched)
+
+    def prepare(self, plan: TransferPlan) -> TransferPlan:
+        return plan
+
+    def queue_cost(self, operations: int) -> int:
+        return operations
+
+    def submit(self, plan: TransferPlan, order: SourceOrder, stream: int) -> None:
+        self._table.fill(
+            {
+                "source": plan.source,
+                "target": plan.target,
+                "source_pitch": plan.source_pitch,
+                "target_pitch": plan.target_pitch,
+                "width": plan.width,
+                "height": plan.height,
+            },
+            order,
+        )
+        if self._batched:
+            self._driver.copy_strided_batch(self._table, len(plan), stream)
+        else:
+            for index in range(len(plan)):
+                self._driver.copy_strided(self._table, index, stream)

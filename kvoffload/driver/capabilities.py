@@ -1,0 +1,99 @@
+"""What the driver, the bindings and the GPU at hand can do: asked once, when a device is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvoffload.driver.core import Driver
+from kvoffload.errors import CapabilityError, DriverError
+
+# CUdevice_attribute
+_COMPUTE_CAPABILITY_MAJOR = 75
+_COMPUTE_CAPABILITY_MINOR = 76
+_MULTIPROCESSOR_COUNT = 16
+_STREAM_MEMORY_OPERATIONS = 122  # CAN_USE_64_BIT_STREAM_MEM_OPS; the 32-bit ones came earlier
+_ASYNC_ENGINE_COUNT = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What can be used, and in `missing` why the rest cannot.
+
+    Attributes:
+        driver_version: of the CUDA driver API, for example `(13, 0)`.
+        bindings_version: of cuda.bindings.
+        flat_batch: cuMemcpyBatchAsync can be called.
+        strided_batch: cuMemcpy3DBatchAsync can be called.
+        raw_addresses: both through calls that take array addresses (bindings 13.5).
+        stream_memory_operations: cuStreamWaitValue32 can be called.
+        copy_engines: asynchronous copy engines of the GPU.
+    """
+
+    driver_version: tuple[int, int]
+    bindings_version: tuple[int, int]
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    copy_engines: int
+    flat_batch: bool
+    strided_batch: bool
+    raw_addresses: bool
+    stream_memory_operations: bool
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def probe(driver: Driver, device: int) -> Capabilities:
+    """Ask the driver; a context must be current. Sets `driver.use_raw`."""
+    version = int(driver.call("cuDriverGetVersion"))
+    driver_version = (version // 1000, version % 1000 // 10)
+    missing: dict[str, str] = {}
+    flat = _callable(driver, "cuMemcpyBatchAsync", ([], [], [], 0, [], [], 0, 0), missing)
+    strided = _callable(driver, "cuMemcpy3DBatchAsync", (0, [], 0, 0), missing)
+    raw = flat and strided and driver.has("memcpy_batch_async_v2") and driver.has("memcpy_3d_batch_async_v2")
+    if not raw:
+        missing["raw addresses"] = "need cuda-bindings >= 13.5 and a driver with batch copies"
+    driver.use_raw = raw
+
+    def attribute(number: int) -> int:
+        return int(driver.call("cuDeviceGetAttribute", _attribute(number), device))
+
+    return Capabilities(
+        driver_version=driver_version,
+        bindings_version=driver.bindings_version,
+        compute_capability=(attribute(_COMPUTE_CAPABILITY_MAJOR), attribute(_COMPUTE_CAPABILITY_MINOR)),
+        multiprocessors=attribute(_MULTIPROCESSOR_COUNT),
+        copy_engines=attribute(_ASYNC_ENGINE_COUNT),
+        flat_batch=flat,
+        strided_batch=strided,
+        raw_addresses=raw,
+        stream_memory_operations=driver.has("cuStreamWaitValue32") and bool(attribute(_STREAM_MEMORY_OPERATIONS)),
+        missing=missing,
+    )
+
+
+def _attribute(number: int) -> object:
+    from cuda.bindings.driver import CUdevice_attribute
+
+    return CUdevice_attribute(number)
+
+
+def _callable(driver: Driver, name: str, nothing: tuple[object, ...], missing: dict[str, str]) -> bool:
+    """Whether `name` reaches the driver: called with nothing to copy, it returns an error or success but does not raise.
+
+    The 13.x bindings bind only the 13.0 entry point of the batch calls; on an older driver the call raises.
+    """
+    if not driver.has(name):
+        missing[name] = f"these bindings ({_dotted(driver.bindings_version)}) have no {name}; it came with CUDA 12.8"
+        return False
+    try:
+        driver.call(name, *nothing)
+    except DriverError:
+        return True
+    except CapabilityError:
+        needed = "13.0" if driver.bindings_version >= (13, 0) else "12.8"
+        missing[name] = f"cuda-bindings {_dotted(driver.bindings_version)} need a CUDA driver >= {needed} for {name}"
+        return False
+    return True
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(str(part) for part in version)

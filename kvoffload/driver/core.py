@@ -1,0 +1,193 @@
+"""`Driver`: errors to exceptions, one method per driver call that the library makes.
+
+Handles and addresses are plain ints outside this package; the bindings accept them wherever they take a handle, except
+in the lists of the batch calls, which `tables` builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvoffload.driver.functions import OPTIONAL, RAW, REQUIRED
+from kvoffload.driver.tables import FlatTable, SourceOrder, StridedTable
+from kvoffload.errors import CapabilityError, DriverError
+
+NOT_READY = 600  # CUDA_ERROR_NOT_READY: the answer "not yet" of the query calls, not a failure
+LEGACY_STREAM = 1  # CU_STREAM_LEGACY: handle 0 may mean the per-thread stream (CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM)
+PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
+DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context
+
+
+class Driver:
+    """Calls a driver API through a table of its functions, raising DriverError where it returns an error.
+
+    Args:
+        api: offers the names in `functions.REQUIRED`; those in `OPTIONAL` may be missing.
+        raw: offers the names in `functions.RAW`, or None: the calls that take addresses of arrays.
+        bindings_version: of the bindings behind `api`, for example `(13, 3)`.
+        simulated: whether times and bandwidths are made up.
+    """
+
+    def __init__(self, api: Any, *, raw: Any, bindings_version: tuple[int, int], simulated: bool) -> None:
+        self._functions: dict[str, Callable[..., Any]] = {name: getattr(api, name) for name in REQUIRED}
+        self._functions |= {name: getattr(api, name) for name in OPTIONAL if hasattr(api, name)}
+        self._raw: dict[str, Callable[..., Any]] = {name: getattr(raw, name) for name in RAW if hasattr(raw, name)}
+        self.api = api
+        self.bindings_version = bindings_version
+        self.simulated = simulated
+        self.use_raw = False  # set once, by the capability probe
+
+    def has(self, name: str) -> bool:
+        """Whether the function is there; it may still raise CapabilityError on a driver that lacks it."""
+        return name in self._functions or name in self._raw
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call `name`; its single value, its tuple of values, or None.
+
+        Raises:
+            DriverError: the call returned an error.
+            CapabilityError: the bindings found no such function in the driver library, or no driver library at all.
+        """
+        try:
+            code, *values = self._functions[name](*arguments)
+        except RuntimeError as error:  # FunctionNotFoundError, DynamicLibNotFoundError
+            raise CapabilityError(f"{name} cannot be called: {error}") from error
+        if code:
+            raise DriverError(name, code.name, int(code))
+        return values[0] if len(values) == 1 else tuple(values) or None
+
+    def _query(self, name: str, handle: int) -> bool:
+        """True for success, False for NOT_READY."""
+        code = self._functions[name](handle)[0]
+        if not code:
+            return True
+        if int(code) == NOT_READY:
+            return False
+        raise DriverError(name, code.name, int(code))
+
+    def init(self) -> None:
+        self.call("cuInit", 0)
+
+    # contexts -----------------------------------------------------------------------------------------------------
+
+    def context_push(self, context: int) -> None:
+        self.call("cuCtxPushCurrent", context)
+
+    def context_pop(self) -> None:
+        self.call("cuCtxPopCurrent")
+
+    # streams and events -------------------------------------------------------------------------------------------
+
+    def stream_create(self, priority: int) -> int:
+        return int(self.call("cuStreamCreateWithPriority", NON_BLOCKING, priority))
+
+    def stream_destroy(self, stream: int) -> None:
+        self.call("cuStreamDestroy", stream)
+
+    def stream_query(self, stream: int) -> bool:
+        """Whether everything queued on `stream` has ended."""
+        return self._query("cuStreamQuery", stream)
+
+    def stream_synchronize(self, stream: int) -> None:
+        self.call("cuStreamSynchronize", stream)
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """Work queued on `stream` from now on starts after `event`, as recorded last before this call."""
+        self.call("cuStreamWaitEvent", stream, event, 0)
+
+    def stream_is_capturing(self, stream: int) -> bool:
+        return int(self.call("cuStreamIsCapturing", stream)) != 0
+
+    def event_create(self, *, timing: bool) -> int:
+        return int(self.call("cuEventCreate", 0 if timing else DISABLE_TIMING))
+
+    def event_destroy(self, event: int) -> None:
+        self.call("cuEventDestroy", event)
+
+    def event_record(self, event: int, stream: int) -> None:
+        self.call("cuEventRecord", event, stream)
+
+    def event_query(self, event: int) -> bool:
+        """Whether the work before the event's last record has ended."""
+        return self._query("cuEventQuery", event)
+
+    def event_seconds(self, start: int, end: int) -> float:
+        """Seconds on the GPU clock from one completed event to another; the resolution is about 0.5 us."""
+        return float(self.call("cuEventElapsedTime", start, end)) * 1e-3
+
+    # memory -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        return int(self.call("cuMemAlloc", nbytes))
+
+    def free(self, address: int) -> None:
+        self.call("cuMemFree", address)
+
+    def free_and_total_bytes(self) -> tuple[int, int]:
+        free, total = self.call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        """Base and bytes of the driver allocation that holds `address`."""
+        base, nbytes = self.call("cuMemGetAddressRange", address)
+        return int(base), int(nbytes)
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        self.call("cuMemHostRegister", address, nbytes, PORTABLE)
+
+    def host_unregister(self, address: int) -> None:
+        self.call("cuMemHostUnregister", address)
+
+    # copies -------------------------------------------------------------------------------------------------------
+
+    def copy_to_device(self, target: int, source: int, nbytes: int) -> None:
+        """Synchronous copy from any host memory, ordered with the legacy default stream."""
+        self.call("cuMemcpyHtoD", target, source, nbytes)
+
+    def copy_to_host(self, target: int, source: int, nbytes: int) -> None:
+        """Synchronous copy to any host memory, ordered with the legacy default stream."""
+        self.call("cuMemcpyDtoH", target, source, nbytes)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self.call("cuMemcpyAsync", target, source, nbytes, stream)
+
+    def fill(self, target: int, value: int, nbytes: int, stream: int) -> None:
+        """Set device bytes to `value`, in stream order."""
+        self.call("cuMemsetD8Async", target, value, nbytes, stream)
+
+    def copy_strided(self, table: StridedTable, index: int, stream: int) -> None:
+        """One operation of `table` through cuMemcpy2DAsync."""
+        self.call("cuMemcpy2DAsync", table.object_2d(index), stream)
+
+    def copy_strided_batch(self, table: StridedTable, count: int, stream: int) -> None:
+        """The first `count` operations of `table`, in no order among each other. The driver reads the table during the call."""
+        if self.use_raw:
+            self._call_raw("memcpy_3d_batch_async_v2", count, table.address_3d, 0, stream)
+        else:
+            self.call("cuMemcpy3DBatchAsync", count, table.objects_3d(count), 0, stream)
+
+    def copy_batch(self, table: FlatTable, start: int, stop: int, order: SourceOrder, stream: int) -> None:
+        """Copies `[start, stop)` of `table`, in no order among each other. The driver reads the table during the call."""
+        count = stop - start
+        if self.use_raw:
+            addresses = table.raw_addresses(start, order)
+            targets, sources, sizes, attributes, indices = addresses
+            self._call_raw(
+                "memcpy_batch_async_v2", targets, sources, sizes, count, attributes, indices, 1, stream
+            )
+            return
+        targets, sources, sizes = table.lists(start, stop)
+        self.call("cuMemcpyBatchAsync", targets, sources, sizes, count, [table.attributes(order)], [0], 1, stream)
+
+    def _call_raw(self, name: str, *arguments: Any) -> None:
+        """The raw-address functions return None and raise exceptions of their own, with a `status`."""
+        try:
+            self._raw[name](*arguments)
+        except Exception as error:
+            status = getattr(error, "status", None)
+            if status is None:
+                raise
+            raise DriverError(name, str(error).split(" ")[0], int(status)) from error

@@ -1,0 +1,54 @@
+"""The real driver: `cuda.bindings.driver`, loaded when a device is first opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvoffload.driver.core import Driver
+from kvoffload.errors import CapabilityError, DriverError
+
+
+def load() -> Driver:
+    """The CUDA driver of this machine, initialised (no context is created).
+
+    Raises:
+        CapabilityError: cuda-bindings is missing or too old, or there is no NVIDIA driver library.
+        DriverError: the driver is there and fails, for example with CUDA_ERROR_NO_DEVICE.
+    """
+    try:
+        import cuda.bindings
+        from cuda.bindings import driver as api
+    except ImportError as error:
+        raise CapabilityError(
+            f"cuda-bindings cannot be imported ({error}); install it: pip install 'cuda-python>=12.9'"
+        ) from error
+    major, minor = (int(part) for part in cuda.bindings.__version__.split(".")[:2])
+    if (major, minor) < (12, 9):
+        raise CapabilityError(
+            f"cuda-bindings {major}.{minor} is too old; install a newer one: pip install 'cuda-python>=12.9'"
+        )
+    driver = Driver(api, raw=_raw_api(), bindings_version=(major, minor), simulated=False)
+    try:
+        driver.init()
+    except (CapabilityError, DriverError) as error:
+        raise type(error)(*_with_remedy(error)) from error
+    return driver
+
+
+def _with_remedy(error: CapabilityError | DriverError) -> tuple[Any, ...]:
+    remedy = (
+        "no usable NVIDIA GPU here. On a machine with one, install its driver and check `nvidia-smi`; "
+        'without one, open_device(backend="simulated") runs everything on a simulated device'
+    )
+    if isinstance(error, DriverError):
+        return error.call, error.name, error.code, remedy
+    return (f"{error}; {remedy}",)
+
+
+def _raw_api() -> Any:
+    """The preview module of bindings 13.5 whose batch calls take array addresses, or None."""
+    try:
+        from cuda.bindings._v2 import driver as raw
+    except ImportError:
+        return None
+    return raw

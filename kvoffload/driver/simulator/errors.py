@@ -1,0 +1,45 @@
+"""What the simulator raises: its own verdicts, and look-alikes of what the CUDA bindings raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuda.bindings import driver as cuda
+
+try:
+    from cuda.bindings._internal.utils import FunctionNotFoundError
+except ImportError:  # a private module of the bindings: it may move
+
+    class FunctionNotFoundError(RuntimeError):  # type: ignore[no-redef]
+        """The driver library has no such symbol."""
+
+
+__all__ = ["DeadlockError", "DriverError", "FunctionNotFoundError", "RefusedError", "SimulatorError"]
+
+
+class SimulatorError(AssertionError):
+    """A program did what CUDA leaves undefined, or waits for something that can never happen.
+
+    An AssertionError, so that no handler for the errors of a driver or of a library swallows it.
+    """
+
+
+class DeadlockError(SimulatorError):
+    """A wait that can never end."""
+
+
+class DriverError(Exception):
+    """What the raw-address functions raise, like `cuda.bindings._v2.driver.DriverError`: `status` is CUDA's number."""
+
+    def __init__(self, status: int) -> None:
+        self.status = int(status)
+        name = cuda.CUresult(status).name.removeprefix("CUDA_")
+        super().__init__(f"{name} ({self.status})")
+
+
+class RefusedError(Exception):
+    """Inside the simulator only: the driver call returns this status."""
+
+    def __init__(self, status: Any) -> None:
+        super().__init__(status)
+        self.status = status

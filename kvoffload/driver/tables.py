@@ -1,0 +1,149 @@
+"""Descriptor tables: C arrays that the batch calls read, kept in numpy memory and refilled by vectorised assignment.
+
+The bindings take lists of `CUdeviceptr` and `CUDA_MEMCPY3D_BATCH_OP`. Building such objects costs 132 ns and 3 us each;
+objects made once with `_ptr=` over a numpy array cost 5 to 22 ns to pass on, whatever the array holds by then. (They hold
+no reference to the array, so the table does.) Bindings 13.5 take the addresses of the arrays themselves.
+
+The driver reads a table during the call, so a table may be refilled as soon as the call has returned.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class SourceOrder(enum.IntEnum):
+    """CUmemcpySrcAccessOrder: when a copy may read its source."""
+
+    STREAM = 1  # in stream order
+    ANY = 3  # at any moment from the submission on, events or not
+
+
+# CUDA_MEMCPY3D_BATCH_OP and CUDA_MEMCPY2D of cuda.h, for pointer operands on a 64-bit machine.
+DTYPE_3D = np.dtype(
+    {
+        "names": ["source_type", "source", "source_pitch", "target_type", "target", "target_pitch"]
+        + ["width", "height", "depth", "order"],
+        "formats": ["u4", "u8", "u8", "u4", "u8", "u8", "u8", "u8", "u8", "u4"],
+        "offsets": [0, 8, 16, 40, 48, 56, 80, 88, 96, 104],
+        "itemsize": 112,
+    }
+)
+DTYPE_2D = np.dtype(
+    {
+        "names": ["source_type", "source", "source_pitch", "target_type", "target", "target_pitch", "width", "height"],
+        "formats": ["u4", "u8", "u8", "u4", "u8", "u8", "u8", "u8"],
+        "offsets": [16, 32, 48, 72, 88, 104, 112, 120],
+        "itemsize": 128,
+    }
+)
+_OPERAND_POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
+_MEMORY_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is host or device; uses the *Device fields
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+class StridedTable:
+    """Room for `capacity` strided operations, as cuMemcpy3DBatchAsync or cuMemcpy2DAsync takes them."""
+
+    def __init__(self, capacity: int, *, batched: bool) -> None:
+        self.capacity = capacity
+        self._rows = np.zeros(capacity, dtype=DTYPE_3D if batched else DTYPE_2D)
+        self._rows["source_type"] = self._rows["target_type"] = _OPERAND_POINTER if batched else _MEMORY_UNIFIED
+        if batched:
+            self._rows["depth"] = 1
+        self._batched = batched
+        self._objects: list[Any] = []
+
+    @property
+    def address_3d(self) -> int:
+        return _address(self._rows)
+
+    def fill(self, columns: dict[str, npt.NDArray[np.uint64]], order: SourceOrder) -> None:
+        """Refill from the front. `columns`: source, target, their pitches, width, height; uint64, of one length."""
+        rows = self._rows[: len(columns["source"])]
+        for name, column in columns.items():
+            rows[name] = column
+        if self._batched:
+            rows["order"] = order
+
+    def objects_3d(self, count: int) -> list[Any]:
+        if not self._objects:
+            from cuda.bindings.driver import CUDA_MEMCPY3D_BATCH_OP
+
+            self._objects = _views(CUDA_MEMCPY3D_BATCH_OP, self._rows)
+        return self._objects if count == self.capacity else self._objects[:count]
+
+    def object_2d(self, index: int) -> Any:
+        if not self._objects:
+            from cuda.bindings.driver import CUDA_MEMCPY2D
+
+            self._objects = _views(CUDA_MEMCPY2D, self._rows)
+        return self._objects[index]
+
+
+class FlatTable:
+    """Room for `capacity` flat copies, as cuMemcpyBatchAsync takes them."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._targets, self._sources, self._sizes = np.zeros((3, capacity), dtype=np.uint64)
+        self._attribute_rows = np.zeros((4, 6), dtype=np.uint32)  # CUmemcpyAttributes: order, 2 location hints, flags
+        self._attribute_rows[:, 0] = np.arange(4)
+        self._indices = np.zeros(1, dtype=np.uint64)
+        self._target_objects: list[Any] = []
+        self._source_objects: list[Any] = []
+        self._attribute_objects: list[Any] = []
+
+    def fill(
+        self,
+        targets: npt.NDArray[np.uint64],
+        sources: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+    ) -> None:
+        """Refill from the front; bytes in `sizes`; all uint64 and of one length."""
+        count = len(targets)
+        self._targets[:count] = targets
+        self._sources[:count] = sources
+        self._sizes[:count] = sizes
+
+    def lists(self, start: int, stop: int) -> tuple[list[Any], list[Any], list[int]]:
+        """Targets, sources and sizes of copies `[start, stop)` as the bindings take them."""
+        if not self._target_objects:
+            from cuda.bindings.driver import CUdeviceptr
+
+            self._target_objects = _views(CUdeviceptr, self._targets)
+            self._source_objects = _views(CUdeviceptr, self._sources)
+        sizes: list[int] = self._sizes[start:stop].tolist()
+        return self._target_objects[start:stop], self._source_objects[start:stop], sizes
+
+    def attributes(self, order: SourceOrder) -> Any:
+        """A CUmemcpyAttributes with that source order and nothing else set."""
+        if not self._attribute_objects:
+            from cuda.bindings.driver import CUmemcpyAttributes
+
+            self._attribute_objects = _views(CUmemcpyAttributes, self._attribute_rows)
+        return self._attribute_objects[order]
+
+    def raw_addresses(self, start: int, order: SourceOrder) -> tuple[int, int, int, int, int]:
+        """Addresses of targets, sources and sizes from `start`, of the attributes, and of their index array."""
+        at = 8 * start
+        return (
+            _address(self._targets) + at,
+            _address(self._sources) + at,
+            _address(self._sizes) + at,
+            _address(self._attribute_rows) + order * self._attribute_rows.strides[0],
+            _address(self._indices),
+        )
+
+
+def _views(kind: Any, rows: npt.NDArray[Any]) -> list[Any]:
+    """One bindings object over each row of `rows`."""
+    base, step = _address(rows), rows.strides[0]
+    return [kind(_ptr=base + index * step) for index in range(len(rows))]

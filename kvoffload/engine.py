@@ -1,0 +1,482 @@
+"""OffloadEngine: submits transfers, orders them, learns of their end.
+
+Order. A transfer's stream waits for the caller's stream (`after`), for the previous transfer of its direction, and for the
+latest transfer of the other direction that touches its slots or blocks. All waits are on the GPU. They only ever point
+to work submitted earlier, so they cannot form a cycle.
+
+    caller's stream   ──compute──●after                          ┌─compute (order_before)
+    store lane        ───────────┴─wait─[start copy copy end]────┤
+    load lane                          wait for slot or block ───┴─[start copy copy end]
+
+Threads. One lock guards the engine's books and the submission itself; nothing waits for the GPU while holding it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvoffload import hostinfo
+from kvoffload.copiers import Copier, choose, make_copiers
+from kvoffload.device import Device
+from kvoffload.driver import SourceOrder
+from kvoffload.errors import ClosedError, DriverError, KVOffloadError, LayoutError
+from kvoffload.flight import Flight, FlightDeck
+from kvoffload.hazards import HazardTable
+from kvoffload.jobs import Job, Step, TransferResult, wait_until
+from kvoffload.layout import Int64Array, KVLayout, as_ids, describe_groups
+from kvoffload.memory import PinnedMemory, Progress, UInt8Array
+from kvoffload.metrics import EngineStatistics
+from kvoffload.plan import Direction, TransferPlan, build, describe_fold, fold
+from kvoffload.streams import NO_WAIT, refuse_capturing, stream_handle
+from kvoffload.driver.core import LEGACY_STREAM
+
+_SOURCE_ORDERS = ("auto", "stream", "any")
+
+
+class _Request(NamedTuple):
+    """A validated transfer."""
+
+    direction: Direction
+    group: int
+    slots: Int64Array
+    blocks: Int64Array
+    first_sub_block: int
+    after: int | None
+    copier: str | None
+    source_order: str
+    on_end: Callable[[Job], None] | None
+
+
+class OffloadEngine:
+    """Moves blocks between the planes of `layout` and a pool of pinned slots. Usable from any thread; a context manager.
+
+    Args:
+        layout: the KV cache. Its memory must stay allocated until the engine is closed.
+        device: where the planes live.
+        num_slots: slots of the pinned pool, `layout.slot_bytes` bytes each.
+        sm_limit: how many multiprocessors a copy kernel may use; 0 forbids kernels. (The copiers of this version use none.)
+        max_in_flight: jobs that may be unfinished at a time.
+        stream_priority: of the engine's streams, within `device.stream_priorities`. It orders kernels, not copies.
+        progress: called with (bytes done, bytes in all) while the pool is pinned.
+
+    Raises:
+        LayoutError: a plane is not inside one allocation of this device's memory.
+        CapacityError: the pool cannot be pinned; the message says what is free.
+        ClosedError: the device is closed.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        device: Device,
+        num_slots: int = 1024,
+        sm_limit: int = 4,
+        max_in_flight: int = 4096,
+        stream_priority: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        _at_least("num_slots", num_slots, 1)
+        _at_least("sm_limit", sm_limit, 0)
+        _at_least("max_in_flight", max_in_flight, 1)
+        if stream_priority not in device.stream_priorities:
+            allowed = device.stream_priorities
+            raise ValueError(f"stream_priority must be in {allowed[0]} .. {allowed[-1]}, got {stream_priority}")
+        device.reclaim()
+        self.layout = layout
+        self.device = device
+        self.num_slots = num_slots
+        self.sm_limit = sm_limit
+        self.max_in_flight = max_in_flight
+        self.lock = threading.RLock()  # a BlockCache on this engine shares it
+        with device.current():
+            self._groups = fold(layout, _allocations(layout, device))
+            self._copiers = make_copiers(device.driver, device.capabilities)
+            self._memory = PinnedMemory(
+                device.driver,
+                num_slots * layout.slot_bytes,
+                unit_bytes=layout.slot_bytes,
+                numa_cpus=hostinfo.numa_node_cpus(device.pci.numa_node),
+                progress=progress,
+            )
+        self._slots = self._memory.array.reshape(num_slots, layout.slot_bytes)
+        self._hazards = HazardTable(layout, num_slots)
+        self._flights = FlightDeck(device.driver, self._memory, max_in_flight, stream_priority)
+        self._scratch = np.empty(max(num_slots, *(group.num_blocks for group in layout.groups)), dtype=np.int64)
+        self._finalizer = device.own(self, self._flights.release)
+        self._closed = False
+        device.register_engine(self)
+
+    # transfers ----------------------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        blocks: Any,
+        slots: Any,
+        *,
+        group: int = 0,
+        first_sub_block: int = 0,
+        after: Any = None,
+        copier: str | None = None,
+    ) -> Job:
+        """Copy blocks from the device to slots. Returns as soon as the copies are queued.
+
+        Block `i` goes to sub-block `(first_sub_block + i) % f` of slot `(first_sub_block + i) // f` of the list, with
+        `f = layout.blocks_per_slot`. What a slot's other sub-blocks hold stays as it is.
+
+        Args:
+            blocks: source ids, anything that numpy turns into a 1-D integer array. Repeats are legal.
+            slots: target ids, `layout.slots_for(len(blocks), first_sub_block)` of them, no repeats.
+            group: which group's block table `blocks` refers to.
+            first_sub_block: where in the first slot to begin.
+            after: the stream whose work so far must end before a block is read: a handle, or anything with
+                `__cuda_stream__`. None: the legacy default stream, what CuPy uses unless told otherwise. `NO_WAIT`: none.
+            copier: "strided", "batch" or "loop"; None lets the engine choose.
+
+        Returns:
+            The job. A driver error while it is queued fails the job; it does not raise here.
+
+        Raises:
+            LayoutError, ValueError, TypeError: bad arguments.
+            CapacityError: `max_in_flight` jobs are unfinished, or the streams' queues are full.
+            CapabilityError: the copier asked for cannot run here.
+            ClosedError: the engine is closed.
+            TransferError: `after` is being captured, or the CUDA context is lost.
+            Nothing has happened in any of these cases.
+        """
+        return self.submit(
+            Direction.STORE, blocks, slots, group=group, first_sub_block=first_sub_block, after=after, copier=copier
+        )
+
+    def load(
+        self,
+        slots: Any,
+        blocks: Any,
+        *,
+        group: int = 0,
+        first_sub_block: int = 0,
+        after: Any = None,
+        copier: str | None = None,
+        source_order: str = "auto",
+    ) -> Job:
+        """Copy slots to blocks on the device: the inverse of `store`, with the same correspondence and errors.
+
+        Args:
+            slots: source ids; repeats are legal.
+            blocks: target ids, no repeats.
+            group, first_sub_block, copier: as for `store`.
+            after: the stream whose work so far must end before a block is overwritten, as for `store`.
+            source_order: when the driver may read the slots. "stream": in stream order. "any": at any moment from now
+                on, which some platforms do faster; only right when nothing on the GPU still writes them. "auto": "any" if
+                the host has seen every store to these slots end, else "stream".
+
+        Raises:
+            ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
+        """
+        return self.submit(
+            Direction.LOAD,
+            blocks,
+            slots,
+            group=group,
+            first_sub_block=first_sub_block,
+            after=after,
+            copier=copier,
+            source_order=source_order,
+        )
+
+    def submit(
+        self,
+        direction: Direction,
+        blocks: Any,
+        slots: Any,
+        *,
+        group: int = 0,
+        first_sub_block: int = 0,
+        after: Any = None,
+        copier: str | None = None,
+        source_order: str = "auto",
+        on_end: Callable[[Job], None] | None = None,
+    ) -> Job:
+        """`store` and `load` in one; `on_end(job)` is called under the engine's lock when the job has ended."""
+        if source_order not in _SOURCE_ORDERS:
+            raise ValueError(f"source_order must be one of {', '.join(_SOURCE_ORDERS)}, got {source_order!r}")
+        group, first_sub_block = self._check_position(group, first_sub_block)
+        block_ids = as_ids("blocks", blocks, self.layout.groups[group].num_blocks)
+        slot_ids = as_ids("slots", slots, self.num_slots)
+        expected = self.layout.slots_for(len(block_ids), first_sub_block)
+        if len(slot_ids) != expected:
+            raise LayoutError(
+                f"{len(block_ids)} blocks from sub-block {first_sub_block} on need {expected} slots "
+                f"(blocks_per_slot={self.layout.blocks_per_slot}), got {len(slot_ids)}"
+            )
+        handle = None if after is NO_WAIT else LEGACY_STREAM if after is None else stream_handle(after, "after")
+        request = _Request(
+            direction, group, slot_ids, block_ids, first_sub_block, handle, copier, source_order, on_end
+        )
+        with self.device.current(), self.lock:
+            return self._submit(request)
+
+    def _check_position(self, group: Any, first_sub_block: Any) -> tuple[int, int]:
+        return (
+            _in_range("group", group, self.layout.num_groups),
+            _in_range("first_sub_block", first_sub_block, self.layout.blocks_per_slot),
+        )
+
+    def _submit(self, request: _Request) -> Job:
+        self._check_usable()
+        if request.direction is Direction.LOAD:
+            self._refuse_repeats("blocks", request.blocks)
+        else:
+            self._refuse_repeats("slots", request.slots)
+        if request.after is not None:
+            refuse_capturing(self.device.driver, request.after, "after")
+        self._flights.advance()
+        self._check_usable()
+        if len(request.blocks) == 0:
+            return self._submit_nothing(request)
+        plan = self._plan(request)
+        copier, reason = choose(plan, self._copiers, request.copier, self.device.capabilities)
+        order = self._source_order(request)
+        self._flights.check_room(1)
+        job = Job(self, self._flights.next_id(), request.direction, plan.nbytes)
+        job.copier, job.reason, job.on_end = copier.name, reason, request.on_end
+        prepared = copier.prepare(plan)
+        flight = self._flights.board(job, copier, len(prepared), marked=request.after is not None)
+        rival = self._latest_rival(request)
+        self._hazards.record(request.direction, request.group, request.slots, request.blocks, job.sequence)
+        try:
+            self._enqueue(flight, prepared, copier, order, request.after, rival)
+            job.step(Step.SUBMITTED)
+        except BaseException as error:
+            self._flights.submission_failed(job, error)
+            if not isinstance(error, KVOffloadError):
+                raise
+        return job
+
+    def _plan(self, request: _Request) -> TransferPlan:
+        return build(
+            self._groups[request.group],
+            self.layout,
+            request.direction,
+            pool_address=self._memory.address,
+            slots=request.slots,
+            blocks=request.blocks,
+            first_sub_block=request.first_sub_block,
+        )
+
+    def _submit_nothing(self, request: _Request) -> Job:
+        job = Job(self, self._flights.next_id(), request.direction, 0)
+        job.on_end = request.on_end
+        job.step(Step.SUBMITTED)
+        self._flights.land(job)
+        return job
+
+    def _enqueue(
+        self,
+        flight: Flight,
+        plan: TransferPlan,
+        copier: Copier,
+        order: SourceOrder,
+        after: int | None,
+        rival: Job | None,
+    ) -> None:
+        """Queue waits, copies and events of a job whose streams and events are at hand."""
+        driver, job = self.device.driver, flight.job
+        assert job.start is not None and job.end is not None
+        stream = flight.streams[0].handle
+        if after is not None:
+            driver.event_record(flight.marker, after)
+            driver.stream_wait_event(stream, flight.marker)
+        if flight.previous is not None:
+            self._flights.wait_for_job(stream, flight.previous)
+        if rival is not None:
+            self._flights.wait_for_job(stream, rival)
+        driver.event_record(job.start, stream)
+        for index, pooled in enumerate(flight.streams):
+            if pooled.handle != stream:
+                driver.event_record(job.links[index - 1], stream)
+                driver.stream_wait_event(pooled.handle, job.links[index - 1])
+                stream = pooled.handle
+            begin = index * copier.piece_operations
+            copier.submit(plan.part(begin, begin + copier.piece_operations), order, stream)
+        driver.event_record(job.end, stream)
+        job.end_recorded = True
+
+    def _latest_rival(self, request: _Request) -> Job | None:
+        """The unfinished job of the other direction that this one must follow; earlier ones end before it."""
+        other = request.direction.opposite
+        latest = max(
+            self._hazards.latest_on_slots(other, request.slots),
+            self._hazards.latest_on_blocks(other, request.group, request.blocks),
+        )
+        return self._flights.unfinished(other, latest)
+
+    def _source_order(self, request: _Request) -> SourceOrder:
+        """STREAM for stores always: reads of device memory would overtake the stream."""
+        if request.direction is Direction.STORE or request.source_order == "stream":
+            return SourceOrder.STREAM
+        latest = self._hazards.latest_on_slots(Direction.STORE, request.slots)
+        if self._flights.unfinished(Direction.STORE, latest) is None:
+            return SourceOrder.ANY
+        if request.source_order == "any":
+            raise ValueError('source_order="any" while a store to one of the slots is unfinished; use "auto" or "stream"')
+        return SourceOrder.STREAM
+
+    def _refuse_repeats(self, name: str, ids: Int64Array) -> None:
+        """Targets must be distinct: copies of one transfer have no order among each other."""
+        positions = np.arange(len(ids))
+        self._scratch[ids] = positions
+        if (self._scratch[ids] != positions).any():
+            wrong = int(np.flatnonzero(self._scratch[ids] != positions)[0])
+            raise LayoutError(f"{name}[{wrong}] repeats {ids[wrong]}; the targets of a transfer must be distinct")
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine is closed")
+        self._flights.check_alive()
+
+    # completion ---------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Take note of jobs that have ended. Never blocks; `poll`, `wait`, `done` and every submission do it too."""
+        with self.lock:
+            if self._flights.in_flight:
+                with self.device.current():
+                    self._flights.advance()
+
+    def poll(self) -> list[TransferResult]:
+        """Results of jobs that have ended since the last call, in the order in which they were found to have ended.
+
+        Each job is reported once, and not at all after `wait()` or `result()` returned or raised for it. Failed jobs are
+        reported with their `error`.
+        """
+        with self.lock:
+            self.advance()
+            return self._flights.take_reports()
+
+    def wait_for(self, job: Job, timeout: float | None) -> None:
+        """Wait until `job` has ended, well or not. See `Job.wait`."""
+        wait_until(lambda: job.done, timeout, repr(job))
+
+    def forget_report(self, job: Job) -> None:
+        """Keep `poll` from reporting a job that its caller has waited for."""
+        with self.lock:
+            self._flights.reports.pop(job.id, None)
+
+    def order_before(self, job: Job, stream: Any) -> None:
+        """See `Job.order_before`."""
+        handle = stream_handle(stream, "stream")
+        with self.device.current(), self.lock:
+            if job.error is not None:
+                raise job.error
+            refuse_capturing(self.device.driver, handle, "stream")
+            if not job.finished:
+                self._flights.wait_for_job(handle, job)
+
+    def check_room(self, jobs: int) -> None:
+        """Raise CapacityError unless so many more jobs may be in flight, and ClosedError if the engine is closed."""
+        with self.lock:
+            self._check_usable()
+            self._flights.check_room(jobs)
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait until no job is unfinished. Failed jobs do not raise here; `poll` reports them.
+
+        Raises:
+            TimeoutError: `timeout` seconds have passed; the jobs go on.
+        """
+
+        def landed() -> bool:
+            self.advance()
+            return self._flights.in_flight == 0
+
+        wait_until(landed, timeout, f"{self._flights.in_flight} jobs in flight")
+
+    def close(self, timeout: float | None = None) -> None:
+        """Drain, then unpin the pool and destroy streams and events. Idempotent; in a forked child it does nothing.
+
+        Arrays over `slots` stay valid: the bytes live on as ordinary memory. The results of finished jobs can still be
+        polled.
+
+        Raises:
+            TimeoutError: jobs were still running; nothing was freed, and the engine stays open.
+        """
+        if self._closed or self.device.closed or self.device.foreign:
+            return
+        self.drain(timeout)
+        with self.lock:
+            if self._flights.in_flight:  # submitted by another thread since
+                raise TimeoutError("another thread submitted a transfer while the engine was closing; close it again")
+            self._closed = True
+        self._finalizer()
+        self.device.reclaim()
+
+    def __enter__(self) -> OffloadEngine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # sight --------------------------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> UInt8Array:
+        """The pinned pool: uint8, (num_slots, layout.slot_bytes), writable.
+
+        Row `s` holds plane 0's `blocks_per_slot` sub-blocks, then plane 1's, ...; the rest of the row is padding. A row may
+        be read once the store into it has ended, and written when no transfer that uses it is unfinished.
+        """
+        return self._slots
+
+    def statistics(self) -> EngineStatistics:
+        """Counts and totals since the engine was made."""
+        with self.lock:
+            return self._flights.statistics(self.num_slots, self.device.simulated)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self._flights.in_flight} in flight"
+        simulated = "simulated, " if self.device.simulated else ""
+        return (
+            f"OffloadEngine({describe_groups(self.layout)}: {describe_fold(self._groups)}; "
+            f"{self.num_slots} slots x {self.layout.slot_bytes} B, {simulated}{state})"
+        )
+
+
+def _allocations(layout: KVLayout, device: Device) -> list[list[int]]:
+    """For each plane, the base of the driver allocation that holds it.
+
+    Raises:
+        LayoutError: a plane that no allocation of this device holds, or that runs past the end of one.
+    """
+    return [
+        [_allocation(plane, f"groups[{g}][{p}]", device) for p, plane in enumerate(group.planes)]
+        for g, group in enumerate(layout.groups)
+    ]
+
+
+def _allocation(plane: Any, name: str, device: Device) -> int:
+    try:
+        base, nbytes = device.driver.address_range(plane.address)
+    except DriverError as error:
+        raise LayoutError(f"{name}: {plane} is not memory of {device.name} (device {device.index}): {error}") from error
+    if plane.end > base + nbytes:
+        raise LayoutError(
+            f"{name}: {plane} ends at {plane.end:#x}, {plane.end - base - nbytes} bytes past the end of its allocation "
+            f"of {nbytes} bytes at {base:#x}"
+        )
+    return base
+
+
+def _at_least(name: str, value: Any, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+def _in_range(name: str, value: Any, limit: int) -> int:
+    if not hasattr(value, "__index__") or isinstance(value, bool) or not 0 <= value.__index__() < limit:
+        raise LayoutError(f"{name} must be in [0, {limit}), got {value!r}")
+    return int(value.__index__())

@@ -1,0 +1,200 @@
+"""Jobs: the states of a transfer as a table, its result, and the handle that callers hold."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvoffload.errors import TransferError
+from kvoffload.plan import Direction
+
+if TYPE_CHECKING:
+    from kvoffload.engine import OffloadEngine
+    from kvoffload.streams import PooledStream
+
+
+class State(enum.Enum):
+    """Where a job stands."""
+
+    NEW = "new"  # being submitted
+    RUNNING = "running"  # queued on the GPU, or under way
+    DRAINING = "draining"  # failed, but the GPU may still touch its slots and blocks
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Step(enum.Enum):
+    """What happens to a job."""
+
+    SUBMITTED = "submitted"
+    ERROR = "error"  # a driver call for it failed
+    ENDED = "ended"  # nothing of it is left on the GPU
+    LOST = "lost"  # the context died: nothing will run any more
+
+
+TRANSITIONS: dict[tuple[State, Step], State] = {
+    (State.NEW, Step.SUBMITTED): State.RUNNING,
+    (State.NEW, Step.ERROR): State.DRAINING,
+    (State.NEW, Step.LOST): State.FAILED,
+    (State.RUNNING, Step.ENDED): State.DONE,
+    (State.RUNNING, Step.ERROR): State.DRAINING,
+    (State.RUNNING, Step.LOST): State.FAILED,
+    (State.DRAINING, Step.ERROR): State.DRAINING,
+    (State.DRAINING, Step.ENDED): State.FAILED,
+    (State.DRAINING, Step.LOST): State.FAILED,
+}
+FINAL = frozenset({State.DONE, State.FAILED})
+
+
+class TransferResult(NamedTuple):
+    """How a transfer ended.
+
+    Attributes:
+        job_id: `Job.id`.
+        direction: "store" or "load".
+        nbytes: payload bytes.
+        seconds: from the transfer's start to its end on the GPU's clock, without what it waited for; NaN if unknown.
+        copier: what carried it: "strided", "batch", "loop"; "none" for an empty transfer.
+        error: None, or why it failed.
+        simulated: whether `seconds` is made up by the simulated device.
+    """
+
+    job_id: int
+    direction: Direction
+    nbytes: int
+    seconds: float
+    copier: str
+    error: TransferError | None
+    simulated: bool
+
+
+class Job:
+    """One submitted transfer. Made by `OffloadEngine.store` and `load`; usable from any thread.
+
+    Until it is done, the caller must not write its blocks (a load's targets, a store's sources) or, for a store, read its
+    slots, except on a stream ordered with `order_before`.
+
+    Attributes:
+        id: unique within the engine, rising in the order of submission.
+        direction: `Direction.STORE` or `Direction.LOAD`.
+        nbytes: payload bytes.
+        copier, reason: what carries it and why that was chosen.
+    """
+
+    # engine bookkeeping: `sequence` counts jobs of one direction; `pieces` are (stream, operations) it occupies;
+    # `start` and `end` are timing events, `events` further events that belong to it until it has retired
+
+    def __init__(self, engine: OffloadEngine, job_id: int, direction: Direction, nbytes: int) -> None:
+        self.id = job_id
+        self.direction = direction
+        self.nbytes = nbytes
+        self.copier = "none"
+        self.reason = "nothing to copy"
+        self.state = State.NEW
+        self.error: TransferError | None = None
+        self.seconds = 0.0
+        self.sequence = 0
+        self.pieces: list[tuple[PooledStream, int]] = []
+        self.start: int | None = None
+        self.end: int | None = None
+        self.end_recorded = False
+        self.markers: list[int] = []
+        self.links: list[int] = []
+        self.query_failures = 0
+        self.on_end: Callable[[Job], None] | None = None
+        self._engine = engine
+        self._simulated = engine.device.simulated
+
+    def step(self, event: Step) -> None:
+        """Move along the table; an illegal step raises AssertionError and changes nothing."""
+        following = TRANSITIONS.get((self.state, event))
+        assert following is not None, f"job {self.id}: {event} in {self.state}"
+        self.state = following
+
+    def fail(self, cause: BaseException) -> None:
+        """Note the first error; what the GPU still does has to end before the job has failed."""
+        self.step(Step.ERROR)
+        self._note(cause)
+
+    def lose(self, cause: BaseException) -> None:
+        """The context is gone: the job has failed now."""
+        self.step(Step.LOST)
+        self._note(cause)
+
+    def _note(self, cause: BaseException) -> None:
+        if self.error is None:
+            self.error = TransferError(f"{self.direction} {self.id} ({self.nbytes} bytes, {self.copier}) failed: {cause}")
+            self.error.__cause__ = cause
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job is known to have ended; does not ask the GPU."""
+        return self.state in FINAL
+
+    @property
+    def done(self) -> bool:
+        """Whether the job has ended, well or not. Asks the GPU; never blocks."""
+        if not self.finished:
+            self._engine.advance()
+        return self.finished
+
+    def wait(self, timeout: float | None = None) -> TransferResult:
+        """Wait until the job has ended; `poll()` will not report it any more.
+
+        Raises:
+            TransferError: the job failed.
+            TimeoutError: `timeout` seconds have passed; the job goes on.
+        """
+        self._engine.wait_for(self, timeout)
+        self._engine.forget_report(self)
+        if self.error is not None:
+            raise self.error
+        return self.outcome()
+
+    def result(self) -> TransferResult:
+        """The same as `wait()`."""
+        return self.wait()
+
+    def outcome(self) -> TransferResult:
+        """The result of a finished job, failed or not."""
+        return TransferResult(
+            self.id,
+            self.direction,
+            self.nbytes,
+            self.seconds,
+            self.copier,
+            self.error,
+            self._simulated,
+        )
+
+    def order_before(self, stream: Any) -> None:
+        """Work queued on `stream` from now on starts after this transfer has ended. The host does not wait.
+
+        A transfer that fails on the GPU later does not hold the stream back: check `wait()` or `poll()`.
+
+        Args:
+            stream: as `after=` of `store`.
+
+        Raises:
+            TransferError: the job has failed already, or the stream is being captured.
+        """
+        self._engine.order_before(self, stream)
+
+    def __repr__(self) -> str:
+        return f"Job({self.id}, {self.direction}, {self.nbytes} bytes, {self.copier}, {self.state.value})"
+
+
+def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) -> None:
+    """Poll `condition` with sleeps that grow from nothing to 0.2 ms, so that Ctrl-C and timeouts work.
+
+    Raises:
+        TimeoutError: `timeout` seconds have passed.
+    """
+    begin = time.perf_counter()
+    while not condition():
+        waited = time.perf_counter() - begin
+        if timeout is not None and waited >= timeout:
+            raise TimeoutError(f"{what} was not done within {timeout} seconds; it goes on")
+        time.sleep(0.0 if waited < 1e-3 else min(2e-4, waited / 20))

@@ -1,0 +1,258 @@
+"""What a paged KV cache looks like in GPU memory, and where its blocks lie in a host slot. No device is touched here.
+
+A *plane* is one device tensor indexed by block. A *group* is the planes that share one block table. A *slot* of the host
+pool holds `f = blocks_per_slot` blocks of one group: plane 0's `f` sub-blocks, then plane 1's, ..., payload only:
+
+    slot  | plane 0: sub-block 0 .. f-1 | plane 1: sub-block 0 .. f-1 | ... | padding to a multiple of 4096 |
+          0                      f * block_bytes[0]                   payload_bytes                     slot_bytes
+
+so that one block is one strided range on both sides, and a slot is one contiguous range for a disk or a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.errors import LayoutError
+
+SLOT_ALIGNMENT = 4096  # a page: slots can be registered, written to disk with O_DIRECT, and sent, one by one
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def _positive(name: str, value: Any, minimum: int = 1) -> int:
+    """`value` as an int of at least `minimum`, or a LayoutError that names it."""
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise LayoutError(f"{name} must be an integer, got {value!r}") from None
+    if isinstance(value, bool | np.bool_) or number < minimum:
+        raise LayoutError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+    return int(number)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Plane:
+    """One device tensor indexed by block: block `i` is `block_bytes` bytes at `address + i * block_stride`.
+
+    Args:
+        address: device address of block 0, bytes.
+        block_bytes: payload of one block, bytes. Padding between blocks is never read or written.
+        num_blocks: blocks in the plane; ids are in `[0, num_blocks)`.
+        block_stride: bytes from one block to the next; None means `block_bytes` (no padding).
+        owner: kept alive as long as the plane is; what the memory belongs to.
+
+    Raises:
+        LayoutError: a number that is not a positive integer, or a stride smaller than the payload.
+    """
+
+    address: int
+    block_bytes: int
+    num_blocks: int
+    block_stride: int
+    owner: object = field(compare=False)
+
+    def __init__(
+        self, address: int, *, block_bytes: int, num_blocks: int, block_stride: int | None = None, owner: object = None
+    ) -> None:
+        put = object.__setattr__
+        put(self, "address", _positive("address", address))
+        put(self, "block_bytes", _positive("block_bytes", block_bytes))
+        put(self, "num_blocks", _positive("num_blocks", num_blocks))
+        stride = self.block_bytes if block_stride is None else _positive("block_stride", block_stride)
+        if stride < self.block_bytes:
+            raise LayoutError(f"block_stride must be at least block_bytes ({self.block_bytes}), got {stride}")
+        put(self, "block_stride", stride)
+        put(self, "owner", owner)
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first byte of block 0 to the last byte of the last block."""
+        return (self.num_blocks - 1) * self.block_stride + self.block_bytes
+
+    @property
+    def end(self) -> int:
+        """One past the last byte of the last block."""
+        return self.address + self.span_bytes
+
+    def __repr__(self) -> str:
+        padding = f", block_stride={self.block_stride}" if self.block_stride != self.block_bytes else ""
+        return f"Plane({self.address:#x}, block_bytes={self.block_bytes}, num_blocks={self.num_blocks}{padding})"
+
+
+class Group:
+    """Planes that share one block table, in the order in which a slot holds them.
+
+    Attributes:
+        planes: the planes; all have the same `num_blocks`, and no two share a byte.
+        host_offsets: int64, (planes,): where plane p's sub-blocks begin in a slot, bytes.
+        payload_bytes: bytes of a slot that this group uses.
+        bytes_per_block: bytes of one block over all planes.
+    """
+
+    def __init__(self, planes: Sequence[Plane], blocks_per_slot: int, name: str) -> None:
+        self.planes = tuple(planes)
+        if not self.planes:
+            raise LayoutError(f"{name} has no planes; give each group at least one Plane")
+        for index, plane in enumerate(self.planes):
+            if not isinstance(plane, Plane):
+                raise LayoutError(f"{name}[{index}] must be a Plane, got {type(plane).__name__}")
+        self.num_blocks = self.planes[0].num_blocks
+        if any(plane.num_blocks != self.num_blocks for plane in self.planes):
+            counts = sorted({plane.num_blocks for plane in self.planes})
+            raise LayoutError(f"{name}: planes of one group share a block table, but num_blocks differ: {counts}")
+        _refuse_overlap(self.planes, name)
+        sizes = np.array([plane.block_bytes for plane in self.planes], dtype=np.int64) * blocks_per_slot
+        self.host_offsets: Int64Array = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
+        self.payload_bytes = int(sizes.sum())
+        self.bytes_per_block = self.payload_bytes // blocks_per_slot
+
+
+def _refuse_overlap(planes: Sequence[Plane], name: str) -> None:
+    """Raise LayoutError when two planes share a byte: a load would then write it twice, in no order.
+
+    Interleaved planes, `(blocks, planes, ...)`, overlap as ranges and yet share nothing: with one stride, what counts is
+    where their payloads lie within it.
+    """
+    order = sorted(range(len(planes)), key=lambda index: planes[index].address)
+    reach = order[0]  # among the planes seen, the one that ends last
+    for position in range(1, len(order)):
+        index = order[position]
+        if planes[index].address < planes[reach].end:
+            for other in order[:position]:
+                if planes[index].address < planes[other].end and _share_bytes(planes[other], planes[index]):
+                    raise LayoutError(f"{name}[{other}] and {name}[{index}] share bytes of device memory")
+        if planes[index].end > planes[reach].end:
+            reach = index
+
+
+def _share_bytes(low: Plane, high: Plane) -> bool:
+    """Whether two planes whose ranges overlap share a byte. Different strides count as sharing."""
+    if low.block_stride != high.block_stride:
+        return True
+    shift = (high.address - low.address) % low.block_stride
+    return shift < low.block_bytes or shift + high.block_bytes > low.block_stride
+
+
+class KVLayout:
+    """The planes of a KV cache by group, and the slot that holds their blocks on the host.
+
+    Args:
+        groups: one list of planes per group (per block table).
+        blocks_per_slot: `f`, device blocks in a host slot. Adjacent device blocks in one slot are copied as rows `f`
+            times as wide, which is what planes with small blocks need.
+        dtype: of the cache's elements; kept as a description, never used to interpret bytes.
+        tokens_per_block: kept as a description.
+
+    Attributes:
+        groups: tuple of `Group`.
+        slot_bytes: bytes of one row of the host pool: the largest group's payload, rounded up to 4096.
+
+    Raises:
+        LayoutError: no groups, planes that share bytes, planes of one group with different `num_blocks`.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Plane]],
+        blocks_per_slot: int = 1,
+        dtype: Any = None,
+        tokens_per_block: int | None = None,
+    ) -> None:
+        self.blocks_per_slot = _positive("blocks_per_slot", blocks_per_slot)
+        self.dtype = dtype
+        self.tokens_per_block = None if tokens_per_block is None else _positive("tokens_per_block", tokens_per_block)
+        if isinstance(groups, Plane) or (len(groups) and isinstance(groups[0], Plane)):
+            raise LayoutError("groups must be a list of lists of planes: KVLayout([planes]), not KVLayout(planes)")
+        self.groups = tuple(
+            Group(planes, self.blocks_per_slot, f"groups[{index}]") for index, planes in enumerate(groups)
+        )
+        if not self.groups:
+            raise LayoutError("groups is empty; a layout needs at least one group of planes")
+        largest = max(group.payload_bytes for group in self.groups)
+        self.slot_bytes = -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    @classmethod
+    def from_arrays(cls, arrays: Iterable[Any], **options: Any) -> KVLayout:
+        """A layout of one group with a plane per array, without a copy.
+
+        Args:
+            arrays: objects with `__cuda_array_interface__`, shape `(num_blocks, ...)`, contiguous within a block.
+            options: as for `KVLayout`.
+
+        Raises:
+            LayoutError: an array that is no device array, is read-only, empty, or not contiguous within a block.
+        """
+        from kvoffload.interop import plane_from_array
+
+        planes = [plane_from_array(array, name=f"arrays[{index}]") for index, array in enumerate(arrays)]
+        return cls([planes], **options)
+
+    @classmethod
+    def from_stacked(cls, array: Any, plane_axis: int = 0, block_axis: int = 1, **options: Any) -> KVLayout:
+        """A layout of one group from one array with a plane axis and a block axis, without a copy.
+
+        Such an array always folds: every transfer is one strided copy per block, whatever the number of planes.
+
+        Args:
+            array: an object with `__cuda_array_interface__`; the axes besides the two named make up a block.
+            plane_axis, block_axis: which axes count planes and blocks.
+            options: as for `KVLayout`.
+
+        Raises:
+            LayoutError: as `from_arrays`, and for axes that are out of range or the same.
+        """
+        from kvoffload.interop import planes_from_stacked
+
+        return cls([planes_from_stacked(array, plane_axis, block_axis)], **options)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.groups)
+
+    def slots_for(self, num_blocks: int, first_sub_block: int = 0) -> int:
+        """Slots that a transfer of `num_blocks` blocks spans when its first block is sub-block `first_sub_block`."""
+        return -(-(num_blocks + first_sub_block) // self.blocks_per_slot) if num_blocks else 0
+
+    def __repr__(self) -> str:
+        from kvoffload.plan import describe_fold, fold
+
+        folds = describe_fold(fold(self))
+        return f"KVLayout({describe_groups(self)}, slot_bytes={self.slot_bytes}; {folds} if each run is one allocation)"
+
+
+def describe_groups(layout: KVLayout) -> str:
+    """The groups of a layout in words, for a repr: planes x block bytes, blocks, blocks per slot."""
+    parts = []
+    for group in layout.groups:
+        sizes = sorted({plane.block_bytes for plane in group.planes})
+        shown = "/".join(str(size) for size in sizes[:3]) + ("/..." if len(sizes) > 3 else "")
+        parts.append(f"{len(group.planes)} planes x {shown} B x {group.num_blocks} blocks")
+    return " + ".join(parts) + f", blocks_per_slot={layout.blocks_per_slot}"
+
+
+def as_ids(name: str, ids: Any, limit: int) -> Int64Array:
+    """`ids` as a 1-D int64 array with every value in `[0, limit)`; an empty list is legal.
+
+    Raises:
+        LayoutError: not 1-D, not integers, or a value out of range; the message names the position and the value.
+    """
+    try:
+        array = np.asarray(ids)
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"{name} must be something numpy turns into a 1-D integer array: {error}") from None
+    if array.ndim != 1:
+        raise LayoutError(f"{name} must be one-dimensional, got shape {array.shape}")
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        raise LayoutError(f"{name} must hold integers, got dtype {array.dtype}")
+    if array.min() < 0 or array.max() >= limit:
+        wrong = int(np.flatnonzero((array < 0) | (array >= limit))[0])
+        raise LayoutError(f"{name}[{wrong}] is {array[wrong]}, outside [0, {limit})")
+    return array.astype(np.int64, copy=False)

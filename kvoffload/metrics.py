@@ -1,0 +1,73 @@
+"""Frozen snapshots of what an engine and a cache have done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionTotals:
+    """Transfers of one direction that have ended.
+
+    Attributes:
+        jobs, failed: how many ended, and how many of them failed.
+        nbytes: payload bytes of those that did not fail.
+        seconds: their time on the GPU clock, summed.
+    """
+
+    jobs: int = 0
+    failed: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """What an engine holds and has done.
+
+    Attributes:
+        simulated: whether `seconds` are made up.
+        in_flight: jobs that have not ended.
+        unreported: ended jobs that `poll` will report.
+        dropped_reports: jobs whose result nobody took before 65,536 newer ones ended.
+        streams, streams_in_use, events, events_in_use: of the pools.
+        pinned_bytes: of the slot pool.
+    """
+
+    simulated: bool
+    num_slots: int
+    pinned_bytes: int
+    in_flight: int
+    unreported: int
+    dropped_reports: int
+    streams: int
+    streams_in_use: int
+    events: int
+    events_in_use: int
+    store: DirectionTotals
+    load: DirectionTotals
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What a block cache holds and has done; counted in blocks of the cache, one per key.
+
+    Attributes:
+        capacity: keys that fit.
+        resident: keys that can be loaded.
+        pending: keys whose store has not ended.
+        pinned: keys that an unfinished load reads.
+        lookups, hits: keys asked for by `lookup`, and leading ones found.
+        stored, loaded, evicted, failed: blocks stored, loaded, evicted, and stores that failed.
+    """
+
+    capacity: int
+    resident: int
+    pending: int
+    pinned: int
+    lookups: int
+    hits: int
+    stored: int
+    loaded: int
+    evicted: int
+    failed: int

@@ -1,0 +1,322 @@
+"""What a transfer must copy, as numpy arrays: fold planes, merge adjacent blocks, flatten what must be flat.
+
+Folding happens once per layout. Planes whose device address and slot offset rise together in equal steps, inside one
+driver allocation, become one *run*: for a block it is one strided operation, a row per plane. (The driver refuses rows that
+cross an allocation.) Any index step is allowed: every second plane may form a run of its own.
+
+    device   |plane 0 .. block b ..|plane 1 .. block b ..|plane 2 ...      pitch: bytes from plane to plane
+    slot     |p0: sub 0 .. f-1|p1: sub 0 .. f-1|p2 ...                     pitch: step x f x block bytes
+
+A transfer of n blocks over r runs is n x r operations, computed by broadcasting: the cost in Python does not depend on
+the number of planes. Pure numpy: no device is seen here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.layout import Group, Int64Array, KVLayout
+
+MAX_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far; larger ones are not promised to work
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+class Direction(enum.StrEnum):
+    """Which way a transfer goes."""
+
+    STORE = "store"  # device to host
+    LOAD = "load"  # host to device
+
+    @property
+    def opposite(self) -> Direction:
+        return Direction.LOAD if self is Direction.STORE else Direction.STORE
+
+
+class Run(NamedTuple):
+    """Planes that one strided operation covers: row `i` is `width` bytes at `address + i * device_pitch` for block 0."""
+
+    address: int
+    host_offset: int
+    rows: int
+    device_pitch: int
+    host_pitch: int
+
+
+class RunClass(NamedTuple):
+    """Runs with the same row width and block stride, as arrays of shape (runs, 1)."""
+
+    width: int
+    block_stride: int
+    address: Int64Array
+    host_offset: Int64Array
+    rows: Int64Array
+    device_pitch: Int64Array
+    host_pitch: Int64Array
+    sub_block_bytes: int
+    mergeable: bool  # no padding between blocks: adjacent blocks of a slot are one wider row
+
+
+class FoldedGroup(NamedTuple):
+    """A group as the planner sees it."""
+
+    classes: tuple[RunClass, ...]
+    planes: int
+    bytes_per_block: int
+
+    @property
+    def runs(self) -> int:
+        """Operations per block that does not merge with a neighbour."""
+        return sum(len(each.address) for each in self.classes)
+
+
+def fold(layout: KVLayout, allocations: Sequence[Sequence[int]] | None = None) -> tuple[FoldedGroup, ...]:
+    """Fold each group's planes into runs.
+
+    Args:
+        layout: the layout.
+        allocations: per group, per plane: an id of the driver allocation that holds the plane. None: by address alone.
+    """
+    known = allocations or [[0] * len(group.planes) for group in layout.groups]
+    return tuple(
+        _fold_group(group, layout.blocks_per_slot, ids) for group, ids in zip(layout.groups, known, strict=True)
+    )
+
+
+def _fold_group(group: Group, blocks_per_slot: int, allocations: Sequence[int]) -> FoldedGroup:
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    for index, plane in enumerate(group.planes):
+        alike.setdefault((plane.block_bytes, plane.block_stride, allocations[index]), []).append(index)
+    runs: dict[tuple[int, int, int], list[Run]] = {}
+    for (block_bytes, block_stride, _), members in alike.items():
+        points = [(group.planes[index].address, int(group.host_offsets[index])) for index in members]
+        for run in _find_runs(points, block_bytes):
+            contiguous = run.rows > 1 and run.device_pitch == run.host_pitch == block_bytes
+            if contiguous:  # the interleaved layout (blocks, planes, ...) with one block a slot: one range a block
+                run = Run(run.address, run.host_offset, 1, block_bytes * run.rows, block_bytes * run.rows)
+            width = run.device_pitch if contiguous else block_bytes
+            runs.setdefault((width, block_stride, block_bytes), []).append(run)
+    classes = tuple(_run_class(key, members) for key, members in runs.items())
+    return FoldedGroup(classes, len(group.planes), group.bytes_per_block)
+
+
+def _run_class(key: tuple[int, int, int], runs: list[Run]) -> RunClass:
+    width, block_stride, block_bytes = key
+    columns = np.array(runs, dtype=np.int64).T[:, :, np.newaxis]
+    return RunClass(width, block_stride, *columns, sub_block_bytes=block_bytes, mergeable=block_stride == width)
+
+
+def _find_runs(points: list[tuple[int, int]], block_bytes: int) -> list[Run]:
+    """Cover `(address, host offset)` points, offsets ascending, by arithmetic progressions, longest first per start.
+
+    Greedy from the first uncovered point: exact for the layouts that occur (one stride, or a few interleaved ones).
+    """
+    runs = []
+    remaining = dict.fromkeys(points)
+    while remaining:
+        start = next(iter(remaining))
+        best = [start]
+        for second in remaining:
+            pitch, host_pitch = second[0] - start[0], second[1] - start[1]
+            if host_pitch <= 0 or not block_bytes <= pitch <= MAX_PITCH or host_pitch > MAX_PITCH:
+                continue
+            if len(best) > 1 and (start[0] + len(best) * pitch, start[1] + len(best) * host_pitch) not in remaining:
+                continue  # cannot be longer than the best
+            chain = _follow(start, pitch, host_pitch, remaining)
+            if len(chain) > len(best):
+                best = chain
+            if len(best) == len(remaining):
+                break
+        for point in best:
+            del remaining[point]
+        step = (best[1][0] - start[0], best[1][1] - start[1]) if len(best) > 1 else (block_bytes, block_bytes)
+        runs.append(Run(*start, len(best), *step))
+    return runs
+
+
+def _follow(
+    start: tuple[int, int], pitch: int, host_pitch: int, points: dict[tuple[int, int], None]
+) -> list[tuple[int, int]]:
+    """The points that continue `start` in steps of `(pitch, host_pitch)`."""
+    chain = [start]
+    while (following := (chain[-1][0] + pitch, chain[-1][1] + host_pitch)) in points:
+        chain.append(following)
+    return chain
+
+
+def describe_fold(groups: Sequence[FoldedGroup]) -> str:
+    """How groups fold, in words: '64 planes fold into 1 run' or '3 planes do not fold: 3 operations a block'."""
+    parts = []
+    for group in groups:
+        if group.runs == group.planes and group.planes > 1:
+            parts.append(f"{group.planes} planes do not fold ({group.runs} operations a block)")
+        else:
+            plural = "s" if group.runs > 1 else ""
+            parts.append(f"{group.planes} plane{'s' if group.planes > 1 else ''} fold into {group.runs} run{plural}")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Strided operations, one per element: `height` rows of `width` bytes, at `*_address + row * *_pitch`.
+
+    All arrays are uint64, 1-D and of one length; some are read-only broadcasts of a single number. Operations have no
+    order among each other and no two write the same byte.
+
+    Attributes:
+        nbytes: payload bytes of the whole plan.
+        row_count: rows of all operations together, which is the number of flat copies in it.
+    """
+
+    direction: Direction
+    device_address: UInt64Array
+    host_address: UInt64Array
+    width: UInt64Array
+    height: UInt64Array
+    device_pitch: UInt64Array
+    host_pitch: UInt64Array
+    nbytes: int
+    row_count: int
+
+    def __len__(self) -> int:
+        return len(self.device_address)
+
+    @property
+    def source(self) -> UInt64Array:
+        return self.device_address if self.direction is Direction.STORE else self.host_address
+
+    @property
+    def target(self) -> UInt64Array:
+        return self.host_address if self.direction is Direction.STORE else self.device_address
+
+    @property
+    def source_pitch(self) -> UInt64Array:
+        return self.device_pitch if self.direction is Direction.STORE else self.host_pitch
+
+    @property
+    def target_pitch(self) -> UInt64Array:
+        return self.host_pitch if self.direction is Direction.STORE else self.device_pitch
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether every operation is a single row."""
+        return self.row_count == len(self)
+
+    def part(self, start: int, stop: int) -> TransferPlan:
+        """Operations `[start, stop)` as a plan of their own, sharing memory."""
+        if start == 0 and stop >= len(self):
+            return self
+        cut = slice(start, stop)
+        width, height = self.width[cut], self.height[cut]
+        return TransferPlan(
+            self.direction,
+            self.device_address[cut],
+            self.host_address[cut],
+            width,
+            height,
+            self.device_pitch[cut],
+            self.host_pitch[cut],
+            nbytes=int((width * height).sum()),
+            row_count=int(height.sum()),
+        )
+
+    def flat(self) -> TransferPlan:
+        """The same bytes with one row per operation."""
+        if self.is_flat:
+            return self
+        row, operation = _rows_of(self.height, self.row_count)
+        width = self.width[operation]
+        return TransferPlan(
+            self.direction,
+            self.device_address[operation] + row * self.device_pitch[operation],
+            self.host_address[operation] + row * self.host_pitch[operation],
+            width,
+            _constant(1, self.row_count),
+            width,
+            width,
+            nbytes=self.nbytes,
+            row_count=self.row_count,
+        )
+
+
+def _rows_of(height: UInt64Array, row_count: int) -> tuple[UInt64Array, npt.NDArray[np.intp]]:
+    """For every row of all operations: its number within its operation, and its operation."""
+    counts = height.astype(np.intp)
+    operation = np.repeat(np.arange(len(counts)), counts)
+    first = np.cumsum(counts) - counts
+    return (np.arange(row_count) - first[operation]).astype(np.uint64), operation
+
+
+def _constant(value: int, length: int) -> UInt64Array:
+    return np.broadcast_to(np.uint64(value), length)
+
+
+def build(
+    group: FoldedGroup,
+    layout: KVLayout,
+    direction: Direction,
+    *,
+    pool_address: int,
+    slots: Int64Array,
+    blocks: Int64Array,
+    first_sub_block: int = 0,
+) -> TransferPlan:
+    """Plan a transfer. Block `i` is sub-block `(first_sub_block + i) % f` of slot `slots[(first_sub_block + i) // f]`.
+
+    Args:
+        group: the group's runs, from `fold`.
+        pool_address: host address of slot 0; slots follow each other every `layout.slot_bytes` bytes.
+        slots, blocks: valid ids, int64; `len(slots) == layout.slots_for(len(blocks), first_sub_block)`.
+    """
+    factor = layout.blocks_per_slot
+    if factor == 1:
+        slot_address, sub_block = pool_address + slots * layout.slot_bytes, None
+    else:
+        position = np.arange(first_sub_block, first_sub_block + len(blocks))
+        slot_address = pool_address + slots[position // factor] * layout.slot_bytes
+        sub_block = position % factor
+    parts = [_plan_class(each, blocks, slot_address, sub_block) for each in group.classes]
+    columns = parts[0] if len(parts) == 1 else [np.concatenate(column) for column in zip(*parts, strict=True)]
+    device, host, width, height, device_pitch, host_pitch = columns
+    rows = sum(len(part[0]) // len(each.rows) * int(each.rows.sum()) for part, each in zip(parts, group.classes))
+    return TransferPlan(
+        direction, device, host, width, height, device_pitch, host_pitch, group.bytes_per_block * len(blocks), rows
+    )
+
+
+def _plan_class(
+    runs: RunClass, blocks: Int64Array, slot_address: Int64Array, sub_block: Int64Array | None
+) -> list[UInt64Array]:
+    """The six columns of a plan for one class of runs."""
+    merged = None
+    if sub_block is not None:
+        slot_address = slot_address + sub_block * runs.sub_block_bytes
+        if runs.mergeable:
+            starts, merged = _adjacent(blocks, sub_block)
+            blocks, slot_address = blocks[starts], slot_address[starts]
+    shape = (len(runs.address), len(blocks))
+    device = runs.address + blocks * runs.block_stride
+    host = runs.host_offset + slot_address
+    width = np.uint64(runs.width) if merged is None else (merged * runs.width).astype(np.uint64)
+    columns = [device.view(np.uint64), host.view(np.uint64), width]
+    columns += [column.view(np.uint64) for column in (runs.rows, runs.device_pitch, runs.host_pitch)]
+    return [_flatten(column, shape) for column in columns]
+
+
+def _flatten(column: UInt64Array, shape: tuple[int, int]) -> UInt64Array:
+    if column.size == 1:
+        return np.broadcast_to(column.reshape(()), shape[0] * shape[1])
+    return np.broadcast_to(column, shape).reshape(-1)
+
+
+def _adjacent(blocks: Int64Array, sub_block: Int64Array) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Where stretches of blocks that are adjacent on both sides start, and how many blocks each holds."""
+    breaks = (blocks[1:] != blocks[:-1] + 1) | (sub_block[1:] == 0)
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))[: len(blocks)]
+    return starts, np.diff(starts, append=len(blocks))
