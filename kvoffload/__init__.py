@@ -1,8 +1,8 @@
 """Move the blocks of a paged KV cache between the GPU and pinned host memory, without PyTorch and without compiling.
 
     open_device      a GPU, or the simulated device             device.py, driver/
-    KVLayout, Plane  where the blocks lie                       layout.py (how planes fold and what a transfer copies: plan.py)
-    OffloadEngine    store, load, poll, order_before            engine.py, flight.py, hazards.py, jobs.py
+    KVLayout, Plane  where the blocks lie                       layout.py (how planes fold and what a transfer copies:
+    plan.py) OffloadEngine    store, load, poll, order_before            engine.py, flight.py, hazards.py, jobs.py
     BlockCache       keys to slots, LRU                         cache.py, policies.py
     copiers/         strided, batch, loop, and choose()         streams.py, memory.py underneath
     testing          the simulated driver, byte patterns        testing.py

@@ -1,7 +1,7 @@
 """BlockCache: keys to slots of an engine's pool.
 
-A key becomes visible to `lookup` after its copy has completed, never before; a store that fails is never visible. A slot is
-given to another key only when no transfer uses it. Where a call raises, nothing has changed.
+A key becomes visible to `lookup` after its copy has completed, never before; a store that fails is never visible. A
+slot is given to another key only when no transfer uses it. Where a call raises, nothing has changed.
 
     free ──store──> pending ──copy ended──> ready ──evicted──> free
                        └──copy failed──────────────────────────^
@@ -85,8 +85,8 @@ class CacheJob:
 class BlockCache:
     """A prefix cache over the slots of an engine, which it takes for itself. Usable from any thread.
 
-    A key stands for `blocks_per_slot` blocks of every group of the layout. With several groups it takes one slot for each,
-    and `blocks` is a sequence with one list of ids per group.
+    A key stands for `blocks_per_slot` blocks of every group of the layout. With several groups it takes one slot for
+    each, and `blocks` is a sequence with one list of ids per group.
 
     Args:
         engine: its slots must not be used otherwise.
@@ -125,7 +125,8 @@ class BlockCache:
             return found
 
     def store(self, keys: Sequence[bytes], blocks: Any, after: Any = None) -> CacheJob:
-        """Store the blocks of those keys that are neither present nor on their way; they can be loaded once it has ended.
+        """Store the blocks of those keys that are neither present nor on their way; they can be loaded once it has
+        ended.
 
         Never-used slots go first, then the policy gives up keys: as many as are needed or none. Keys among `keys`, keys
         being stored and keys being loaded are not given up. New keys count as used, from last to first.
@@ -192,8 +193,8 @@ class BlockCache:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note a use of those keys that are present, from last to first, so that the first is the most recent.
 
-        Call it once per request, at its end, with all of its keys: then recency follows requests, not the order in which
-        copies happened to complete.
+        Call it once per request, at its end, with all of its keys: then recency follows requests, not the order in
+        which copies happened to complete.
         """
         with self._lock:
             for key in reversed(keys):
@@ -276,8 +277,8 @@ class BlockCache:
         victims = self._policy.victims(count, may_go)
         if victims is None:
             raise CapacityError(
-                f"{wanted} keys need {count} to be given up, and too few of {len(self._entries)} may go: the others are "
-                f"among the keys given, or being stored or loaded (capacity {self.capacity})"
+                f"{wanted} keys need {count} to be given up, and too few of {len(self._entries)} may go: the others "
+                f"are among the keys given, or being stored or loaded (capacity {self.capacity})"
             )
         return victims
 

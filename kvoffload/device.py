@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from kvoffload import hostinfo
 from kvoffload.driver import Capabilities, Driver, probe
 from kvoffload.errors import CapacityError, ClosedError, DriverError, KVOffloadError, LayoutError
-from kvoffload.layout import Plane
+from kvoffload.layout import KVLayout, Plane
 from kvoffload.memory import DeviceBuffer
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def open_device(
         DriverError: the driver failed.
         ValueError: an unknown backend, no such GPU, a context of another GPU.
     """
-    driver = _load(backend, dict(seed=seed, driver_version=driver_version, bindings_version=bindings_version))
+    driver = _load(backend, {"seed": seed, "driver_version": driver_version, "bindings_version": bindings_version})
     count = int(driver.call("cuDeviceGetCount"))
     if not 0 <= index < count:
         raise ValueError(f"index must name one of the {count} devices, 0 to {count - 1}, got {index}")
@@ -74,14 +74,14 @@ def _load(backend: Any, simulation: dict[str, Any]) -> Driver:
 
         backend = SimulatedDriver(**simulation)
     if not hasattr(backend, "cuInit"):
-        raise ValueError(f'backend must be "cuda", "simulated", "auto" or a SimulatedDriver, got {backend!r}')
+        raise ValueError(f"backend must be 'cuda', 'simulated', 'auto' or a SimulatedDriver, got {backend!r}")
     driver = Driver(backend, raw=backend.raw, bindings_version=backend.bindings_version, simulated=True)
     driver.init()
     return driver
 
 
 class Current:
-    """Makes a context current for the calling thread, and the caller's current again afterwards. Reusable, reentrant."""
+    """Makes a context current for the calling thread, and the caller's current again afterwards. Reentrant."""
 
     __slots__ = ("_context", "_driver")
 
@@ -101,8 +101,8 @@ class Current:
 class Device:
     """An open device; made by `open_device`. Usable from any thread; a context manager.
 
-    Closing drains and closes its engines, then frees what it allocated. A child of `fork` cannot use its parent's device:
-    every call raises ClosedError there, and nothing of the parent's is touched.
+    Closing drains and closes its engines, then frees what it allocated. A child of `fork` cannot use its parent's
+    device: every call raises ClosedError there, and nothing of the parent's is touched.
 
     Attributes:
         driver: the `Driver`; for tests and for programs that want calls of their own.
@@ -207,11 +207,34 @@ class Device:
             for index in range(count)
         ]
 
+    def allocations(self, layout: KVLayout) -> list[list[int]]:
+        """For each plane of each group, the base of the driver allocation that holds it; the context must be current.
+
+        Raises:
+            LayoutError: a plane that no allocation of this device holds, or that runs past the end of one.
+        """
+        return [
+            [self._allocation(plane, f"groups[{g}][{p}]") for p, plane in enumerate(group.planes)]
+            for g, group in enumerate(layout.groups)
+        ]
+
+    def _allocation(self, plane: Plane, name: str) -> int:
+        try:
+            base, nbytes = self.driver.address_range(plane.address)
+        except DriverError as error:
+            raise LayoutError(f"{name}: {plane} is not memory of {self.name} (device {self.index}): {error}") from error
+        excess = plane.end - base - nbytes
+        if excess > 0:
+            raise LayoutError(
+                f"{name}: {plane} runs {excess} bytes past the end of its allocation of {nbytes} bytes at {base:#x}"
+            )
+        return base
+
     def own(self, thing: object, free: Callable[[], None]) -> Finalizer:
         """Have `free()` called, with the context current, some time after `thing` is garbage, or at close.
 
-        The finalizer only appends to a queue: it may run anywhere, so it takes no lock and calls no driver. `reclaim` frees.
-        Calling the finalizer has the same effect as `thing` becoming garbage.
+        The finalizer only appends to a queue: it may run anywhere, so it takes no lock and calls no driver. `reclaim`
+        frees. Calling the finalizer has the same effect as `thing` becoming garbage.
         """
         key = next(self._keys)
         finalizer = weakref.finalize(thing, self._garbage.append, (key, free))

@@ -1,8 +1,8 @@
 """OffloadEngine: submits transfers, orders them, learns of their end.
 
-Order. A transfer's stream waits for the caller's stream (`after`), for the previous transfer of its direction, and for the
-latest transfer of the other direction that touches its slots or blocks. All waits are on the GPU. They only ever point
-to work submitted earlier, so they cannot form a cycle.
+Order. A transfer's stream waits for the caller's stream (`after`), for the previous transfer of its direction, and for
+the latest transfer of the other direction that touches its slots or blocks. All waits are on the GPU. They only ever
+point to work submitted earlier, so they cannot form a cycle.
 
     caller's stream   ──compute──●after                          ┌─compute (order_before)
     store lane        ───────────┴─wait─[start copy copy end]────┤
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,42 +23,29 @@ from kvoffload import hostinfo
 from kvoffload.copiers import Copier, choose, make_copiers
 from kvoffload.device import Device
 from kvoffload.driver import SourceOrder
-from kvoffload.errors import ClosedError, DriverError, KVOffloadError, LayoutError
+from kvoffload.errors import ClosedError, KVOffloadError
 from kvoffload.flight import Flight, FlightDeck
 from kvoffload.hazards import HazardTable
 from kvoffload.jobs import Job, Step, TransferResult, wait_until
-from kvoffload.layout import Int64Array, KVLayout, as_ids, describe_groups
+from kvoffload.layout import KVLayout, describe_groups
 from kvoffload.memory import PinnedMemory, Progress, UInt8Array
 from kvoffload.metrics import EngineStatistics
 from kvoffload.plan import Direction, TransferPlan, build, describe_fold, fold
-from kvoffload.streams import NO_WAIT, refuse_capturing, stream_handle
-from kvoffload.driver.core import LEGACY_STREAM
-
-_SOURCE_ORDERS = ("auto", "stream", "any")
-
-
-class _Request(NamedTuple):
-    """A validated transfer."""
-
-    direction: Direction
-    group: int
-    slots: Int64Array
-    blocks: Int64Array
-    first_sub_block: int
-    after: int | None
-    copier: str | None
-    source_order: str
-    on_end: Callable[[Job], None] | None
+from kvoffload.requests import Request, check_at_least, make_request, refuse_repeated_targets
+from kvoffload.streams import refuse_capturing, stream_handle
 
 
 class OffloadEngine:
-    """Moves blocks between the planes of `layout` and a pool of pinned slots. Usable from any thread; a context manager.
+    """Moves blocks between the planes of `layout` and a pool of pinned slots.
+
+    Usable from any thread; a context manager.
 
     Args:
         layout: the KV cache. Its memory must stay allocated until the engine is closed.
         device: where the planes live.
         num_slots: slots of the pinned pool, `layout.slot_bytes` bytes each.
-        sm_limit: how many multiprocessors a copy kernel may use; 0 forbids kernels. (The copiers of this version use none.)
+        sm_limit: how many multiprocessors a copy kernel may use; 0 forbids kernels. (The copiers of this version use
+            none.)
         max_in_flight: jobs that may be unfinished at a time.
         stream_priority: of the engine's streams, within `device.stream_priorities`. It orders kernels, not copies.
         progress: called with (bytes done, bytes in all) while the pool is pinned.
@@ -80,9 +67,9 @@ class OffloadEngine:
         stream_priority: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        _at_least("num_slots", num_slots, 1)
-        _at_least("sm_limit", sm_limit, 0)
-        _at_least("max_in_flight", max_in_flight, 1)
+        check_at_least("num_slots", num_slots, 1)
+        check_at_least("sm_limit", sm_limit, 0)
+        check_at_least("max_in_flight", max_in_flight, 1)
         if stream_priority not in device.stream_priorities:
             allowed = device.stream_priorities
             raise ValueError(f"stream_priority must be in {allowed[0]} .. {allowed[-1]}, got {stream_priority}")
@@ -94,7 +81,7 @@ class OffloadEngine:
         self.max_in_flight = max_in_flight
         self.lock = threading.RLock()  # a BlockCache on this engine shares it
         with device.current():
-            self._groups = fold(layout, _allocations(layout, device))
+            self._groups = fold(layout, device.allocations(layout))
             self._copiers = make_copiers(device.driver, device.capabilities)
             self._memory = PinnedMemory(
                 device.driver,
@@ -134,7 +121,8 @@ class OffloadEngine:
             group: which group's block table `blocks` refers to.
             first_sub_block: where in the first slot to begin.
             after: the stream whose work so far must end before a block is read: a handle, or anything with
-                `__cuda_stream__`. None: the legacy default stream, what CuPy uses unless told otherwise. `NO_WAIT`: none.
+                `__cuda_stream__`. None: the legacy default stream, what CuPy uses unless told otherwise. `NO_WAIT`:
+                none.
             copier: "strided", "batch" or "loop"; None lets the engine choose.
 
         Returns:
@@ -171,8 +159,8 @@ class OffloadEngine:
             group, first_sub_block, copier: as for `store`.
             after: the stream whose work so far must end before a block is overwritten, as for `store`.
             source_order: when the driver may read the slots. "stream": in stream order. "any": at any moment from now
-                on, which some platforms do faster; only right when nothing on the GPU still writes them. "auto": "any" if
-                the host has seen every store to these slots end, else "stream".
+                on, which some platforms do faster; only right when nothing on the GPU still writes them. "auto": "any"
+                if the host has seen every store to these slots end, else "stream".
 
         Raises:
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
@@ -202,36 +190,25 @@ class OffloadEngine:
         on_end: Callable[[Job], None] | None = None,
     ) -> Job:
         """`store` and `load` in one; `on_end(job)` is called under the engine's lock when the job has ended."""
-        if source_order not in _SOURCE_ORDERS:
-            raise ValueError(f"source_order must be one of {', '.join(_SOURCE_ORDERS)}, got {source_order!r}")
-        group, first_sub_block = self._check_position(group, first_sub_block)
-        block_ids = as_ids("blocks", blocks, self.layout.groups[group].num_blocks)
-        slot_ids = as_ids("slots", slots, self.num_slots)
-        expected = self.layout.slots_for(len(block_ids), first_sub_block)
-        if len(slot_ids) != expected:
-            raise LayoutError(
-                f"{len(block_ids)} blocks from sub-block {first_sub_block} on need {expected} slots "
-                f"(blocks_per_slot={self.layout.blocks_per_slot}), got {len(slot_ids)}"
-            )
-        handle = None if after is NO_WAIT else LEGACY_STREAM if after is None else stream_handle(after, "after")
-        request = _Request(
-            direction, group, slot_ids, block_ids, first_sub_block, handle, copier, source_order, on_end
+        request = make_request(
+            self.layout,
+            self.num_slots,
+            direction,
+            blocks,
+            slots,
+            group=group,
+            first_sub_block=first_sub_block,
+            after=after,
+            copier=copier,
+            source_order=source_order,
+            on_end=on_end,
         )
         with self.device.current(), self.lock:
             return self._submit(request)
 
-    def _check_position(self, group: Any, first_sub_block: Any) -> tuple[int, int]:
-        return (
-            _in_range("group", group, self.layout.num_groups),
-            _in_range("first_sub_block", first_sub_block, self.layout.blocks_per_slot),
-        )
-
-    def _submit(self, request: _Request) -> Job:
+    def _submit(self, request: Request) -> Job:
         self._check_usable()
-        if request.direction is Direction.LOAD:
-            self._refuse_repeats("blocks", request.blocks)
-        else:
-            self._refuse_repeats("slots", request.slots)
+        refuse_repeated_targets(request, self._scratch)
         if request.after is not None:
             refuse_capturing(self.device.driver, request.after, "after")
         self._flights.advance()
@@ -257,7 +234,7 @@ class OffloadEngine:
                 raise
         return job
 
-    def _plan(self, request: _Request) -> TransferPlan:
+    def _plan(self, request: Request) -> TransferPlan:
         return build(
             self._groups[request.group],
             self.layout,
@@ -268,7 +245,7 @@ class OffloadEngine:
             first_sub_block=request.first_sub_block,
         )
 
-    def _submit_nothing(self, request: _Request) -> Job:
+    def _submit_nothing(self, request: Request) -> Job:
         job = Job(self, self._flights.next_id(), request.direction, 0)
         job.on_end = request.on_end
         job.step(Step.SUBMITTED)
@@ -286,7 +263,8 @@ class OffloadEngine:
     ) -> None:
         """Queue waits, copies and events of a job whose streams and events are at hand."""
         driver, job = self.device.driver, flight.job
-        assert job.start is not None and job.end is not None
+        assert job.start is not None
+        assert job.end is not None
         stream = flight.streams[0].handle
         if after is not None:
             driver.event_record(flight.marker, after)
@@ -306,7 +284,7 @@ class OffloadEngine:
         driver.event_record(job.end, stream)
         job.end_recorded = True
 
-    def _latest_rival(self, request: _Request) -> Job | None:
+    def _latest_rival(self, request: Request) -> Job | None:
         """The unfinished job of the other direction that this one must follow; earlier ones end before it."""
         other = request.direction.opposite
         latest = max(
@@ -315,7 +293,7 @@ class OffloadEngine:
         )
         return self._flights.unfinished(other, latest)
 
-    def _source_order(self, request: _Request) -> SourceOrder:
+    def _source_order(self, request: Request) -> SourceOrder:
         """STREAM for stores always: reads of device memory would overtake the stream."""
         if request.direction is Direction.STORE or request.source_order == "stream":
             return SourceOrder.STREAM
@@ -323,16 +301,10 @@ class OffloadEngine:
         if self._flights.unfinished(Direction.STORE, latest) is None:
             return SourceOrder.ANY
         if request.source_order == "any":
-            raise ValueError('source_order="any" while a store to one of the slots is unfinished; use "auto" or "stream"')
+            raise ValueError(
+                'source_order="any" while a store to one of the slots is unfinished; use "auto" or "stream"'
+            )
         return SourceOrder.STREAM
-
-    def _refuse_repeats(self, name: str, ids: Int64Array) -> None:
-        """Targets must be distinct: copies of one transfer have no order among each other."""
-        positions = np.arange(len(ids))
-        self._scratch[ids] = positions
-        if (self._scratch[ids] != positions).any():
-            wrong = int(np.flatnonzero(self._scratch[ids] != positions)[0])
-            raise LayoutError(f"{name}[{wrong}] repeats {ids[wrong]}; the targets of a transfer must be distinct")
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -351,8 +323,8 @@ class OffloadEngine:
     def poll(self) -> list[TransferResult]:
         """Results of jobs that have ended since the last call, in the order in which they were found to have ended.
 
-        Each job is reported once, and not at all after `wait()` or `result()` returned or raised for it. Failed jobs are
-        reported with their `error`.
+        Each job is reported once, and not at all after `wait()` or `result()` returned or raised for it. Failed jobs
+        are reported with their `error`.
         """
         with self.lock:
             self.advance()
@@ -427,8 +399,8 @@ class OffloadEngine:
     def slots(self) -> UInt8Array:
         """The pinned pool: uint8, (num_slots, layout.slot_bytes), writable.
 
-        Row `s` holds plane 0's `blocks_per_slot` sub-blocks, then plane 1's, ...; the rest of the row is padding. A row may
-        be read once the store into it has ended, and written when no transfer that uses it is unfinished.
+        Row `s` holds plane 0's `blocks_per_slot` sub-blocks, then plane 1's, ...; the rest of the row is padding. A
+        row may be read once the store into it has ended, and written when no transfer that uses it is unfinished.
         """
         return self._slots
 
@@ -444,39 +416,3 @@ class OffloadEngine:
             f"OffloadEngine({describe_groups(self.layout)}: {describe_fold(self._groups)}; "
             f"{self.num_slots} slots x {self.layout.slot_bytes} B, {simulated}{state})"
         )
-
-
-def _allocations(layout: KVLayout, device: Device) -> list[list[int]]:
-    """For each plane, the base of the driver allocation that holds it.
-
-    Raises:
-        LayoutError: a plane that no allocation of this device holds, or that runs past the end of one.
-    """
-    return [
-        [_allocation(plane, f"groups[{g}][{p}]", device) for p, plane in enumerate(group.planes)]
-        for g, group in enumerate(layout.groups)
-    ]
-
-
-def _allocation(plane: Any, name: str, device: Device) -> int:
-    try:
-        base, nbytes = device.driver.address_range(plane.address)
-    except DriverError as error:
-        raise LayoutError(f"{name}: {plane} is not memory of {device.name} (device {device.index}): {error}") from error
-    if plane.end > base + nbytes:
-        raise LayoutError(
-            f"{name}: {plane} ends at {plane.end:#x}, {plane.end - base - nbytes} bytes past the end of its allocation "
-            f"of {nbytes} bytes at {base:#x}"
-        )
-    return base
-
-
-def _at_least(name: str, value: Any, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
-
-
-def _in_range(name: str, value: Any, limit: int) -> int:
-    if not hasattr(value, "__index__") or isinstance(value, bool) or not 0 <= value.__index__() < limit:
-        raise LayoutError(f"{name} must be in [0, {limit}), got {value!r}")
-    return int(value.__index__())

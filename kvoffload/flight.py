@@ -46,7 +46,7 @@ class _Books:
 
 
 class FlightDeck:
-    """Boards jobs (gives them streams and events), lands them (takes those back), and keeps the reports for `poll`."""
+    """Boards jobs (gives them streams and events), lands them (takes those back), keeps reports for `poll`."""
 
     def __init__(self, driver: Driver, memory: PinnedMemory, max_in_flight: int, stream_priority: int) -> None:
         self._driver = driver
@@ -79,7 +79,7 @@ class FlightDeck:
         """Raise CapacityError unless `jobs` more may be in flight; `advance` first."""
         if self.in_flight + jobs > self._max_in_flight:
             raise CapacityError(
-                f"{self.in_flight} jobs are unfinished (max_in_flight={self._max_in_flight}); poll() until some have ended"
+                f"{self.in_flight} jobs are unfinished (max_in_flight={self._max_in_flight}); poll() until some end"
             )
 
     # boarding -----------------------------------------------------------------------------------------------------
@@ -175,7 +175,8 @@ class FlightDeck:
     def _measure(self, job: Job) -> None:
         job.seconds = math.nan
         if job.state is State.RUNNING:
-            assert job.start is not None and job.end is not None
+            assert job.start is not None
+            assert job.end is not None
             try:
                 job.seconds = self._driver.event_seconds(job.start, job.end)
             except DriverError:

@@ -1,8 +1,8 @@
 """Which transfers of the other direction a new one must wait for: last writer and last reader of every slot and block.
 
 Within a direction transfers run in the order of submission, so one number says it all: the sequence number of the
-latest store (or load) that touched a slot or a block. A load waits for the latest store that wrote its slots or read its
-blocks; a store waits for the latest load that read its slots or wrote its blocks.
+latest store (or load) that touched a slot or a block. A load waits for the latest store that wrote its slots or read
+its blocks; a store waits for the latest load that read its slots or wrote its blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvoffload.plan import Direction
 class HazardTable:
     """Sequence numbers by slot, and by block for each group; 0 means never touched.
 
-    Groups over the same planes share one table (a hybrid model's groups often do, with block tables of their own). Groups
-    whose memory overlaps in any other way share a single entry: waits that are not needed, never one too few.
+    Groups over the same planes share one table (a hybrid model's groups often do, with block tables of their own).
+    Groups whose memory overlaps in any other way share a single entry: waits that are not needed, never one too few.
     """
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:

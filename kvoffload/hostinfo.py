@@ -1,4 +1,4 @@
-"""What Linux says about this machine's memory and about where a GPU is plugged in. Reads /proc and /sys, nothing else."""
+"""What Linux says about this machine's memory and about where a GPU is plugged in, from /proc and /sys."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class PciDevice:
     """What sysfs says of a GPU's slot; None where it says nothing (virtual machines often).
 
     Attributes:
-        link_speed, max_link_speed: for example "32.0 GT/s PCIe" (generation 5). An idle GPU may show a lower current one.
-        link_width, max_link_width: lanes.
+        link_speed, max_link_speed: for example "32.0 GT/s PCIe" (generation 5). An idle GPU may show a lower current
+        one. link_width, max_link_width: lanes.
         numa_node: the node whose memory is nearest.
     """
 

@@ -73,8 +73,8 @@ class TransferResult(NamedTuple):
 class Job:
     """One submitted transfer. Made by `OffloadEngine.store` and `load`; usable from any thread.
 
-    Until it is done, the caller must not write its blocks (a load's targets, a store's sources) or, for a store, read its
-    slots, except on a stream ordered with `order_before`.
+    Until it is done, the caller must not write its blocks (a load's targets, a store's sources) or, for a store, read
+    its slots, except on a stream ordered with `order_before`.
 
     Attributes:
         id: unique within the engine, rising in the order of submission.
@@ -125,7 +125,9 @@ class Job:
 
     def _note(self, cause: BaseException) -> None:
         if self.error is None:
-            self.error = TransferError(f"{self.direction} {self.id} ({self.nbytes} bytes, {self.copier}) failed: {cause}")
+            self.error = TransferError(
+                f"{self.direction} {self.id} ({self.nbytes} bytes, {self.copier}) failed: {cause}"
+            )
             self.error.__cause__ = cause
 
     @property

@@ -1,7 +1,7 @@
 """What a paged KV cache looks like in GPU memory, and where its blocks lie in a host slot. No device is touched here.
 
-A *plane* is one device tensor indexed by block. A *group* is the planes that share one block table. A *slot* of the host
-pool holds `f = blocks_per_slot` blocks of one group: plane 0's `f` sub-blocks, then plane 1's, ..., payload only:
+A *plane* is one device tensor indexed by block. A *group* is the planes that share one block table. A *slot* of the
+host pool holds `f = blocks_per_slot` blocks of one group: plane 0's `f` sub-blocks, then plane 1's, ..., payload only:
 
     slot  | plane 0: sub-block 0 .. f-1 | plane 1: sub-block 0 .. f-1 | ... | padding to a multiple of 4096 |
           0                      f * block_bytes[0]                   payload_bytes                     slot_bytes
@@ -116,8 +116,8 @@ class Group:
 def _refuse_overlap(planes: Sequence[Plane], name: str) -> None:
     """Raise LayoutError when two planes share a byte: a load would then write it twice, in no order.
 
-    Interleaved planes, `(blocks, planes, ...)`, overlap as ranges and yet share nothing: with one stride, what counts is
-    where their payloads lie within it.
+    Interleaved planes, `(blocks, planes, ...)`, overlap as ranges and yet share nothing: with one stride, what counts
+    is where their payloads lie within it.
     """
     order = sorted(range(len(planes)), key=lambda index: planes[index].address)
     reach = order[0]  # among the planes seen, the one that ends last

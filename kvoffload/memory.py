@@ -1,9 +1,9 @@
 """Pinned host memory as numpy arrays, and GPU memory as buffers.
 
-The slot pool is anonymous memory of our own: mapped, its pages touched by many threads, then registered with the driver in
-pieces. Measured on an H200 machine with 16 CPUs, 4 GiB: cuMemHostAlloc 2.7 s (one thread, the driver's lock held),
-touch and register 0.17 s with huge pages, 0.35 s without; the same bandwidth afterwards. When the engine closes, the
-memory is unregistered and lives on as ordinary memory for as long as numpy views of it do.
+The slot pool is anonymous memory of our own: mapped, its pages touched by many threads, then registered with the
+driver in pieces. Measured on an H200 machine with 16 CPUs, 4 GiB: cuMemHostAlloc 2.7 s (one thread, the driver's lock
+held), touch and register 0.17 s with huge pages, 0.35 s without; the same bandwidth afterwards. When the engine
+closes, the memory is unregistered and lives on as ordinary memory for as long as numpy views of it do.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class PinnedMemory:
         nbytes: a multiple of the page size.
         unit_bytes: pieces registered apart end on multiples of this, so that no copy of one unit spans two of them:
             the driver refuses a copy that does.
-        numa_cpus: where to run the threads that touch the pages, so that Linux places them on that node. Empty: anywhere.
+        numa_cpus: where to run the threads that touch the pages, so that Linux places them on that node. Empty:
+            anywhere.
         progress: called with (bytes done, bytes in all) after each piece.
 
     Attributes:

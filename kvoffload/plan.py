@@ -1,8 +1,8 @@
 """What a transfer must copy, as numpy arrays: fold planes, merge adjacent blocks, flatten what must be flat.
 
 Folding happens once per layout. Planes whose device address and slot offset rise together in equal steps, inside one
-driver allocation, become one *run*: for a block it is one strided operation, a row per plane. (The driver refuses rows that
-cross an allocation.) Any index step is allowed: every second plane may form a run of its own.
+driver allocation, become one *run*: for a block it is one strided operation, a row per plane. (The driver refuses rows
+that cross an allocation.) Any index step is allowed: every second plane may form a run of its own.
 
     device   |plane 0 .. block b ..|plane 1 .. block b ..|plane 2 ...      pitch: bytes from plane to plane
     slot     |p0: sub 0 .. f-1|p1: sub 0 .. f-1|p2 ...                     pitch: step x f x block bytes
@@ -40,7 +40,7 @@ class Direction(enum.StrEnum):
 
 
 class Run(NamedTuple):
-    """Planes that one strided operation covers: row `i` is `width` bytes at `address + i * device_pitch` for block 0."""
+    """Planes that one strided operation covers: row `i` of block 0 begins at `address + i * device_pitch`."""
 
     address: int
     host_offset: int
@@ -100,6 +100,8 @@ def _fold_group(group: Group, blocks_per_slot: int, allocations: Sequence[int]) 
             contiguous = run.rows > 1 and run.device_pitch == run.host_pitch == block_bytes
             if contiguous:  # the interleaved layout (blocks, planes, ...) with one block a slot: one range a block
                 run = Run(run.address, run.host_offset, 1, block_bytes * run.rows, block_bytes * run.rows)
+            elif run.rows == 1:  # a pitch is not used, but must not be less than the width of merged blocks
+                run = run._replace(device_pitch=blocks_per_slot * block_bytes, host_pitch=blocks_per_slot * block_bytes)
             width = run.device_pitch if contiguous else block_bytes
             runs.setdefault((width, block_stride, block_bytes), []).append(run)
     classes = tuple(_run_class(key, members) for key, members in runs.items())
@@ -108,8 +110,9 @@ def _fold_group(group: Group, blocks_per_slot: int, allocations: Sequence[int]) 
 
 def _run_class(key: tuple[int, int, int], runs: list[Run]) -> RunClass:
     width, block_stride, block_bytes = key
-    columns = np.array(runs, dtype=np.int64).T[:, :, np.newaxis]
-    return RunClass(width, block_stride, *columns, sub_block_bytes=block_bytes, mergeable=block_stride == width)
+    address, host_offset, rows, device_pitch, host_pitch = np.array(runs, dtype=np.int64).T[:, :, np.newaxis]
+    mergeable = block_stride == width
+    return RunClass(width, block_stride, address, host_offset, rows, device_pitch, host_pitch, block_bytes, mergeable)
 
 
 def _find_runs(points: list[tuple[int, int]], block_bytes: int) -> list[Run]:
@@ -135,7 +138,7 @@ def _find_runs(points: list[tuple[int, int]], block_bytes: int) -> list[Run]:
                 break
         for point in best:
             del remaining[point]
-        step = (best[1][0] - start[0], best[1][1] - start[1]) if len(best) > 1 else (block_bytes, block_bytes)
+        step = (best[1][0] - start[0], best[1][1] - start[1]) if len(best) > 1 else (0, 0)
         runs.append(Run(*start, len(best), *step))
     return runs
 
@@ -166,8 +169,8 @@ def describe_fold(groups: Sequence[FoldedGroup]) -> str:
 class TransferPlan:
     """Strided operations, one per element: `height` rows of `width` bytes, at `*_address + row * *_pitch`.
 
-    All arrays are uint64, 1-D and of one length; some are read-only broadcasts of a single number. Operations have no
-    order among each other and no two write the same byte.
+    All arrays are uint64, 1-D and of one length. Operations have no order among each other and no two write the same
+    byte.
 
     Attributes:
         nbytes: payload bytes of the whole plan.
@@ -237,7 +240,7 @@ class TransferPlan:
             self.device_address[operation] + row * self.device_pitch[operation],
             self.host_address[operation] + row * self.host_pitch[operation],
             width,
-            _constant(1, self.row_count),
+            np.ones(self.row_count, dtype=np.uint64),
             width,
             width,
             nbytes=self.nbytes,
@@ -251,10 +254,6 @@ def _rows_of(height: UInt64Array, row_count: int) -> tuple[UInt64Array, npt.NDAr
     operation = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts
     return (np.arange(row_count) - first[operation]).astype(np.uint64), operation
-
-
-def _constant(value: int, length: int) -> UInt64Array:
-    return np.broadcast_to(np.uint64(value), length)
 
 
 def build(
@@ -284,7 +283,9 @@ def build(
     parts = [_plan_class(each, blocks, slot_address, sub_block) for each in group.classes]
     columns = parts[0] if len(parts) == 1 else [np.concatenate(column) for column in zip(*parts, strict=True)]
     device, host, width, height, device_pitch, host_pitch = columns
-    rows = sum(len(part[0]) // len(each.rows) * int(each.rows.sum()) for part, each in zip(parts, group.classes))
+    rows = sum(
+        len(part[0]) // len(each.rows) * int(each.rows.sum()) for part, each in zip(parts, group.classes, strict=True)
+    )
     return TransferPlan(
         direction, device, host, width, height, device_pitch, host_pitch, group.bytes_per_block * len(blocks), rows
     )
@@ -300,19 +301,20 @@ def _plan_class(
         if runs.mergeable:
             starts, merged = _adjacent(blocks, sub_block)
             blocks, slot_address = blocks[starts], slot_address[starts]
-    shape = (len(runs.address), len(blocks))
     device = runs.address + blocks * runs.block_stride
     host = runs.host_offset + slot_address
-    width = np.uint64(runs.width) if merged is None else (merged * runs.width).astype(np.uint64)
-    columns = [device.view(np.uint64), host.view(np.uint64), width]
-    columns += [column.view(np.uint64) for column in (runs.rows, runs.device_pitch, runs.host_pitch)]
-    return [_flatten(column, shape) for column in columns]
+    width = np.full(1, runs.width) if merged is None else merged * runs.width
+    columns = (device, host, width, runs.rows, runs.device_pitch, runs.host_pitch)
+    return [_spread(column, device.shape) for column in columns]
 
 
-def _flatten(column: UInt64Array, shape: tuple[int, int]) -> UInt64Array:
-    if column.size == 1:
-        return np.broadcast_to(column.reshape(()), shape[0] * shape[1])
-    return np.broadcast_to(column, shape).reshape(-1)
+def _spread(column: npt.NDArray[np.int64], shape: tuple[int, ...]) -> UInt64Array:
+    """One number per operation, run after run, from what may be one per run, one per block, or one for all."""
+    if column.shape == shape:
+        return column.reshape(-1).view(np.uint64)
+    spread = np.empty(shape, dtype=np.uint64)
+    spread[...] = column
+    return spread.reshape(-1)
 
 
 def _adjacent(blocks: Int64Array, sub_block: Int64Array) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:

@@ -28,7 +28,7 @@ class Policy(Protocol):
 
 
 class LRU:
-    """Gives up the least recently used key. Every operation is O(1); `victims` also passes over keys that may not go."""
+    """Gives up the least recently used key, in O(1) plus the keys passed over because they may not go."""
 
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
@@ -61,5 +61,7 @@ def make_policy(policy: str | Policy) -> Policy:
     if not isinstance(policy, str):
         return policy
     if policy not in POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, or an object with their methods, got {policy!r}")
+        raise ValueError(
+            f"policy must be one of {', '.join(POLICIES)}, or an object with their methods, got {policy!r}"
+        )
     return POLICIES[policy]()

@@ -1,9 +1,9 @@
 """Pools of streams and events, lanes that keep transfers of one direction in order, and streams of other programs.
 
-A driver queue holds about 1022 operations; when it is full, submission blocks until the GPU has made progress (2 us become
-as long as it takes). Measured on driver 580: every operation of a strided batch takes a place, so does every
-cuMemcpyAsync; flat batches take one for about 23 copies; event records none. Lanes therefore count what they queue, fill a
-stream to `QUEUE_LIMIT`, and go on with another one behind an event.
+A driver queue holds about 1022 operations; when it is full, submission blocks until the GPU has made progress (2 us
+become as long as it takes). Measured on driver 580: every operation of a strided batch takes a place, so does every
+cuMemcpyAsync; flat batches take one for about 23 copies; event records none. Lanes therefore count what they queue,
+fill a stream to `QUEUE_LIMIT`, and go on with another one behind an event.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class Lane:
 def stream_handle(stream: Any, name: str) -> int:
     """The handle of a stream: an int, a cuda.bindings stream, or anything with `__cuda_stream__` (CuPy, cuda.core).
 
-    0 means the legacy default stream and becomes its handle 1: the bindings may read 0 as the per-thread stream. Handle 2,
-    the per-thread default stream, is the calling thread's.
+    0 means the legacy default stream and becomes its handle 1: the bindings may read 0 as the per-thread stream.
+    Handle 2, the per-thread default stream, is the calling thread's.
 
     Raises:
         TypeError: nothing of the kind; the message names the argument.
@@ -180,9 +180,7 @@ def stream_handle(stream: Any, name: str) -> int:
     elif type(stream).__name__ in ("CUstream", "cudaStream_t"):
         stream = int(stream)
     if isinstance(stream, bool) or not hasattr(stream, "__index__"):
-        raise TypeError(
-            f"{name} must be a stream handle (int), an object with __cuda_stream__, or kvoffload.NO_WAIT, got {stream!r}"
-        )
+        raise TypeError(f"{name} must be a stream handle (int) or an object with __cuda_stream__, got {stream!r}")
     return int(stream.__index__()) or LEGACY_STREAM
 
 
@@ -199,6 +197,6 @@ def refuse_capturing(driver: Driver, handle: int, name: str) -> None:
         capturing = True  # the legacy stream, while some stream of the context captures
     if capturing:
         raise TransferError(
-            f"{name}={handle:#x} is being captured into a graph; transfers cannot be part of one: end the capture first, "
-            "or pass a stream that is not captured (after=kvoffload.NO_WAIT waits for none)"
+            f"{name}={handle:#x} is being captured into a graph; transfers cannot be part of one: end the capture "
+            "first, or pass a stream that is not captured (after=kvoffload.NO_WAIT waits for none)"
         )

@@ -1,8 +1,8 @@
 """Ways of carrying a plan out, and the choice between them.
 
-    strided   one operation per block for all planes that fold: cuMemcpy3DBatchAsync, else cuMemcpy2DAsync in a loop
-    batch     flat copies in chunks: cuMemcpyBatchAsync
-    loop      flat copies one by one: cuMemcpyAsync; works with every driver
+strided   one operation per block for all planes that fold: cuMemcpy3DBatchAsync, else cuMemcpy2DAsync in a loop
+batch     flat copies in chunks: cuMemcpyBatchAsync
+loop      flat copies one by one: cuMemcpyAsync; works with every driver
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class LoopCopier:
     def queue_cost(self, operations: int) -> int:
         return operations
 
-    def submit(self, plan: TransferPlan, order: SourceOrder, stream: int) -> None:
+    def submit(self, plan: TransferPlan, order: SourceOrder, stream: int) -> None:  # noqa: ARG002
         copy = self._driver.copy
         for target, source, nbytes in zip(plan.target.tolist(), plan.source.tolist(), plan.width.tolist(), strict=True):
             copy(target, source, nbytes, stream)

@@ -1,7 +1,8 @@
 """The seam: the CUDA driver functions that kvoffload calls, and nothing else.
 
 `Driver` is the one class that talks to a driver API. Behind it stands `cuda.bindings.driver` or the simulator, which
-offers the same names, argument types and return tuples; `functions` lists them. Only this package imports cuda.bindings.
+offers the same names, argument types and return tuples; `functions` lists them. Only this package imports
+cuda.bindings.
 """
 
 from kvoffload.driver.capabilities import Capabilities, probe

@@ -77,7 +77,8 @@ def _attribute(number: int) -> object:
 
 
 def _callable(driver: Driver, name: str, nothing: tuple[object, ...], missing: dict[str, str]) -> bool:
-    """Whether `name` reaches the driver: called with nothing to copy, it returns an error or success but does not raise.
+    """Whether `name` reaches the driver: called with nothing to copy, it returns an error or success but does not
+    raise.
 
     The 13.x bindings bind only the 13.0 entry point of the batch calls; on an older driver the call raises.
     """

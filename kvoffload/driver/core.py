@@ -14,7 +14,9 @@ from kvoffload.driver.tables import FlatTable, SourceOrder, StridedTable
 from kvoffload.errors import CapabilityError, DriverError
 
 NOT_READY = 600  # CUDA_ERROR_NOT_READY: the answer "not yet" of the query calls, not a failure
-LEGACY_STREAM = 1  # CU_STREAM_LEGACY: handle 0 may mean the per-thread stream (CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM)
+LEGACY_STREAM = (
+    1  # CU_STREAM_LEGACY: handle 0 may mean the per-thread stream (CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM)
+)
 PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
 DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -163,24 +165,21 @@ class Driver:
         self.call("cuMemcpy2DAsync", table.object_2d(index), stream)
 
     def copy_strided_batch(self, table: StridedTable, count: int, stream: int) -> None:
-        """The first `count` operations of `table`, in no order among each other. The driver reads the table during the call."""
+        """The first `count` operations of `table`, in no order; the driver reads the table during the call."""
         if self.use_raw:
             self._call_raw("memcpy_3d_batch_async_v2", count, table.address_3d, 0, stream)
         else:
             self.call("cuMemcpy3DBatchAsync", count, table.objects_3d(count), 0, stream)
 
     def copy_batch(self, table: FlatTable, start: int, stop: int, order: SourceOrder, stream: int) -> None:
-        """Copies `[start, stop)` of `table`, in no order among each other. The driver reads the table during the call."""
+        """Copies `[start, stop)` of `table`, in no order; the driver reads the table during the call."""
         count = stop - start
         if self.use_raw:
-            addresses = table.raw_addresses(start, order)
-            targets, sources, sizes, attributes, indices = addresses
-            self._call_raw(
-                "memcpy_batch_async_v2", targets, sources, sizes, count, attributes, indices, 1, stream
-            )
-            return
-        targets, sources, sizes = table.lists(start, stop)
-        self.call("cuMemcpyBatchAsync", targets, sources, sizes, count, [table.attributes(order)], [0], 1, stream)
+            arrays, attributes = table.raw_arrays(start), table.raw_attributes(order)
+            self._call_raw("memcpy_batch_async_v2", *arrays, count, *attributes, 1, stream)
+        else:
+            lists, attributes_list = table.lists(start, stop), [table.attributes(order)]
+            self.call("cuMemcpyBatchAsync", *lists, count, attributes_list, [0], 1, stream)
 
     def _call_raw(self, name: str, *arguments: Any) -> None:
         """The raw-address functions return None and raise exceptions of their own, with a `status`."""

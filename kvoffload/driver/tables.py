@@ -1,8 +1,8 @@
 """Descriptor tables: C arrays that the batch calls read, kept in numpy memory and refilled by vectorised assignment.
 
 The bindings take lists of `CUdeviceptr` and `CUDA_MEMCPY3D_BATCH_OP`. Building such objects costs 132 ns and 3 us each;
-objects made once with `_ptr=` over a numpy array cost 5 to 22 ns to pass on, whatever the array holds by then. (They hold
-no reference to the array, so the table does.) Bindings 13.5 take the addresses of the arrays themselves.
+objects made once with `_ptr=` over a numpy array cost 5 to 22 ns to pass on, whatever the array holds by then. (They
+hold no reference to the array, so the table does.) Bindings 13.5 take the addresses of the arrays themselves.
 
 The driver reads a table during the call, so a table may be refilled as soon as the call has returned.
 """
@@ -26,8 +26,10 @@ class SourceOrder(enum.IntEnum):
 # CUDA_MEMCPY3D_BATCH_OP and CUDA_MEMCPY2D of cuda.h, for pointer operands on a 64-bit machine.
 DTYPE_3D = np.dtype(
     {
-        "names": ["source_type", "source", "source_pitch", "target_type", "target", "target_pitch"]
-        + ["width", "height", "depth", "order"],
+        "names": [
+            *("source_type", "source", "source_pitch", "target_type", "target", "target_pitch"),
+            *("width", "height", "depth", "order"),
+        ],
         "formats": ["u4", "u8", "u8", "u4", "u8", "u8", "u8", "u8", "u8", "u4"],
         "offsets": [0, 8, 16, 40, 48, 56, 80, 88, 96, 104],
         "itemsize": 112,
@@ -131,16 +133,14 @@ class FlatTable:
             self._attribute_objects = _views(CUmemcpyAttributes, self._attribute_rows)
         return self._attribute_objects[order]
 
-    def raw_addresses(self, start: int, order: SourceOrder) -> tuple[int, int, int, int, int]:
-        """Addresses of targets, sources and sizes from `start`, of the attributes, and of their index array."""
+    def raw_arrays(self, start: int) -> tuple[int, int, int]:
+        """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""
         at = 8 * start
-        return (
-            _address(self._targets) + at,
-            _address(self._sources) + at,
-            _address(self._sizes) + at,
-            _address(self._attribute_rows) + order * self._attribute_rows.strides[0],
-            _address(self._indices),
-        )
+        return _address(self._targets) + at, _address(self._sources) + at, _address(self._sizes) + at
+
+    def raw_attributes(self, order: SourceOrder) -> tuple[int, int]:
+        """Addresses of the attributes with that source order, and of the array that says: from the first copy on."""
+        return _address(self._attribute_rows) + order * self._attribute_rows.strides[0], _address(self._indices)
 
 
 def _views(kind: Any, rows: npt.NDArray[Any]) -> list[Any]:

@@ -1,0 +1,99 @@
+"""A transfer as asked for, checked: ids in range, as many slots as the blocks need, targets distinct."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvoffload.driver.core import LEGACY_STREAM
+from kvoffload.errors import LayoutError
+from kvoffload.jobs import Job
+from kvoffload.layout import Int64Array, KVLayout, as_ids
+from kvoffload.plan import Direction
+from kvoffload.streams import NO_WAIT, stream_handle
+
+SOURCE_ORDERS = ("auto", "stream", "any")
+
+
+class Request(NamedTuple):
+    """A checked transfer; `after` is a stream handle, or None to wait for no stream."""
+
+    direction: Direction
+    group: int
+    slots: Int64Array
+    blocks: Int64Array
+    first_sub_block: int
+    after: int | None
+    copier: str | None
+    source_order: str
+    on_end: Callable[[Job], None] | None
+
+
+def make_request(
+    layout: KVLayout,
+    num_slots: int,
+    direction: Direction,
+    blocks: Any,
+    slots: Any,
+    *,
+    group: Any,
+    first_sub_block: Any,
+    after: Any,
+    copier: str | None,
+    source_order: str,
+    on_end: Callable[[Job], None] | None,
+) -> Request:
+    """Check the arguments of `OffloadEngine.store` and `load`.
+
+    Raises:
+        LayoutError, ValueError, TypeError: the message names the argument, the value and what is right.
+    """
+    if source_order not in SOURCE_ORDERS:
+        raise ValueError(f"source_order must be one of {', '.join(SOURCE_ORDERS)}, got {source_order!r}")
+    group = _in_range("group", group, layout.num_groups)
+    first_sub_block = _in_range("first_sub_block", first_sub_block, layout.blocks_per_slot)
+    block_ids = as_ids("blocks", blocks, layout.groups[group].num_blocks)
+    slot_ids = as_ids("slots", slots, num_slots)
+    expected = layout.slots_for(len(block_ids), first_sub_block)
+    if len(slot_ids) != expected:
+        raise LayoutError(
+            f"{len(block_ids)} blocks from sub-block {first_sub_block} on need {expected} slots "
+            f"(blocks_per_slot={layout.blocks_per_slot}), got {len(slot_ids)}"
+        )
+    handle = _after_handle(after)
+    return Request(direction, group, slot_ids, block_ids, first_sub_block, handle, copier, source_order, on_end)
+
+
+def _after_handle(after: Any) -> int | None:
+    if after is NO_WAIT:
+        return None
+    return LEGACY_STREAM if after is None else stream_handle(after, "after")
+
+
+def refuse_repeated_targets(request: Request, scratch: Int64Array) -> None:
+    """Raise LayoutError when a target repeats: copies of one transfer have no order among each other.
+
+    Args:
+        scratch: any contents, longer than every id of the engine; overwritten.
+    """
+    name, ids = ("blocks", request.blocks) if request.direction is Direction.LOAD else ("slots", request.slots)
+    positions = np.arange(len(ids))
+    scratch[ids] = positions
+    repeated = scratch[ids] != positions
+    if repeated.any():
+        wrong = int(repeated.argmax())
+        raise LayoutError(f"{name}[{wrong}] repeats {ids[wrong]}; the targets of a transfer must be distinct")
+
+
+def check_at_least(name: str, value: Any, minimum: int) -> None:
+    """Raise ValueError unless `value` is an int of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+def _in_range(name: str, value: Any, limit: int) -> int:
+    if not hasattr(value, "__index__") or isinstance(value, bool) or not 0 <= value.__index__() < limit:
+        raise LayoutError(f"{name} must be in [0, {limit}), got {value!r}")
+    return int(value.__index__())

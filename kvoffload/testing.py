@@ -1,0 +1,354 @@
+"""Testing tools for users too: the simulated driver, a naive reference transfer, byte patterns, leak checks, conformance.
+
+    device = kvoffload.open_device(backend="simulated", seed=7)     # a GPU that is not there
+    device.simulator.faults.fail_call("cuMemcpyAsync")              # what it does wrong, on demand
+    kvoffload.testing.check_copier_conformance(device)              # or on your own GPU: every copier against the loop below
+
+`naive_transfer` says in ten lines what `store` and `load` do; everything else in the library only does it faster.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvoffload.copiers import why_not
+from kvoffload.device import Device
+from kvoffload.driver.simulator import Faults, SimulatedDriver, SimulatorError
+from kvoffload.engine import OffloadEngine
+from kvoffload.layout import KVLayout, Plane
+from kvoffload.memory import DeviceBuffer, UInt8Array
+from kvoffload.plan import Direction
+from kvoffload.streams import NO_WAIT
+
+__all__ = [
+    "POISON",
+    "ConformanceCase",
+    "Faults",
+    "Mirror",
+    "SimulatedDriver",
+    "SimulatorError",
+    "check_clean_close",
+    "check_copier_conformance",
+    "leak_check",
+    "naive_transfer",
+    "pattern",
+    "poison",
+    "scramble",
+]
+
+POISON = 0xB7  # what `poison` writes: neither 0 nor what fresh or freed simulated memory holds
+
+
+# bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def pattern(key: object, nbytes: int) -> UInt8Array:
+    """`nbytes` bytes, uint8, (nbytes,), that follow from `repr(key)` alone: the same in every process and on every machine.
+
+    Different keys give unrelated bytes, so that a block in the wrong place shows at once.
+    """
+    digest = hashlib.shake_128(repr(key).encode()).digest(nbytes)
+    return np.frombuffer(digest, dtype=np.uint8).copy()
+
+
+def poison(array: UInt8Array, value: int = POISON) -> None:
+    """Overwrite a host array, so that bytes which nobody writes afterwards are recognised."""
+    array[...] = value
+
+
+def scramble(buffer: DeviceBuffer, seed: int) -> UInt8Array:
+    """Fill GPU memory with random bytes; what was written. Returns when they are there."""
+    content = np.random.default_rng(seed).integers(0, 256, buffer.nbytes, dtype=np.uint8)
+    buffer.copy_from(content)
+    return content
+
+
+# the reference --------------------------------------------------------------------------------------------------------
+
+
+def naive_transfer(
+    layout: KVLayout,
+    direction: Direction | str,
+    blocks: Sequence[int],
+    slots: Sequence[int],
+    *,
+    memory: Mapping[int, UInt8Array],
+    pool: UInt8Array,
+    group: int = 0,
+    first_sub_block: int = 0,
+) -> None:
+    """What a transfer means, as a loop over blocks and planes, on host copies and in place.
+
+    Args:
+        layout, direction, blocks, slots, group, first_sub_block: as for `OffloadEngine.store` and `load`.
+        memory: device memory: for the base address of each allocation its bytes, uint8, 1-D.
+        pool: the slots, uint8, (num_slots, layout.slot_bytes).
+    """
+    factor = layout.blocks_per_slot
+    for index, block in enumerate(blocks):
+        slot = slots[(first_sub_block + index) // factor]
+        sub_block = (first_sub_block + index) % factor
+        plane_offset = 0
+        for plane in layout.groups[group].planes:
+            on_device = _device_bytes(memory, plane.address + block * plane.block_stride, plane.block_bytes)
+            start = plane_offset + sub_block * plane.block_bytes
+            on_host = pool[slot, start : start + plane.block_bytes]
+            if direction == Direction.STORE:
+                on_host[:] = on_device
+            else:
+                on_device[:] = on_host
+            plane_offset += factor * plane.block_bytes
+
+
+def _device_bytes(memory: Mapping[int, UInt8Array], address: int, nbytes: int) -> UInt8Array:
+    for base, content in memory.items():
+        if base <= address and address + nbytes <= base + len(content):
+            return content[address - base : address - base + nbytes]
+    raise AssertionError(f"{nbytes} bytes at {address:#x} are in none of the allocations given")
+
+
+class Mirror:
+    """Host copies of an engine's slots and of device memory, to which `naive_transfer` does what the engine does.
+
+    Made while the engine is idle. `expect` after (or before) each transfer, `check` when the engine is idle again: every
+    byte is compared, padding and guard bytes included.
+
+    Args:
+        engine: its pool is copied.
+        buffers: all device memory that the layout lies in, and whatever else must stay as it is.
+    """
+
+    def __init__(self, engine: OffloadEngine, buffers: Sequence[DeviceBuffer]) -> None:
+        self._engine = engine
+        self._buffers = tuple(buffers)
+        self.memory = {buffer.address: buffer.to_numpy() for buffer in buffers}
+        self.pool = engine.slots.copy()
+
+    def expect(
+        self,
+        direction: Direction | str,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        *,
+        group: int = 0,
+        first_sub_block: int = 0,
+    ) -> None:
+        """Carry out a transfer on the copies."""
+        naive_transfer(
+            self._engine.layout,
+            direction,
+            blocks,
+            slots,
+            memory=self.memory,
+            pool=self.pool,
+            group=group,
+            first_sub_block=first_sub_block,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError where the engine's pool or the device memory differs from the copies."""
+        _check_same("the slot pool", self._engine.slots, self.pool)
+        for buffer in self._buffers:
+            _check_same(f"device memory at {buffer.address:#x}", buffer.to_numpy(), self.memory[buffer.address])
+
+
+def _check_same(what: str, actual: UInt8Array, expected: UInt8Array) -> None:
+    wrong = np.flatnonzero(actual.reshape(-1) != expected.reshape(-1))
+    if len(wrong):
+        at = np.unravel_index(int(wrong[0]), actual.shape)
+        where = ", ".join(str(int(index)) for index in at)
+        raise AssertionError(
+            f"{what} differs in {len(wrong)} of {actual.size} bytes, first at [{where}]: "
+            f"{int(actual[at])} instead of {int(expected[at])}"
+        )
+
+
+# leaks ----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def leak_check(device: Device) -> Iterator[None]:
+    """Fail if there is more of anything after the block than before it.
+
+    Counted: what the device owns, open file descriptors (where /proc tells), threads; on a simulated device also streams,
+    events, allocations, registered ranges and contexts. Engines made inside the block must be closed or garbage by its end.
+
+    Raises:
+        AssertionError: something is left over; the message has both counts.
+    """
+    before = _count(device)
+    yield
+    after = _count(device)
+    grown = {kind: (before.get(kind, 0), count) for kind, count in after.items() if count > before.get(kind, 0)}
+    if grown:
+        counts = ", ".join(f"{kind}: {old} before, {new} after" for kind, (old, new) in grown.items())
+        raise AssertionError(f"left over: {counts}")
+
+
+def _count(device: Device) -> dict[str, int]:
+    gc.collect()
+    if not device.closed:
+        device.reclaim()
+    counts = {"threads": threading.active_count(), "things the device owns": len(device._owned)}
+    if os.path.isdir("/proc/self/fd"):
+        counts["file descriptors"] = len(os.listdir("/proc/self/fd"))
+    if device.simulator is not None:
+        counts |= device.simulator.leaks()
+    return counts
+
+
+def check_clean_close(device: Device, timeout: float = 30.0) -> None:
+    """Close a simulated device and check that nothing undefined happened on it, no guard byte changed, and nothing is left.
+
+    Raises:
+        AssertionError: one of these is not so.
+        TimeoutError: transfers were still running after `timeout` seconds.
+    """
+    simulator = device.simulator
+    assert simulator is not None, "check_clean_close needs a simulated device"
+    simulator.check_guards()
+    device.close(timeout)
+    assert simulator.violations == [], simulator.violations
+    left = {kind: count for kind, count in simulator.leaks().items() if count}
+    assert left == {}, f"left over after close: {left}"
+
+
+# conformance ----------------------------------------------------------------------------------------------------------
+
+
+class ConformanceCase(NamedTuple):
+    """One check that `check_copier_conformance` made."""
+
+    layout: str
+    blocks_per_slot: int
+    copier: str
+    nbytes: int
+
+
+def check_copier_conformance(
+    device: Device, copiers: Sequence[str] | None = None, seed: int = 0
+) -> list[ConformanceCase]:
+    """Store and load through every copier, over layouts of every kind, and compare every byte with a naive loop.
+
+    Takes about a second and 8 MiB on a GPU.
+
+    Args:
+        device: any open device.
+        copiers: names; None means all that can run on this device.
+        seed: of the bytes and the ids.
+
+    Returns:
+        What was checked.
+
+    Raises:
+        AssertionError: a copier moved other bytes than the loop, or touched a byte that it should not have.
+    """
+    names = [name for name, missing in why_not(device.capabilities).items() if missing is None]
+    cases = []
+    for kind, make in _LAYOUTS.items():
+        for factor in (1, 3):
+            for copier in names if copiers is None else copiers:
+                nbytes = _check_copier(device, make, factor, copier, seed)
+                cases.append(ConformanceCase(kind, factor, copier, nbytes))
+    return cases
+
+
+def _check_copier(
+    device: Device,
+    make: Callable[[Device], tuple[list[Plane], list[DeviceBuffer]]],
+    factor: int,
+    copier: str,
+    seed: int,
+) -> int:
+    chance = np.random.default_rng(seed)
+    planes, buffers = make(device)
+    for buffer in buffers:
+        scramble(buffer, seed)
+    layout = KVLayout([planes], blocks_per_slot=factor)
+    num_slots = 16
+    with OffloadEngine(layout, device=device, num_slots=num_slots) as engine:
+        poison(engine.slots)
+        mirror = Mirror(engine, buffers)
+        nbytes = 0
+        for first_sub_block in range(factor):
+            count = min(planes[0].num_blocks, num_slots * factor - first_sub_block)
+            places = layout.slots_for(count, first_sub_block)
+            blocks = chance.permutation(planes[0].num_blocks)[:count]
+            blocks[: count // 2].sort()  # neighbours, so that some rows merge
+            slots = chance.permutation(num_slots)[:places]
+            for ids in (blocks, chance.permutation(blocks)):
+                job = engine.store(ids, slots, first_sub_block=first_sub_block, after=NO_WAIT, copier=copier)
+                mirror.expect(Direction.STORE, ids.tolist(), slots.tolist(), first_sub_block=first_sub_block)
+                targets = ids[::-1]
+                engine.load(slots, targets, first_sub_block=first_sub_block, after=NO_WAIT, copier=copier).wait(60)
+                mirror.expect(Direction.LOAD, targets.tolist(), slots.tolist(), first_sub_block=first_sub_block)
+                nbytes += 2 * job.wait(60).nbytes
+        mirror.check()
+    for buffer in buffers:
+        buffer.close()
+    return nbytes
+
+
+_Memory = tuple[list[Plane], list[DeviceBuffer]]
+_MARGIN = 256  # guard bytes around every plane
+
+
+def _slab(device: Device, block_bytes: int = 4096, padding: int = 0, order: Callable[[int], Any] = range) -> _Memory:
+    num_blocks, count = 20, 6
+    stride = block_bytes + padding
+    pitch = stride * num_blocks + _MARGIN
+    buffer = device.allocate(pitch * count + _MARGIN)
+    planes = [
+        Plane(
+            buffer.address + _MARGIN + index * pitch,
+            block_bytes=block_bytes,
+            num_blocks=num_blocks,
+            block_stride=stride,
+            owner=buffer,
+        )
+        for index in order(count)
+    ]
+    return planes, [buffer]
+
+
+def _separate(device: Device) -> _Memory:
+    sizes = [4096, 1024, 48, 17, 1]
+    buffers = [device.allocate(size * 20 + 2 * _MARGIN) for size in sizes]
+    planes = [
+        Plane(buffer.address + _MARGIN, block_bytes=size, num_blocks=20, owner=buffer)
+        for size, buffer in zip(sizes, buffers, strict=True)
+    ]
+    return planes, buffers
+
+
+def _interleaved(device: Device) -> _Memory:
+    block_bytes, count, num_blocks = 1024, 5, 20
+    buffer = device.allocate(block_bytes * count * num_blocks + 2 * _MARGIN)
+    planes = [
+        Plane(
+            buffer.address + _MARGIN + index * block_bytes,
+            block_bytes=block_bytes,
+            num_blocks=num_blocks,
+            block_stride=block_bytes * count,
+            owner=buffer,
+        )
+        for index in range(count)
+    ]
+    return planes, [buffer]
+
+
+_LAYOUTS: dict[str, Callable[[Device], _Memory]] = {
+    "slab": _slab,
+    "slab of odd blocks with padding": lambda device: _slab(device, block_bytes=1001, padding=23),
+    "slab in shuffled order": lambda device: _slab(device, order=lambda count: [3, 0, 5, 1, 4, 2][:count]),
+    "separate allocations of several sizes": _separate,
+    "interleaved planes": _interleaved,
+}

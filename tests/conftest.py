@@ -1,0 +1,64 @@
+"""Fixtures: simulated devices that check themselves when a test is over, and the GPU where there is one."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+import kvoffload
+from kvoffload.testing import check_clean_close
+
+settings.register_profile("kvoffload", deadline=None, print_blob=True)
+settings.load_profile("kvoffload")
+
+# (driver version, bindings version): without batch calls, with a fail index, with an entry point missing, full, raw addresses
+LEVELS = {
+    "driver12.4-bindings12.9": ((12, 4), (12, 9)),
+    "driver12.8-bindings12.9": ((12, 8), (12, 9)),
+    "driver12.8-bindings13.3": ((12, 8), (13, 3)),
+    "driver13.0-bindings13.3": ((13, 0), (13, 3)),
+    "driver13.0-bindings13.5": ((13, 0), (13, 5)),
+}
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A number of this test's own. KVOFFLOAD_TEST_SEED chooses others; it is printed when the test fails."""
+    chosen = os.environ.get("KVOFFLOAD_TEST_SEED", "0")
+    value = zlib.crc32(f"{chosen} {request.node.nodeid}".encode())
+    print(f"seed={value} (KVOFFLOAD_TEST_SEED={chosen})")
+    return value
+
+
+@pytest.fixture
+def device(seed: int) -> Iterator[kvoffload.Device]:
+    """A simulated device of the newest driver and bindings; the test fails if it leaves anything undone on it."""
+    opened = kvoffload.open_device(backend="simulated", seed=seed)
+    yield opened
+    check_clean_close(opened)
+
+
+@pytest.fixture(params=LEVELS)
+def any_device(request: pytest.FixtureRequest, seed: int) -> Iterator[kvoffload.Device]:
+    """The same at every capability level."""
+    driver_version, bindings_version = LEVELS[request.param]
+    opened = kvoffload.open_device(
+        backend="simulated", seed=seed, driver_version=driver_version, bindings_version=bindings_version
+    )
+    yield opened
+    check_clean_close(opened)
+
+
+@pytest.fixture
+def gpu_device() -> Iterator[kvoffload.Device]:
+    """The first GPU; tests that use it are marked `gpu` and are skipped without one."""
+    try:
+        opened = kvoffload.open_device(0, backend="cuda")
+    except kvoffload.KVOffloadError as error:
+        pytest.skip(f"no GPU: {error}")
+    with opened:
+        yield opened

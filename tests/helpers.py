@@ -1,0 +1,216 @@
+"""Rigs for the tests: a device with planes, an engine and streams of a caller's, simulated or real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import kvoffload
+from kvoffload.driver.simulator import SimulatedDriver
+from kvoffload.memory import PAGE_BYTES, PinnedMemory, address_of
+
+Bytes = npt.NDArray[np.uint8]
+
+# (driver version, bindings version): what the simulated device offers
+LEVELS = {
+    "batch": ((13, 0), (13, 3)),
+    "fail-index": ((12, 8), (12, 9)),
+    "no-batch": ((12, 4), (13, 3)),
+    "raw": ((13, 0), (13, 5)),
+}
+LEGACY, PER_THREAD = 1, 2
+BLOCKING, NON_BLOCKING = 0, 1
+
+
+def simulated(seed: int = 0, level: str = "batch", **options: Any) -> kvoffload.Device:
+    """A simulated device of a capability level; `options` as for SimulatedDriver."""
+    driver_version, bindings_version = LEVELS[level]
+    driver = SimulatedDriver(
+        seed=seed, driver_version=driver_version, bindings_version=bindings_version, **{"deadlock_seconds": 0.3, **options}
+    )
+    return kvoffload.open_device(backend=driver)
+
+
+class Gate:
+    """Holds streams until it is opened: they wait for a pinned word on the GPU."""
+
+    def __init__(self, device: kvoffload.Device) -> None:
+        self._device = device
+        with device.current():
+            self._memory = PinnedMemory(device.driver, PAGE_BYTES)
+
+    def hold(self, stream: int) -> None:
+        with self._device.current():
+            self._device.driver.call("cuStreamWaitValue32", stream, self._memory.address, 1, 0)
+
+    def open(self) -> None:
+        self._memory.array[:4].view(np.uint32)[0] = 1
+
+    def close(self) -> None:
+        """Open it and unpin the word. No stream may wait for it any more."""
+        self.open()
+        if not self._device.closed:
+            with self._device.current():
+                self._memory.release()
+
+
+@dataclass
+class Rig:
+    """A device, an engine over `slab`, and what a caller's program would own."""
+
+    device: kvoffload.Device
+    engine: kvoffload.OffloadEngine
+    slab: kvoffload.DeviceBuffer
+    planes: list[kvoffload.Plane]
+    streams: list[int] = field(default_factory=list)
+    gates: list[Gate] = field(default_factory=list)
+
+    def stream(self, flags: int = NON_BLOCKING) -> int:
+        with self.device.current():
+            handle = int(self.device.driver.call("cuStreamCreateWithPriority", flags, 0))
+        self.streams.append(handle)
+        return handle
+
+    def gate(self, *streams: int) -> Gate:
+        """A closed gate that holds these streams."""
+        gate = Gate(self.device)
+        self.gates.append(gate)
+        for stream in streams:
+            gate.hold(stream)
+        return gate
+
+    def settle(self) -> None:
+        """Let everything run that nothing holds back."""
+        if self.device.simulator is not None:
+            self.device.simulator.run_all()
+        else:
+            time.sleep(0.02)
+
+    def fill(self, stream: int, value: int, block: int | None = None, planes: list[kvoffload.Plane] | None = None) -> None:
+        """Queue the writing of `value` into a block of every plane, or into all of their blocks."""
+        with self.device.current():
+            for plane in self.planes if planes is None else planes:
+                at = plane.address + (block or 0) * plane.block_stride
+                nbytes = plane.span_bytes if block is None else plane.block_bytes
+                self.device.driver.fill(at, value, nbytes, stream)
+
+    def copy_block(self, stream: int, target: int, block: int) -> None:
+        """Queue the copying of a block of every plane to device memory, one plane after the other."""
+        with self.device.current():
+            for plane in self.planes:
+                source = plane.address + block * plane.block_stride
+                self.device.driver.copy(target, source, plane.block_bytes, stream)
+                target += plane.block_bytes
+
+    def block(self, block: int, planes: list[kvoffload.Plane] | None = None) -> Bytes:
+        """The bytes of a block now, plane after plane; read synchronously."""
+        parts = []
+        for plane in self.planes if planes is None else planes:
+            part = np.empty(plane.block_bytes, np.uint8)
+            with self.device.current():
+                at = plane.address + block * plane.block_stride
+                self.device.driver.copy_to_host(address_of(part), at, plane.block_bytes)
+            parts.append(part)
+        return np.concatenate(parts)
+
+    def slot(self, slot: int) -> Bytes:
+        """The payload of a slot when `blocks_per_slot` is 1."""
+        return self.engine.slots[slot, : sum(plane.block_bytes for plane in self.planes)]
+
+    def synchronize(self, stream: int) -> None:
+        with self.device.current():
+            self.device.driver.stream_synchronize(stream)
+
+    def close(self) -> None:
+        for gate in self.gates:
+            gate.open()
+        self.engine.close(timeout=30)
+        with self.device.current():
+            for stream in self.streams:
+                self.device.driver.stream_synchronize(stream)
+                self.device.driver.stream_destroy(stream)
+        for gate in self.gates:
+            gate.close()
+
+
+@contextmanager
+def rig(device: kvoffload.Device, *, planes: int = 4, block_bytes: int = 64, num_blocks: int = 16, **options: Any) -> Iterator[Rig]:
+    """A rig with one group in one slab; block `b` is filled with `b + 1`, slot `s` with `100 + s`."""
+    made = device.allocate_planes(planes, block_bytes=block_bytes, num_blocks=num_blocks)
+    slab = made[0].owner
+    assert isinstance(slab, kvoffload.DeviceBuffer)
+    engine = kvoffload.OffloadEngine(kvoffload.KVLayout([made]), device=device, **{"num_slots": 16, **options})
+    every = Rig(device, engine, slab, made)
+    paint(every)
+    try:
+        yield every
+    finally:
+        every.close()
+
+
+def paint(rig: Rig) -> None:
+    """Block `b` holds `b + 1` in every byte, slot `s` holds `100 + s`."""
+    image = rig.slab.to_numpy()
+    for plane in rig.planes:
+        for block in range(plane.num_blocks):
+            start = plane.address - rig.slab.address + block * plane.block_stride
+            image[start : start + plane.block_bytes] = block + 1
+    rig.slab.copy_from(image)
+    rig.engine.slots[:] = (100 + np.arange(rig.engine.num_slots, dtype=np.uint8))[:, np.newaxis]
+
+
+class OrderSpy:
+    """Notes the source access order of every batch call of a simulated device, as (direction, order)."""
+
+    def __init__(self, device: kvoffload.Device) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self._simulator = device.simulator
+        assert self._simulator is not None
+        functions = device.driver._functions
+        for name in ("cuMemcpy3DBatchAsync", "cuMemcpyBatchAsync"):
+            functions[name] = self._wrap(functions[name])
+        raw = device.driver._raw
+        for name in list(raw):
+            raw[name] = self._wrap(raw[name])
+
+    def _wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        simulator: Any = self._simulator
+
+        def call(*args: Any) -> Any:
+            before = simulator.scheduler.read_source
+            simulator.scheduler.read_source = self._note(before)
+            try:
+                return function(*args)
+            finally:
+                simulator.scheduler.read_source = before
+
+        return call
+
+    def _note(self, read_source: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+        simulator: Any = self._simulator
+
+        def noted(copy: Any, order: int) -> None:
+            region = simulator.memory.at(int(copy.descriptors.source[0]))
+            self.seen.append(("store" if region.on_device else "load", order))
+            read_source(copy, order)
+
+        return noted
+
+
+def whole(engine: kvoffload.OffloadEngine) -> None:
+    """Assert that nothing is in flight and that every stream and event is back in its pool."""
+    statistics = engine.statistics()
+    assert (statistics.in_flight, statistics.streams_in_use, statistics.events_in_use) == (0, 0, 0)
+
+
+def no_leaks(simulator: Any) -> None:
+    """Assert that a closed simulated device left nothing behind and did nothing undefined."""
+    simulator.check_guards()
+    assert simulator.violations == []
+    assert {kind: count for kind, count in simulator.leaks().items() if count} == {}
