@@ -9,14 +9,14 @@ slot is given to another key only when no transfer uses it. Where a call raises,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvoffload.engine import OffloadEngine
 from kvoffload.errors import CapacityError, LayoutError, MissingKeyError
-from kvoffload.jobs import Job, TransferResult
+from kvoffload.jobs import Job, Listener, TransferResult
 from kvoffload.layout import Int64Array, as_ids
 from kvoffload.metrics import CacheStatistics
 from kvoffload.plan import Direction
@@ -41,6 +41,45 @@ class _Entry:
     @property
     def movable(self) -> bool:
         return self.pending == 0 and self.pins == 0
+
+
+class _Store:
+    """Listens to the jobs that store new entries."""
+
+    def __init__(self, cache: BlockCache, entries: dict[bytes, _Entry]) -> None:
+        self._cache = cache
+        self._entries = entries
+        self.boarded_any = False
+
+    def boarded(self, job: Job) -> None:  # noqa: ARG002
+        self.boarded_any = True
+        for entry in self._entries.values():
+            entry.pending += 1
+
+    def ended(self, job: Job) -> None:
+        for key, entry in self._entries.items():
+            entry.pending -= 1
+            entry.failed |= job.error is not None
+            if entry.pending == 0:
+                self._cache.store_ended(key, entry)
+
+
+class _Load:
+    """Listens to the jobs that load entries, which are pinned meanwhile."""
+
+    def __init__(self, cache: BlockCache, entries: list[_Entry]) -> None:
+        self._cache = cache
+        self._entries = entries
+
+    def boarded(self, job: Job) -> None:  # noqa: ARG002
+        for entry in self._entries:
+            entry.pins += 1
+
+    def ended(self, job: Job) -> None:
+        for entry in self._entries:
+            entry.pins -= 1
+        if job.error is None:
+            self._cache.load_ended(len(self._entries))
 
 
 class CacheJob:
@@ -150,18 +189,23 @@ class BlockCache:
                 return CacheJob((), ())
             self._engine.check_room(self._groups)
             victims = self._victims(len(new), set(keys))
-            indices = [self._entries[key].index for key in victims] + self._unused(len(new) - len(victims))
+            never_used, drawn = self._never_used, self._draw(len(new) - len(victims))
+            indices = [self._entries[key].index for key in victims] + drawn
             entries = {keys[position]: _Entry(index) for position, index in zip(new, indices, strict=True)}
-            jobs: list[Job] = []
+            listener = _Store(self, entries)
             try:
-                for group, ids in enumerate(per_group):
-                    jobs.append(self._store_group(group, entries, ids[new].reshape(-1), after))
+                jobs = [
+                    self._submit(Direction.STORE, group, list(entries.values()), ids[new].reshape(-1), after, listener)
+                    for group, ids in enumerate(per_group)
+                ]
             except BaseException:
-                if jobs:  # an earlier group's copies are under way into those slots, so they are spent
-                    self._take(victims, len(new))
+                if listener.boarded_any:  # copies may be under way into those slots, so they are spent
+                    self._evict(victims)
                     self._doom(entries)
+                else:
+                    self._undraw(drawn, never_used)
                 raise
-            self._take(victims, len(new))
+            self._evict(victims)
             self._publish(entries)
             return CacheJob(tuple(entries), tuple(jobs))
 
@@ -186,7 +230,11 @@ class BlockCache:
             if not entries:
                 return CacheJob((), ())
             self._engine.check_room(self._groups)
-            jobs = [self._load_group(group, entries, ids.reshape(-1), after) for group, ids in enumerate(per_group)]
+            listener = _Load(self, entries)
+            jobs = [
+                self._submit(Direction.LOAD, group, entries, ids.reshape(-1), after, listener)
+                for group, ids in enumerate(per_group)
+            ]
             self.touch(keys)
             return CacheJob(tuple(keys), tuple(jobs))
 
@@ -282,22 +330,24 @@ class BlockCache:
             )
         return victims
 
-    def _unused(self, count: int) -> list[int]:
-        """Which entries `_take` will take: never-used ones first, then given-up ones. Changes nothing."""
+    def _draw(self, count: int) -> list[int]:
+        """Take `count` entries that hold no key, never-used ones first."""
         fresh = min(count, self.capacity - self._never_used)
-        recycled = self._free[len(self._free) - (count - fresh) :]
-        return list(range(self._never_used, self._never_used + fresh)) + recycled
+        drawn = list(range(self._never_used, self._never_used + fresh))
+        self._never_used += fresh
+        return drawn + [self._free.pop() for _ in range(count - fresh)]
 
-    def _take(self, victims: list[bytes], wanted: int) -> None:
-        """Give up `victims` and take the rest of `wanted` entries as `_unused` named them."""
+    def _undraw(self, drawn: list[int], never_used: int) -> None:
+        """Put back what `_draw` gave when `_never_used` was `never_used`."""
+        recycled = drawn[self._never_used - never_used :]
+        self._free.extend(reversed(recycled))
+        self._never_used = never_used
+
+    def _evict(self, victims: list[bytes]) -> None:
         for key in victims:
             del self._entries[key]
             self._policy.remove(key)
         self._evicted += len(victims)
-        rest = wanted - len(victims)
-        fresh = min(rest, self.capacity - self._never_used)
-        self._never_used += fresh
-        del self._free[len(self._free) - (rest - fresh) :]
 
     def _publish(self, entries: dict[bytes, _Entry]) -> None:
         """Make stored entries known; `lookup` sees each once its copies have completed."""
@@ -317,26 +367,8 @@ class BlockCache:
             else:
                 self._free.append(entry.index)
 
-    def _store_group(self, group: int, entries: dict[bytes, _Entry], blocks: Int64Array, after: Any) -> Job:
-        for entry in entries.values():
-            entry.pending += 1
-
-        def ended(job: Job) -> None:
-            for key, entry in entries.items():
-                self._store_ended(key, entry, job.error is not None)
-
-        try:
-            return self._submit(Direction.STORE, group, list(entries.values()), blocks, after, ended)
-        except BaseException:
-            for entry in entries.values():
-                entry.pending -= 1
-            raise
-
-    def _store_ended(self, key: bytes, entry: _Entry, failed: bool) -> None:
-        entry.pending -= 1
-        entry.failed |= failed
-        if entry.pending:
-            return
+    def store_ended(self, key: bytes, entry: _Entry) -> None:
+        """All jobs of a new entry have ended."""
         if entry.index in self._doomed:
             self._doomed.remove(entry.index)
             self._free.append(entry.index)
@@ -345,6 +377,10 @@ class BlockCache:
                 self._forget(key, entry)
         else:
             self._stored += 1
+
+    def load_ended(self, count: int) -> None:
+        """`count` blocks of one group have been loaded."""
+        self._loaded += count
 
     def _forget(self, key: bytes, entry: _Entry) -> None:
         """A failed entry becomes free; nothing on the GPU touches its slots any more."""
@@ -360,24 +396,6 @@ class BlockCache:
             raise MissingKeyError(f"keys[{position}] ({key.hex()[:16]}) is {state}; load only what lookup() found")
         return entry
 
-    def _load_group(self, group: int, entries: list[_Entry], blocks: Int64Array, after: Any) -> Job:
-        for entry in entries:
-            entry.pins += 1
-
-        def unpin() -> None:
-            for entry in entries:
-                entry.pins -= 1
-
-        def ended(job: Job) -> None:
-            unpin()
-            self._loaded += len(entries) if job.error is None and group == 0 else 0
-
-        try:
-            return self._submit(Direction.LOAD, group, entries, blocks, after, ended)
-        except BaseException:
-            unpin()
-            raise
-
     def _submit(
         self,
         direction: Direction,
@@ -385,7 +403,7 @@ class BlockCache:
         entries: list[_Entry],
         blocks: Int64Array,
         after: Any,
-        ended: Callable[[Job], None],
+        listener: Listener,
     ) -> Job:
         slots = np.array([entry.index for entry in entries], dtype=np.int64) * self._groups + group
-        return self._engine.submit(direction, blocks, slots, group=group, after=after, on_end=ended)
+        return self._engine.submit(direction, blocks, slots, group=group, after=after, listener=listener)

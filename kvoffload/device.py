@@ -7,7 +7,7 @@ import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,6 +16,7 @@ from kvoffload.driver import Capabilities, Driver, probe
 from kvoffload.errors import CapacityError, ClosedError, DriverError, KVOffloadError, LayoutError
 from kvoffload.layout import KVLayout, Plane
 from kvoffload.memory import DeviceBuffer
+from kvoffload.teardown import run_all
 
 if TYPE_CHECKING:
     from kvoffload.engine import OffloadEngine
@@ -95,7 +96,11 @@ class Current:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._driver.context_pop()
+        try:
+            self._driver.context_pop()
+        except DriverError:  # what was done inside stands; an error here must not hide it or undo it
+            if self._driver.current_context() == self._context:
+                self._driver.context_pop()
 
 
 class Device:
@@ -157,12 +162,16 @@ class Device:
         """
         if self._closed:
             raise ClosedError(f"{self.name} (device {self.index}) is closed; open it again with open_device()")
+        self.check_process()
+        return self._current
+
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked child. To be asked before a lock is taken: the parent may have held it."""
         if self.foreign:
             raise ClosedError(
                 f"device {self.index} was opened by process {self._process}, before fork(); CUDA does not survive a "
                 "fork: open a device in the child, or start it with the 'spawn' method"
             )
-        return self._current
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """GPU memory, uninitialised, of exactly `nbytes` bytes in one driver allocation.
@@ -223,6 +232,13 @@ class Device:
             base, nbytes = self.driver.address_range(plane.address)
         except DriverError as error:
             raise LayoutError(f"{name}: {plane} is not memory of {self.name} (device {self.index}): {error}") from error
+        if not self.driver.is_device_memory(plane.address):
+            raise LayoutError(f"{name}: {plane} is host memory; planes are GPU memory")
+        ordinal = self.driver.device_ordinal(plane.address)
+        if ordinal != self.index:
+            raise LayoutError(
+                f"{name}: {plane} is memory of device {ordinal}, but the engine is on device {self.index}"
+            )
         excess = plane.end - base - nbytes
         if excess > 0:
             raise LayoutError(
@@ -247,13 +263,16 @@ class Device:
         with self.current():
             for engine in list(self._engines):
                 engine.advance()
-            while True:
-                try:
-                    key, free = self._garbage.popleft()
-                except IndexError:
-                    return
-                del self._owned[key]
-                free()
+            run_all(self._collect())
+
+    def _collect(self) -> Iterator[Callable[[], None]]:
+        while True:
+            try:
+                key, free = self._garbage.popleft()
+            except IndexError:  # empty; another thread may be collecting too
+                return
+            del self._owned[key]
+            yield free
 
     def register_engine(self, engine: OffloadEngine) -> None:
         """Have the engine closed with the device."""
@@ -282,17 +301,18 @@ class Device:
         if self._closed or self.foreign:
             return
         for engine in list(self._engines):
-            engine.close(timeout)
-        for finalizer in list(self._owned.values()):
-            finalizer()
+            engine.drain(timeout)
+        run_all((self._free_everything, self._release_context))
+
+    def _free_everything(self) -> None:
+        engines = [engine.close for engine in self._engines]
         try:
-            self.reclaim()
+            run_all((*engines, *self._owned.values(), self.reclaim))
         except DriverError as error:
             if not error.sticky:  # a lost context has taken its memory with it
                 raise
         finally:
             self._closed = True
-            self._release_context()
 
     def _release_context(self) -> None:
         if not self._primary:

@@ -14,7 +14,6 @@ Threads. One lock guards the engine's books and the submission itself; nothing w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from kvoffload.driver import SourceOrder
 from kvoffload.errors import ClosedError, KVOffloadError
 from kvoffload.flight import Flight, FlightDeck
 from kvoffload.hazards import HazardTable
-from kvoffload.jobs import Job, Step, TransferResult, wait_until
+from kvoffload.jobs import Job, Listener, Step, TransferResult, wait_until
 from kvoffload.layout import KVLayout, describe_groups
 from kvoffload.memory import PinnedMemory, Progress, UInt8Array
 from kvoffload.metrics import EngineStatistics
@@ -187,9 +186,9 @@ class OffloadEngine:
         after: Any = None,
         copier: str | None = None,
         source_order: str = "auto",
-        on_end: Callable[[Job], None] | None = None,
+        listener: Listener | None = None,
     ) -> Job:
-        """`store` and `load` in one; `on_end(job)` is called under the engine's lock when the job has ended."""
+        """`store` and `load` in one, with somebody who is told of the job's fate."""
         request = make_request(
             self.layout,
             self.num_slots,
@@ -201,7 +200,7 @@ class OffloadEngine:
             after=after,
             copier=copier,
             source_order=source_order,
-            on_end=on_end,
+            listener=listener,
         )
         with self.device.current(), self.lock:
             return self._submit(request)
@@ -220,12 +219,12 @@ class OffloadEngine:
         order = self._source_order(request)
         self._flights.check_room(1)
         job = Job(self, self._flights.next_id(), request.direction, plan.nbytes)
-        job.copier, job.reason, job.on_end = copier.name, reason, request.on_end
+        job.copier, job.reason, job.listener = copier.name, reason, request.listener
         prepared = copier.prepare(plan)
-        flight = self._flights.board(job, copier, len(prepared), marked=request.after is not None)
         rival = self._latest_rival(request)
-        self._hazards.record(request.direction, request.group, request.slots, request.blocks, job.sequence)
+        flight = self._flights.board(job, copier, len(prepared), marked=request.after is not None)
         try:
+            self._hazards.record(request.direction, request.group, request.slots, request.blocks, job.sequence)
             self._enqueue(flight, prepared, copier, order, request.after, rival)
             job.step(Step.SUBMITTED)
         except BaseException as error:
@@ -247,7 +246,9 @@ class OffloadEngine:
 
     def _submit_nothing(self, request: Request) -> Job:
         job = Job(self, self._flights.next_id(), request.direction, 0)
-        job.on_end = request.on_end
+        job.listener = request.listener
+        if job.listener is not None:
+            job.listener.boarded(job)
         job.step(Step.SUBMITTED)
         self._flights.land(job)
         return job
@@ -315,10 +316,10 @@ class OffloadEngine:
 
     def advance(self) -> None:
         """Take note of jobs that have ended. Never blocks; `poll`, `wait`, `done` and every submission do it too."""
-        with self.lock:
-            if self._flights.in_flight:
-                with self.device.current():
-                    self._flights.advance()
+        self.device.check_process()
+        if self._flights.in_flight:
+            with self.device.current(), self.lock:
+                self._flights.advance()
 
     def poll(self) -> list[TransferResult]:
         """Results of jobs that have ended since the last call, in the order in which they were found to have ended.
@@ -326,8 +327,8 @@ class OffloadEngine:
         Each job is reported once, and not at all after `wait()` or `result()` returned or raised for it. Failed jobs
         are reported with their `error`.
         """
+        self.advance()
         with self.lock:
-            self.advance()
             return self._flights.take_reports()
 
     def wait_for(self, job: Job, timeout: float | None) -> None:
@@ -406,6 +407,7 @@ class OffloadEngine:
 
     def statistics(self) -> EngineStatistics:
         """Counts and totals since the engine was made."""
+        self.device.check_process()
         with self.lock:
             return self._flights.statistics(self.num_slots, self.device.simulated)
 

@@ -17,7 +17,8 @@ from kvoffload.jobs import Job, State, Step, TransferResult
 from kvoffload.memory import PinnedMemory
 from kvoffload.metrics import DirectionTotals, EngineStatistics
 from kvoffload.plan import Direction
-from kvoffload.streams import MAX_STREAMS, WAIT_COST, EventPool, Lane, PooledStream, StreamPool
+from kvoffload.streams import MAX_STREAMS, QUEUE_LIMIT, WAIT_COST, EventPool, Lane, PooledStream, StreamPool
+from kvoffload.teardown import run_all
 
 _MAX_REPORTS = 1 << 16
 _MAX_QUERY_FAILURES = 8  # errors in a row when asking whether one job has ended, before the GPU counts as lost
@@ -101,6 +102,8 @@ class FlightDeck:
         books.submitted += 1
         job.sequence = books.submitted
         books.jobs.append(job)
+        if job.listener is not None:
+            job.listener.boarded(job)
         streams = [stream for stream, _ in job.pieces]
         same_stream = previous is not None and previous.end_recorded and previous.pieces[-1][0] is streams[0]
         return Flight(job, streams, None if same_stream else previous, marker)
@@ -114,6 +117,11 @@ class FlightDeck:
         return job.markers[0]
 
     def _acquire_streams(self, job: Job, lane: Lane, copier: Copier, operations: int) -> None:
+        if copier.queue_cost(operations) > MAX_STREAMS * QUEUE_LIMIT // 2:
+            raise CapacityError(
+                f"a transfer of {operations} copies through {copier.name!r} is too long for the queues of the driver; "
+                "split it into several"
+            )
         for begin in range(0, operations, copier.piece_operations):
             piece = min(copier.piece_operations, operations - begin)
             cost = copier.queue_cost(piece) + WAIT_COST
@@ -122,11 +130,20 @@ class FlightDeck:
                 job.links.append(self._markers.acquire())
 
     def wait_for_job(self, stream: int, job: Job) -> None:
-        """Have `stream` wait for everything that `job` queued, also when its submission failed half-way."""
-        if job.end_recorded:
-            assert job.end is not None
-            self._driver.stream_wait_event(stream, job.end)
-            return
+        """Have `stream` wait for `job` and all jobs before it in its lane.
+
+        The end of a job implies the end of those before it. A job whose submission failed half-way has no end, and its
+        streams may lack the wait for its predecessor: then all that it queued is waited for, and its predecessor.
+        """
+        last: Job | None = job
+        while last is not None and not last.end_recorded:
+            self._wait_for_streams(stream, last)
+            last = self.unfinished(last.direction, last.sequence - 1)
+        if last is not None:
+            assert last.end is not None
+            self._driver.stream_wait_event(stream, last.end)
+
+    def _wait_for_streams(self, stream: int, job: Job) -> None:
         for pooled in {piece for piece, _ in job.pieces}:
             event = self._markers.acquire()
             job.markers.append(event)
@@ -214,8 +231,8 @@ class FlightDeck:
         if len(self.reports) > _MAX_REPORTS:
             del self.reports[next(iter(self.reports))]
             self._dropped_reports += 1
-        if job.on_end is not None:
-            job.on_end(job)
+        if job.listener is not None:
+            job.listener.ended(job)
 
     def take_reports(self) -> list[TransferResult]:
         results = list(self.reports.values())
@@ -240,10 +257,7 @@ class FlightDeck:
         """Destroy streams and events, unpin the pool. Nothing may be in flight."""
         assert self.in_flight == 0
         try:
-            self._streams.close()
-            self._timers.close()
-            self._markers.close()
-            self._memory.release()
+            run_all((self._streams.close, self._timers.close, self._markers.close, self._memory.release))
         except DriverError as error:
             if self._lost is None and not error.sticky:
                 raise

@@ -27,7 +27,7 @@ class HazardTable:
         clusters = _overlapping(layout.groups)
         for members in clusters:
             fine = len({_geometry(layout.groups[index]) for index in members}) == 1
-            entries = layout.groups[members[0]].num_blocks if fine else 1
+            entries = max(layout.groups[index].num_blocks for index in members) if fine else 1
             tables = {direction: np.zeros(entries, dtype=np.int64) for direction in Direction}
             for index in members:
                 self._blocks.append(tables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvoffload.errors import TransferError
 from kvoffload.plan import Direction
@@ -70,6 +70,16 @@ class TransferResult(NamedTuple):
     simulated: bool
 
 
+class Listener(Protocol):
+    """Who wants to know of a job's fate. Called under the engine's lock; must not raise."""
+
+    def boarded(self, job: Job) -> None:
+        """The job is in flight from here on, whatever happens: `ended` will be called, once."""
+
+    def ended(self, job: Job) -> None:
+        """The job has ended, well or not: nothing of it is left on the GPU."""
+
+
 class Job:
     """One submitted transfer. Made by `OffloadEngine.store` and `load`; usable from any thread.
 
@@ -103,7 +113,7 @@ class Job:
         self.markers: list[int] = []
         self.links: list[int] = []
         self.query_failures = 0
-        self.on_end: Callable[[Job], None] | None = None
+        self.listener: Listener | None = None
         self._engine = engine
         self._simulated = engine.device.simulated
 

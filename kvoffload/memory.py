@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from kvoffload import hostinfo
 from kvoffload.driver import Driver
 from kvoffload.errors import CapacityError, ClosedError, DriverError, KVOffloadError
+from kvoffload.teardown import run_all
 
 if TYPE_CHECKING:
     from kvoffload.device import Device
@@ -98,8 +100,8 @@ class PinnedMemory:
 
     def release(self) -> None:
         """Unpin. The bytes stay where they are. Nothing on the GPU may still use the memory. Idempotent."""
-        while self._registered:
-            self._driver.host_unregister(self._registered.pop())
+        registered, self._registered = self._registered, []
+        run_all(partial(self._driver.host_unregister, address) for address in registered)
 
 
 def _pieces(nbytes: int, unit_bytes: int) -> Iterator[tuple[int, int]]:

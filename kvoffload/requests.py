@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import LayoutError
-from kvoffload.jobs import Job
+from kvoffload.jobs import Listener
 from kvoffload.layout import Int64Array, KVLayout, as_ids
 from kvoffload.plan import Direction
 from kvoffload.streams import NO_WAIT, stream_handle
@@ -28,7 +27,7 @@ class Request(NamedTuple):
     after: int | None
     copier: str | None
     source_order: str
-    on_end: Callable[[Job], None] | None
+    listener: Listener | None
 
 
 def make_request(
@@ -43,7 +42,7 @@ def make_request(
     after: Any,
     copier: str | None,
     source_order: str,
-    on_end: Callable[[Job], None] | None,
+    listener: Listener | None,
 ) -> Request:
     """Check the arguments of `OffloadEngine.store` and `load`.
 
@@ -63,7 +62,7 @@ def make_request(
             f"(blocks_per_slot={layout.blocks_per_slot}), got {len(slot_ids)}"
         )
     handle = _after_handle(after)
-    return Request(direction, group, slot_ids, block_ids, first_sub_block, handle, copier, source_order, on_end)
+    return Request(direction, group, slot_ids, block_ids, first_sub_block, handle, copier, source_order, listener)
 
 
 def _after_handle(after: Any) -> int | None:

@@ -9,13 +9,16 @@ fill a stream to `QUEUE_LIMIT`, and go on with another one behind an event.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any, Final
 
 from kvoffload.driver import Driver
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import CapacityError, DriverError, TransferError
+from kvoffload.teardown import run_all
 
 QUEUE_LIMIT = 768
+PIECE_LIMIT = 380  # operations of a transfer that are queued together: two such pieces and their waits fill a stream
 MAX_STREAMS = 256  # 0.4 MiB of GPU memory and 20 us each, made when first needed
 WAIT_COST = 4  # queue places set aside for a transfer's waits
 
@@ -69,9 +72,9 @@ class StreamPool:
 
     def close(self) -> None:
         """Destroy the idle streams."""
-        while self._idle:
-            self.created -= 1
-            self._driver.stream_destroy(self._idle.pop().handle)
+        idle, self._idle = self._idle, []
+        self.created -= len(idle)
+        run_all(partial(self._driver.stream_destroy, stream.handle) for stream in idle)
 
 
 class EventPool:
@@ -108,9 +111,9 @@ class EventPool:
 
     def close(self) -> None:
         """Destroy the idle events."""
-        while self._idle:
-            self.created -= 1
-            self._driver.event_destroy(self._idle.pop())
+        idle, self._idle = self._idle, []
+        self.created -= len(idle)
+        run_all(partial(self._driver.event_destroy, event) for event in idle)
 
 
 class Lane:

@@ -1,8 +1,8 @@
-"""Testing tools for users too: the simulated driver, a naive reference transfer, byte patterns, leak checks, conformance.
+"""Testing tools, for users too: the simulated driver, a naive transfer, byte patterns, leak checks, conformance.
 
     device = kvoffload.open_device(backend="simulated", seed=7)     # a GPU that is not there
     device.simulator.faults.fail_call("cuMemcpyAsync")              # what it does wrong, on demand
-    kvoffload.testing.check_copier_conformance(device)              # or on your own GPU: every copier against the loop below
+    kvoffload.testing.check_copier_conformance(device)              # every copier against the loop below; on a GPU too
 
 `naive_transfer` says in ten lines what `store` and `load` do; everything else in the library only does it faster.
 """
@@ -51,7 +51,7 @@ POISON = 0xB7  # what `poison` writes: neither 0 nor what fresh or freed simulat
 
 
 def pattern(key: object, nbytes: int) -> UInt8Array:
-    """`nbytes` bytes, uint8, (nbytes,), that follow from `repr(key)` alone: the same in every process and on every machine.
+    """`nbytes` bytes, uint8, (nbytes,), that follow from `repr(key)` alone: the same in every process, on every machine.
 
     Different keys give unrelated bytes, so that a block in the wrong place shows at once.
     """
@@ -118,8 +118,8 @@ def _device_bytes(memory: Mapping[int, UInt8Array], address: int, nbytes: int) -
 class Mirror:
     """Host copies of an engine's slots and of device memory, to which `naive_transfer` does what the engine does.
 
-    Made while the engine is idle. `expect` after (or before) each transfer, `check` when the engine is idle again: every
-    byte is compared, padding and guard bytes included.
+    Made while the engine is idle. `expect` after (or before) each transfer, `check` when the engine is idle again:
+    every byte is compared, padding and guard bytes included.
 
     Args:
         engine: its pool is copied.
@@ -178,8 +178,9 @@ def _check_same(what: str, actual: UInt8Array, expected: UInt8Array) -> None:
 def leak_check(device: Device) -> Iterator[None]:
     """Fail if there is more of anything after the block than before it.
 
-    Counted: what the device owns, open file descriptors (where /proc tells), threads; on a simulated device also streams,
-    events, allocations, registered ranges and contexts. Engines made inside the block must be closed or garbage by its end.
+    Counted: what the device owns, open file descriptors (where /proc tells), threads; on a simulated device also
+    streams, events, allocations, registered ranges and contexts. Engines made inside the block must be closed or
+    garbage by its end.
 
     Raises:
         AssertionError: something is left over; the message has both counts.
@@ -206,7 +207,7 @@ def _count(device: Device) -> dict[str, int]:
 
 
 def check_clean_close(device: Device, timeout: float = 30.0) -> None:
-    """Close a simulated device and check that nothing undefined happened on it, no guard byte changed, and nothing is left.
+    """Close a simulated device; check that nothing undefined happened, no guard byte changed, and nothing is left.
 
     Raises:
         AssertionError: one of these is not so.

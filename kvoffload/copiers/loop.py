@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from kvoffload.driver import Driver, SourceOrder
 from kvoffload.plan import TransferPlan
+from kvoffload.streams import PIECE_LIMIT
 
 
 class LoopCopier:
     """cuMemcpyAsync for every row. Always in stream order, whatever source order was asked for."""
 
     name = "loop"
-    piece_operations = 512
+    piece_operations = PIECE_LIMIT
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from kvoffload.driver import Driver, SourceOrder, StridedTable
 from kvoffload.plan import TransferPlan
-
-_CAPACITY = 512  # operations a call; each takes a place in the driver's queue of about 1022
+from kvoffload.streams import PIECE_LIMIT
 
 
 class StridedCopier:
@@ -15,12 +14,12 @@ class StridedCopier:
     """
 
     name = "strided"
-    piece_operations = _CAPACITY
+    piece_operations = PIECE_LIMIT
 
     def __init__(self, driver: Driver, *, batched: bool) -> None:
         self._driver = driver
         self._batched = batched
-        self._table = StridedTable(_CAPACITY, batched=batched)
+        self._table = StridedTable(PIECE_LIMIT, batched=batched)
 
     def prepare(self, plan: TransferPlan) -> TransferPlan:
         return plan

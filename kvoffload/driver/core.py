@@ -81,6 +81,10 @@ class Driver:
     def context_pop(self) -> None:
         self.call("cuCtxPopCurrent")
 
+    def current_context(self) -> int:
+        """The calling thread's context, 0 for none."""
+        return int(self.call("cuCtxGetCurrent"))
+
     # streams and events -------------------------------------------------------------------------------------------
 
     def stream_create(self, priority: int) -> int:
@@ -136,6 +140,19 @@ class Driver:
         """Base and bytes of the driver allocation that holds `address`."""
         base, nbytes = self.call("cuMemGetAddressRange", address)
         return int(base), int(nbytes)
+
+    def is_device_memory(self, address: int) -> bool:
+        """Whether `address` is GPU memory; False for pinned host memory."""
+        from cuda.bindings.driver import CUmemorytype, CUpointer_attribute
+
+        kind = self.call("cuPointerGetAttribute", CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+        return int(kind) == int(CUmemorytype.CU_MEMORYTYPE_DEVICE)
+
+    def device_ordinal(self, address: int) -> int:
+        """Which GPU holds `address`, as CUDA counts them."""
+        from cuda.bindings.driver import CUpointer_attribute
+
+        return int(self.call("cuPointerGetAttribute", CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
 
     def host_register(self, address: int, nbytes: int) -> None:
         self.call("cuMemHostRegister", address, nbytes, PORTABLE)

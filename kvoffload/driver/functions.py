@@ -26,6 +26,7 @@ REQUIRED = (
     "cuMemAlloc",
     "cuMemFree",
     "cuMemGetAddressRange",
+    "cuPointerGetAttribute",
     "cuMemHostRegister",
     "cuMemHostUnregister",
     # copies

@@ -47,7 +47,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls):
         bindings_version: below (13, 0) batch calls return a fail index and cuCtxCreate takes two arguments;
             from (13, 5) on there is `raw`.
         memory_bytes: of each device.
-        queue_depth: operations that a stream holds before a submission blocks.
+        queue_depth: places of a stream's queue; a submission that needs more than are left blocks.
         strict: raise SimulatorError for undefined behaviour at once, and not only collect it in `violations`.
         max_register_bytes: the most that one cuMemHostRegister takes.
         pinnable_bytes: the most that is pinned in all.
@@ -72,7 +72,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls):
         bindings_version: Version = (13, 3),
         memory_bytes: int = 8 << 30,
         device_count: int = 1,
-        queue_depth: int = 1024,
+        queue_depth: int = 1022,
         strict: bool = True,
         max_register_bytes: int | None = None,
         pinnable_bytes: int | None = None,

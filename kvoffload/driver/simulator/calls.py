@@ -233,17 +233,17 @@ class Core:
             stream.capture.node_count += 1
             return 0
         self._refuse_implicit_capture(stream)
-        if len(stream.queue) >= self.queue_depth:
+        if not self._has_room(stream, operation):
             self.blocked_submissions += 1
-            self._wait_for_room(stream)
+            self._wait(lambda: self._has_room(stream, operation), f"a submission to {stream}, whose queue is full,")
         return self.scheduler.submit(stream, operation)
 
     def finish(self, stream: Stream, serial: int, what: str) -> None:
         """Let work run until a stream has done its operation number `serial`."""
         self._wait(lambda: stream.completed >= serial, what)
 
-    def _wait_for_room(self, stream: Stream) -> None:
-        self._wait(lambda: len(stream.queue) < self.queue_depth, f"a submission to {stream}, whose queue is full,")
+    def _has_room(self, stream: Stream, operation: Operation) -> bool:
+        return stream.occupied == 0 or stream.occupied + operation.places <= self.queue_depth
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         try:

@@ -46,6 +46,7 @@ class Stream:
         "context",
         "destroyed",
         "handle",
+        "occupied",
         "position",
         "queue",
         "state",
@@ -59,6 +60,7 @@ class Stream:
         self.blocking = blocking  # synchronises with the legacy default stream
         self.destroyed = False
         self.queue: deque[Operation] = deque()
+        self.occupied = 0  # places of the queue's depth
         self.submitted = 0
         self.completed = 0
         self.waiters: list[tuple[int, Stream]] = []

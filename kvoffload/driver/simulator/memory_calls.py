@@ -51,6 +51,18 @@ class MemoryCalls(Core):
         return (cuda.CUdeviceptr(region.base), region.nbytes)
 
     @driver_call(values=1)
+    def cuPointerGetAttribute(self, attribute: Any, ptr: Any) -> Any:
+        region = self.memory.at(integer(ptr))
+        if region is None:
+            return INVALID_VALUE
+        if attribute == cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+            kinds = cuda.CUmemorytype
+            return (kinds.CU_MEMORYTYPE_DEVICE if region.on_device else kinds.CU_MEMORYTYPE_HOST,)
+        if attribute == cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+            return (region.context.device,)
+        return INVALID_VALUE
+
+    @driver_call(values=1)
     def cuMemHostAlloc(self, bytesize: int, Flags: int) -> Any:
         nbytes = size(bytesize)
         if nbytes == 0 or not 0 <= integer(Flags) < 8:

@@ -19,6 +19,7 @@ from kvoffload.driver.simulator.errors import RefusedError
 from kvoffload.driver.simulator.memory import Indices, MemoryTable, Region
 
 BYTES_PER_MICROSECOND = 50_000
+FLAT_COPIES_PER_PLACE = 23
 MICROSECONDS_PER_COPY = 1.0
 MICROSECONDS_PER_MARKER = 0.25
 
@@ -35,10 +36,15 @@ class DeviceFaultError(Exception):
 
 
 class Operation:
-    """An entry of a stream's queue. It runs once all `dependencies`, (stream, operation number) pairs, are done."""
+    """An entry of a stream's queue. It runs once all `dependencies`, (stream, operation number) pairs, are done.
+
+    `places` is what it takes of the queue's depth. As measured on driver 580 with CUDA 13.0: event records none, every
+    operation of a strided batch one, about 23 copies of a flat batch one.
+    """
 
     __slots__ = ("dependencies", "regions")
     is_copy = False
+    places = 1
 
     def __init__(self, regions: Sequence[Region] = ()) -> None:
         self.dependencies: list[Dependency] = []
@@ -55,6 +61,7 @@ class Operation:
 
 class RecordOperation(Operation):
     __slots__ = ("clock", "record")
+    places = 0
 
     def __init__(self, record: Record, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -161,6 +168,7 @@ class Copy:
     """Copies that share one source access order. The source is read by `snapshot`, or at the latest by `run`."""
 
     __slots__ = ("done", "nbytes")
+    places = 1
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -198,10 +206,12 @@ class LinearCopy(Copy):
 class BatchCopy(Copy):
     """Many strided copies, carried out in random order: CUDA promises none."""
 
-    __slots__ = ("_bytes", "chance", "descriptors")
+    __slots__ = ("_bytes", "chance", "descriptors", "places")
 
     def __init__(self, descriptors: Descriptors, chance: random.Random) -> None:
         super().__init__(descriptors.nbytes)
+        count = len(descriptors.width)
+        self.places = count if (descriptors.height > 1).any() else -(-count // FLAT_COPIES_PER_PLACE)
         self.descriptors = descriptors
         self.chance = chance
         self._bytes: list[space.Bytes] | None = None
@@ -249,12 +259,13 @@ class BatchCopy(Copy):
 class CopyOperation(Operation):
     """One copy call: its parts differ in source access order."""
 
-    __slots__ = ("fault", "parts")
+    __slots__ = ("fault", "parts", "places")
     is_copy = True
 
     def __init__(self, parts: Sequence[Copy], regions: Sequence[Region]) -> None:
         super().__init__(regions)
         self.parts = parts
+        self.places = sum(part.places for part in parts)
         self.fault = False
 
     def run(self) -> float:

@@ -62,6 +62,7 @@ class Scheduler:
             region.pending += 1
         operation.dependencies += self._legacy_order(stream)
         stream.queue.append(operation)
+        stream.occupied += operation.places
         stream.submitted += 1
         self.pending += 1
         if stream.state is StreamState.IDLE:
@@ -156,6 +157,7 @@ class Scheduler:
             self._gated.append(stream)
             return False
         stream.queue.popleft()
+        stream.occupied -= operation.places
         if not stream.queue:
             self._leave_runnable(stream, StreamState.IDLE)
         self._execute(stream, operation)
@@ -232,5 +234,6 @@ class Scheduler:
         elif stream.state is StreamState.GATED:
             self._gated.remove(stream)
         stream.state = StreamState.IDLE
+        stream.occupied = 0
         while stream.queue:
             self._finish(stream, stream.queue.popleft())

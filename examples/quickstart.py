@@ -1,0 +1,54 @@
+"""Store blocks of a paged KV cache in pinned host memory, lose them on the device, load them back, compare.
+
+Runs anywhere: on a GPU if there is one, else on the simulated device.
+
+    python examples/quickstart.py
+"""
+
+import numpy as np
+
+import kvoffload
+
+LAYERS, BLOCKS, TOKENS, HEADS, HEAD_SIZE = 4, 64, 16, 8, 128
+BLOCK_BYTES = TOKENS * HEADS * HEAD_SIZE * 2  # bfloat16
+
+
+def main() -> None:
+    with kvoffload.open_device(backend="auto") as device:
+        print(device)
+        # K and V of every layer: a plane each, all in one allocation, so that one operation copies a block of all of them
+        planes = device.allocate_planes(2 * LAYERS, block_bytes=BLOCK_BYTES, num_blocks=BLOCKS)
+        cache_memory = planes[0].owner
+        assert isinstance(cache_memory, kvoffload.DeviceBuffer)
+        original = np.random.default_rng(0).integers(0, 256, cache_memory.nbytes, dtype=np.uint8)
+        cache_memory.copy_from(original)
+
+        layout = kvoffload.KVLayout([planes], dtype="bfloat16", tokens_per_block=TOKENS)
+        with kvoffload.OffloadEngine(layout, device=device, num_slots=32) as engine:
+            print(engine)
+
+            # by hand: blocks 3, 9 and 60 to slots 0, 1 and 2, and back
+            print(engine.store([3, 9, 60], [0, 1, 2]).wait())
+            cache_memory.copy_from(np.zeros_like(original))
+            print(engine.load([0, 1, 2], [3, 9, 60]).wait())
+
+            # by key: the cache picks slots, publishes after the copy has completed, evicts the least recently used
+            cache = kvoffload.BlockCache(engine)
+            conversation = [b"system prompt", b"question", b"answer"]
+            cache.store(conversation, blocks=[3, 9, 60]).wait()
+            cache_memory.copy_from(np.zeros_like(original))
+            hits = cache.lookup([*conversation, b"next question"])
+            cache.load(conversation[:hits], blocks=[3, 9, 60]).wait()
+            print(f"{hits} blocks found and loaded; {cache.statistics()}")
+
+        restored = cache_memory.to_numpy()
+        for plane in planes:
+            start = plane.address - cache_memory.address
+            for block in (3, 9, 60):
+                at = slice(start + block * BLOCK_BYTES, start + (block + 1) * BLOCK_BYTES)
+                assert np.array_equal(restored[at], original[at])
+        print("every byte came back")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The command line: `kvoffload` and `python -m kvoffload`.
+
+    doctor          what is here, what can run, and what to do about the rest      doctor.py
+    demo            a made chat workload, every byte verified                      demo.py
+    replay          a recorded trace, every byte verified                          replay.py, trace.py, verified.py
+    bench transfer  copiers against bare driver calls and the big copy             bench.py, transfer.py, cases.py, latency.py
+    bench marshal   Python's share of a batch call                                 marshal.py
+
+Exit codes: 0 done, 1 a byte was wrong, 2 it could not be done (the message says why), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvoffload.cli import bench, demo, doctor, replay
+from kvoffload.cli.console import CommandError
+from kvoffload.errors import KVOffloadError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code. Prints results to stdout, everything else to stderr."""
+    try:
+        arguments = build_parser().parse_args(argv)
+    except SystemExit as ended:  # --help, or bad usage, which argparse has explained
+        return ended.code if isinstance(ended.code, int) else 2
+    try:
+        return int(arguments.run(arguments))
+    except (CommandError, KVOffloadError) as error:
+        print(f"kvoffload: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvoffload: interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; each command puts its function in `run`."""
+    parser = argparse.ArgumentParser(
+        prog="kvoffload",
+        description="Move blocks of a paged KV cache between the GPU and pinned host memory: look, try, measure.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in (doctor, demo, replay, bench):
+        command.add_parser(commands)
+    return parser

@@ -1,0 +1,17 @@
+"""Tearing down several things of which each may fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+
+def run_all(steps: Iterable[Callable[[], None]]) -> None:
+    """Run every step, also after one has failed; then raise the first error."""
+    first: Exception | None = None
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first
