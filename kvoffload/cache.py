@@ -9,7 +9,8 @@ slot is given to another key only when no transfer uses it. Where a call raises,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,60 +27,43 @@ from kvoffload.policies import Policy, make_policy
 class _Entry:
     """One key's place: entry `index` owns slot `index * num_groups + g` of group `g`."""
 
-    __slots__ = ("failed", "index", "pending", "pins")
+    __slots__ = ("index", "pending", "pins")
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.pending = 0  # store jobs that have not ended
-        self.pins = 0  # load jobs that have not ended
-        self.failed = False
-
-    @property
-    def ready(self) -> bool:
-        return self.pending == 0 and not self.failed
+        self.pending = True  # being stored
+        self.pins = 0  # loads that have not ended
 
     @property
     def movable(self) -> bool:
-        return self.pending == 0 and self.pins == 0
+        return not self.pending and self.pins == 0
 
 
-class _Store:
-    """Listens to the jobs that store new entries."""
+class _Transfer:
+    """Listens to the jobs of one store or load, a job per group, and finishes when all of them have ended.
 
-    def __init__(self, cache: BlockCache, entries: dict[bytes, _Entry]) -> None:
-        self._cache = cache
-        self._entries = entries
-        self.boarded_any = False
+    The submission counts as unfinished work, too: a group's job may end before the next group's has taken off.
+    """
 
-    def boarded(self, job: Job) -> None:  # noqa: ARG002
-        self.boarded_any = True
-        for entry in self._entries.values():
-            entry.pending += 1
-
-    def ended(self, job: Job) -> None:
-        for key, entry in self._entries.items():
-            entry.pending -= 1
-            entry.failed |= job.error is not None
-            if entry.pending == 0:
-                self._cache.store_ended(key, entry)
-
-
-class _Load:
-    """Listens to the jobs that load entries, which are pinned meanwhile."""
-
-    def __init__(self, cache: BlockCache, entries: list[_Entry]) -> None:
-        self._cache = cache
-        self._entries = entries
+    def __init__(self, finish: Callable[[bool], None]) -> None:
+        self._finish = finish
+        self._unfinished = 1
+        self._failed = False
+        self.took_off = False  # whether copies may be under way
 
     def boarded(self, job: Job) -> None:  # noqa: ARG002
-        for entry in self._entries:
-            entry.pins += 1
+        self.took_off = True
+        self._unfinished += 1
 
     def ended(self, job: Job) -> None:
-        for entry in self._entries:
-            entry.pins -= 1
-        if job.error is None:
-            self._cache.load_ended(len(self._entries))
+        self.submitted(failed=job.error is not None)
+
+    def submitted(self, *, failed: bool = False) -> None:
+        """No further job will come; also the end of each job."""
+        self._failed |= failed
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self._finish(self._failed)
 
 
 class CacheJob:
@@ -156,7 +140,7 @@ class BlockCache:
             found = 0
             for key in keys:
                 entry = self._entries.get(key)
-                if entry is None or not entry.ready:
+                if entry is None or entry.pending:
                     break
                 found += 1
             self._lookups += len(keys)
@@ -192,21 +176,23 @@ class BlockCache:
             never_used, drawn = self._never_used, self._draw(len(new) - len(victims))
             indices = [self._entries[key].index for key in victims] + drawn
             entries = {keys[position]: _Entry(index) for position, index in zip(new, indices, strict=True)}
-            listener = _Store(self, entries)
+            transfer = _Transfer(partial(self._store_ended, entries))
             try:
                 jobs = [
-                    self._submit(Direction.STORE, group, list(entries.values()), ids[new].reshape(-1), after, listener)
+                    self._submit(Direction.STORE, group, list(entries.values()), ids[new].reshape(-1), after, transfer)
                     for group, ids in enumerate(per_group)
                 ]
             except BaseException:
-                if listener.boarded_any:  # copies may be under way into those slots, so they are spent
+                if transfer.took_off:  # those slots are spent: they become free when the copies into them have ended
                     self._evict(victims)
-                    self._doom(entries)
+                    self._doomed.update(indices)
+                    transfer.submitted(failed=True)
                 else:
                     self._undraw(drawn, never_used)
                 raise
             self._evict(victims)
             self._publish(entries)
+            transfer.submitted()
             return CacheJob(tuple(entries), tuple(jobs))
 
     def load(self, keys: Sequence[bytes], blocks: Any, after: Any = None) -> CacheJob:
@@ -230,11 +216,18 @@ class BlockCache:
             if not entries:
                 return CacheJob((), ())
             self._engine.check_room(self._groups)
-            listener = _Load(self, entries)
-            jobs = [
-                self._submit(Direction.LOAD, group, entries, ids.reshape(-1), after, listener)
-                for group, ids in enumerate(per_group)
-            ]
+            transfer = _Transfer(partial(self._load_ended, entries))
+            for entry in entries:
+                entry.pins += 1
+            try:
+                jobs = [
+                    self._submit(Direction.LOAD, group, entries, ids.reshape(-1), after, transfer)
+                    for group, ids in enumerate(per_group)
+                ]
+            except BaseException:
+                transfer.submitted(failed=True)
+                raise
+            transfer.submitted()
             self.touch(keys)
             return CacheJob(tuple(keys), tuple(jobs))
 
@@ -256,8 +249,8 @@ class BlockCache:
             entries = self._entries.values()
             return CacheStatistics(
                 capacity=self.capacity,
-                resident=sum(entry.ready for entry in entries),
-                pending=sum(entry.pending > 0 for entry in entries),
+                resident=sum(not entry.pending for entry in entries),
+                pending=sum(entry.pending for entry in entries),
                 pinned=sum(entry.pins > 0 for entry in entries),
                 lookups=self._lookups,
                 hits=self._hits,
@@ -279,7 +272,7 @@ class BlockCache:
             assert every == list(range(self._never_used)), "every index is used, free or never used, exactly once"
             assert self._never_used <= self.capacity, "no more entries than capacity"
             assert set(self._policy) == set(self._entries), "the policy knows exactly the resident keys"
-            assert all(entry.pins >= 0 and entry.pending >= 0 for entry in self._entries.values()), "counts are >= 0"
+            assert all(entry.pins >= 0 for entry in self._entries.values()), "pins are counted"
             if self._engine.statistics().in_flight == 0:
                 assert all(entry.movable for entry in self._entries.values()), "nothing is held without a transfer"
                 assert not self._doomed, "no slot is held without a transfer"
@@ -350,48 +343,33 @@ class BlockCache:
         self._evicted += len(victims)
 
     def _publish(self, entries: dict[bytes, _Entry]) -> None:
-        """Make stored entries known; `lookup` sees each once its copies have completed."""
+        """Make stored entries known, the first as the most recently used; `lookup` sees them when they are ready."""
         for key in reversed(entries):
             self._entries[key] = entries[key]
             self._policy.insert(key)
+
+    def _store_ended(self, entries: dict[bytes, _Entry], failed: bool) -> None:
+        """Nothing on the GPU touches the slots of these entries any more."""
         for key, entry in entries.items():
-            if entry.pending == 0 and entry.failed:  # failed while it was being submitted
-                self._forget(key, entry)
-
-    def _doom(self, entries: dict[bytes, _Entry]) -> None:
-        """Entries that will never be known: each becomes free when the copies into it have ended."""
-        for entry in entries.values():
-            entry.failed = True
-            if entry.pending:
-                self._doomed.add(entry.index)
-            else:
+            entry.pending = False
+            if entry.index in self._doomed:
+                self._doomed.remove(entry.index)
                 self._free.append(entry.index)
+            elif failed:
+                self._failed += 1
+                self._policy.remove(key)
+                self._free.append(self._entries.pop(key).index)
+            else:
+                self._stored += 1
 
-    def store_ended(self, key: bytes, entry: _Entry) -> None:
-        """All jobs of a new entry have ended."""
-        if entry.index in self._doomed:
-            self._doomed.remove(entry.index)
-            self._free.append(entry.index)
-        elif entry.failed:
-            if self._entries.get(key) is entry:
-                self._forget(key, entry)
-        else:
-            self._stored += 1
-
-    def load_ended(self, count: int) -> None:
-        """`count` blocks of one group have been loaded."""
-        self._loaded += count
-
-    def _forget(self, key: bytes, entry: _Entry) -> None:
-        """A failed entry becomes free; nothing on the GPU touches its slots any more."""
-        del self._entries[key]
-        self._policy.remove(key)
-        self._free.append(entry.index)
-        self._failed += 1
+    def _load_ended(self, entries: list[_Entry], failed: bool) -> None:
+        for entry in entries:
+            entry.pins -= 1
+        self._loaded += 0 if failed else len(entries)
 
     def _ready_entry(self, position: int, key: bytes) -> _Entry:
         entry = self._entries.get(key)
-        if entry is None or not entry.ready:
+        if entry is None or entry.pending:
             state = "not in the cache" if entry is None else "still being stored"
             raise MissingKeyError(f"keys[{position}] ({key.hex()[:16]}) is {state}; load only what lookup() found")
         return entry

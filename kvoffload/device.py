@@ -122,7 +122,7 @@ class Device:
         self.driver = driver
         self.index = index
         self.simulated = driver.simulated
-        self.simulator = driver.api if driver.simulated else None
+        self.simulator: Any = driver.api if driver.simulated else None
         self._process = os.getpid()
         self._closed = False
         self._keys = itertools.count()
@@ -297,22 +297,22 @@ class Device:
 
         Raises:
             TimeoutError: transfers were still running; nothing they use was freed, and the device stays open.
+            DriverError: something could not be freed; the rest was, and closing again finishes.
         """
         if self._closed or self.foreign:
             return
         for engine in list(self._engines):
             engine.drain(timeout)
-        run_all((self._free_everything, self._release_context))
-
-    def _free_everything(self) -> None:
-        engines = [engine.close for engine in self._engines]
         try:
-            run_all((*engines, *self._owned.values(), self.reclaim))
+            run_all([engine.close for engine in self._engines])
+            run_all(list(self._owned.values()))
+            if self._garbage:
+                self.reclaim()
         except DriverError as error:
             if not error.sticky:  # a lost context has taken its memory with it
                 raise
-        finally:
-            self._closed = True
+        self._closed = True
+        self._release_context()
 
     def _release_context(self) -> None:
         if not self._primary:

@@ -288,6 +288,8 @@ class OffloadEngine:
     def _latest_rival(self, request: Request) -> Job | None:
         """The unfinished job of the other direction that this one must follow; earlier ones end before it."""
         other = request.direction.opposite
+        if not self._flights.any_unfinished(other):
+            return None
         latest = max(
             self._hazards.latest_on_slots(other, request.slots),
             self._hazards.latest_on_blocks(other, request.group, request.blocks),
@@ -298,6 +300,8 @@ class OffloadEngine:
         """STREAM for stores always: reads of device memory would overtake the stream."""
         if request.direction is Direction.STORE or request.source_order == "stream":
             return SourceOrder.STREAM
+        if not self._flights.any_unfinished(Direction.STORE):
+            return SourceOrder.ANY
         latest = self._hazards.latest_on_slots(Direction.STORE, request.slots)
         if self._flights.unfinished(Direction.STORE, latest) is None:
             return SourceOrder.ANY

@@ -150,6 +150,9 @@ class FlightDeck:
             self._driver.event_record(event, pooled.handle)
             self._driver.stream_wait_event(stream, event)
 
+    def any_unfinished(self, direction: Direction) -> bool:
+        return bool(self._books[direction].jobs)
+
     def unfinished(self, direction: Direction, sequence: int) -> Job | None:
         """The job with that sequence number if it is still in flight."""
         jobs = self._books[direction].jobs

@@ -252,7 +252,8 @@ def as_ids(name: str, ids: Any, limit: int) -> Int64Array:
         return np.empty(0, dtype=np.int64)
     if array.dtype.kind not in "iu":
         raise LayoutError(f"{name} must hold integers, got dtype {array.dtype}")
-    if array.min() < 0 or array.max() >= limit:
-        wrong = int(np.flatnonzero((array < 0) | (array >= limit))[0])
+    ids64 = array.astype(np.int64, copy=False)
+    if ids64.view(np.uint64).max() >= limit:  # a negative id is a huge unsigned one
+        wrong = int(np.flatnonzero((ids64 < 0) | (ids64 >= limit))[0])
         raise LayoutError(f"{name}[{wrong}] is {array[wrong]}, outside [0, {limit})")
-    return array.astype(np.int64, copy=False)
+    return ids64

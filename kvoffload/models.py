@@ -1,7 +1,7 @@
 """KV geometries of models that people serve, as facts.
 
-They follow from the models' public configurations (layers, KV heads, head size, attention kind) at 16-bit elements and 16
-tokens per block; a suffix such as `-tp4` is one GPU's share under tensor parallelism of that degree.
+They follow from the models' public configurations (layers, KV heads, head size, attention kind) at 16-bit elements and
+16 tokens per block; a suffix such as `-tp4` is one GPU's share under tensor parallelism of that degree.
 """
 
 from __future__ import annotations

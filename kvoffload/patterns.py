@@ -50,7 +50,7 @@ class KeyPatterns:
         return (self._base ^ word_of(key, group)).view(np.uint8)
 
     def fill(self, rows: UInt8Array, keys: Sequence[bytes], group: int = 0) -> None:
-        """Write each key's pattern into its row; `rows` is uint8, (keys, at least payload_bytes), rows 8-byte aligned."""
+        """Write each key's pattern into its row: uint8, (keys, at least payload_bytes), rows aligned to 8 bytes."""
         targets, words = self._words_of(rows), self._key_words(keys, group)
 
         def work(part: slice) -> None:

@@ -51,7 +51,7 @@ POISON = 0xB7  # what `poison` writes: neither 0 nor what fresh or freed simulat
 
 
 def pattern(key: object, nbytes: int) -> UInt8Array:
-    """`nbytes` bytes, uint8, (nbytes,), that follow from `repr(key)` alone: the same in every process, on every machine.
+    """`nbytes` bytes, uint8, (nbytes,), that follow from `repr(key)` alone: the same in every process and everywhere.
 
     Different keys give unrelated bytes, so that a block in the wrong place shows at once.
     """

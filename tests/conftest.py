@@ -15,7 +15,7 @@ from kvoffload.testing import check_clean_close
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
 settings.load_profile("kvoffload")
 
-# (driver version, bindings version): without batch calls, with a fail index, with an entry point missing, full, raw addresses
+# (driver version, bindings version): no batch calls, with a fail index, entry points missing, full, raw addresses
 LEVELS = {
     "driver12.4-bindings12.9": ((12, 4), (12, 9)),
     "driver12.8-bindings12.9": ((12, 8), (12, 9)),

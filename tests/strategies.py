@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import kvoffload
 from kvoffload import Direction, KVLayout, Plane
+from kvoffload.copiers import why_not
 from kvoffload.memory import DeviceBuffer
 from kvoffload.testing import scramble
 
@@ -187,3 +188,15 @@ def place(device: kvoffload.Device, spec: LayoutSpec, seed: int) -> tuple[KVLayo
         for group in spec.groups
     ]
     return KVLayout(groups, blocks_per_slot=spec.blocks_per_slot), buffers
+
+
+def slab_of(planes: list[Plane]) -> DeviceBuffer:
+    """The buffer behind the planes of `Device.allocate_planes`."""
+    owner = planes[0].owner
+    assert isinstance(owner, DeviceBuffer)
+    return owner
+
+
+def copiers_of(device: kvoffload.Device) -> list[str]:
+    """The copiers that can run on a device."""
+    return [name for name, missing in why_not(device.capabilities).items() if missing is None]

@@ -3,7 +3,7 @@
     doctor          what is here, what can run, and what to do about the rest      doctor.py
     demo            a made chat workload, every byte verified                      demo.py
     replay          a recorded trace, every byte verified                          replay.py, trace.py, verified.py
-    bench transfer  copiers against bare driver calls and the big copy             bench.py, transfer.py, cases.py, latency.py
+    bench transfer  copiers against bare driver calls and the big copy             bench.py, transfer.py, latency.py
     bench marshal   Python's share of a batch call                                 marshal.py
 
 Exit codes: 0 done, 1 a byte was wrong, 2 it could not be done (the message says why), 130 interrupted.

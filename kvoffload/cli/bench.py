@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 from kvoffload.cli import marshal
@@ -19,13 +20,14 @@ from kvoffload.plan import Direction
 
 _CASES = ("strided", "batch", "loop", "bare strided", "flat batch", "big copy")
 _DESCRIPTION = """\
-Copy random, non-adjacent blocks between planes in one slab and random slots of the pinned pool, in both directions, in
-every way: the engine's copiers; "bare strided", the same operations built once and given to cuMemcpy3DBatchAsync; "flat
-batch", one cuMemcpyBatchAsync with a descriptor per row on an idle stream; "big copy", one contiguous pinned copy of 1 GiB.
-All of a line use the same addresses, in interleaved rounds; figures are medians on the GPU clock; targets are poisoned before
-and all bytes verified after the last round's timed transfer of each case. Then: loads of 4096 descriptors of 8, 16 and
-24 KiB through the batch copier and as one flat batch, also by wall clock; and the time that store() and load() take on the
-host and until poll() gives out the result. On the simulated device: small sizes, verified, and no times."""
+Copy random, non-adjacent blocks between planes in one slab and random slots of the pinned pool, in both directions and
+in every way: the engine's copiers; "bare strided", the same operations built once and given to cuMemcpy3DBatchAsync;
+"flat batch", one cuMemcpyBatchAsync with a descriptor per row on an idle stream; "big copy", one contiguous pinned copy
+of 1 GiB. All of a line use the same addresses, in interleaved rounds; figures are medians on the GPU clock. Targets are
+poisoned before, and all bytes verified after, each case's timed transfer of the last round. Then: loads of 4096
+descriptors of 8, 16 and 24 KiB through the batch copier and as one flat batch, also by wall clock; and how long store()
+and load() take on the host, and how long until poll() gives out the result. Of models with two groups, one group's
+planes are copied. On the simulated device: small sizes, verified, and no times."""
 
 
 def add_parser(commands: Any) -> None:
@@ -40,7 +42,9 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help=f"geometries, or all (the default): {', '.join(MODELS)}",
     )
-    transfer.add_argument("--blocks", type=numbers, metavar="N,...", help="blocks of a transfer (default: about 64 MiB)")
+    transfer.add_argument(
+        "--blocks", type=numbers, metavar="N,...", help="blocks of a transfer (default: about 64 MiB)"
+    )
     transfer.add_argument(
         "--rows", type=numbers, default=[1, 8], metavar="N,...", help="adjacent blocks in a slot (default 1,8)"
     )
@@ -66,17 +70,14 @@ def run_transfer(arguments: argparse.Namespace) -> int:
 
 
 def _measure(plan: Plan, device: Device, output: Output) -> dict[str, Any]:
-    timer = GpuTimer(device)
-    big = BigCopy(device, timer, plan.size.big_bytes, plan.seed)
-    try:
+    with ExitStack() as stack:
+        timer = stack.enter_context(closing(GpuTimer(device)))
+        big = stack.enter_context(closing(BigCopy(device, timer, plan.size.big_bytes, plan.seed)))
         wrong_big = big.wrong()
         with output.progress("geometries") as progress:
             rows = list(measure_all(plan, device, timer, big, progress))
         descriptors = measure_descriptors(device, timer, plan.size, plan.repeats, plan.seed)
         latencies = measure_latency(device, timer, big, plan.size, plan.repeats, plan.seed)
-    finally:
-        big.close()
-        timer.close()
     wrong = wrong_big + sum(sum(row.wrong.values()) for row in rows)
     wrong += sum(sum(row["wrong"].values()) for row in descriptors) + sum(each.wrong for each in latencies)
     return {
@@ -134,12 +135,20 @@ def _print(fields: dict[str, Any], device: Device, output: Output) -> None:
 
 def _print_direction(direction: Direction, rows: Sequence[Row], simulated: bool, output: Output) -> None:
     way = "device to host" if direction is Direction.STORE else "host to device"
-    title = f"{direction} ({way}), " + ("SIMULATED: rows of bytes that were wrong" if simulated else "GB/s on the GPU clock")
+    title = f"{direction} ({way}), " + (
+        "SIMULATED: rows of bytes that were wrong" if simulated else "GB/s on the GPU clock"
+    )
     ratios = () if simulated else tuple(name for name, *_ in RATIOS)
     columns = ("model", "planes x bytes", "rows of", "blocks", "pitch MiB", *_CASES[: 5 if simulated else 6], *ratios)
     lines = []
     for row in rows:
-        line = [row.model, f"{row.planes} x {row.block_bytes}", row.row_blocks, row.blocks, f"{row.pitch / (1 << 20):.2f}"]
+        line = [
+            row.model,
+            f"{row.planes} x {row.block_bytes}",
+            row.row_blocks,
+            row.blocks,
+            f"{row.pitch / (1 << 20):.2f}",
+        ]
         if simulated:
             line += [str(row.wrong.get(name, "-")) for name in _CASES[:5]]
         else:

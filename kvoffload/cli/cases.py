@@ -5,13 +5,12 @@ Blocks are random and never adjacent beyond the runs of a row, slots are random;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvoffload.device import Device
-from kvoffload.driver import FlatTable, SourceOrder
 from kvoffload.engine import OffloadEngine
 from kvoffload.errors import DriverError
 from kvoffload.layout import Int64Array, KVLayout
@@ -171,8 +170,12 @@ class Bed:
 
     def engine_seconds(self, direction: Direction, copier: str) -> float:
         if direction is Direction.STORE:
-            return self.engine.store(self.blocks, self.slots, after=NO_WAIT, copier=copier).wait().seconds
-        return self.engine.load(self.slots, self.blocks, after=NO_WAIT, copier=copier).wait().seconds
+            job = self.engine.store(self.blocks, self.slots, after=NO_WAIT, copier=copier)
+        else:
+            job = self.engine.load(self.slots, self.blocks, after=NO_WAIT, copier=copier)
+        while not job.done:  # wait() sleeps between looks, which a wall clock around this would see
+            pass
+        return job.wait().seconds
 
     def bare_strided(self, direction: Direction) -> Callable[[], float]:
         """The same operations, built here and now from Python attributes, in one bare driver call."""
@@ -192,14 +195,11 @@ class Bed:
         """The same rows, one descriptor each, in one bare driver call on an idle stream."""
         device, host = self.row_addresses()
         source, target = (device, host) if direction is Direction.STORE else (host, device)
-        table = FlatTable(len(source))
-        table.fill(target, source, np.full(len(source), self.row_bytes, dtype=np.uint64))
-        targets, sources, sizes = table.lists(0, len(source))
-        attributes, call, stream = table.attributes(SourceOrder.STREAM), self._device.driver.api.cuMemcpyBatchAsync, 0
-        stream = self._timer.stream
+        sources, targets = (_pointers(addresses) for addresses in (source, target))
+        sizes, attributes = [self.row_bytes] * len(sources), _stream_order()
+        call, stream = self._device.driver.api.cuMemcpyBatchAsync, self._timer.stream
 
         def submit() -> None:
-            assert table.capacity  # the objects in the lists point into it
             _check(call(targets, sources, sizes, len(sizes), [attributes], [0], 1, stream))
 
         return lambda: self._timer.seconds(submit)
@@ -285,6 +285,20 @@ def _operation(source: tuple[int, int], target: tuple[int, int], width: int, hei
     operation.extent.width, operation.extent.height, operation.extent.depth = width, height, 1
     operation.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     return operation
+
+
+def _pointers(addresses: Iterable[int]) -> list[Any]:
+    from cuda.bindings.driver import CUdeviceptr
+
+    return [CUdeviceptr(int(address)) for address in addresses]
+
+
+def _stream_order() -> Any:
+    from cuda.bindings import driver
+
+    attributes = driver.CUmemcpyAttributes()
+    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    return attributes
 
 
 def _check(result: tuple[Any, ...]) -> None:

@@ -1,6 +1,7 @@
 """What the commands share: where output goes, options, and the device.
 
-stdout carries the result alone: tables, or one JSON object. Notes and progress bars go to stderr, bars only to a terminal.
+stdout carries the result alone: tables, or one JSON object. Notes and progress bars go to stderr, bars only to a
+terminal.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Output:
     def progress(self, what: str) -> Iterator[Advance]:
         """A bar on stderr: call what this yields with (done, in all). Nothing when stderr is no terminal."""
         if not (self._rich and sys.stderr.isatty()):
-            yield lambda done, total: None
+            yield _no_progress
             return
         from rich.console import Console
         from rich.progress import Progress
@@ -83,6 +84,10 @@ class Output:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _no_progress(done: int, total: int) -> None:
+    pass
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The engine as its caller sees it: host time of `store()` and `load()`, and wall clock up to the result out of `poll()`.
+"""The engine as its caller sees it: host time of `store()` and `load()`, wall clock up to the result out of `poll()`.
 
 And the batch copier at one number of descriptors against one flat batch, both as wall clock from the call on an idle
 stream and as GPU clock.
@@ -53,7 +53,9 @@ class Latency:
         return self.nbytes / self.wall_seconds / 1e9 / self.big_copy_gb_per_s
 
 
-def measure_latency(device: Device, timer: GpuTimer, big: BigCopy, size: Size, repeats: int, seed: int) -> list[Latency]:
+def measure_latency(
+    device: Device, timer: GpuTimer, big: BigCopy, size: Size, repeats: int, seed: int
+) -> list[Latency]:
     """Stores and loads of a small and of a big transfer, interleaved with the big copy."""
     found = []
     for name, blocks in _LATENCY_CASES:
@@ -121,9 +123,7 @@ def _once(bed: Bed, direction: Direction) -> tuple[float, float]:
     return returned - begin, ended - begin
 
 
-def measure_descriptors(
-    device: Device, timer: GpuTimer, size: Size, repeats: int, seed: int
-) -> list[dict[str, Any]]:
+def measure_descriptors(device: Device, timer: GpuTimer, size: Size, repeats: int, seed: int) -> list[dict[str, Any]]:
     """Loads of `size.descriptors` rows: the batch copier and one flat batch, wall clock and GPU clock."""
     rows = []
     for block_bytes in _DESCRIPTOR_BYTES if device.capabilities.flat_batch else ():

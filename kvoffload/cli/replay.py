@@ -14,15 +14,17 @@ from kvoffload.models import MODELS
 from kvoffload.policies import POLICIES
 
 _DESCRIPTION = """\
-Serve the requests of a trace in file order, one at a time: of each, the leading blocks that the cache holds are loaded and
-their bytes verified; of the others, those that it does not hold are filled with bytes derived from their keys and stored. A
-request longer than the cache uses its first keys. At its end all its keys are touched, from last to first; eviction takes
-the least recently used key that is not in the request."""
+Serve the requests of a trace in file order, one at a time. Of each, the leading blocks that the cache holds are loaded
+and their bytes verified; of the others, those that it does not hold are filled with bytes derived from their keys and
+stored. A request longer than the cache uses its first keys. At its end all its keys are touched, from last to first;
+eviction takes the least recently used key that is not in the request."""
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("replay", help="serve a recorded trace, verify every byte", description=_DESCRIPTION)
-    parser.add_argument("trace", type=Path, metavar="TRACE", help='JSON lines, each with "hash_ids": a list of integers')
+    parser.add_argument(
+        "trace", type=Path, metavar="TRACE", help='JSON lines, each with "hash_ids": a list of integers'
+    )
     parser.add_argument("--model", type=model, required=True, metavar="NAME", help=f"one of {', '.join(MODELS)}")
     parser.add_argument(
         "--slots",
@@ -32,13 +34,16 @@ def add_parser(commands: Any) -> None:
         help="blocks that the cache holds, one per hash id (default 4096: 8 GiB of pinned memory for llama-3.1-8b)",
     )
     parser.add_argument("--requests", type=whole(1), metavar="N", help="stop after so many requests")
-    parser.add_argument("--policy", choices=sorted(POLICIES), default="lru", help="what the cache gives up (default lru)")
+    parser.add_argument(
+        "--policy", choices=sorted(POLICIES), default="lru", help="what the cache gives up (default lru)"
+    )
     parser.add_argument(
         "--scale",
         type=scale,
         default=1.0,
         metavar="X",
-        help="shrink a block's bytes to X times as many, rounded up to 16, for machines without a GPU; above 0, at most 1",
+        help="shrink a block's bytes to X times as many, rounded up to 16, for machines without a GPU; above 0, at "
+        "most 1 (the default)",
     )
     parser.add_argument(
         "--blocks-per-hash",
@@ -57,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     output = Output(arguments.json)
     requests = read_trace(arguments.trace, arguments.requests)
     with open_backend(arguments, output, arguments.seed) as device:
+        if device.simulated and arguments.scale == 1:
+            output.note("kvoffload: the simulated device copies with the CPU; --scale 0.01 makes it quick")
         begin = time.perf_counter()
         with output.progress("pinning the pool") as progress:
             served = VerifiedCache(

@@ -65,11 +65,12 @@ class Plan:
 
     @property
     def beds(self) -> list[tuple[ModelGeometry, int, int | None]]:
+        counts: list[int | None] = [None] if self.blocks is None else [*self.blocks]
         return [
             (model.scaled(self.size.scale), row_blocks, count)
             for model in self.models
             for row_blocks in self.row_blocks
-            for count in self.blocks or [None]
+            for count in counts
         ]
 
 
@@ -155,14 +156,20 @@ def lowest_ratios(rows: Iterable[Row]) -> list[dict[str, Any]]:
     found = []
     for name, *_ in RATIOS:
         for direction in Direction:
-            values = sorted((row.ratios[name], index) for index, row in enumerate(rows) if name in row.ratios and row.direction is direction)
+            values = sorted(
+                (row.ratios[name], index)
+                for index, row in enumerate(rows)
+                if name in row.ratios and row.direction is direction
+            )
             if values:
                 where = rows[values[0][1]]
-                found.append({
-                    "ratio": name,
-                    "direction": str(direction),
-                    "lowest": values[0][0],
-                    "median": statistics.median(value for value, _ in values),
-                    "lowest_at": f"{where.model}, rows of {where.row_blocks}",
-                })
+                found.append(
+                    {
+                        "ratio": name,
+                        "direction": str(direction),
+                        "lowest": values[0][0],
+                        "median": statistics.median(value for value, _ in values),
+                        "lowest_at": f"{where.model}, rows of {where.row_blocks}",
+                    }
+                )
     return found

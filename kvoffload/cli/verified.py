@@ -163,7 +163,7 @@ class VerifiedCache:
             wrong.update(self._patterns.wrong(self._staging.slots[: len(keys)], keys, group))
         for index in np.flatnonzero(self._random.integers(0, SAMPLE_EVERY, len(keys)) == 0):
             self.counts.sampled_blocks += 1
-            if not self._sample(keys[index], int(places[index])):
+            if not self._sample(keys[int(index)], int(places[index])):
                 wrong.add(int(index))
         self.counts.verified_blocks += len(keys)
         self.counts.corrupt_blocks += len(wrong)

@@ -19,6 +19,7 @@ LEGACY_STREAM = (
 )
 PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
+_FROM_THE_FIRST = [0]  # cuMemcpyBatchAsync: the one set of attributes holds from copy 0 on
 DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context
 
@@ -54,12 +55,14 @@ class Driver:
             CapabilityError: the bindings found no such function in the driver library, or no driver library at all.
         """
         try:
-            code, *values = self._functions[name](*arguments)
+            result = self._functions[name](*arguments)
         except RuntimeError as error:  # FunctionNotFoundError, DynamicLibNotFoundError
             raise CapabilityError(f"{name} cannot be called: {error}") from error
-        if code:
-            raise DriverError(name, code.name, int(code))
-        return values[0] if len(values) == 1 else tuple(values) or None
+        if result[0]:
+            raise DriverError(name, result[0].name, int(result[0]))
+        if len(result) == 1:
+            return None
+        return result[1] if len(result) == 2 else result[1:]
 
     def _query(self, name: str, handle: int) -> bool:
         """True for success, False for NOT_READY."""
@@ -192,11 +195,12 @@ class Driver:
         """Copies `[start, stop)` of `table`, in no order; the driver reads the table during the call."""
         count = stop - start
         if self.use_raw:
-            arrays, attributes = table.raw_arrays(start), table.raw_attributes(order)
-            self._call_raw("memcpy_batch_async_v2", *arrays, count, *attributes, 1, stream)
+            arrays, pair = table.raw_arrays(start), table.raw_attributes(order)
+            self._call_raw("memcpy_batch_async_v2", *arrays, count, *pair, 1, stream)
         else:
-            lists, attributes_list = table.lists(start, stop), [table.attributes(order)]
-            self.call("cuMemcpyBatchAsync", *lists, count, attributes_list, [0], 1, stream)
+            targets, sources, sizes = table.lists(start, stop)
+            attributes = table.attributes(order)
+            self.call("cuMemcpyBatchAsync", targets, sources, sizes, count, attributes, _FROM_THE_FIRST, 1, stream)
 
     def _call_raw(self, name: str, *arguments: Any) -> None:
         """The raw-address functions return None and raise exceptions of their own, with a `status`."""
@@ -206,4 +210,4 @@ class Driver:
             status = getattr(error, "status", None)
             if status is None:
                 raise
-            raise DriverError(name, str(error).split(" ")[0], int(status)) from error
+            raise DriverError(name, "CUDA_" + str(error).split(" ")[0], int(status)) from error

@@ -44,6 +44,7 @@ DTYPE_2D = np.dtype(
     }
 )
 _OPERAND_POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
+_MAX_SLICES = 256
 _MEMORY_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is host or device; uses the *Device fields
 
 
@@ -101,7 +102,10 @@ class FlatTable:
         self._indices = np.zeros(1, dtype=np.uint64)
         self._target_objects: list[Any] = []
         self._source_objects: list[Any] = []
-        self._attribute_objects: list[Any] = []
+        self._count = 0
+        self._size_list: list[int] | None = None
+        self._slices: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
+        self._attribute_lists: list[list[Any]] = []
 
     def fill(
         self,
@@ -110,10 +114,11 @@ class FlatTable:
         sizes: npt.NDArray[np.uint64],
     ) -> None:
         """Refill from the front; bytes in `sizes`; all uint64 and of one length."""
-        count = len(targets)
+        count = self._count = len(targets)
         self._targets[:count] = targets
         self._sources[:count] = sources
         self._sizes[:count] = sizes
+        self._size_list = None
 
     def lists(self, start: int, stop: int) -> tuple[list[Any], list[Any], list[int]]:
         """Targets, sources and sizes of copies `[start, stop)` as the bindings take them."""
@@ -122,16 +127,25 @@ class FlatTable:
 
             self._target_objects = _views(CUdeviceptr, self._targets)
             self._source_objects = _views(CUdeviceptr, self._sources)
-        sizes: list[int] = self._sizes[start:stop].tolist()
-        return self._target_objects[start:stop], self._source_objects[start:stop], sizes
+        if self._size_list is None:  # once a fill: per chunk it costs half as much again
+            self._size_list = self._sizes[: self._count].view(np.int64).tolist()
+        targets, sources = self._slices.get((start, stop)) or self._slice(start, stop)
+        return targets, sources, self._size_list[start:stop]
 
-    def attributes(self, order: SourceOrder) -> Any:
-        """A CUmemcpyAttributes with that source order and nothing else set."""
-        if not self._attribute_objects:
+    def _slice(self, start: int, stop: int) -> tuple[list[Any], list[Any]]:
+        """The objects of copies `[start, stop)`; kept, since chunks mostly begin and end at the same places."""
+        pair = self._target_objects[start:stop], self._source_objects[start:stop]
+        if len(self._slices) < _MAX_SLICES:
+            self._slices[start, stop] = pair
+        return pair
+
+    def attributes(self, order: SourceOrder) -> list[Any]:
+        """One CUmemcpyAttributes with that source order and nothing else set, in a list."""
+        if not self._attribute_lists:
             from cuda.bindings.driver import CUmemcpyAttributes
 
-            self._attribute_objects = _views(CUmemcpyAttributes, self._attribute_rows)
-        return self._attribute_objects[order]
+            self._attribute_lists = [[each] for each in _views(CUmemcpyAttributes, self._attribute_rows)]
+        return self._attribute_lists[order]
 
     def raw_arrays(self, start: int) -> tuple[int, int, int]:
         """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""

@@ -1,0 +1,425 @@
+"""Opening, embedding, threads and contexts, allocations, and closing in any order."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvoffload
+from kvoffload import NO_WAIT, ClosedError, DeviceBuffer, KVLayout, LayoutError, OffloadEngine, Plane
+from kvoffload.memory import address_of
+from kvoffload.testing import SimulatedDriver, SimulatorError, check_clean_close, leak_check
+
+
+def current_context(simulator: SimulatedDriver) -> int:
+    return int(simulator.cuCtxGetCurrent()[1])
+
+
+def new_context(simulator: SimulatedDriver, device: int = 0) -> int:
+    """A context of the caller's own, current for this thread."""
+    if simulator.bindings_version < (13, 0):
+        return int(simulator.cuCtxCreate(0, device)[1])
+    return int(simulator.cuCtxCreate(None, 0, device)[1])
+
+
+def engine_on(device: kvoffload.Device, **options: Any) -> OffloadEngine:
+    layout = KVLayout([device.allocate_planes(4, block_bytes=64, num_blocks=8)])
+    return OffloadEngine(layout, device=device, num_slots=8, **options)
+
+
+def in_thread(action: Callable[[], object]) -> None:
+    """Run `action` in a thread that has no context, and pass its exception on."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+# opening
+
+
+def test_pitfall_21_no_context_before_a_device_is_opened_and_only_that_devices_then() -> None:
+    simulator = SimulatedDriver(device_count=3)
+    assert simulator.call_count == {}
+    device = kvoffload.open_device(1, backend=simulator)
+    assert simulator.leaks()["primary_retains"] == 1
+    with device.current():
+        assert int(simulator.cuCtxGetDevice()[1]) == 1
+    assert current_context(simulator) == 0
+    check_clean_close(device)
+
+
+def test_two_devices_of_one_gpu_share_its_primary_context() -> None:
+    simulator = SimulatedDriver()
+    one, other = kvoffload.open_device(backend=simulator), kvoffload.open_device(backend=simulator)
+    assert one.context == other.context
+    buffer = other.allocate(64)
+    one.close()
+    assert buffer.to_numpy().shape == (64,)
+    check_clean_close(other)
+
+
+@pytest.mark.parametrize("index", [-1, 2, 99])
+def test_an_index_without_a_gpu_is_refused(index: int) -> None:
+    with pytest.raises(ValueError, match=f"index must name one of the 2 devices, 0 to 1, got {index}"):
+        kvoffload.open_device(index, backend=SimulatedDriver(device_count=2))
+
+
+@pytest.mark.parametrize("backend", ["gpu", "", None, 5, object()])
+def test_an_unknown_backend_is_refused(backend: Any) -> None:
+    with pytest.raises(ValueError, match="backend must be 'cuda', 'simulated', 'auto' or a SimulatedDriver"):
+        kvoffload.open_device(backend=backend)
+
+
+def test_a_device_describes_itself(device: kvoffload.Device) -> None:
+    assert (device.index, device.name, device.simulated, device.closed) == (0, "NVIDIA simulated GPU", True, False)
+    assert (device.stream_priorities[0], device.stream_priorities[-1]) == (-5, 0)
+    assert device.pci.address.startswith("0000:")
+    assert repr(device) == "Device(0, 'NVIDIA simulated GPU', simulated, 0 engines)"
+    with engine_on(device):
+        assert repr(device).endswith("1 engines)")
+
+
+def test_a_failure_while_opening_leaves_nothing() -> None:
+    for name in ("cuCtxGetDevice", "cuDriverGetVersion", "cuDeviceGetName", "cuCtxGetStreamPriorityRange"):
+        simulator = SimulatedDriver()
+        simulator.faults.fail_call(name)
+        with pytest.raises(kvoffload.DriverError, match=name):
+            kvoffload.open_device(backend=simulator)
+        assert simulator.leaks()["primary_retains"] == 0
+        assert current_context(simulator) == 0
+
+
+# embedding
+
+
+def test_pitfall_36_a_callers_own_context_is_used_and_left_alone() -> None:
+    simulator = SimulatedDriver()
+    simulator.cuInit(0)
+    mine = new_context(simulator)
+    with kvoffload.open_device(backend=simulator, context=mine) as device:
+        assert device.context == mine
+        assert simulator.leaks()["primary_retains"] == 0
+        with engine_on(device) as engine:
+            engine.store([0], [0]).wait(10)
+            assert current_context(simulator) == mine
+    assert current_context(simulator) == mine
+    assert simulator.leaks()["contexts"] == 1  # still the caller's
+    simulator.cuCtxDestroy(mine)
+    assert not any(simulator.leaks().values())
+
+
+def test_a_context_may_be_any_kind_of_handle() -> None:
+    simulator = SimulatedDriver()
+    simulator.cuInit(0)
+    context = simulator.cuCtxCreate(None, 0, 0)[1]
+    with kvoffload.open_device(backend=simulator, context=context) as device:
+        assert device.context == int(context)
+    simulator.cuCtxDestroy(context)
+
+
+def test_pitfall_21_a_context_of_another_gpu_is_refused() -> None:
+    simulator = SimulatedDriver(device_count=2)
+    simulator.cuInit(0)
+    mine = new_context(simulator, device=1)
+    with pytest.raises(ValueError, match="context belongs to device 1, but index is 0; pass index=1"):
+        kvoffload.open_device(0, backend=simulator, context=mine)
+    assert current_context(simulator) == mine
+    with kvoffload.open_device(1, backend=simulator, context=mine) as device:
+        assert device.index == 1
+    simulator.cuCtxDestroy(mine)
+
+
+def test_a_context_that_is_none_is_a_driver_error() -> None:
+    simulator = SimulatedDriver()
+    with pytest.raises(kvoffload.DriverError, match="cuCtxPushCurrent returned CUDA_ERROR_INVALID_CONTEXT"):
+        kvoffload.open_device(backend=simulator, context=12345)
+
+
+# threads and contexts
+
+
+def whole_life(device: kvoffload.Device) -> None:
+    """Everything that a program may call, once."""
+    buffer = device.allocate(64)
+    buffer.copy_from(np.arange(64, dtype=np.uint8))
+    assert buffer.to_numpy()[5] == 5
+    buffer.close()
+    with engine_on(device) as engine:
+        job = engine.store([1, 2], [1, 2])
+        job.order_before(1)
+        assert job.wait(10).error is None
+        second = engine.load([1], [3])
+        while not second.done:
+            pass
+        assert [result.job_id for result in engine.poll()] == [second.id]
+        engine.load([1], [4])
+        engine.drain(10)
+        repr(engine)
+        engine.statistics()
+
+
+def test_pitfall_36_every_call_works_from_a_thread_without_a_context(any_device: kvoffload.Device) -> None:
+    def life() -> None:
+        assert current_context(any_device.simulator) == 0
+        whole_life(any_device)
+        assert current_context(any_device.simulator) == 0
+        assert any_device.simulator.context_stack == []
+
+    with leak_check(any_device):
+        in_thread(life)
+
+
+def test_pitfall_36_the_callers_other_context_is_current_again_after_every_call() -> None:
+    simulator = SimulatedDriver(device_count=2)
+    simulator.cuInit(0)
+    other = new_context(simulator, device=1)
+    stack = list(simulator.context_stack)
+    device = kvoffload.open_device(0, backend=simulator)
+    whole_life(device)
+    assert current_context(simulator) == other
+    assert simulator.context_stack == stack
+    for wrong in (
+        lambda: device.allocate(1 << 60),
+        lambda: engine_on(device, stream_priority=7),
+        lambda: OffloadEngine(KVLayout([[Plane(4096, block_bytes=1, num_blocks=1)]]), device=device, num_slots=1),
+    ):
+        with pytest.raises((kvoffload.KVOffloadError, ValueError)):
+            wrong()
+        assert simulator.context_stack == stack
+    device.close()
+    assert current_context(simulator) == other
+    simulator.cuCtxDestroy(other)
+    assert not any(simulator.leaks().values())
+
+
+def test_pitfall_36_allocations_land_on_the_right_device() -> None:
+    simulator = SimulatedDriver(device_count=2)
+    simulator.cuInit(0)
+    new_context(simulator, device=0)
+    with kvoffload.open_device(1, backend=simulator) as device:
+        buffer = device.allocate(4096)
+        region = simulator.memory.at(buffer.address)
+        assert region is not None
+        assert region.context.device == 1
+    simulator.cuCtxDestroy(current_context(simulator))
+
+
+def test_current_is_reentrant_and_restores_after_an_exception(device: kvoffload.Device) -> None:
+    def nested() -> None:
+        with device.current(), device.current():
+            assert current_context(device.simulator) == device.context
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        nested()
+    assert current_context(device.simulator) == 0
+
+
+# planes and allocations
+
+
+def test_pitfall_09_a_plane_past_its_allocation_is_refused_and_nothing_breaks(any_device: kvoffload.Device) -> None:
+    buffer = any_device.allocate(1000)
+    inside = Plane(buffer.address, block_bytes=100, num_blocks=10)
+    outside = Plane(buffer.address + 1, block_bytes=100, num_blocks=10)
+    with (
+        leak_check(any_device),
+        pytest.raises(LayoutError, match=r"groups\[1\]\[0\].* 1 bytes past the end of its alloc"),
+    ):
+        OffloadEngine(KVLayout([[inside], [outside]]), device=any_device, num_slots=4)
+    with OffloadEngine(KVLayout([[inside]]), device=any_device, num_slots=4) as engine:
+        engine.store([9], [0]).wait(10)
+
+
+@pytest.mark.parametrize("address", [4096, 1 << 40])
+def test_an_address_that_is_no_gpu_memory_is_refused(device: kvoffload.Device, address: int) -> None:
+    layout = KVLayout([[Plane(address, block_bytes=64, num_blocks=2)]])
+    with leak_check(device), pytest.raises(LayoutError, match=r"groups\[0\]\[0\]: Plane\(.* is not memory of NVIDIA"):
+        OffloadEngine(layout, device=device, num_slots=2)
+
+
+def test_pitfall_32_planes_on_the_wrong_device_are_refused() -> None:
+    simulator = SimulatedDriver(device_count=2)
+    with kvoffload.open_device(0, backend=simulator) as first, kvoffload.open_device(1, backend=simulator) as second:
+        layout = KVLayout([second.allocate_planes(2, block_bytes=64, num_blocks=4)])
+        with leak_check(first), pytest.raises(LayoutError, match=r"groups\[0\]\[0\].*device 1.*device 0"):
+            OffloadEngine(layout, device=first, num_slots=2)
+        with OffloadEngine(layout, device=second, num_slots=2) as engine:
+            engine.store([0], [0]).wait(10)
+
+
+def test_pitfall_32_host_memory_is_refused_as_a_plane(device: kvoffload.Device) -> None:
+    with engine_on(device) as engine:
+        pinned = Plane(address_of(engine.slots), block_bytes=64, num_blocks=2)
+        with leak_check(device), pytest.raises(LayoutError, match=r"groups\[0\]\[0\].*host memory"):
+            OffloadEngine(KVLayout([[pinned]]), device=device, num_slots=2)
+
+
+def test_planes_of_a_slab_fold_and_keep_it_alive(device: kvoffload.Device) -> None:
+    planes = device.allocate_planes(5, block_bytes=100, num_blocks=7, block_stride=112)
+    owner = planes[0].owner
+    assert isinstance(owner, DeviceBuffer)
+    assert {plane.owner for plane in planes} == {owner}
+    assert (planes[-1].end, planes[0].address) == (owner.address + owner.nbytes, owner.address)
+    assert all(plane.address % 512 == 0 for plane in planes)
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=2) as engine:
+        assert "5 planes fold into 1 run" in repr(engine)
+    last = planes[3]
+    del planes, owner, engine
+    gc.collect()
+    device.reclaim()
+    assert device.simulator.leaks()["device_allocations"] == 1
+    del last
+    gc.collect()
+    device.reclaim()
+    assert device.simulator.leaks()["device_allocations"] == 0
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_slab_needs_planes(device: kvoffload.Device, count: int) -> None:
+    with pytest.raises(LayoutError, match=f"count must be at least 1, got {count}"):
+        device.allocate_planes(count, block_bytes=16, num_blocks=4)
+
+
+def test_pitfall_37_separate_allocations_at_one_stride_do_not_fold_in_an_engine(any_device: kvoffload.Device) -> None:
+    """Three planes that a fold by address alone would take for one run."""
+    buffers = [any_device.allocate(1 << 16) for _ in range(12)]
+    addresses = sorted(buffer.address for buffer in buffers)
+    planes = [Plane(address, block_bytes=64, num_blocks=4) for address in addresses]
+    assert "12 planes do not fold" not in repr(KVLayout([planes])) or len(set(np.diff(addresses))) > 6
+    with OffloadEngine(KVLayout([planes]), device=any_device, num_slots=4) as engine:
+        assert "12 planes do not fold (12 operations a block)" in repr(engine)
+        for copier in ("strided", "loop"):
+            engine.store(range(4), range(4), after=NO_WAIT, copier=copier).wait(10)
+
+
+# closing
+
+
+def test_close_in_every_order(seed: int) -> None:
+    for order in ("engine first", "device first", "buffer first", "device only"):
+        device = kvoffload.open_device(backend="simulated", seed=seed)
+        engine, buffer = engine_on(device), device.allocate(64)
+        slots = engine.slots
+        engine.store(range(8), range(8))
+        if order == "engine first":
+            engine.close()
+        elif order == "buffer first":
+            buffer.close()
+        check_clean_close(device)
+        engine.close()
+        buffer.close()
+        device.close()
+        assert (device.closed, slots.shape) == (True, (8, 4096))
+
+
+def test_a_closed_device_refuses_every_use_and_says_so(seed: int) -> None:
+    device = kvoffload.open_device(backend="simulated", seed=seed)
+    engine, buffer = engine_on(device), device.allocate(64)
+    check_clean_close(device)
+    layout = engine.layout
+    for use in (
+        lambda: device.allocate(5),
+        lambda: device.allocate_planes(1, block_bytes=1, num_blocks=1),
+        lambda: OffloadEngine(layout, device=device, num_slots=1),
+        lambda: engine.store([0], [0]),
+        buffer.to_numpy,
+        device.reclaim,
+        device.current,
+    ):
+        with pytest.raises(ClosedError, match="closed"):
+            use()
+
+
+def test_a_close_that_runs_out_of_time_frees_nothing_and_can_be_repeated(device: kvoffload.Device) -> None:
+    engine = engine_on(device)
+    word = engine.slots[7, :4].view(np.uint32)
+    word[0] = 0
+    with device.current():
+        gate = device.driver.stream_create(0)
+        device.driver.call("cuStreamWaitValue32", gate, address_of(word), 1, 0)
+    engine.store([0], [0], after=gate)
+    with pytest.raises(TimeoutError):
+        device.close(timeout=0.05)
+    assert not device.closed
+    assert device.simulator.leaks()["registered_ranges"] == 1
+    word[0] = 1
+    engine.drain(10)
+    with device.current():
+        device.driver.stream_destroy(gate)
+
+
+def test_garbage_engines_are_taken_apart_at_the_next_chance(device: kvoffload.Device) -> None:
+    with leak_check(device):
+        for _ in range(3):
+            engine = engine_on(device)
+            engine.store([0], [0])
+            del engine
+        gc.collect()
+        deadline = 200
+        while device.simulator.leaks()["registered_ranges"] and deadline:
+            device.reclaim()
+            gc.collect()
+            deadline -= 1
+        assert deadline
+
+
+def test_an_error_inside_with_still_closes(seed: int) -> None:
+    device = kvoffload.open_device(backend="simulated", seed=seed)
+
+    def fail() -> None:
+        with device, engine_on(device) as engine:
+            engine.store([0], [0])
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fail()
+    assert device.closed
+    assert not any(device.simulator.leaks().values())
+
+
+def test_the_clean_close_check_finds_what_it_should() -> None:
+    device = kvoffload.open_device(backend="simulated")
+    with device.current():
+        stream = device.driver.stream_create(0)
+    with pytest.raises(AssertionError, match="'streams': 1"):
+        check_clean_close(device)
+    assert stream
+    device = kvoffload.open_device(backend="simulated")
+    buffer = device.allocate(64)
+    from kvoffload.driver.simulator import space
+
+    space.view(buffer.address + 64, 1)[:] = 0
+    with pytest.raises(SimulatorError, match="bytes beside the device allocation"):
+        check_clean_close(device)
+
+
+def test_the_leak_check_finds_what_it_should(device: kvoffload.Device) -> None:
+    kept: list[Any] = []
+    with pytest.raises(AssertionError, match=r"device_allocations: 0 before, 1 after"), leak_check(device):
+        kept.append(device.allocate(5))
+    with pytest.raises(AssertionError, match=r"file descriptors: \d+ before"), leak_check(device):
+        kept.append(open("/dev/null"))  # noqa: SIM115
+    kept[-1].close()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    with pytest.raises(AssertionError, match="threads: "), leak_check(device):
+        thread.start()
+    stop.set()
+    thread.join()

@@ -1,0 +1,60 @@
+"""Every wait matters: each call that makes a stream wait is removed in turn, and the ordering tests must then fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutants import PACKAGE, Site, wait_sites
+
+HERE = Path(__file__).resolve().parent
+SITES = wait_sites()
+TESTS_PASSED, TESTS_FAILED = 0, 1  # pytest's exit codes; 2 to 5 would mean that no test was asked
+
+
+def _ordering_tests(module: str, line: int, column: int, *, stop_early: bool) -> subprocess.CompletedProcess[str]:
+    options = ["-n", "0", "-p", "no:cacheprovider", "-q", "--no-header", "--tb=line", "-W", "error"]
+    command = [sys.executable, str(HERE / "mutants.py"), module, str(line), str(column)]
+    paths = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))},
+        "KVOFFLOAD_ORDERING_SEEDS": "2",
+        "PYTHONPATH": paths,
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return subprocess.run(
+        [*command, *options, *(["-x"] if stop_early else []), str(HERE / "test_ordering.py")],
+        cwd=PACKAGE.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_the_sites_are_found() -> None:
+    """The engine waits for the caller, its direction and its rivals; links pieces; orders a caller's stream."""
+    names = [(site.module, site.name) for site in SITES]
+    assert names.count(("kvoffload.engine", "stream_wait_event")) >= 2
+    assert names.count(("kvoffload.engine", "wait_for_job")) >= 3
+    assert names.count(("kvoffload.flight", "stream_wait_event")) >= 2
+
+
+def test_the_ordering_tests_pass_with_every_wait_in_place() -> None:
+    run = _ordering_tests("-", 0, 0, stop_early=False)
+    assert run.returncode == TESTS_PASSED, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_removing_a_wait_is_noticed(site: Site) -> None:
+    run = _ordering_tests(site.module, site.line, site.column, stop_early=True)
+    assert run.returncode == TESTS_FAILED, (
+        f"{site.module.replace('.', '/')}.py:{site.line}: no test fails without this call of {site.name}\n"
+        + run.stdout[-2000:]
+        + run.stderr[-2000:]
+    )
+    assert " failed" in run.stdout, run.stdout

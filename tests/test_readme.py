@@ -1,0 +1,52 @@
+"""The README is run: its snippets, and what it claims of files."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import kvoffload
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def snippet(name: str) -> str:
+    found = re.search(rf"<!-- run: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
+    assert found is not None, f"README.md has no snippet named {name}"
+    return found.group(1)
+
+
+def run(name: str) -> None:
+    exec(compile(snippet(name), f"README.md, {name}", "exec"), {"__name__": "__readme__"})
+
+
+def test_the_cache_snippet_runs_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    run("cache")
+    assert capsys.readouterr().out.startswith("3 CacheStatistics(capacity=16, resident=3")
+
+
+def test_both_commands_are_there() -> None:
+    for name in ("demo", "tests"):
+        assert re.search(rf"<!-- command: {name} -->\n```\n.+\n```", README)
+
+
+def test_every_example_is_named() -> None:
+    for example in (ROOT / "examples").glob("*.py"):
+        assert example.name in README
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "expected"), [("cupy", "TransferResult"), ("jax", "True")])
+def test_snippets_on_a_gpu(name: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        kvoffload.open_device(0).close()
+    except kvoffload.KVOffloadError as error:
+        pytest.skip(f"no GPU: {error}")
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    run(name)
+    assert expected in capsys.readouterr().out

@@ -1,0 +1,117 @@
+"""Typical calls of the public names, for mypy to check; `test_package` runs them on the simulated device too."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import numpy as np
+import numpy.typing as npt
+
+import kvoffload
+from kvoffload import (
+    NO_WAIT,
+    BlockCache,
+    CacheJob,
+    CapacityError,
+    Device,
+    DeviceBuffer,
+    Direction,
+    Job,
+    KVLayout,
+    OffloadEngine,
+    Plane,
+    TransferError,
+    TransferResult,
+    open_device,
+)
+
+
+class Stream:
+    """What CuPy and cuda.core streams look like."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, 0)
+
+
+def devices() -> Device:
+    device = open_device(backend="simulated", seed=3, driver_version=(12, 8), bindings_version=(12, 9))
+    assert_type(device, Device)
+    assert_type(device.simulated, bool)
+    assert_type(device.closed, bool)
+    buffer = device.allocate(1024)
+    assert_type(buffer, DeviceBuffer)
+    assert_type(buffer.address, int)
+    buffer.copy_from(np.arange(10))
+    assert_type(buffer.to_numpy(), npt.NDArray[np.uint8])
+    return device
+
+
+def layouts(device: Device) -> KVLayout:
+    planes = device.allocate_planes(4, block_bytes=4096, num_blocks=32)
+    assert_type(planes, list[Plane])
+    plane = Plane(planes[0].address, block_bytes=64, num_blocks=8, block_stride=128)
+    assert_type(plane.end, int)
+    layout = KVLayout([planes], blocks_per_slot=2, dtype="bfloat16", tokens_per_block=16)
+    KVLayout.from_arrays([device.allocate(64)], blocks_per_slot=1)
+    assert_type(layout.slot_bytes, int)
+    assert_type(layout.slots_for(5, first_sub_block=1), int)
+    return layout
+
+
+def transfers(layout: KVLayout, device: Device) -> list[TransferResult]:
+    with OffloadEngine(layout, device=device, num_slots=16, sm_limit=0, max_in_flight=64) as engine:
+        job = engine.store([0, 1, 2], np.array([4, 5]))
+        assert_type(job, Job)
+        job.order_before(0)
+        back = engine.load(range(4, 6), [3, 4, 5], after=NO_WAIT, source_order="stream")
+        back.order_before(Stream())
+        try:
+            result = back.wait(timeout=10.0)
+        except TimeoutError:
+            raise
+        except TransferError as error:
+            raise RuntimeError(str(error)) from error
+        assert_type(result, TransferResult)
+        assert_type(result.seconds, float)
+        assert_type(result.direction, Direction)
+        assert_type(result.error, TransferError | None)
+        assert_type(job.id, int)
+        assert_type(job.done, bool)
+        assert_type(engine.slots, npt.NDArray[np.uint8])
+        engine.store([1], [7], group=0, first_sub_block=1, after=Stream(), copier="loop")
+        engine.drain(timeout=10.0)
+        assert_type(engine.statistics().store.nbytes, int)
+        return engine.poll()
+
+
+def caches(layout: KVLayout, device: Device) -> int:
+    with OffloadEngine(layout, device=device, num_slots=16) as engine:
+        cache = BlockCache(engine, policy="lru")
+        try:
+            job = cache.store([b"one", b"two"], [0, 1], after=NO_WAIT)
+        except CapacityError:
+            return 0
+        assert_type(job, CacheJob)
+        job.wait(timeout=10.0)
+        found = cache.lookup([b"one", b"two", b"three"])
+        assert_type(found, int)
+        cache.load([b"one"], [5]).wait(timeout=10.0)
+        cache.check()
+        assert_type(cache.statistics().evicted, int)
+        return found
+
+
+def errors() -> None:
+    assert issubclass(kvoffload.LayoutError, ValueError)
+    error = kvoffload.DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2)
+    assert_type(error.code, int)
+    assert_type(error.name, str)
+
+
+def main() -> None:
+    """All of it, once."""
+    with devices() as device:
+        layout = layouts(device)
+        assert len(transfers(layout, device)) == 2
+        assert caches(layout, device) == 2
+    errors()
