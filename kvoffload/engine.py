@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from kvoffload import hostinfo
-from kvoffload.copiers import Copier, choose, make_copiers
+from kvoffload.copiers import choose, make_copiers
 from kvoffload.device import Device
 from kvoffload.driver import SourceOrder
 from kvoffload.errors import ClosedError, KVOffloadError
-from kvoffload.flight import Flight, FlightDeck
+from kvoffload.flight import FlightDeck
 from kvoffload.hazards import HazardTable
 from kvoffload.jobs import Job, Listener, Step, TransferResult, wait_until
 from kvoffload.layout import KVLayout, describe_groups
@@ -103,7 +103,6 @@ class OffloadEngine:
         self,
         blocks: Any,
         slots: Any,
-        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: Any = None,
@@ -143,7 +142,6 @@ class OffloadEngine:
         self,
         slots: Any,
         blocks: Any,
-        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: Any = None,
@@ -225,7 +223,7 @@ class OffloadEngine:
         flight = self._flights.board(job, copier, len(prepared), marked=request.after is not None)
         try:
             self._hazards.record(request.direction, request.group, request.slots, request.blocks, job.sequence)
-            self._enqueue(flight, prepared, copier, order, request.after, rival)
+            self._flights.take_off(flight, prepared, copier, order, request.after, rival)
             job.step(Step.SUBMITTED)
         except BaseException as error:
             self._flights.submission_failed(job, error)
@@ -252,38 +250,6 @@ class OffloadEngine:
         job.step(Step.SUBMITTED)
         self._flights.land(job)
         return job
-
-    def _enqueue(
-        self,
-        flight: Flight,
-        plan: TransferPlan,
-        copier: Copier,
-        order: SourceOrder,
-        after: int | None,
-        rival: Job | None,
-    ) -> None:
-        """Queue waits, copies and events of a job whose streams and events are at hand."""
-        driver, job = self.device.driver, flight.job
-        assert job.start is not None
-        assert job.end is not None
-        stream = flight.streams[0].handle
-        if after is not None:
-            driver.event_record(flight.marker, after)
-            driver.stream_wait_event(stream, flight.marker)
-        if flight.previous is not None:
-            self._flights.wait_for_job(stream, flight.previous)
-        if rival is not None:
-            self._flights.wait_for_job(stream, rival)
-        driver.event_record(job.start, stream)
-        for index, pooled in enumerate(flight.streams):
-            if pooled.handle != stream:
-                driver.event_record(job.links[index - 1], stream)
-                driver.stream_wait_event(pooled.handle, job.links[index - 1])
-                stream = pooled.handle
-            begin = index * copier.piece_operations
-            copier.submit(plan.part(begin, begin + copier.piece_operations), order, stream)
-        driver.event_record(job.end, stream)
-        job.end_recorded = True
 
     def _latest_rival(self, request: Request) -> Job | None:
         """The unfinished job of the other direction that this one must follow; earlier ones end before it."""

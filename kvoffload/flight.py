@@ -11,12 +11,12 @@ from collections import deque
 from typing import NamedTuple
 
 from kvoffload.copiers import Copier
-from kvoffload.driver import Driver
+from kvoffload.driver import Driver, SourceOrder
 from kvoffload.errors import CapacityError, DriverError, TransferError
 from kvoffload.jobs import Job, State, Step, TransferResult
 from kvoffload.memory import PinnedMemory
 from kvoffload.metrics import DirectionTotals, EngineStatistics
-from kvoffload.plan import Direction
+from kvoffload.plan import Direction, TransferPlan
 from kvoffload.streams import MAX_STREAMS, QUEUE_LIMIT, WAIT_COST, EventPool, Lane, PooledStream, StreamPool
 from kvoffload.teardown import run_all
 
@@ -128,6 +128,44 @@ class FlightDeck:
             job.pieces.append((lane.take(cost), cost))
             if begin:
                 job.links.append(self._markers.acquire())
+
+    def take_off(
+        self,
+        flight: Flight,
+        plan: TransferPlan,
+        copier: Copier,
+        order: SourceOrder,
+        after: int | None,
+        rival: Job | None,
+    ) -> None:
+        """Queue a boarded job: the waits, then its pieces between two events.
+
+        Args:
+            plan: as the copier prepared it.
+            after: handle of the caller's stream to follow, if any.
+            rival: the latest job of the other direction that touches the same slots or blocks, if any.
+        """
+        driver, job = self._driver, flight.job
+        assert job.start is not None
+        assert job.end is not None
+        stream = flight.streams[0].handle
+        if after is not None:
+            driver.event_record(flight.marker, after)
+            driver.stream_wait_event(stream, flight.marker)
+        if flight.previous is not None:
+            self.wait_for_job(stream, flight.previous)
+        if rival is not None:
+            self.wait_for_job(stream, rival)
+        driver.event_record(job.start, stream)
+        for index, pooled in enumerate(flight.streams):
+            if pooled.handle != stream:
+                driver.event_record(job.links[index - 1], stream)
+                driver.stream_wait_event(pooled.handle, job.links[index - 1])
+                stream = pooled.handle
+            begin = index * copier.piece_operations
+            copier.submit(plan.part(begin, begin + copier.piece_operations), order, stream)
+        driver.event_record(job.end, stream)
+        job.end_recorded = True
 
     def wait_for_job(self, stream: int, job: Job) -> None:
         """Have `stream` wait for `job` and all jobs before it in its lane.

@@ -170,14 +170,14 @@ def rig(
 
 
 def paint(rig: Rig) -> None:
-    """Block `b` holds `b + 1` in every byte, slot `s` holds `100 + s`."""
+    """Block `b` holds `b + 1` in every byte, slot `s` holds `100 + s`, modulo 256."""
     image = rig.slab.to_numpy()
     for plane in rig.planes:
         for block in range(plane.num_blocks):
             start = plane.address - rig.slab.address + block * plane.block_stride
-            image[start : start + plane.block_bytes] = block + 1
+            image[start : start + plane.block_bytes] = (block + 1) % 256
     rig.slab.copy_from(image)
-    rig.engine.slots[:] = (100 + np.arange(rig.engine.num_slots, dtype=np.uint8))[:, np.newaxis]
+    rig.engine.slots[:] = (100 + np.arange(rig.engine.num_slots)).astype(np.uint8)[:, np.newaxis]
 
 
 class OrderSpy:
