@@ -61,22 +61,22 @@ class _Collector(ast.NodeVisitor):
         self.generic_visit(node)
         self.where = before
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self._inside("function", node)
 
-    def visit_Lambda(self, node: ast.Lambda) -> None:  # noqa: N802
+    def visit_Lambda(self, node: ast.Lambda) -> None:
         self._inside("function", node)
 
-    def visit_If(self, node: ast.If) -> None:  # noqa: N802
+    def visit_If(self, node: ast.If) -> None:
         if ast.unparse(node.test).endswith("TYPE_CHECKING"):
             self._inside("typing", node)
         else:
             self.generic_visit(node)
 
-    def visit_Import(self, node: ast.Import) -> None:  # noqa: N802
+    def visit_Import(self, node: ast.Import) -> None:
         self._add(node, *(alias.name for alias in node.names))
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:  # noqa: N802
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         assert node.level == 0, f"{self.path}:{node.lineno}: imports are absolute"
         assert node.module is not None
         if node.module == "kvoffload":  # each name is a module of its own, or comes from __init__
@@ -201,7 +201,7 @@ def test_files_and_functions_stay_small() -> None:
     assert (long_files, long_functions) == ([], [])
 
 
-# importing
+# what importing costs
 
 HEAVY = ("torch", "triton", "jax", "cupy", "numba", "matplotlib", "rich", "platformdirs", "ctypes.wintypes")
 

@@ -49,7 +49,7 @@ def test_lru_gives_up_the_least_recently_used_first() -> None:
 def test_a_policy_of_the_callers_own_is_used_as_it_is() -> None:
     mine: Policy = LRU()
     assert make_policy(mine) is mine
-    with pytest.raises(ValueError, match="policy must be one of lru.*got 'fifo'"):
+    with pytest.raises(ValueError, match=r"policy must be one of lru.*got 'fifo'"):
         make_policy("fifo")
 
 

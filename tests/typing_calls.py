@@ -88,14 +88,14 @@ def caches(layout: KVLayout, device: Device) -> int:
     with OffloadEngine(layout, device=device, num_slots=16) as engine:
         cache = BlockCache(engine, policy="lru")
         try:
-            job = cache.store([b"one", b"two"], [0, 1], after=NO_WAIT)
+            job = cache.store([b"one", b"two"], [0, 1, 2, 3], after=NO_WAIT)
         except CapacityError:
             return 0
         assert_type(job, CacheJob)
         job.wait(timeout=10.0)
         found = cache.lookup([b"one", b"two", b"three"])
         assert_type(found, int)
-        cache.load([b"one"], [5]).wait(timeout=10.0)
+        cache.load([b"one"], [5, 6]).wait(timeout=10.0)
         cache.check()
         assert_type(cache.statistics().evicted, int)
         return found

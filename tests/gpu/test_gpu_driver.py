@@ -1,0 +1,279 @@
+"""What only the real driver shows: structure layouts by copies, limits of rows and addresses, contexts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvoffload
+from kvoffload import NO_WAIT, DriverError, KVLayout, LayoutError, OffloadEngine, Plane, TransferError
+from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable
+from kvoffload.memory import PAGE_BYTES, PinnedMemory, address_of
+from kvoffload.testing import leak_check, scramble
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, HEIGHT, HOST_PITCH, DEVICE_PITCH = 100, 5, 160, 256
+
+
+class Bench:
+    """A stream, pinned memory and a device buffer, with the context current."""
+
+    def __init__(self, device: kvoffload.Device) -> None:
+        self.device = device
+        self.driver: Driver = device.driver
+        self.stream = device.driver.stream_create(0)
+        self.pinned = PinnedMemory(device.driver, 4 * PAGE_BYTES)
+        self.host = self.pinned.array
+        self.buffer = device.allocate(4 * PAGE_BYTES)
+
+    def finish(self) -> None:
+        self.driver.stream_synchronize(self.stream)
+
+    def close(self) -> None:
+        self.finish()
+        self.pinned.release()
+        self.driver.stream_destroy(self.stream)
+        self.buffer.close()
+
+
+@pytest.fixture
+def bench(gpu_device: kvoffload.Device) -> Iterator[Bench]:
+    with gpu_device.current():
+        made = Bench(gpu_device)
+        yield made
+        made.close()
+
+
+def columns(**values: int | list[int]) -> dict[str, Any]:
+    return {name: np.atleast_1d(np.array(value, dtype=np.uint64)) for name, value in values.items()}
+
+
+def to_device(bench: Bench) -> dict[str, Any]:
+    """Two operations of rows from host to device."""
+    host, device = bench.pinned.address, bench.buffer.address
+    return columns(
+        source=[host, host + 8 * HOST_PITCH],
+        target=[device + 7, device + 7 + 8 * DEVICE_PITCH],
+        source_pitch=[HOST_PITCH] * 2,
+        target_pitch=[DEVICE_PITCH] * 2,
+        width=[WIDTH] * 2,
+        height=[HEIGHT, HEIGHT - 2],
+    )
+
+
+def check_rows(bench: Bench, before: Any) -> None:
+    expected = before.copy()
+    for operation, height in enumerate((HEIGHT, HEIGHT - 2)):
+        for row in range(height):
+            source = (8 * operation + row) * HOST_PITCH
+            target = 7 + (8 * operation + row) * DEVICE_PITCH
+            expected[target : target + WIDTH] = bench.host[source : source + WIDTH]
+    assert (bench.buffer.to_numpy() == expected).all()
+
+
+def fill_host(bench: Bench) -> None:
+    bench.host[:] = np.random.default_rng(1).integers(0, 256, bench.host.size, dtype=np.uint8)
+
+
+def test_the_2d_structure_is_read_as_written(bench: Bench) -> None:
+    fill_host(bench)
+    before = scramble(bench.buffer, 2)
+    table = StridedTable(4, batched=False)
+    table.fill(to_device(bench), SourceOrder.STREAM)
+    for index in range(2):
+        bench.driver.copy_strided(table, index, bench.stream)
+    bench.finish()
+    check_rows(bench, before)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("order", SourceOrder)
+def test_the_3d_batch_structure_is_read_as_written(bench: Bench, order: SourceOrder, raw: bool) -> None:
+    if not bench.device.capabilities.strided_batch or (raw and not bench.device.capabilities.raw_addresses):
+        pytest.skip(f"not offered here: {bench.device.capabilities.missing}")
+    bench.driver.use_raw = raw
+    fill_host(bench)
+    before = scramble(bench.buffer, 2)
+    table = StridedTable(4, batched=True)
+    table.fill(to_device(bench), order)
+    bench.driver.copy_strided_batch(table, 2, bench.stream)
+    bench.finish()
+    check_rows(bench, before)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("order", SourceOrder)
+def test_the_flat_batch_arrays_are_read_as_written(bench: Bench, order: SourceOrder, raw: bool) -> None:
+    if not bench.device.capabilities.flat_batch or (raw and not bench.device.capabilities.raw_addresses):
+        pytest.skip(f"not offered here: {bench.device.capabilities.missing}")
+    bench.driver.use_raw = raw
+    fill_host(bench)
+    before = scramble(bench.buffer, 3)
+    starts = np.arange(5, dtype=np.uint64)
+    table = FlatTable(8)
+    sizes = starts * np.uint64(30) + np.uint64(1)
+    targets = starts * np.uint64(200) + np.uint64(bench.buffer.address)
+    table.fill(targets, starts * np.uint64(300) + np.uint64(bench.pinned.address), sizes)
+    bench.driver.copy_batch(table, 1, 4, order, bench.stream)
+    bench.finish()
+    expected = before.copy()
+    for index in range(1, 4):
+        nbytes = 30 * index + 1
+        expected[200 * index : 200 * index + nbytes] = bench.host[300 * index : 300 * index + nbytes]
+    assert (bench.buffer.to_numpy() == expected).all()
+
+
+def test_a_2d_copy_of_one_row_needs_a_pitch_of_its_width(bench: Bench) -> None:
+    """Why single-row operations get a pitch too; the simulated driver refuses the same."""
+    table = StridedTable(1, batched=False)
+    one = dict(source=bench.pinned.address, target=bench.buffer.address, width=100, height=1)
+    table.fill(columns(**one, source_pitch=50, target_pitch=50), SourceOrder.STREAM)
+    with pytest.raises(DriverError, match="INVALID_VALUE"):
+        bench.driver.copy_strided(table, 0, bench.stream)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_pitfall_37_the_driver_refuses_rows_that_cross_allocations(bench: Bench, batched: bool) -> None:
+    if batched and not bench.device.capabilities.strided_batch:
+        pytest.skip("no batch calls here")
+    buffers = [bench.device.allocate(4096) for _ in range(2)]
+    low, high = sorted(buffer.address for buffer in buffers)
+    table = StridedTable(1, batched=batched)
+    operation = columns(
+        source=bench.pinned.address, target=low, source_pitch=100, target_pitch=high - low, width=100, height=2
+    )
+    table.fill(operation, SourceOrder.STREAM)
+    copy = bench.driver.copy_strided_batch if batched else bench.driver.copy_strided
+    with pytest.raises(DriverError, match="INVALID_VALUE"):
+        copy(table, 1 if batched else 0, bench.stream)
+    bench.finish()
+
+
+@pytest.mark.parametrize("copier", ["strided", "batch", "loop"])
+def test_pitfall_37_an_engine_does_not_fold_there(gpu_device: kvoffload.Device, copier: str) -> None:
+    if copier == "batch" and not gpu_device.capabilities.flat_batch:
+        pytest.skip("no batch calls here")
+    # allocations of 2 MiB lie side by side: planes at a perfect constant stride
+    buffers = sorted((gpu_device.allocate(2 << 20) for _ in range(8)), key=lambda buffer: buffer.address)
+    contents = [scramble(buffer, index) for index, buffer in enumerate(buffers)]
+    planes = [Plane(buffer.address, block_bytes=4096, num_blocks=512, owner=buffer) for buffer in buffers]
+    with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=4) as engine:
+        assert "8 planes do not fold (8 operations a block)" in repr(engine)
+        engine.store([511, 0, 7], [2, 0, 3], after=NO_WAIT, copier=copier).wait(10)
+        for block, slot in ((511, 2), (0, 0), (7, 3)):
+            for index, content in enumerate(contents):
+                stored = engine.slots[slot, 4096 * index : 4096 * (index + 1)]
+                assert (stored == content[4096 * block : 4096 * (block + 1)]).all()
+
+
+def test_pitfall_09_a_plane_past_its_allocation_is_refused_and_nothing_breaks(gpu_device: kvoffload.Device) -> None:
+    buffer = gpu_device.allocate(1 << 20)
+    with leak_check(gpu_device), pytest.raises(LayoutError, match=r"groups\[0\]\[0\].* past the end of its allocation"):
+        OffloadEngine(
+            KVLayout([[Plane(buffer.address, block_bytes=4096, num_blocks=257)]]), device=gpu_device, num_slots=2
+        )
+    with OffloadEngine(
+        KVLayout([[Plane(buffer.address, block_bytes=4096, num_blocks=256)]]), device=gpu_device, num_slots=2
+    ) as engine:
+        engine.store([255], [1]).wait(10)
+
+
+def test_pitfall_32_host_memory_and_wild_addresses_are_refused_as_planes(gpu_device: kvoffload.Device) -> None:
+    layout = KVLayout([gpu_device.allocate_planes(1, block_bytes=4096, num_blocks=2)])
+    with OffloadEngine(layout, device=gpu_device, num_slots=2) as engine:
+        for address in (address_of(engine.slots), address_of(np.empty(4096, np.uint8)), 4096):
+            wrong = KVLayout([[Plane(address, block_bytes=64, num_blocks=2)]])
+            with pytest.raises(LayoutError, match=r"groups\[0\]\[0\]"):
+                OffloadEngine(wrong, device=gpu_device, num_slots=2)
+
+
+@pytest.mark.parametrize("copier", ["strided", "batch", "loop"])
+def test_pitfall_15_freed_memory_fails_the_job_and_not_the_context(gpu_device: kvoffload.Device, copier: str) -> None:
+    if copier == "batch" and not gpu_device.capabilities.flat_batch:
+        pytest.skip("no batch calls here")
+    buffer = gpu_device.allocate(64 << 20)
+    planes = [Plane(buffer.address + (index << 20), block_bytes=4096, num_blocks=2) for index in range(8)]
+    with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=2) as engine:
+        buffer.close()
+        with pytest.raises(TransferError, match="INVALID_VALUE"):
+            engine.store([1], [1], after=NO_WAIT, copier=copier).wait(10)
+    good = gpu_device.allocate_planes(2, block_bytes=4096, num_blocks=4)
+    with OffloadEngine(KVLayout([good]), device=gpu_device, num_slots=2) as engine:
+        engine.store([1], [1], copier=copier).wait(10)
+
+
+# contexts
+
+
+def current_context() -> int:
+    from cuda.bindings import driver as cuda
+
+    return int(cuda.cuCtxGetCurrent()[1])
+
+
+def test_pitfall_36_the_callers_context_is_current_again(gpu_device: kvoffload.Device) -> None:
+    from cuda.bindings import driver as cuda
+
+    create: Any = cuda.cuCtxCreate
+    arguments = (0, 0) if gpu_device.capabilities.bindings_version < (13, 0) else (None, 0, 0)
+    error, mine = create(*arguments)
+    assert int(error) == 0
+    try:
+        layout = KVLayout([gpu_device.allocate_planes(4, block_bytes=4096, num_blocks=8)])
+        assert current_context() == int(mine)
+        with OffloadEngine(layout, device=gpu_device, num_slots=4) as engine:
+            engine.store([0], [0], after=NO_WAIT).wait(10)
+            assert current_context() == int(mine)
+        with kvoffload.open_device(context=mine) as embedded:
+            planes = embedded.allocate_planes(4, block_bytes=4096, num_blocks=8)
+            with OffloadEngine(KVLayout([planes]), device=embedded, num_slots=4) as engine:
+                engine.load([0], [0]).wait(10)
+        assert current_context() == int(mine)
+    finally:
+        cuda.cuCtxDestroy(mine)
+
+
+def test_pitfall_36_a_thread_without_a_context_can_do_everything(gpu_device: kvoffload.Device) -> None:
+    layout = KVLayout([gpu_device.allocate_planes(4, block_bytes=4096, num_blocks=8)])
+    problems: list[BaseException] = []
+
+    def life() -> None:
+        try:
+            assert current_context() == 0
+            with OffloadEngine(layout, device=gpu_device, num_slots=4) as engine:
+                engine.store([0, 3], [0, 1]).wait(10)
+                engine.load([1], [5]).wait(10)
+            assert current_context() == 0
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=life)
+    thread.start()
+    thread.join(60)
+    assert problems == []
+
+
+def test_pitfall_07_every_default_stream_and_a_capturing_one(gpu_device: kvoffload.Device) -> None:
+    from cuda.bindings import driver as cuda
+
+    layout = KVLayout([gpu_device.allocate_planes(6, block_bytes=4096, num_blocks=8)])
+    with OffloadEngine(layout, device=gpu_device, num_slots=4) as engine:
+        for after in (None, 0, 1, 2, NO_WAIT):
+            for copier in ("strided", "loop", None):
+                engine.store([1], [1], after=after, copier=copier).wait(10)
+        with gpu_device.current():
+            stream = gpu_device.driver.stream_create(0)
+            mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            assert int(cuda.cuStreamBeginCapture(stream, mode)[0]) == 0
+            with pytest.raises(TransferError, match="is being captured"):
+                engine.store([0], [0], after=stream)
+            error, graph = cuda.cuStreamEndCapture(stream)
+            assert int(error) == 0
+            cuda.cuGraphDestroy(graph)
+            gpu_device.driver.stream_destroy(stream)
+        engine.store([0], [0]).wait(10)
