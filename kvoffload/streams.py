@@ -8,6 +8,7 @@ fill a stream to `QUEUE_LIMIT`, and go on with another one behind an event.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from functools import partial
 from typing import Any, Final
@@ -182,9 +183,13 @@ def stream_handle(stream: Any, name: str) -> int:
         stream = protocol()[1] if callable(protocol) else protocol[1]
     elif type(stream).__name__ in ("CUstream", "cudaStream_t"):
         stream = int(stream)
-    if isinstance(stream, bool) or not hasattr(stream, "__index__"):
+    try:
+        handle = operator.index(stream)
+    except TypeError:
+        handle = -1
+    if isinstance(stream, bool) or handle < 0:
         raise TypeError(f"{name} must be a stream handle (int) or an object with __cuda_stream__, got {stream!r}")
-    return int(stream.__index__()) or LEGACY_STREAM
+    return handle or LEGACY_STREAM
 
 
 def refuse_capturing(driver: Driver, handle: int, name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvoffload.device import Device
+from kvoffload.driver import binding_types
 from kvoffload.engine import OffloadEngine
 from kvoffload.errors import DriverError
 from kvoffload.layout import Int64Array, KVLayout
@@ -275,8 +276,7 @@ class Bed:
 
 def _operation(source: tuple[int, int], target: tuple[int, int], width: int, height: int) -> Any:
     """A strided operation of `height` rows of `width` bytes; ends are (address, pitch)."""
-    from cuda.bindings import driver
-
+    driver = binding_types()
     operation = driver.CUDA_MEMCPY3D_BATCH_OP()
     for end, (address, pitch) in ((operation.src, source), (operation.dst, target)):
         end.type = driver.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
@@ -288,14 +288,12 @@ def _operation(source: tuple[int, int], target: tuple[int, int], width: int, hei
 
 
 def _pointers(addresses: Iterable[int]) -> list[Any]:
-    from cuda.bindings.driver import CUdeviceptr
-
-    return [CUdeviceptr(int(address)) for address in addresses]
+    pointer = binding_types().CUdeviceptr
+    return [pointer(int(address)) for address in addresses]
 
 
 def _stream_order() -> Any:
-    from cuda.bindings import driver
-
+    driver = binding_types()
     attributes = driver.CUmemcpyAttributes()
     attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     return attributes

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.cli.console import CommandError, Output, whole
+from kvoffload.cli.console import Output, whole
 from kvoffload.copiers import BatchCopier, StridedCopier
-from kvoffload.driver import Driver, SourceOrder
+from kvoffload.driver import Driver, SourceOrder, binding_types
 from kvoffload.driver.functions import REQUIRED
 from kvoffload.plan import Direction, TransferPlan
 
@@ -74,15 +74,9 @@ def idle_driver() -> Driver:
     """A driver whose functions return success and do nothing.
 
     Raises:
-        CommandError: cuda-bindings, which has the argument types, is not installed.
+        CapabilityError: cuda-bindings, which has the argument types, is not installed.
     """
-    try:
-        from cuda.bindings.driver import CUresult
-    except ImportError as error:
-        raise CommandError(
-            f"the types of cuda-bindings are needed: pip install 'cuda-python>=12.9' ({error})"
-        ) from error
-    result = (CUresult.CUDA_SUCCESS,)
+    result = (binding_types().CUresult.CUDA_SUCCESS,)
 
     def nothing(*_: object) -> tuple[object, ...]:
         return result

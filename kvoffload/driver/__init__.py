@@ -7,6 +7,7 @@ cuda.bindings.
 
 from kvoffload.driver.capabilities import Capabilities, probe
 from kvoffload.driver.core import Driver
+from kvoffload.driver.cuda import binding_types
 from kvoffload.driver.tables import FlatTable, SourceOrder, StridedTable
 
-__all__ = ["Capabilities", "Driver", "FlatTable", "SourceOrder", "StridedTable", "probe"]
+__all__ = ["Capabilities", "Driver", "FlatTable", "SourceOrder", "StridedTable", "binding_types", "probe"]

@@ -7,6 +7,8 @@ from typing import Any
 from kvoffload.driver.core import Driver
 from kvoffload.errors import CapabilityError, DriverError
 
+_INSTALL = "install it: pip install 'cuda-python>=12.9'"
+
 
 def load() -> Driver:
     """The CUDA driver of this machine, initialised (no context is created).
@@ -19,19 +21,28 @@ def load() -> Driver:
         import cuda.bindings
         from cuda.bindings import driver as api
     except ImportError as error:
-        raise CapabilityError(
-            f"cuda-bindings cannot be imported ({error}); install it: pip install 'cuda-python>=12.9'"
-        ) from error
+        raise CapabilityError(f"cuda-bindings cannot be imported ({error}); {_INSTALL}") from error
     major, minor = (int(part) for part in cuda.bindings.__version__.split(".")[:2])
     if (major, minor) < (12, 9):
-        raise CapabilityError(
-            f"cuda-bindings {major}.{minor} is too old; install a newer one: pip install 'cuda-python>=12.9'"
-        )
+        raise CapabilityError(f"cuda-bindings {major}.{minor} is too old; {_INSTALL}")
     driver = Driver(api, raw=_raw_api(), bindings_version=(major, minor), simulated=False)
     try:
         driver.init()
     except (CapabilityError, DriverError) as error:
         raise type(error)(*_with_remedy(error)) from error
+    return driver
+
+
+def binding_types() -> Any:
+    """The module of cuda.bindings with its handles, structures and enums, which the simulator takes as well.
+
+    Raises:
+        CapabilityError: cuda-bindings is not installed.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise CapabilityError(f"cuda-bindings cannot be imported ({error}); {_INSTALL}") from error
     return driver
 
 

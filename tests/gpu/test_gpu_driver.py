@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import kvoffload
-from kvoffload import NO_WAIT, DriverError, KVLayout, LayoutError, OffloadEngine, Plane, TransferError
+from kvoffload import NO_WAIT, Direction, DriverError, KVLayout, LayoutError, OffloadEngine, Plane, TransferError
+from kvoffload.copiers import make_copiers
 from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable
 from kvoffload.memory import PAGE_BYTES, PinnedMemory, address_of
+from kvoffload.plan import build, fold
 from kvoffload.testing import leak_check, scramble
 
 pytestmark = pytest.mark.gpu
@@ -131,7 +133,7 @@ def test_the_flat_batch_arrays_are_read_as_written(bench: Bench, order: SourceOr
 def test_a_2d_copy_of_one_row_needs_a_pitch_of_its_width(bench: Bench) -> None:
     """Why single-row operations get a pitch too; the simulated driver refuses the same."""
     table = StridedTable(1, batched=False)
-    one = dict(source=bench.pinned.address, target=bench.buffer.address, width=100, height=1)
+    one = {"source": bench.pinned.address, "target": bench.buffer.address, "width": 100, "height": 1}
     table.fill(columns(**one, source_pitch=50, target_pitch=50), SourceOrder.STREAM)
     with pytest.raises(DriverError, match="INVALID_VALUE"):
         bench.driver.copy_strided(table, 0, bench.stream)
@@ -141,7 +143,7 @@ def test_a_2d_copy_of_one_row_needs_a_pitch_of_its_width(bench: Bench) -> None:
 def test_pitfall_37_the_driver_refuses_rows_that_cross_allocations(bench: Bench, batched: bool) -> None:
     if batched and not bench.device.capabilities.strided_batch:
         pytest.skip("no batch calls here")
-    buffers = [bench.device.allocate(4096) for _ in range(2)]
+    buffers = [bench.device.allocate(4 << 20) for _ in range(2)]
     low, high = sorted(buffer.address for buffer in buffers)
     table = StridedTable(1, batched=batched)
     operation = columns(
@@ -192,19 +194,31 @@ def test_pitfall_32_host_memory_and_wild_addresses_are_refused_as_planes(gpu_dev
                 OffloadEngine(wrong, device=gpu_device, num_slots=2)
 
 
-@pytest.mark.parametrize("copier", ["strided", "batch", "loop"])
-def test_pitfall_15_freed_memory_fails_the_job_and_not_the_context(gpu_device: kvoffload.Device, copier: str) -> None:
-    if copier == "batch" and not gpu_device.capabilities.flat_batch:
+@pytest.mark.parametrize("name", ["strided", "batch", "loop"])
+def test_pitfall_15_a_bad_pointer_raises_with_every_copier_and_the_context_lives(bench: Bench, name: str) -> None:
+    if name == "batch" and not bench.device.capabilities.flat_batch:
         pytest.skip("no batch calls here")
-    buffer = gpu_device.allocate(64 << 20)
-    planes = [Plane(buffer.address + (index << 20), block_bytes=4096, num_blocks=2) for index in range(8)]
-    with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=2) as engine:
-        buffer.close()
-        with pytest.raises(TransferError, match="INVALID_VALUE"):
-            engine.store([1], [1], after=NO_WAIT, copier=copier).wait(10)
-    good = gpu_device.allocate_planes(2, block_bytes=4096, num_blocks=4)
-    with OffloadEngine(KVLayout([good]), device=gpu_device, num_slots=2) as engine:
-        engine.store([1], [1], copier=copier).wait(10)
+    copier = make_copiers(bench.driver, bench.device.capabilities)[name]
+    for num_blocks, fine in ((4, True), (5, False)):  # the fifth block ends past the end of the allocation
+        planes = [Plane(bench.buffer.address, block_bytes=PAGE_BYTES, num_blocks=num_blocks)]
+        layout = KVLayout([planes], blocks_per_slot=1)
+        last = np.array([num_blocks - 1])
+        plan = copier.prepare(
+            build(
+                fold(layout)[0],
+                layout,
+                Direction.STORE,
+                pool_address=bench.pinned.address,
+                slots=np.array([0]),
+                blocks=last,
+            )
+        )
+        if fine:
+            copier.submit(plan, SourceOrder.STREAM, bench.stream)
+        else:
+            with pytest.raises(DriverError, match="INVALID_VALUE"):
+                copier.submit(plan, SourceOrder.STREAM, bench.stream)
+    bench.finish()
 
 
 # contexts
