@@ -1,17 +1,18 @@
 """Move the blocks of a paged KV cache between the GPU and pinned host memory, without PyTorch and without compiling.
 
-    open_device      a GPU, or the simulated device             device.py, driver/
-    KVLayout, Plane  where the blocks lie                       layout.py (how planes fold and what a transfer copies:
-    plan.py) OffloadEngine    store, load, poll, order_before            engine.py, flight.py, hazards.py, jobs.py
-    BlockCache       keys to slots, LRU                         cache.py, policies.py
-    copiers/         strided, batch, loop, and choose()         streams.py, memory.py underneath
-    testing          the simulated driver, byte patterns        testing.py
-    cli/             doctor, demo, replay, bench                python -m kvoffload
+    open_device      a GPU, or the simulated device        device.py, ownership.py, driver/
+    KVLayout, Plane  where the blocks lie                  layout.py, interop.py; what a transfer copies: plan.py
+    OffloadEngine    store, load, poll, order_before       engine.py, requests.py, ordering.py, flight.py, jobs.py
+    BlockCache       keys to slots                         cache.py, cache_jobs.py, policies.py
+    copiers/         strided, batch, loop, and choose()    on streams.py, memory.py
+    testing          the simulated driver, byte patterns   testing.py
+    cli/             doctor, demo, replay, bench           python -m kvoffload
 
 Importing this package touches no GPU and loads no CUDA library.
 """
 
-from kvoffload.cache import BlockCache, CacheJob
+from kvoffload.cache import BlockCache
+from kvoffload.cache_jobs import CacheJob
 from kvoffload.device import Device, open_device
 from kvoffload.engine import OffloadEngine
 from kvoffload.errors import (

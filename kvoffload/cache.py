@@ -9,15 +9,16 @@ slot is given to another key only when no transfer uses it. Where a call raises,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kvoffload.cache_jobs import CacheJob, CacheTransfer
 from kvoffload.engine import OffloadEngine
 from kvoffload.errors import CapacityError, LayoutError, MissingKeyError
-from kvoffload.jobs import Job, Listener, TransferResult
+from kvoffload.jobs import Job, Listener
 from kvoffload.layout import Int64Array, as_ids
 from kvoffload.metrics import CacheStatistics
 from kvoffload.plan import Direction
@@ -39,72 +40,6 @@ class _Entry:
         return not self.pending and self.pins == 0
 
 
-class _Transfer:
-    """Listens to the jobs of one store or load, a job per group, and finishes when all of them have ended.
-
-    The submission counts as unfinished work, too: a group's job may end before the next group's has taken off.
-    """
-
-    def __init__(self, finish: Callable[[bool], None]) -> None:
-        self._finish = finish
-        self._unfinished = 1
-        self._failed = False
-        self.took_off = False  # whether copies may be under way
-
-    def boarded(self, job: Job) -> None:  # noqa: ARG002
-        self.took_off = True
-        self._unfinished += 1
-
-    def ended(self, job: Job) -> None:
-        self.submitted(failed=job.error is not None)
-
-    def submitted(self, *, failed: bool = False) -> None:
-        """No further job will come; also the end of each job."""
-        self._failed |= failed
-        self._unfinished -= 1
-        if self._unfinished == 0:
-            self._finish(self._failed)
-
-
-class CacheJob:
-    """The transfers of one `BlockCache.store` or `load`: one job per group, none if there was nothing to copy.
-
-    Attributes:
-        keys: the keys whose blocks are being copied.
-        jobs: the engine's jobs.
-    """
-
-    def __init__(self, keys: tuple[bytes, ...], jobs: tuple[Job, ...]) -> None:
-        self.keys = keys
-        self.jobs = jobs
-
-    @property
-    def done(self) -> bool:
-        """Whether all of it has ended, well or not. Asks the GPU; never blocks."""
-        return all(job.done for job in self.jobs)
-
-    def wait(self, timeout: float | None = None) -> list[TransferResult]:
-        """Wait for all of it, at most `timeout` seconds for each job; a result per job.
-
-        Raises:
-            TransferError: a transfer failed.
-            TimeoutError: time is up; the transfers go on.
-        """
-        return [job.wait(timeout) for job in self.jobs]
-
-    def result(self) -> list[TransferResult]:
-        """The same as `wait()`."""
-        return self.wait()
-
-    def order_before(self, stream: Any) -> None:
-        """Work queued on `stream` from now on starts after all of it has ended. The host does not wait."""
-        for job in self.jobs:
-            job.order_before(stream)
-
-    def __repr__(self) -> str:
-        return f"CacheJob({len(self.keys)} keys, {list(self.jobs)})"
-
-
 class BlockCache:
     """A prefix cache over the slots of an engine, which it takes for itself. Usable from any thread.
 
@@ -116,7 +51,7 @@ class BlockCache:
         policy: "lru", or an object with the methods of `policies.Policy`.
 
     Raises:
-        CapacityError: the engine has fewer slots than groups.
+        CapacityError: the engine has fewer slots than groups, or belongs to another cache.
     """
 
     def __init__(self, engine: OffloadEngine, policy: str | Policy = "lru") -> None:
@@ -126,7 +61,12 @@ class BlockCache:
         self.capacity = engine.num_slots // self._groups
         if self.capacity == 0:
             raise CapacityError(f"{engine.num_slots} slots hold no key of {self._groups} groups; raise num_slots")
+        if self._groups > engine.max_in_flight:
+            raise CapacityError(
+                f"a key of {self._groups} groups takes as many jobs, but max_in_flight is {engine.max_in_flight}"
+            )
         self._policy = make_policy(policy)
+        engine.give_slots_to(self)
         self._entries: dict[bytes, _Entry] = {}
         self._free: list[int] = []  # given up before
         self._doomed: set[int] = set()  # never published, and still being written
@@ -135,6 +75,7 @@ class BlockCache:
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many leading keys are present and ready. Changes no recency: see `touch`."""
+        _check_keys(keys)
         self._engine.advance()
         with self._lock:
             found = 0
@@ -161,7 +102,8 @@ class BlockCache:
 
         Raises:
             CapacityError: not enough keys can be given up, or the engine has no room for the transfer.
-            LayoutError, and what `OffloadEngine.store` raises. Nothing has changed in any of these cases.
+            LayoutError, and what `OffloadEngine.store` raises. Nothing has changed in any of these cases, but for one:
+                if the driver fails between two groups of one call, the keys given up for it are gone.
         """
         per_group = self._block_ids(keys, blocks)
         if len(set(keys)) != len(keys):
@@ -176,7 +118,7 @@ class BlockCache:
             never_used, drawn = self._never_used, self._draw(len(new) - len(victims))
             indices = [self._entries[key].index for key in victims] + drawn
             entries = {keys[position]: _Entry(index) for position, index in zip(new, indices, strict=True)}
-            transfer = _Transfer(partial(self._store_ended, entries))
+            transfer = CacheTransfer(partial(self._store_ended, entries))
             try:
                 jobs = [
                     self._submit(Direction.STORE, group, list(entries.values()), ids[new].reshape(-1), after, transfer)
@@ -216,7 +158,7 @@ class BlockCache:
             if not entries:
                 return CacheJob((), ())
             self._engine.check_room(self._groups)
-            transfer = _Transfer(partial(self._load_ended, entries))
+            transfer = CacheTransfer(partial(self._load_ended, entries))
             for entry in entries:
                 entry.pins += 1
             try:
@@ -237,6 +179,8 @@ class BlockCache:
         Call it once per request, at its end, with all of its keys: then recency follows requests, not the order in
         which copies happened to complete.
         """
+        _check_keys(keys)
+        self._engine.device.check_process()
         with self._lock:
             for key in reversed(keys):
                 if key in self._entries:
@@ -266,6 +210,7 @@ class BlockCache:
         Raises:
             AssertionError: one does not hold; the message says which.
         """
+        self._engine.device.check_process()
         with self._lock:
             used = [entry.index for entry in self._entries.values()] + list(self._doomed)
             every = sorted(used + self._free)
@@ -287,9 +232,7 @@ class BlockCache:
 
     def _block_ids(self, keys: Sequence[bytes], blocks: Any) -> list[Int64Array]:
         """Per group an array of shape (keys, blocks_per_slot)."""
-        for position, key in enumerate(keys):
-            if not isinstance(key, bytes):
-                raise LayoutError(f"keys[{position}] must be bytes, got {key!r}")
+        _check_keys(keys)
         layout = self._engine.layout
         lists = [blocks] if self._groups == 1 else list(blocks)
         if len(lists) != self._groups:
@@ -385,3 +328,12 @@ class BlockCache:
     ) -> Job:
         slots = np.array([entry.index for entry in entries], dtype=np.int64) * self._groups + group
         return self._engine.submit(direction, blocks, slots, group=group, after=after, listener=listener)
+
+
+def _check_keys(keys: Sequence[bytes]) -> None:
+    """Raise LayoutError unless `keys` is a sequence of bytes."""
+    if isinstance(keys, bytes | str):
+        raise LayoutError(f"keys must be a list of keys, got one: {keys!r:.80}")
+    for position, key in enumerate(keys):
+        if not isinstance(key, bytes):
+            raise LayoutError(f"keys[{position}] must be bytes, got {key!r:.80}")

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import atexit
-import itertools
-import os
+import threading
+import time
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from kvoffload import hostinfo
+from kvoffload.checks import at_least
 from kvoffload.driver import Capabilities, Driver, probe
-from kvoffload.errors import CapacityError, ClosedError, DriverError, KVOffloadError, LayoutError
+from kvoffload.errors import CapabilityError, CapacityError, ClosedError, DriverError, KVOffloadError, LayoutError
 from kvoffload.layout import KVLayout, Plane
 from kvoffload.memory import DeviceBuffer
-from kvoffload.teardown import run_all
+from kvoffload.ownership import Claim, Current, Holdings
 
 if TYPE_CHECKING:
     from kvoffload.engine import OffloadEngine
 
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _ALLOCATION_ALIGNMENT = 512  # what cuMemAlloc aligns to, at least; planes of a slab keep it
 
-Finalizer: TypeAlias = "weakref.finalize[Any, Any]"
-
 _open_devices: weakref.WeakSet[Device] = weakref.WeakSet()
+_abandoned: deque[Holdings] = deque()  # of devices that are garbage
 
 
 def open_device(
@@ -34,9 +35,9 @@ def open_device(
     *,
     backend: Any = "cuda",
     context: Any = None,
-    seed: int = 0,
-    driver_version: tuple[int, int] = (13, 0),
-    bindings_version: tuple[int, int] = (13, 3),
+    seed: int | None = None,
+    driver_version: tuple[int, int] | None = None,
+    bindings_version: tuple[int, int] | None = None,
 ) -> Device:
     """Open a device. This is the first moment at which kvoffload touches CUDA.
 
@@ -46,61 +47,48 @@ def open_device(
             `kvoffload.testing.SimulatedDriver` to share between devices.
         context: a CUDA context of the caller's (handle, or anything `int()` takes) on that GPU. None: the GPU's primary
             context, which is what CuPy, JAX, PyTorch and the CUDA runtime use; it is created if nobody has yet.
-        seed, driver_version, bindings_version: of the simulated device: its scheduling, and what it can do.
+        seed, driver_version, bindings_version: of the simulated device: its scheduling, 0, and what it can do,
+            `(13, 0)` and `(13, 3)`.
 
     Raises:
         CapabilityError: no driver library or no usable bindings; the message says how to go on.
         DriverError: the driver failed.
         ValueError: an unknown backend, no such GPU, a context of another GPU.
     """
-    driver = _load(backend, {"seed": seed, "driver_version": driver_version, "bindings_version": bindings_version})
+    _release_abandoned()
+    options = {"seed": seed, "driver_version": driver_version, "bindings_version": bindings_version}
+    driver = _load(backend, {name: value for name, value in options.items() if value is not None})
     count = int(driver.call("cuDeviceGetCount"))
-    if not 0 <= index < count:
+    if at_least("index", index, 0) >= count:
         raise ValueError(f"index must name one of the {count} devices, 0 to {count - 1}, got {index}")
-    return Device(driver, index, context)
+    return Device(driver, int(index), context)
 
 
 def _load(backend: Any, simulation: dict[str, Any]) -> Driver:
     from kvoffload.driver import cuda
 
     if backend == "cuda":
+        if simulation:
+            raise ValueError(f"{', '.join(simulation)} belong to the simulated device, but backend is 'cuda'")
         return cuda.load()
     if backend == "auto":
         try:
             return cuda.load()
-        except KVOffloadError:
+        except CapabilityError:  # no driver library
+            backend = "simulated"
+        except DriverError as error:
+            if error.code != _NO_DEVICE:  # a GPU that is there and broken is not passed over
+                raise
             backend = "simulated"
     if backend == "simulated":
         from kvoffload.driver.simulator import SimulatedDriver
 
         backend = SimulatedDriver(**simulation)
-    if not hasattr(backend, "cuInit"):
-        raise ValueError(f"backend must be 'cuda', 'simulated', 'auto' or a SimulatedDriver, got {backend!r}")
+    if not getattr(backend, "simulated", False):
+        raise ValueError(f"backend must be 'cuda', 'simulated', 'auto' or a SimulatedDriver, got {backend!r:.80}")
     driver = Driver(backend, raw=backend.raw, bindings_version=backend.bindings_version, simulated=True)
     driver.init()
     return driver
-
-
-class Current:
-    """Makes a context current for the calling thread, and the caller's current again afterwards. Reentrant."""
-
-    __slots__ = ("_context", "_driver")
-
-    def __init__(self, driver: Driver, context: int) -> None:
-        self._driver = driver
-        self._context = context
-
-    def __enter__(self) -> None:
-        self._driver.context_push(self._context)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._driver.context_pop()
-        except DriverError:  # what was done inside stands; an error here must not hide it or undo it
-            if self._driver.current_context() == self._context:
-                self._driver.context_pop()
 
 
 class Device:
@@ -123,36 +111,32 @@ class Device:
         self.index = index
         self.simulated = driver.simulated
         self.simulator: Any = driver.api if driver.simulated else None
-        self._process = os.getpid()
         self._closed = False
-        self._keys = itertools.count()
-        self._garbage: deque[tuple[int, Callable[[], None]]] = deque()
-        self._owned: dict[int, Finalizer] = {}
+        self.lifecycle = threading.RLock()  # held while something is made on the device, and while it closes
         self._engines: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
-        self._handle = int(driver.call("cuDeviceGet", index))
-        self._primary = context is None
-        if self._primary:
-            self.context = int(driver.call("cuDevicePrimaryCtxRetain", self._handle))
-        else:
-            self.context = int(context)
-        self._current = Current(driver, self.context)
+        handle = int(driver.call("cuDeviceGet", index))
+        primary = context is None
+        self.context = int(driver.call("cuDevicePrimaryCtxRetain", handle) if primary else context)
+        self._holdings = Holdings(driver, handle, self.context, primary=primary)
         try:
-            self._describe()
+            self._describe(handle)
         except BaseException:
-            self._release_context()
+            self._holdings.release_context()
             raise
+        self._finalizer = weakref.finalize(self, _abandoned.append, self._holdings)
+        self._finalizer.atexit = False
         _open_devices.add(self)
 
-    def _describe(self) -> None:
-        with self._current:
+    def _describe(self, handle: int) -> None:
+        with self._holdings.current():
             actual = int(self.driver.call("cuCtxGetDevice"))
-            if actual != self._handle:
+            if actual != handle:
                 raise ValueError(f"context belongs to device {actual}, but index is {self.index}; pass index={actual}")
-            self.capabilities: Capabilities = probe(self.driver, self._handle)
+            self.capabilities: Capabilities = probe(self.driver, handle)
             low, high = self.driver.call("cuCtxGetStreamPriorityRange")
         self.stream_priorities = range(int(high), int(low) + 1)  # numerically lowest is the highest priority
-        self.name = _text(self.driver.call("cuDeviceGetName", 256, self._handle))
-        self.pci = hostinfo.pci_device(_text(self.driver.call("cuDeviceGetPCIBusId", 32, self._handle)))
+        self.name = _text(self.driver.call("cuDeviceGetName", 256, handle))
+        self.pci = hostinfo.pci_device(_text(self.driver.call("cuDeviceGetPCIBusId", 32, handle)))
 
     def current(self) -> Current:
         """A context manager: the device's context is current inside, the caller's again afterwards.
@@ -163,14 +147,14 @@ class Device:
         if self._closed:
             raise ClosedError(f"{self.name} (device {self.index}) is closed; open it again with open_device()")
         self.check_process()
-        return self._current
+        return self._holdings.current()
 
     def check_process(self) -> None:
         """Raise ClosedError in a forked child. To be asked before a lock is taken: the parent may have held it."""
         if self.foreign:
             raise ClosedError(
-                f"device {self.index} was opened by process {self._process}, before fork(); CUDA does not survive a "
-                "fork: open a device in the child, or start it with the 'spawn' method"
+                f"device {self.index} was opened by process {self._holdings.process}, before fork(); CUDA does not "
+                "survive a fork: open a device in the child, or start it with the 'spawn' method"
             )
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
@@ -179,11 +163,11 @@ class Device:
         Raises:
             CapacityError: the GPU has not that much free; the message says what it has.
         """
-        if nbytes < 1:
-            raise ValueError(f"nbytes must be at least 1, got {nbytes}")
+        nbytes = at_least("nbytes", nbytes, 1)
         self.reclaim()
         try:
-            return DeviceBuffer(self, nbytes)
+            with self.lifecycle:
+                return DeviceBuffer(self, nbytes)
         except DriverError as error:
             if error.code != _OUT_OF_MEMORY:
                 raise
@@ -200,8 +184,7 @@ class Device:
 
         The slab lives as long as any of the planes; `planes[0].owner` is its DeviceBuffer.
         """
-        if count < 1:
-            raise LayoutError(f"count must be at least 1, got {count}")
+        count = at_least("count", count, 1)
         span = Plane(1, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride).span_bytes
         pitch = -(-span // _ALLOCATION_ALIGNMENT) * _ALLOCATION_ALIGNMENT
         slab = self.allocate(pitch * (count - 1) + span)
@@ -246,33 +229,21 @@ class Device:
             )
         return base
 
-    def own(self, thing: object, free: Callable[[], None]) -> Finalizer:
-        """Have `free()` called, with the context current, some time after `thing` is garbage, or at close.
+    def claim(self, owner: object, free: Callable[[], None], what: str | None = None) -> Claim:
+        """See `Holdings.claim`."""
+        return self._holdings.claim(owner, free, what)
 
-        The finalizer only appends to a queue: it may run anywhere, so it takes no lock and calls no driver. `reclaim`
-        frees. Calling the finalizer has the same effect as `thing` becoming garbage.
-        """
-        key = next(self._keys)
-        finalizer = weakref.finalize(thing, self._garbage.append, (key, free))
-        finalizer.atexit = False
-        self._owned[key] = finalizer
-        return finalizer
+    @property
+    def owned(self) -> int:
+        """How many things are allocated on the device: buffers, and engines that were not closed."""
+        return len(self._holdings.claims)
 
     def reclaim(self) -> None:
         """Free what has become garbage since the last time."""
         with self.current():
             for engine in list(self._engines):
                 engine.advance()
-            run_all(self._collect())
-
-    def _collect(self) -> Iterator[Callable[[], None]]:
-        while True:
-            try:
-                key, free = self._garbage.popleft()
-            except IndexError:  # empty; another thread may be collecting too
-                return
-            del self._owned[key]
-            yield free
+            self._holdings.collect()
 
     def register_engine(self, engine: OffloadEngine) -> None:
         """Have the engine closed with the device."""
@@ -285,7 +256,7 @@ class Device:
     @property
     def foreign(self) -> bool:
         """Whether this process is a forked child of the one that opened the device."""
-        return os.getpid() != self._process
+        return self._holdings.foreign
 
     def close(self, timeout: float | None = None) -> None:
         """Drain and close the engines, free every buffer, let go of the context. Idempotent.
@@ -293,35 +264,23 @@ class Device:
         Arrays over `engine.slots` stay valid. In a forked child this does nothing.
 
         Args:
-            timeout: seconds to wait for transfers; None waits for as long as they take.
+            timeout: seconds to wait for transfers in all; None waits for as long as they take.
 
         Raises:
-            TimeoutError: transfers were still running; nothing they use was freed, and the device stays open.
-            DriverError: something could not be freed; the rest was, and closing again finishes.
+            TimeoutError: an engine's transfers were still running; nothing it uses was freed, the device stays open.
+            DriverError: a call failed, and what it should have freed may be lost; closing again goes on with the rest.
         """
-        if self._closed or self.foreign:
+        if self.foreign:
             return
-        for engine in list(self._engines):
-            engine.drain(timeout)
-        try:
-            run_all([engine.close for engine in self._engines])
-            run_all(list(self._owned.values()))
-            if self._garbage:
-                self.reclaim()
-        except DriverError as error:
-            if not error.sticky:  # a lost context has taken its memory with it
-                raise
-        self._closed = True
-        self._release_context()
-
-    def _release_context(self) -> None:
-        if not self._primary:
-            return
-        try:
-            self.driver.call("cuDevicePrimaryCtxRelease", self._handle)
-        except DriverError as error:
-            if not error.sticky:
-                raise
+        deadline = None if timeout is None else time.perf_counter() + timeout
+        with self.lifecycle:
+            if self._closed:
+                return
+            for engine in list(self._engines):
+                engine.close(None if deadline is None else max(0.0, deadline - time.perf_counter()))
+            _release(self._holdings)
+            self._closed = True
+            self._finalizer.detach()
 
     def __enter__(self) -> Device:
         return self
@@ -339,11 +298,41 @@ def _text(raw: bytes) -> str:
     return raw.split(b"\0")[0].decode()
 
 
+def _release(holdings: Holdings) -> None:
+    """Free all that a device holds. A lost context has taken its memory with it, so that is no error."""
+    if holdings.claims:
+        try:
+            with holdings.current():
+                holdings.free_everything()
+        except DriverError as error:
+            if not error.sticky:
+                raise
+    holdings.release_context()
+
+
+def _release_abandoned() -> None:
+    """Free what devices held that became garbage without having been closed."""
+    while True:
+        try:
+            holdings = _abandoned.popleft()
+        except IndexError:
+            return
+        if holdings.foreign:
+            continue
+        complaint = "a Device was never closed; close it, or use it in a with statement"
+        try:
+            _release(holdings)
+        except DriverError as error:  # not the caller's
+            complaint += f" (and not all that it held could be freed: {error})"
+        warnings.warn(complaint, ResourceWarning, 3)
+
+
 @atexit.register
 def _close_all() -> None:
-    """At interpreter exit: let running transfers end before their memory goes. A stuck GPU gets ten seconds."""
+    """At interpreter exit: let running transfers end before their memory goes. Stuck GPUs get ten seconds in all."""
+    deadline = time.perf_counter() + 10.0
     for device in list(_open_devices):
         try:
-            device.close(timeout=10.0)
+            device.close(timeout=max(0.0, deadline - time.perf_counter()))
         except (KVOffloadError, TimeoutError):
             pass  # nothing was freed; the process is about to end anyway

@@ -14,23 +14,27 @@ Threads. One lock guards the engine's books and the submission itself; nothing w
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from kvoffload import hostinfo
-from kvoffload.copiers import choose, make_copiers
+from kvoffload.checks import at_least
+from kvoffload.copiers import check_copier, choose, make_copiers
 from kvoffload.device import Device
-from kvoffload.driver import SourceOrder
-from kvoffload.errors import ClosedError, KVOffloadError
+from kvoffload.errors import CapacityError, ClosedError, DriverError, KVOffloadError, TransferError
 from kvoffload.flight import FlightDeck
 from kvoffload.hazards import HazardTable
 from kvoffload.jobs import Job, Listener, Step, TransferResult, wait_until
 from kvoffload.layout import KVLayout, describe_groups
 from kvoffload.memory import PinnedMemory, Progress, UInt8Array
 from kvoffload.metrics import EngineStatistics
+from kvoffload.ordering import Ordering
 from kvoffload.plan import Direction, TransferPlan, build, describe_fold, fold
-from kvoffload.requests import Request, check_at_least, make_request, refuse_repeated_targets
+from kvoffload.requests import Request, make_request, refuse_repeated_targets
 from kvoffload.streams import refuse_capturing, stream_handle
 
 
@@ -66,9 +70,11 @@ class OffloadEngine:
         stream_priority: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        check_at_least("num_slots", num_slots, 1)
-        check_at_least("sm_limit", sm_limit, 0)
-        check_at_least("max_in_flight", max_in_flight, 1)
+        if not isinstance(layout, KVLayout):
+            raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
+        if not isinstance(device, Device):
+            raise TypeError(f"device must be a Device from open_device(), got {device!r:.80}")
+        num_slots = at_least("num_slots", num_slots, 1)
         if stream_priority not in device.stream_priorities:
             allowed = device.stream_priorities
             raise ValueError(f"stream_priority must be in {allowed[0]} .. {allowed[-1]}, got {stream_priority}")
@@ -76,12 +82,16 @@ class OffloadEngine:
         self.layout = layout
         self.device = device
         self.num_slots = num_slots
-        self.sm_limit = sm_limit
-        self.max_in_flight = max_in_flight
+        self.sm_limit = at_least("sm_limit", sm_limit, 0)
+        self.max_in_flight = at_least("max_in_flight", max_in_flight, 1)
         self.lock = threading.RLock()  # a BlockCache on this engine shares it
-        with device.current():
+        self._closing = self._closed = False
+        self._cache: Callable[[], object | None] = lambda: None
+        with device.lifecycle, device.current():
             self._groups = fold(layout, device.allocations(layout))
             self._copiers = make_copiers(device.driver, device.capabilities)
+            hazards = HazardTable(layout, num_slots)
+            self._scratch = np.empty(max(num_slots, *(group.num_blocks for group in layout.groups)), dtype=np.int64)
             self._memory = PinnedMemory(
                 device.driver,
                 num_slots * layout.slot_bytes,
@@ -89,13 +99,11 @@ class OffloadEngine:
                 numa_cpus=hostinfo.numa_node_cpus(device.pci.numa_node),
                 progress=progress,
             )
-        self._slots = self._memory.array.reshape(num_slots, layout.slot_bytes)
-        self._hazards = HazardTable(layout, num_slots)
-        self._flights = FlightDeck(device.driver, self._memory, max_in_flight, stream_priority)
-        self._scratch = np.empty(max(num_slots, *(group.num_blocks for group in layout.groups)), dtype=np.int64)
-        self._finalizer = device.own(self, self._flights.release)
-        self._closed = False
-        device.register_engine(self)
+            self._slots = self._memory.array.reshape(num_slots, layout.slot_bytes)
+            self._flights = FlightDeck(device.driver, self._memory, self.max_in_flight, stream_priority)
+            self._ordering = Ordering(hazards, self._flights)
+            self._claim = device.claim(self, self._flights.release, "an OffloadEngine")
+            device.register_engine(self)
 
     # transfers ----------------------------------------------------------------------------------------------------
 
@@ -128,10 +136,12 @@ class OffloadEngine:
 
         Raises:
             LayoutError, ValueError, TypeError: bad arguments.
-            CapacityError: `max_in_flight` jobs are unfinished, or the streams' queues are full.
+            CapacityError: `max_in_flight` jobs are unfinished, the streams' queues are full, or the transfer is longer
+                than they are: 98,304 operations, one per block where planes fold, one per copy through "loop".
             CapabilityError: the copier asked for cannot run here.
             ClosedError: the engine is closed.
             TransferError: `after` is being captured, or the CUDA context is lost.
+            DriverError: the driver failed before anything was queued.
             Nothing has happened in any of these cases.
         """
         return self.submit(
@@ -200,12 +210,26 @@ class OffloadEngine:
             source_order=source_order,
             listener=listener,
         )
-        with self.device.current(), self.lock:
+        with self._at_work():
             return self._submit(request)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """The context current and the engine locked; a lost context, wherever it shows, ends the engine."""
+        try:
+            with self.device.current(), self.lock:
+                yield
+        except DriverError as error:
+            if not error.sticky:
+                raise
+            with self.lock:
+                self._flights.lose(error)
+                self._flights.check_alive()
 
     def _submit(self, request: Request) -> Job:
         self._check_usable()
         refuse_repeated_targets(request, self._scratch)
+        check_copier(request.copier, self.device.capabilities)
         if request.after is not None:
             refuse_capturing(self.device.driver, request.after, "after")
         self._flights.advance()
@@ -214,18 +238,21 @@ class OffloadEngine:
             return self._submit_nothing(request)
         plan = self._plan(request)
         copier, reason = choose(plan, self._copiers, request.copier, self.device.capabilities)
-        order = self._source_order(request)
+        order = self._ordering.source_order(request)
         self._flights.check_room(1)
         job = Job(self, self._flights.next_id(), request.direction, plan.nbytes)
         job.copier, job.reason, job.listener = copier.name, reason, request.listener
         prepared = copier.prepare(plan)
-        rival = self._latest_rival(request)
-        flight = self._flights.board(job, copier, len(prepared), marked=request.after is not None)
+        rival = self._ordering.latest_rival(request)
+        marker = None if request.after is None else self._flights.mark(request.after)
         try:
-            self._hazards.record(request.direction, request.group, request.slots, request.blocks, job.sequence)
-            self._flights.take_off(flight, prepared, copier, order, request.after, rival)
+            flight = self._flights.board(job, copier, len(prepared), marker)
+            self._ordering.record(request, job)
+            self._flights.take_off(flight, prepared, copier, order, rival)
             job.step(Step.SUBMITTED)
         except BaseException as error:
+            if not job.sequence:  # it has not boarded: nothing has happened
+                raise
             self._flights.submission_failed(job, error)
             if not isinstance(error, KVOffloadError):
                 raise
@@ -251,35 +278,9 @@ class OffloadEngine:
         self._flights.land(job)
         return job
 
-    def _latest_rival(self, request: Request) -> Job | None:
-        """The unfinished job of the other direction that this one must follow; earlier ones end before it."""
-        other = request.direction.opposite
-        if not self._flights.any_unfinished(other):
-            return None
-        latest = max(
-            self._hazards.latest_on_slots(other, request.slots),
-            self._hazards.latest_on_blocks(other, request.group, request.blocks),
-        )
-        return self._flights.unfinished(other, latest)
-
-    def _source_order(self, request: Request) -> SourceOrder:
-        """STREAM for stores always: reads of device memory would overtake the stream."""
-        if request.direction is Direction.STORE or request.source_order == "stream":
-            return SourceOrder.STREAM
-        if not self._flights.any_unfinished(Direction.STORE):
-            return SourceOrder.ANY
-        latest = self._hazards.latest_on_slots(Direction.STORE, request.slots)
-        if self._flights.unfinished(Direction.STORE, latest) is None:
-            return SourceOrder.ANY
-        if request.source_order == "any":
-            raise ValueError(
-                'source_order="any" while a store to one of the slots is unfinished; use "auto" or "stream"'
-            )
-        return SourceOrder.STREAM
-
     def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("the engine is closed")
+        if self._closed or self._closing:
+            raise ClosedError("the engine is closed" if self._closed else "the engine is being closed")
         self._flights.check_alive()
 
     # completion ---------------------------------------------------------------------------------------------------
@@ -287,15 +288,19 @@ class OffloadEngine:
     def advance(self) -> None:
         """Take note of jobs that have ended. Never blocks; `poll`, `wait`, `done` and every submission do it too."""
         self.device.check_process()
-        if self._flights.in_flight:
-            with self.device.current(), self.lock:
+        if not self._flights.in_flight:
+            return
+        try:
+            with self._at_work():
                 self._flights.advance()
+        except TransferError:
+            pass  # the context is lost: every job has failed and says so
 
     def poll(self) -> list[TransferResult]:
         """Results of jobs that have ended since the last call, in the order in which they were found to have ended.
 
         Each job is reported once, and not at all after `wait()` or `result()` returned or raised for it. Failed jobs
-        are reported with their `error`.
+        are reported with their `error`. At most 65,536 results are kept for the next call, the newest.
         """
         self.advance()
         with self.lock:
@@ -307,21 +312,24 @@ class OffloadEngine:
 
     def forget_report(self, job: Job) -> None:
         """Keep `poll` from reporting a job that its caller has waited for."""
+        self.device.check_process()
         with self.lock:
             self._flights.reports.pop(job.id, None)
 
     def order_before(self, job: Job, stream: Any) -> None:
         """See `Job.order_before`."""
         handle = stream_handle(stream, "stream")
-        with self.device.current(), self.lock:
+        with self._at_work():
             if job.error is not None:
-                raise job.error
+                raise job.error.with_traceback(None)
+            self._flights.check_alive()
             refuse_capturing(self.device.driver, handle, "stream")
             if not job.finished:
                 self._flights.wait_for_job(handle, job)
 
     def check_room(self, jobs: int) -> None:
         """Raise CapacityError unless so many more jobs may be in flight, and ClosedError if the engine is closed."""
+        self.device.check_process()
         with self.lock:
             self._check_usable()
             self._flights.check_room(jobs)
@@ -340,7 +348,9 @@ class OffloadEngine:
         wait_until(landed, timeout, f"{self._flights.in_flight} jobs in flight")
 
     def close(self, timeout: float | None = None) -> None:
-        """Drain, then unpin the pool and destroy streams and events. Idempotent; in a forked child it does nothing.
+        """Refuse new transfers, drain, unpin the pool, destroy streams and events.
+
+        Idempotent; in a forked child it does nothing.
 
         Arrays over `slots` stay valid: the bytes live on as ordinary memory. The results of finished jobs can still be
         polled.
@@ -348,15 +358,24 @@ class OffloadEngine:
         Raises:
             TimeoutError: jobs were still running; nothing was freed, and the engine stays open.
         """
-        if self._closed or self.device.closed or self.device.foreign:
+        if self._closed or self.device.foreign:
             return
-        self.drain(timeout)
         with self.lock:
-            if self._flights.in_flight:  # submitted by another thread since
-                raise TimeoutError("another thread submitted a transfer while the engine was closing; close it again")
-            self._closed = True
-        self._finalizer()
-        self.device.reclaim()
+            self._closing = True
+        try:
+            self.drain(timeout)
+        except BaseException:
+            self._closing = False
+            raise
+        self._closed = True
+        try:
+            with self.device.current():
+                self._claim.free()
+        except DriverError as error:
+            if not error.sticky:
+                raise
+            self._flights.lose(error)
+            self._claim.free()
 
     def __enter__(self) -> OffloadEngine:
         return self
@@ -374,6 +393,16 @@ class OffloadEngine:
         row may be read once the store into it has ended, and written when no transfer that uses it is unfinished.
         """
         return self._slots
+
+    def give_slots_to(self, cache: object) -> None:
+        """Note that a cache manages the slots from here on, as long as it lives.
+
+        Raises:
+            CapacityError: another one does.
+        """
+        if self._cache() is not None:
+            raise CapacityError("the engine's slots belong to another BlockCache; a second cache needs a second engine")
+        self._cache = weakref.ref(cache)
 
     def statistics(self) -> EngineStatistics:
         """Counts and totals since the engine was made."""

@@ -48,9 +48,10 @@ class DriverError(KVOffloadError):
         self.call = call
         self.name = name
         self.code = code
+        self._detail = detail
 
-    def __reduce__(self) -> tuple[type["DriverError"], tuple[str, str, int]]:
-        return type(self), (self.call, self.name, self.code)
+    def __reduce__(self) -> tuple[type["DriverError"], tuple[str, str, int, str]]:
+        return type(self), (self.call, self.name, self.code, self._detail)
 
     @property
     def sticky(self) -> bool:

@@ -12,28 +12,30 @@ from typing import NamedTuple
 
 from kvoffload.copiers import Copier
 from kvoffload.driver import Driver, SourceOrder
-from kvoffload.errors import CapacityError, DriverError, TransferError
+from kvoffload.errors import CapacityError, DriverError, KVOffloadError, TransferError
 from kvoffload.jobs import Job, State, Step, TransferResult
 from kvoffload.memory import PinnedMemory
 from kvoffload.metrics import DirectionTotals, EngineStatistics
 from kvoffload.plan import Direction, TransferPlan
-from kvoffload.streams import MAX_STREAMS, QUEUE_LIMIT, WAIT_COST, EventPool, Lane, PooledStream, StreamPool
+from kvoffload.streams import LONGEST_TRANSFER, MAX_STREAMS, WAIT_COST, EventPool, Lane, PooledStream, StreamPool
 from kvoffload.teardown import run_all
 
 _MAX_REPORTS = 1 << 16
+_NOT_A_STREAM_HERE = frozenset({101, 201, 400})  # CUDA_ERROR_INVALID_DEVICE, _CONTEXT, _HANDLE
 _MAX_QUERY_FAILURES = 8  # errors in a row when asking whether one job has ended, before the GPU counts as lost
 
 
 class Flight(NamedTuple):
     """A job that has its streams and events: one stream per piece of its plan.
 
-    `previous` is the job before it in its lane if that may end on another stream; `marker` is for the caller's stream.
+    `previous` is the job before it in its lane if that may end on another stream; `marker` is an event recorded on the
+    caller's stream, None to follow none.
     """
 
     job: Job
     streams: list[PooledStream]
     previous: Job | None
-    marker: int
+    marker: int | None
 
 
 class _Books:
@@ -85,7 +87,7 @@ class FlightDeck:
 
     # boarding -----------------------------------------------------------------------------------------------------
 
-    def board(self, job: Job, copier: Copier, operations: int, *, marked: bool) -> Flight:
+    def board(self, job: Job, copier: Copier, operations: int, marker: int | None) -> Flight:
         """Give a job its sequence number, a stream per piece and its events, and note it as in flight.
 
         Raises:
@@ -93,8 +95,11 @@ class FlightDeck:
         """
         books = self._books[job.direction]
         previous = books.jobs[-1] if books.jobs else None
+        if marker is not None:
+            job.markers.append(marker)
         try:
-            marker = self._acquire_events(job, marked)
+            job.start = self._timers.acquire()
+            job.end = self._timers.acquire()
             self._acquire_streams(job, books.lane, copier, operations)
         except BaseException:
             self._give_back(job)
@@ -108,19 +113,30 @@ class FlightDeck:
         same_stream = previous is not None and previous.end_recorded and previous.pieces[-1][0] is streams[0]
         return Flight(job, streams, None if same_stream else previous, marker)
 
-    def _acquire_events(self, job: Job, marked: bool) -> int:
-        job.start = self._timers.acquire()
-        job.end = self._timers.acquire()
-        if not marked:
-            return 0
-        job.markers.append(self._markers.acquire())
-        return job.markers[0]
+    def mark(self, stream: int) -> int:
+        """An event recorded on a stream of the caller's.
+
+        Raises:
+            ValueError: CUDA does not know the stream in this context.
+        """
+        event = self._markers.acquire()
+        try:
+            self._driver.event_record(event, stream)
+        except BaseException as error:
+            self._markers.release(event)
+            if isinstance(error, DriverError) and error.code in _NOT_A_STREAM_HERE:
+                raise ValueError(
+                    f"after={stream:#x} is no stream of this device's context ({error.name}): wait for it yourself and "
+                    "pass NO_WAIT, or open the device with its context, open_device(context=...)"
+                ) from error
+            raise
+        return event
 
     def _acquire_streams(self, job: Job, lane: Lane, copier: Copier, operations: int) -> None:
-        if copier.queue_cost(operations) > MAX_STREAMS * QUEUE_LIMIT // 2:
+        if copier.queue_cost(operations) > LONGEST_TRANSFER:
             raise CapacityError(
-                f"a transfer of {operations} copies through {copier.name!r} is too long for the queues of the driver; "
-                "split it into several"
+                f"a transfer of {operations} operations through {copier.name!r} is too long for the driver's queues, "
+                f"which hold {LONGEST_TRANSFER}; split it into several"
             )
         for begin in range(0, operations, copier.piece_operations):
             piece = min(copier.piece_operations, operations - begin)
@@ -135,22 +151,19 @@ class FlightDeck:
         plan: TransferPlan,
         copier: Copier,
         order: SourceOrder,
-        after: int | None,
         rival: Job | None,
     ) -> None:
         """Queue a boarded job: the waits, then its pieces between two events.
 
         Args:
             plan: as the copier prepared it.
-            after: handle of the caller's stream to follow, if any.
             rival: the latest job of the other direction that touches the same slots or blocks, if any.
         """
         driver, job = self._driver, flight.job
         assert job.start is not None
         assert job.end is not None
         stream = flight.streams[0].handle
-        if after is not None:
-            driver.event_record(flight.marker, after)
+        if flight.marker is not None:
             driver.stream_wait_event(stream, flight.marker)
         if flight.previous is not None:
             self.wait_for_job(stream, flight.previous)
@@ -201,7 +214,7 @@ class FlightDeck:
     def submission_failed(self, job: Job, error: BaseException) -> None:
         """A driver call failed while the job was queued; parts of it may run. It fails when nothing of it is left."""
         if isinstance(error, DriverError) and error.sticky:
-            self._lose(error)
+            self.lose(error)
             return
         job.fail(error)
 
@@ -211,24 +224,29 @@ class FlightDeck:
         """Land every job that has ended."""
         for books in self._books.values():
             while books.jobs and self._has_ended(books.jobs[0]):
-                job = books.jobs.popleft()
-                self._measure(job)
-                self._give_back(job)
-                self.land(job)
+                job = books.jobs[0]  # stays until it has landed: an interrupt in between must not lose it
+                if not job.finished:
+                    self._measure(job)
+                    self._give_back(job)
+                    self.land(job)
+                books.jobs.popleft()
 
     def _has_ended(self, job: Job) -> bool:
+        if not job.pieces:  # given back already
+            return True
         try:
             if job.end_recorded:
                 assert job.end is not None
-                return self._driver.event_query(job.end)
-            return all(self._driver.stream_query(stream.handle) for stream, _ in job.pieces)
+                ended = self._driver.event_query(job.end)
+            else:
+                ended = all(self._driver.stream_query(stream.handle) for stream, _ in job.pieces)
         except DriverError as error:
             job.query_failures += 1
             if error.sticky or job.query_failures >= _MAX_QUERY_FAILURES:
-                self._lose(error)
-            else:
-                job.fail(error)
+                self.lose(error)
             return False
+        job.query_failures = 0
+        return ended
 
     def _measure(self, job: Job) -> None:
         job.seconds = math.nan
@@ -237,7 +255,7 @@ class FlightDeck:
             assert job.end is not None
             try:
                 job.seconds = self._driver.event_seconds(job.start, job.end)
-            except DriverError:
+            except KVOffloadError:
                 pass  # the bytes are there; only their time is unknown
 
     def _give_back(self, job: Job) -> None:
@@ -280,9 +298,9 @@ class FlightDeck:
         self.reports.clear()
         return results
 
-    def _lose(self, error: Exception) -> None:
+    def lose(self, error: Exception) -> None:
         """The context is dead: nothing runs any more, nothing can be given back, every job in flight has failed."""
-        self._lost = error
+        self._lost = self._lost or error
         for books in self._books.values():
             books.lane.abandon()
             while books.jobs:
@@ -295,13 +313,15 @@ class FlightDeck:
     # the end ------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Destroy streams and events, unpin the pool. Nothing may be in flight."""
+        """Destroy streams and events, unpin the pool. Nothing may be in flight.
+
+        After a loss nothing is given back: the GPU may still use it, or the context has taken it along.
+        """
         assert self.in_flight == 0
-        try:
-            run_all((self._streams.close, self._timers.close, self._markers.close, self._memory.release))
-        except DriverError as error:
-            if self._lost is None and not error.sticky:
-                raise
+        if self._lost is not None:
+            self._memory.keep()
+            return
+        run_all((self._streams.close, self._timers.close, self._markers.close, self._memory.release))
 
     def statistics(self, num_slots: int, simulated: bool) -> EngineStatistics:
         return EngineStatistics(

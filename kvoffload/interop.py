@@ -67,6 +67,8 @@ def _describe(array: Any, name: str) -> _DeviceArray:
     address, read_only = interface["data"]
     if read_only:
         raise LayoutError(f"{name} is read-only; loads write it: pass a writable array")
+    if interface.get("mask") is not None:
+        raise LayoutError(f"{name} has a mask; blocks are copied whole")
     if 0 in shape:
         raise LayoutError(f"{name} is empty: shape {shape}")
     strides = interface.get("strides")

@@ -58,7 +58,6 @@ class TransferResult(NamedTuple):
         seconds: from the transfer's start to its end on the GPU's clock, without what it waited for; NaN if unknown.
         copier: what carried it: "strided", "batch", "loop"; "none" for an empty transfer.
         error: None, or why it failed.
-        simulated: whether `seconds` is made up by the simulated device.
     """
 
     job_id: int
@@ -67,7 +66,15 @@ class TransferResult(NamedTuple):
     seconds: float
     copier: str
     error: TransferError | None
-    simulated: bool
+
+
+class SimulatedTransferResult(TransferResult):
+    """A result of the simulated device: `seconds` is made up."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("(", "(SIMULATED, ", 1)
 
 
 class Listener(Protocol):
@@ -138,7 +145,7 @@ class Job:
             self.error = TransferError(
                 f"{self.direction} {self.id} ({self.nbytes} bytes, {self.copier}) failed: {cause}"
             )
-            self.error.__cause__ = cause
+            self.error.__cause__ = cause.with_traceback(None)  # its frames would keep the engine alive
 
     @property
     def finished(self) -> bool:
@@ -162,7 +169,7 @@ class Job:
         self._engine.wait_for(self, timeout)
         self._engine.forget_report(self)
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
         return self.outcome()
 
     def result(self) -> TransferResult:
@@ -171,15 +178,8 @@ class Job:
 
     def outcome(self) -> TransferResult:
         """The result of a finished job, failed or not."""
-        return TransferResult(
-            self.id,
-            self.direction,
-            self.nbytes,
-            self.seconds,
-            self.copier,
-            self.error,
-            self._simulated,
-        )
+        kind = SimulatedTransferResult if self._simulated else TransferResult
+        return kind(self.id, self.direction, self.nbytes, self.seconds, self.copier, self.error)
 
     def order_before(self, stream: Any) -> None:
         """Work queued on `stream` from now on starts after this transfer has ended. The host does not wait.
@@ -187,10 +187,11 @@ class Job:
         A transfer that fails on the GPU later does not hold the stream back: check `wait()` or `poll()`.
 
         Args:
-            stream: as `after=` of `store`.
+            stream: a handle, or anything with `__cuda_stream__`.
 
         Raises:
             TransferError: the job has failed already, or the stream is being captured.
+            ValueError: no stream that CUDA knows.
         """
         self._engine.order_before(self, stream)
 

@@ -11,6 +11,7 @@ so that one block is one strided range on both sides, and a slot is one contiguo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,12 +29,12 @@ Int64Array = npt.NDArray[np.int64]
 def _positive(name: str, value: Any, minimum: int = 1) -> int:
     """`value` as an int of at least `minimum`, or a LayoutError that names it."""
     try:
-        number = value.__index__()
-    except AttributeError:
+        number = int(value) if type(value).__name__ == "CUdeviceptr" else operator.index(value)
+    except TypeError:
         raise LayoutError(f"{name} must be an integer, got {value!r}") from None
     if isinstance(value, bool | np.bool_) or number < minimum:
         raise LayoutError(f"{name} must be an integer of at least {minimum}, got {value!r}")
-    return int(number)
+    return number
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -69,6 +70,8 @@ class Plane:
             raise LayoutError(f"block_stride must be at least block_bytes ({self.block_bytes}), got {stride}")
         put(self, "block_stride", stride)
         put(self, "owner", owner)
+        if self.end >= 1 << 63:
+            raise LayoutError(f"{self} ends beyond the largest address, 2**63 - 1")
 
     @property
     def span_bytes(self) -> int:
@@ -119,6 +122,8 @@ def _refuse_overlap(planes: Sequence[Plane], name: str) -> None:
     Interleaved planes, `(blocks, planes, ...)`, overlap as ranges and yet share nothing: with one stride, what counts
     is where their payloads lie within it.
     """
+    if _interleaved(planes):
+        return
     order = sorted(range(len(planes)), key=lambda index: planes[index].address)
     reach = order[0]  # among the planes seen, the one that ends last
     for position in range(1, len(order)):
@@ -129,6 +134,16 @@ def _refuse_overlap(planes: Sequence[Plane], name: str) -> None:
                     raise LayoutError(f"{name}[{other}] and {name}[{index}] share bytes of device memory")
         if planes[index].end > planes[reach].end:
             reach = index
+
+
+def _interleaved(planes: Sequence[Plane]) -> bool:
+    """Whether all planes have one stride and keep to different bytes within it; says nothing when False."""
+    stride = planes[0].block_stride
+    if any(plane.block_stride != stride for plane in planes):
+        return False
+    places = sorted((plane.address % stride, plane.block_bytes) for plane in planes)
+    following = [*(start for start, _ in places[1:]), places[0][0] + stride]
+    return all(start + nbytes <= limit for (start, nbytes), limit in zip(places, following, strict=True))
 
 
 def _share_bytes(low: Plane, high: Plane) -> bool:
@@ -167,8 +182,8 @@ class KVLayout:
         self.blocks_per_slot = _positive("blocks_per_slot", blocks_per_slot)
         self.dtype = dtype
         self.tokens_per_block = None if tokens_per_block is None else _positive("tokens_per_block", tokens_per_block)
-        if isinstance(groups, Plane) or (len(groups) and isinstance(groups[0], Plane)):
-            raise LayoutError("groups must be a list of lists of planes: KVLayout([planes]), not KVLayout(planes)")
+        if not isinstance(groups, Sequence) or not all(isinstance(group, Sequence) for group in groups):
+            raise LayoutError(f"groups must be a list of lists of planes: KVLayout([planes]), got {groups!r:.80}")
         self.groups = tuple(
             Group(planes, self.blocks_per_slot, f"groups[{index}]") for index, planes in enumerate(groups)
         )

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from kvoffload import hostinfo
 from kvoffload.driver import Driver
 from kvoffload.errors import CapacityError, ClosedError, DriverError, KVOffloadError
-from kvoffload.teardown import run_all
 
 if TYPE_CHECKING:
     from kvoffload.device import Device
@@ -32,7 +31,11 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 PAGE_BYTES = mmap.PAGESIZE
 _PIECE_BYTES = 1 << 30  # registered at a time: each call is short, progress is visible, no platform limit is met
+_NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
 _SPARE_BYTES = 256 << 20  # left to the rest of the machine
+
+
+_still_registered: list[PinnedMemory] = []  # what the driver would not unregister, kept mapped
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
@@ -100,8 +103,30 @@ class PinnedMemory:
 
     def release(self) -> None:
         """Unpin. The bytes stay where they are. Nothing on the GPU may still use the memory. Idempotent."""
-        registered, self._registered = self._registered, []
-        run_all(partial(self._driver.host_unregister, address) for address in registered)
+        try:
+            while self._registered:
+                self._unregister(self._registered[-1])
+                self._registered.pop()
+        except DriverError:
+            self.keep()
+            raise
+
+    def keep(self) -> None:
+        """Never unmap what is still registered: a later mapping at the same place could not be registered."""
+        if self._registered:
+            _still_registered.append(self)
+
+    def _unregister(self, address: int) -> None:
+        try:
+            self._driver.host_unregister(address)
+        except DriverError as error:
+            if error.sticky:
+                raise
+            try:
+                self._driver.host_unregister(address)  # safe to repeat, unlike a free
+            except DriverError as second:
+                if second.code != _NOT_REGISTERED:
+                    raise
 
 
 def _pieces(nbytes: int, unit_bytes: int) -> Iterator[tuple[int, int]]:
@@ -181,8 +206,7 @@ class DeviceBuffer:
             self.address = device.driver.allocate(nbytes)
         self.nbytes = nbytes
         self._device = device
-        address = self.address
-        self._free = device.own(self, lambda: device.driver.free(address))
+        self._claim = device.claim(self, partial(device.driver.free, self.address))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -216,12 +240,12 @@ class DeviceBuffer:
 
     def close(self) -> None:
         """Free the memory. No transfer may be using it. Idempotent."""
-        if self._free.alive:
-            self._free()
-            self._device.reclaim()
+        if self._claim.alive and not self._device.foreign:
+            with self._device.current():
+                self._claim.free()
 
     def _check(self) -> None:
-        if not self._free.alive:
+        if not self._claim.alive:
             raise ClosedError(f"the buffer of {self.nbytes} bytes at {self.address:#x} is closed")
 
     def __enter__(self) -> DeviceBuffer:
@@ -231,5 +255,5 @@ class DeviceBuffer:
         self.close()
 
     def __repr__(self) -> str:
-        state = "" if self._free.alive else ", closed"
+        state = "" if self._claim.alive else ", closed"
         return f"DeviceBuffer({self.address:#x}, {self.nbytes} bytes{state})"

@@ -59,7 +59,6 @@ class RunClass(NamedTuple):
     rows: Int64Array
     device_pitch: Int64Array
     host_pitch: Int64Array
-    sub_block_bytes: int
     mergeable: bool  # no padding between blocks: adjacent blocks of a slot are one wider row
 
 
@@ -93,7 +92,7 @@ def _fold_group(group: Group, blocks_per_slot: int, allocations: Sequence[int]) 
     alike: dict[tuple[int, int, int], list[int]] = {}
     for index, plane in enumerate(group.planes):
         alike.setdefault((plane.block_bytes, plane.block_stride, allocations[index]), []).append(index)
-    runs: dict[tuple[int, int, int], list[Run]] = {}
+    runs: dict[tuple[int, int], list[Run]] = {}
     for (block_bytes, block_stride, _), members in alike.items():
         points = [(group.planes[index].address, int(group.host_offsets[index])) for index in members]
         for run in _find_runs(points, block_bytes):
@@ -103,16 +102,15 @@ def _fold_group(group: Group, blocks_per_slot: int, allocations: Sequence[int]) 
             elif run.rows == 1:  # a pitch is not used, but must not be less than the width of merged blocks
                 run = run._replace(device_pitch=blocks_per_slot * block_bytes, host_pitch=blocks_per_slot * block_bytes)
             width = run.device_pitch if contiguous else block_bytes
-            runs.setdefault((width, block_stride, block_bytes), []).append(run)
+            runs.setdefault((width, block_stride), []).append(run)
     classes = tuple(_run_class(key, members) for key, members in runs.items())
     return FoldedGroup(classes, len(group.planes), group.bytes_per_block)
 
 
-def _run_class(key: tuple[int, int, int], runs: list[Run]) -> RunClass:
-    width, block_stride, block_bytes = key
+def _run_class(key: tuple[int, int], runs: list[Run]) -> RunClass:
+    width, block_stride = key
     address, host_offset, rows, device_pitch, host_pitch = np.array(runs, dtype=np.int64).T[:, :, np.newaxis]
-    mergeable = block_stride == width
-    return RunClass(width, block_stride, address, host_offset, rows, device_pitch, host_pitch, block_bytes, mergeable)
+    return RunClass(width, block_stride, address, host_offset, rows, device_pitch, host_pitch, block_stride == width)
 
 
 def _find_runs(points: list[tuple[int, int]], block_bytes: int) -> list[Run]:
@@ -160,8 +158,8 @@ def describe_fold(groups: Sequence[FoldedGroup]) -> str:
         if group.runs == group.planes and group.planes > 1:
             parts.append(f"{group.planes} planes do not fold ({group.runs} operations a block)")
         else:
-            plural = "s" if group.runs > 1 else ""
-            parts.append(f"{group.planes} plane{'s' if group.planes > 1 else ''} fold into {group.runs} run{plural}")
+            planes = f"{group.planes} planes fold" if group.planes > 1 else "1 plane folds"
+            parts.append(f"{planes} into {group.runs} run{'s' if group.runs > 1 else ''}")
     return ", ".join(parts)
 
 
@@ -297,7 +295,7 @@ def _plan_class(
     """The six columns of a plan for one class of runs."""
     merged = None
     if sub_block is not None:
-        slot_address = slot_address + sub_block * runs.sub_block_bytes
+        slot_address = slot_address + sub_block * runs.width
         if runs.mergeable:
             starts, merged = _adjacent(blocks, sub_block)
             blocks, slot_address = blocks[starts], slot_address[starts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,13 +87,11 @@ def refuse_repeated_targets(request: Request, scratch: Int64Array) -> None:
         raise LayoutError(f"{name}[{wrong}] repeats {ids[wrong]}; the targets of a transfer must be distinct")
 
 
-def check_at_least(name: str, value: Any, minimum: int) -> None:
-    """Raise ValueError unless `value` is an int of at least `minimum`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
-
-
 def _in_range(name: str, value: Any, limit: int) -> int:
-    if not hasattr(value, "__index__") or isinstance(value, bool) or not 0 <= value.__index__() < limit:
-        raise LayoutError(f"{name} must be in [0, {limit}), got {value!r}")
-    return int(value.__index__())
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or not 0 <= number < limit:
+        raise LayoutError(f"{name} must be an integer in [0, {limit}), got {value!r}")
+    return number

@@ -21,6 +21,7 @@ from kvoffload.teardown import run_all
 QUEUE_LIMIT = 768
 PIECE_LIMIT = 380  # operations of a transfer that are queued together: two such pieces and their waits fill a stream
 MAX_STREAMS = 256  # 0.4 MiB of GPU memory and 20 us each, made when first needed
+LONGEST_TRANSFER = MAX_STREAMS * QUEUE_LIMIT // 2  # queue places; the other direction needs streams, too
 WAIT_COST = 4  # queue places set aside for a transfer's waits
 
 

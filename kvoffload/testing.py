@@ -198,7 +198,7 @@ def _count(device: Device) -> dict[str, int]:
     gc.collect()
     if not device.closed:
         device.reclaim()
-    counts = {"threads": threading.active_count(), "things the device owns": len(device._owned)}
+    counts = {"threads": threading.active_count(), "things the device owns": device.owned}
     if os.path.isdir("/proc/self/fd"):
         counts["file descriptors"] = len(os.listdir("/proc/self/fd"))
     if device.simulator is not None:

@@ -32,7 +32,10 @@ def simulated(seed: int = 0, level: str = "batch", **options: Any) -> kvoffload.
     """A simulated device of a capability level; `options` as for SimulatedDriver."""
     driver_version, bindings_version = LEVELS[level]
     driver = SimulatedDriver(
-        seed=seed, driver_version=driver_version, bindings_version=bindings_version, **{"deadlock_seconds": 0.3, **options}
+        seed=seed,
+        driver_version=driver_version,
+        bindings_version=bindings_version,
+        **{"deadlock_seconds": 0.3, **options},
     )
     return kvoffload.open_device(backend=driver)
 
@@ -102,7 +105,9 @@ class Rig:
         else:
             time.sleep(0.02)
 
-    def fill(self, stream: int, value: int, block: int | None = None, planes: list[kvoffload.Plane] | None = None) -> None:
+    def fill(
+        self, stream: int, value: int, block: int | None = None, planes: list[kvoffload.Plane] | None = None
+    ) -> None:
         """Queue the writing of `value` into a block of every plane, or into all of their blocks."""
         with self.device.current():
             for plane in self.planes if planes is None else planes:
@@ -177,6 +182,8 @@ def paint(rig: Rig) -> None:
             start = plane.address - rig.slab.address + block * plane.block_stride
             image[start : start + plane.block_bytes] = (block + 1) % 256
     rig.slab.copy_from(image)
+    with rig.device.current():  # a copy from pageable memory may return before the device has the bytes
+        rig.device.driver.call("cuCtxSynchronize")
     rig.engine.slots[:] = (100 + np.arange(rig.engine.num_slots)).astype(np.uint8)[:, np.newaxis]
 
 
@@ -216,6 +223,28 @@ class OrderSpy:
             read_source(copy, order)
 
         return noted
+
+
+def key(number: int) -> bytes:
+    return b"key-%d" % number
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def cache_state(cache: kvoffload.BlockCache) -> dict[str, Any]:
+    """Everything that a refused call must leave as it was."""
+    entries = {k: tuple(getattr(e, slot) for slot in type(e).__slots__) for k, e in cache._entries.items()}
+    return {
+        "entries": list(entries.items()),
+        "policy": list(cache._policy),
+        "free": list(cache._free),
+        "doomed": set(cache._doomed),
+        "never used": cache._never_used,
+        "counts": (cache._stored, cache._loaded, cache._evicted, cache._failed),
+        "in flight": cache._engine.statistics().in_flight,
+    }
 
 
 def whole(engine: kvoffload.OffloadEngine) -> None:

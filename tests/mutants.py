@@ -1,6 +1,6 @@
 """Run pytest with one call removed from the product: `python mutants.py MODULE LINE COLUMN PYTEST_ARGUMENT...`.
 
-The call at that place becomes `None`, its arguments unevaluated. MODULE `-` removes nothing, under the same import hook.
+The call at that place becomes `None`, its arguments unevaluated. MODULE `-` removes nothing, under the same hook.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ def wait_sites() -> list[Site]:
     """Every call in the package, outside the driver seam, that makes a stream wait."""
     sites = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        if PACKAGE / "driver" in path.parents:
-            continue
-        module = ".".join(("kvoffload", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS:
-                sites.append(Site(module, node.lineno, node.col_offset, node.func.attr))
+        if PACKAGE / "driver" not in path.parents:
+            module = ".".join(("kvoffload", *path.relative_to(PACKAGE).with_suffix("").parts))
+            calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            sites += [
+                Site(module, call.lineno, call.col_offset, call.func.attr)
+                for call in calls
+                if isinstance(call.func, ast.Attribute) and call.func.attr in WAITS
+            ]
     return sorted(sites)
 
 
@@ -51,7 +53,7 @@ class _Remove(ast.NodeTransformer):
         self._place = (line, column)
         self.removed = 0
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802 (the base class names it)
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if (node.lineno, node.col_offset) != self._place or not isinstance(node.func, ast.Attribute):
             return node
@@ -68,13 +70,13 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> object:  # type: ignore[override]
         path = Path(self.get_filename(fullname))
-        tree: ast.AST = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text())
         module, line, column = self.place
         if fullname == module:
             remover = _Remove(line, column)
             tree = ast.fix_missing_locations(remover.visit(tree))
             assert remover.removed == 1, f"no single wait at {self.place}"
-        return compile(tree, str(path), "exec", dont_inherit=True)  # type: ignore[arg-type]
+        return compile(tree, str(path), "exec", dont_inherit=True)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -83,7 +85,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.split(".")[0] != PACKAGE.name:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, [str(PACKAGE.parent)] if path is None else path, target)
+        spec = importlib.machinery.PathFinder.find_spec(
+            fullname, [str(PACKAGE.parent)] if path is None else path, target
+        )
         if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return spec
         spec.loader = _Loader(fullname, spec.loader.path)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
 
 import kvoffload
-from kvoffload import Direction, KVLayout, Plane
+from kvoffload import Direction, KVLayout, OffloadEngine, Plane
 from kvoffload.copiers import why_not
 from kvoffload.memory import DeviceBuffer
 from kvoffload.testing import scramble
@@ -200,3 +200,9 @@ def slab_of(planes: list[Plane]) -> DeviceBuffer:
 def copiers_of(device: kvoffload.Device) -> list[str]:
     """The copiers that can run on a device."""
     return [name for name, missing in why_not(device.capabilities).items() if missing is None]
+
+
+def engine_on(device: kvoffload.Device, **options: Any) -> OffloadEngine:
+    """A small engine over a slab of its own."""
+    layout = KVLayout([device.allocate_planes(4, block_bytes=64, num_blocks=8)])
+    return OffloadEngine(layout, device=device, num_slots=8, **options)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import LEVELS, Rig, rig, simulated, whole
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from helpers import LEVELS, Rig, cache_state, key, keys, rig, simulated, whole
 
 import kvoffload
 from kvoffload import (
@@ -30,14 +27,6 @@ from kvoffload import (
 from kvoffload.policies import LRU
 
 
-def key(number: int) -> bytes:
-    return b"key-%d" % number
-
-
-def keys(*numbers: int) -> list[bytes]:
-    return [key(number) for number in numbers]
-
-
 @contextmanager
 def caches(capacity: int = 4, seed: int = 0, level: str = "batch", **options: Any) -> Iterator[tuple[Rig, BlockCache]]:
     device = simulated(seed, level)
@@ -51,20 +40,6 @@ def pair() -> Iterator[tuple[Rig, BlockCache]]:
     """A rig and a cache of four keys, one block each."""
     with caches() as made:
         yield made
-
-
-def state(cache: BlockCache) -> dict[str, Any]:
-    """Everything that a refused call must leave as it was."""
-    entries = {k: tuple(getattr(e, slot) for slot in type(e).__slots__) for k, e in cache._entries.items()}
-    return {
-        "entries": list(entries.items()),
-        "policy": list(cache._policy),
-        "free": list(cache._free),
-        "doomed": set(cache._doomed),
-        "never used": cache._never_used,
-        "counts": (cache._stored, cache._loaded, cache._evicted, cache._failed),
-        "in flight": cache._engine.statistics().in_flight,
-    }
 
 
 # the contract
@@ -151,7 +126,7 @@ def test_keys_present_or_on_their_way_are_skipped(pair: tuple[Rig, BlockCache]) 
 def test_bad_arguments_change_nothing(pair: tuple[Rig, BlockCache]) -> None:
     _, cache = pair
     cache.store(keys(0, 1), [3, 4]).wait(10)
-    before = state(cache)
+    before = cache_state(cache)
     bad: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: cache.store(keys(2, 2), [1, 2]), LayoutError, "repeats"),
         (lambda: cache.store(keys(2), [1, 2]), LayoutError, "1 ids per key"),
@@ -165,7 +140,7 @@ def test_bad_arguments_change_nothing(pair: tuple[Rig, BlockCache]) -> None:
     for call, error, text in bad:
         with pytest.raises(error, match=text):
             call()
-        assert state(cache) == before
+        assert cache_state(cache) == before
         cache.check()
 
 
@@ -325,7 +300,7 @@ def test_pitfall_23_a_failed_store_is_never_visible(call: str, nth: int) -> None
         assert cache.statistics().evicted == 0
 
 
-def test_a_slot_of_a_failed_store_is_not_used_again_while_copies_run(pair: tuple[Rig, BlockCache]) -> None:
+def test_a_slot_of_a_failed_store_is_not_used_again_while_copies_run() -> None:
     """Half of a store is queued behind a gate when it fails: its slots must stay out of use until that has ended."""
     with caches(level="no-batch") as (bench, cache):
         held = bench.stream()
@@ -454,11 +429,11 @@ def test_pitfall_24_eviction_is_all_or_nothing(pair: tuple[Rig, BlockCache]) -> 
     held = bench.stream()
     gate = bench.gate(held)
     cache.load(keys(1, 2), [20, 21], after=held)
-    before = state(cache)
+    before = cache_state(cache)
     for wanted in ((5, 6, 7), (5, 6, 7, 8), (0, 5, 6), (5, 6, 7, 8, 9, 10)):
         with pytest.raises(CapacityError, match="given up"):
             cache.store(keys(*wanted), list(wanted), after=NO_WAIT)
-        assert state(cache) == before
+        assert cache_state(cache) == before
         cache.check()
     cache.store(keys(5, 6), [5, 6], after=NO_WAIT)
     assert cache.lookup(keys(0)) == 0
@@ -473,23 +448,23 @@ def test_a_refusal_of_the_engine_changes_nothing(pair: tuple[Rig, BlockCache], m
     bench, cache = pair
     cache.store(keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(10)
     bench.engine.poll()
-    before = state(cache)
+    before = cache_state(cache)
     monkeypatch.setattr(bench.engine._flights, "_max_in_flight", 0)
     with pytest.raises(CapacityError):
         cache.store(keys(5), [5])
     with pytest.raises(CapacityError):
         cache.load(keys(1), [20])
-    assert state(cache) == before
+    assert cache_state(cache) == before
     monkeypatch.undo()
     simulator: Any = bench.device.simulator
     simulator.faults.fail_call("cuStreamIsCapturing")
     with pytest.raises(kvoffload.DriverError):
         cache.store(keys(5), [5])
-    assert state(cache) == before
+    assert cache_state(cache) == before
     simulator.faults.fail_call("cuStreamIsCapturing")
     with pytest.raises(kvoffload.DriverError):
         cache.load(keys(1), [20])
-    assert state(cache) == before
+    assert cache_state(cache) == before
     cache.check()
 
 
@@ -539,10 +514,10 @@ def test_keys_of_the_request_are_not_evicted_for_it(pair: tuple[Rig, BlockCache]
 
 def test_more_keys_than_the_cache_holds_are_refused(pair: tuple[Rig, BlockCache]) -> None:
     _, cache = pair
-    before = state(cache)
+    before = cache_state(cache)
     with pytest.raises(CapacityError, match="capacity 4"):
         cache.store(keys(*range(5)), list(range(5)))
-    assert state(cache) == before
+    assert cache_state(cache) == before
 
 
 def test_a_policy_of_ones_own() -> None:
@@ -646,171 +621,3 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
     small = min(seconds_per_eviction(1_000, 10_000) for _ in range(3))
     large = seconds_per_eviction(50_000, 100_000)
     assert large < 6 * small + 5e-6, f"{small * 1e6:.2f} us with 1,000 keys, {large * 1e6:.2f} us with 50,000"
-
-
-# against a model
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """A BlockCache beside a plain dictionary in the order of use. Before each rule everything ends that no gate holds."""
-
-    capacity = 5
-    groups = 1
-    factor = 1
-
-    @initialize(seed=st.integers(0, 1000))
-    def start(self, seed: int) -> None:
-        self.device = simulated(seed, "no-batch")
-        self.simulator: Any = self.device.simulator
-        self.context = rig(self.device, planes=2, block_bytes=16, num_blocks=64, num_slots=1)
-        self.bench = self.context.__enter__()
-        layout = KVLayout([self.bench.planes] * self.groups, blocks_per_slot=self.factor)
-        self.engine = OffloadEngine(layout, device=self.device, num_slots=self.capacity * self.groups)
-        self.cache = BlockCache(self.engine)
-        self.model: dict[bytes, tuple[list[int], kvoffload.CacheJob]] = {}  # least recently used first
-        self.loads: list[tuple[bytes, list[int], int, kvoffload.CacheJob]] = []
-        self.gate: Any = None
-        self.held = self.bench.stream()
-        self.expected = {"evicted": 0, "failed": 0}
-
-    def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            self.simulator.faults.clear()
-            if self.gate is not None:
-                self.gate.open()
-            self.engine.drain(10)
-            self.cache.check()
-            whole(self.engine)
-            self.engine.close()
-            self.context.__exit__(None, None, None)
-            self.device.close()
-            assert self.simulator.violations == []
-
-    def ids(self, base: int, count: int) -> Any:
-        """Block ids for `count` keys: the same for every group, as they share their planes."""
-        each = [(base + index) % 32 for index in range(count * self.factor)]
-        return each if self.groups == 1 else [each] * self.groups
-
-    def settle(self) -> None:
-        self.simulator.run_all()
-        self.engine.advance()
-        for name, (_, job) in list(self.model.items()):
-            if job.done and any(each.error is not None for each in job.jobs):
-                del self.model[name]
-                self.expected["failed"] += 1
-
-    def in_use(self, name: bytes) -> bool:
-        reading = any(name == loaded and not job.done for loaded, _, _, job in self.loads)
-        return reading or not self.model[name][1].done
-
-    @rule(numbers=st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True), base=st.integers(0, 31), held=st.booleans())
-    def store(self, numbers: list[int], base: int, held: bool) -> None:
-        self.settle()
-        names = keys(*numbers)
-        new = [name for name in names if name not in self.model]
-        wanted = len(new) - (self.capacity - len(self.model))
-        victims = [name for name in self.model if name not in names and not self.in_use(name)][: max(wanted, 0)]
-        after = self.held if held else NO_WAIT
-        before = state(self.cache)
-        if new and wanted > len(victims):
-            with pytest.raises(CapacityError):
-                self.cache.store(names, self.ids(base, len(names)), after=after)
-            assert state(self.cache) == before
-            return
-        job = self.cache.store(names, self.ids(base, len(names)), after=after)
-        assert job.keys == tuple(new)
-        for name in victims if new else []:
-            del self.model[name]
-            self.expected["evicted"] += 1
-        for name in reversed(new):
-            first = base + names.index(name) * self.factor
-            self.model[name] = ([(first + index) % 32 for index in range(self.factor)], job)
-
-    @rule(nth=st.integers(1, 3))
-    def fail_a_copy_soon(self, nth: int) -> None:
-        self.simulator.faults.clear()
-        self.simulator.faults.fail_call("cuMemcpyAsync", nth=nth)
-        self.simulator.faults.fail_call("cuMemcpy2DAsync", nth=nth)
-
-    @rule()
-    def no_more_failures(self) -> None:
-        self.simulator.faults.clear()
-
-    @rule(numbers=st.lists(st.integers(0, 11), min_size=1, max_size=3), held=st.booleans())
-    def load(self, numbers: list[int], held: bool) -> None:
-        self.settle()
-        names = keys(*numbers)
-        if len(self.loads) * 3 * self.factor + 32 >= 64 - 3 * self.factor:
-            self.finish()
-        target = 32 + len(self.loads) * 3 * self.factor
-        ids = list(range(target, target + len(names) * self.factor))
-        blocks = ids if self.groups == 1 else [ids] * self.groups
-        after = self.held if held else NO_WAIT
-        if not all(name in self.model and self.model[name][1].done for name in names):
-            before = state(self.cache)
-            with pytest.raises(MissingKeyError):
-                self.cache.load(names, blocks, after=after)
-            assert state(self.cache) == before
-            return
-        job = self.cache.load(names, blocks, after=after)
-        for at, name in enumerate(names):
-            self.loads.append((name, self.model[name][0], target + at * self.factor, job))
-        self.use(names)
-
-    def use(self, names: Sequence[bytes]) -> None:
-        for name in reversed(names):
-            if name in self.model:
-                self.model[name] = self.model.pop(name)
-
-    @rule(numbers=st.lists(st.integers(0, 11), max_size=4))
-    def touch(self, numbers: list[int]) -> None:
-        self.settle()
-        self.cache.touch(keys(*numbers))
-        self.use(keys(*numbers))
-
-    @precondition(lambda self: self.gate is None)
-    @rule()
-    def shut(self) -> None:
-        self.gate = self.bench.gate(self.held)
-
-    @rule()
-    def finish(self) -> None:
-        """Open the gate, let everything end, compare the bytes of the loads."""
-        if self.gate is not None:
-            self.gate.open()
-            self.gate = None
-        self.engine.drain(10)
-        self.settle()
-        for _, sources, target, job in self.loads:
-            if all(each.error is None for each in job.jobs):
-                for offset, source in enumerate(sources):
-                    assert (self.bench.block(target + offset) == source + 1).all()
-        self.loads.clear()
-        self.engine.poll()
-
-    @invariant()
-    def agrees(self) -> None:
-        if not hasattr(self, "cache"):
-            return
-        self.settle()
-        self.cache.check()
-        assert list(self.cache._policy) == list(self.model)
-        for name, (_, job) in self.model.items():
-            assert self.cache.lookup([name]) == int(job.done)
-        statistics = self.cache.statistics()
-        assert (statistics.evicted, statistics.failed) == (self.expected["evicted"], self.expected["failed"])
-        assert statistics.resident == sum(job.done for _, job in self.model.values())
-
-
-class GroupedCacheMachine(CacheMachine):
-    groups = 2
-    factor = 2
-
-
-_MACHINE_SETTINGS = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestCacheAgainstModel = CacheMachine.TestCase
-TestCacheAgainstModel.settings = _MACHINE_SETTINGS
-TestGroupedCacheAgainstModel = GroupedCacheMachine.TestCase
-TestGroupedCacheAgainstModel.settings = settings(_MACHINE_SETTINGS, max_examples=25)

@@ -1,4 +1,4 @@
-"""Opening, embedding, threads and contexts, allocations, and closing in any order."""
+"""Opening, embedding, threads and contexts, allocations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from strategies import engine_on
 
 import kvoffload
-from kvoffload import NO_WAIT, ClosedError, DeviceBuffer, KVLayout, LayoutError, OffloadEngine, Plane
+from kvoffload import NO_WAIT, DeviceBuffer, KVLayout, LayoutError, OffloadEngine, Plane
 from kvoffload.memory import address_of
-from kvoffload.testing import SimulatedDriver, SimulatorError, check_clean_close, leak_check
+from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
 
 
 def current_context(simulator: SimulatedDriver) -> int:
@@ -25,11 +26,6 @@ def new_context(simulator: SimulatedDriver, device: int = 0) -> int:
     if simulator.bindings_version < (13, 0):
         return int(simulator.cuCtxCreate(0, device)[1])
     return int(simulator.cuCtxCreate(None, 0, device)[1])
-
-
-def engine_on(device: kvoffload.Device, **options: Any) -> OffloadEngine:
-    layout = KVLayout([device.allocate_planes(4, block_bytes=64, num_blocks=8)])
-    return OffloadEngine(layout, device=device, num_slots=8, **options)
 
 
 def in_thread(action: Callable[[], object]) -> None:
@@ -298,128 +294,12 @@ def test_a_slab_needs_planes(device: kvoffload.Device, count: int) -> None:
 
 
 def test_pitfall_37_separate_allocations_at_one_stride_do_not_fold_in_an_engine(any_device: kvoffload.Device) -> None:
-    """Three planes that a fold by address alone would take for one run."""
+    """Planes that a fold by address alone would take for runs."""
     buffers = [any_device.allocate(1 << 16) for _ in range(12)]
     addresses = sorted(buffer.address for buffer in buffers)
     planes = [Plane(address, block_bytes=64, num_blocks=4) for address in addresses]
-    assert "12 planes do not fold" not in repr(KVLayout([planes])) or len(set(np.diff(addresses))) > 6
+    assert "do not fold" not in repr(KVLayout([planes]))  # any two rising addresses make a run
     with OffloadEngine(KVLayout([planes]), device=any_device, num_slots=4) as engine:
         assert "12 planes do not fold (12 operations a block)" in repr(engine)
         for copier in ("strided", "loop"):
             engine.store(range(4), range(4), after=NO_WAIT, copier=copier).wait(10)
-
-
-# closing
-
-
-def test_close_in_every_order(seed: int) -> None:
-    for order in ("engine first", "device first", "buffer first", "device only"):
-        device = kvoffload.open_device(backend="simulated", seed=seed)
-        engine, buffer = engine_on(device), device.allocate(64)
-        slots = engine.slots
-        engine.store(range(8), range(8))
-        if order == "engine first":
-            engine.close()
-        elif order == "buffer first":
-            buffer.close()
-        check_clean_close(device)
-        engine.close()
-        buffer.close()
-        device.close()
-        assert (device.closed, slots.shape) == (True, (8, 4096))
-
-
-def test_a_closed_device_refuses_every_use_and_says_so(seed: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
-    engine, buffer = engine_on(device), device.allocate(64)
-    check_clean_close(device)
-    layout = engine.layout
-    for use in (
-        lambda: device.allocate(5),
-        lambda: device.allocate_planes(1, block_bytes=1, num_blocks=1),
-        lambda: OffloadEngine(layout, device=device, num_slots=1),
-        lambda: engine.store([0], [0]),
-        buffer.to_numpy,
-        device.reclaim,
-        device.current,
-    ):
-        with pytest.raises(ClosedError, match="closed"):
-            use()
-
-
-def test_a_close_that_runs_out_of_time_frees_nothing_and_can_be_repeated(device: kvoffload.Device) -> None:
-    engine = engine_on(device)
-    word = engine.slots[7, :4].view(np.uint32)
-    word[0] = 0
-    with device.current():
-        gate = device.driver.stream_create(0)
-        device.driver.call("cuStreamWaitValue32", gate, address_of(word), 1, 0)
-    engine.store([0], [0], after=gate)
-    with pytest.raises(TimeoutError):
-        device.close(timeout=0.05)
-    assert not device.closed
-    assert device.simulator.leaks()["registered_ranges"] == 1
-    word[0] = 1
-    engine.drain(10)
-    with device.current():
-        device.driver.stream_destroy(gate)
-
-
-def test_garbage_engines_are_taken_apart_at_the_next_chance(device: kvoffload.Device) -> None:
-    with leak_check(device):
-        for _ in range(3):
-            engine = engine_on(device)
-            engine.store([0], [0])
-            del engine
-        gc.collect()
-        deadline = 200
-        while device.simulator.leaks()["registered_ranges"] and deadline:
-            device.reclaim()
-            gc.collect()
-            deadline -= 1
-        assert deadline
-
-
-def test_an_error_inside_with_still_closes(seed: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
-
-    def fail() -> None:
-        with device, engine_on(device) as engine:
-            engine.store([0], [0])
-            raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        fail()
-    assert device.closed
-    assert not any(device.simulator.leaks().values())
-
-
-def test_the_clean_close_check_finds_what_it_should() -> None:
-    device = kvoffload.open_device(backend="simulated")
-    with device.current():
-        stream = device.driver.stream_create(0)
-    with pytest.raises(AssertionError, match="'streams': 1"):
-        check_clean_close(device)
-    assert stream
-    device = kvoffload.open_device(backend="simulated")
-    buffer = device.allocate(64)
-    from kvoffload.driver.simulator import space
-
-    space.view(buffer.address + 64, 1)[:] = 0
-    with pytest.raises(SimulatorError, match="bytes beside the device allocation"):
-        check_clean_close(device)
-
-
-def test_the_leak_check_finds_what_it_should(device: kvoffload.Device) -> None:
-    kept: list[Any] = []
-    with pytest.raises(AssertionError, match=r"device_allocations: 0 before, 1 after"), leak_check(device):
-        kept.append(device.allocate(5))
-    with pytest.raises(AssertionError, match=r"file descriptors: \d+ before"), leak_check(device):
-        kept.append(open("/dev/null"))  # noqa: SIM115
-    kept[-1].close()
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    with pytest.raises(AssertionError, match="threads: "), leak_check(device):
-        thread.start()
-    stop.set()
-    thread.join()

@@ -1,4 +1,4 @@
-"""OffloadEngine: arguments, what a refusal leaves behind, copiers, streams of other libraries, capture, several groups."""
+"""OffloadEngine: arguments, refusals, copiers, streams of other libraries, capture, groups, contexts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,14 @@ def test_pitfall_08_planes_that_share_bytes_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "ids",
-    [[3, 1], (3, 1), np.array([3, 1], np.uint8), np.array([3, 1], np.int32), np.array([9, 3, 9, 1])[1::2], range(3, 0, -2)],
+    [
+        [3, 1],
+        (3, 1),
+        np.array([3, 1], np.uint8),
+        np.array([3, 1], np.int32),
+        np.array([9, 3, 9, 1])[1::2],
+        range(3, 0, -2),
+    ],
     ids=["list", "tuple", "uint8", "int32", "strided", "range"],
 )
 def test_ids_are_whatever_numpy_turns_into_integers(bench: Rig, ids: Any) -> None:
@@ -172,7 +179,9 @@ class _WithProperty:
         self.__cuda_stream__ = (0, handle)
 
 
-@pytest.mark.parametrize("wrap", [int, _WithProtocol, _WithProperty, np.int64], ids=["int", "method", "property", "numpy"])
+@pytest.mark.parametrize(
+    "wrap", [int, _WithProtocol, _WithProperty, np.int64], ids=["int", "method", "property", "numpy"]
+)
 def test_streams_by_handle_or_by_protocol(bench: Rig, wrap: Callable[[int], Any]) -> None:
     stream, reader = bench.stream(), bench.stream()
     gate = bench.gate(stream)
@@ -282,15 +291,26 @@ def test_planes_that_are_not_this_devices_memory_are_refused() -> None:
     with simulated(1) as device:
         buffer = device.allocate(1000)
         with pytest.raises(LayoutError, match=r"groups\[0\]\[0\].*past the end"):
-            OffloadEngine(KVLayout([[Plane(buffer.address, block_bytes=100, num_blocks=11)]]), device=device, num_slots=1)
+            OffloadEngine(
+                KVLayout([[Plane(buffer.address, block_bytes=100, num_blocks=11)]]), device=device, num_slots=1
+            )
         with pytest.raises(LayoutError, match="is not memory of"):
             OffloadEngine(KVLayout([[Plane(64, block_bytes=100, num_blocks=1)]]), device=device, num_slots=1)
-        OffloadEngine(KVLayout([[Plane(buffer.address, block_bytes=100, num_blocks=10)]]), device=device, num_slots=1).close()
+        OffloadEngine(
+            KVLayout([[Plane(buffer.address, block_bytes=100, num_blocks=10)]]), device=device, num_slots=1
+        ).close()
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_slots": 0}, {"num_slots": 2.0}, {"max_in_flight": 0}, {"sm_limit": -1}, {"stream_priority": 3}, {"num_slots": True}],
+    [
+        {"num_slots": 0},
+        {"num_slots": 2.0},
+        {"max_in_flight": 0},
+        {"sm_limit": -1},
+        {"stream_priority": 3},
+        {"num_slots": True},
+    ],
     ids=str,
 )
 def test_bad_options_are_value_errors(options: dict[str, Any]) -> None:
@@ -319,7 +339,8 @@ def test_the_pool_is_exactly_as_large_as_asked_for() -> None:
         with OffloadEngine(layout, device=device, num_slots=7) as engine:
             assert layout.slot_bytes == 12288
             assert engine.slots.shape == (7, 12288)
-            assert (engine.slots.dtype, engine.slots.flags.writeable) == (np.uint8, True)
+            assert engine.slots.dtype == np.uint8
+            assert engine.slots.flags.writeable
             assert engine.statistics().pinned_bytes == 7 * 12288
 
 

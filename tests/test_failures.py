@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,42 +65,53 @@ class Program:
         self.errors: list[Exception] = []
         self.stored: dict[bytes, kvoffload.CacheJob] = {}
 
-    def attempt(self, call: Callable[[], Any]) -> Any:
+    def attempt(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """The call's value, or None if it raised an error of the library's."""
         try:
-            return call()
+            return call(*arguments, **options)
         except KVOffloadError as error:
             self.errors.append(error)
             return None
 
     def run(self, offset: int = 0) -> list[Check]:
         """Stores and loads by every copier, chained, ordered with streams; `offset` picks fresh slots and blocks."""
-        bench, engine = self.bench, self.bench.engine
-        checks = []
-        for index, copier in enumerate(name for name in ("strided", "batch", "loop") if name in engine._copiers):
-            low, slot = 4 * index + offset, 2 * index + offset
-            store = self.attempt(lambda: engine.store([low, low + 1, 30], [slot, slot + 1, 30], copier=copier))  # noqa: B023
-            checks.append(Check(store, (), lambda s=slot: bench.slot(s), 100 + slot, low + 1))
-            load = self.attempt(lambda: engine.load([slot, 20], [low + 2, low + 3], after=self.streams[0], copier=copier))  # noqa: B023
-            checks.append(Check(load, (store,), lambda b=low + 2: bench.block(b), low + 3, low + 1))
-            checks.append(Check(load, (), lambda b=low + 3: bench.block(b), low + 4, 120))
-            if load is not None:
-                self.attempt(lambda: load.order_before(self.streams[1]))  # noqa: B023
+        engine = self.bench.engine
+        copiers = [name for name in ("strided", "batch", "loop") if name in engine._copiers]
+        checks = [
+            check
+            for index, copier in enumerate(copiers)
+            for check in self.there_and_back(copier, 4 * index + offset, 2 * index + offset)
+        ]
         self.attempt(engine.poll)
         self.run_cache(offset)
-        for wait in (engine.drain, self.cache_engine.drain):
-            self.attempt(lambda: wait(10))  # noqa: B023
+        for each in (engine, self.cache_engine):
+            self.attempt(each.drain, 10)
         self.attempt(engine.poll)
         return checks
+
+    def there_and_back(self, copier: str, low: int, slot: int) -> list[Check]:
+        """Store blocks `low` and `low + 1`; load the first of them, and a slot of old, into the next two."""
+        bench, engine = self.bench, self.bench.engine
+        store = self.attempt(engine.store, [low, low + 1, 30], [slot, slot + 1, 30], copier=copier)
+        after = self.streams[0]
+        load = self.attempt(engine.load, [slot, 20], [low + 2, low + 3], after=after, copier=copier)
+        if load is not None:
+            self.attempt(load.order_before, self.streams[1])
+        return [
+            Check(store, (), partial(bench.slot, slot), 100 + slot, low + 1),
+            Check(load, (store,), partial(bench.block, low + 2), low + 3, low + 1),
+            Check(load, (), partial(bench.block, low + 3), low + 4, 120),
+        ]
 
     def run_cache(self, offset: int) -> None:
         for number in range(3):
             key = b"%d" % (number + offset)
-            blocks = [[number], [number + 1]]
-            job = self.attempt(lambda: self.cache.store([key], blocks, after=self.streams[0]))  # noqa: B023
+            job = self.attempt(self.cache.store, [key], [[number], [number + 1]], after=self.streams[0])
             if job is not None:
                 self.stored[key] = job
-        self.attempt(lambda: self.cache.load([b"%d" % offset], [[5], [6]], after=NO_WAIT))
-        self.attempt(lambda: self.cache.lookup([b"%d" % offset]))
+        first = [b"%d" % offset]
+        self.attempt(self.cache.load, first, [[5], [6]], after=NO_WAIT)
+        self.attempt(self.cache.lookup, first)
 
     def verify(self, checks: list[Check], *, all_well: bool) -> None:
         """Every pool is whole; what succeeded is right, and what raised has done nothing."""

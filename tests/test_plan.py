@@ -133,6 +133,15 @@ def test_a_pitch_that_drivers_do_not_promise_is_not_used() -> None:
     assert folded(layout_of([MIB, MIB + allowed, MIB + 2 * allowed])) == [3]
 
 
+def test_a_host_pitch_beyond_the_promise_is_not_used_either() -> None:
+    """Two small planes with a plane of 2 GiB blocks between them in the slot."""
+    small = [Plane(MIB * (1 + index), block_bytes=64, num_blocks=1) for index in range(2)]
+    huge = Plane(1 << 33, block_bytes=MAX_PITCH + 1, num_blocks=1)
+    assert folded(KVLayout([[small[0], huge, small[1]]])) == [1, 1, 1]
+    large = Plane(1 << 33, block_bytes=MAX_PITCH - 64, num_blocks=1)
+    assert folded(KVLayout([[small[0], large, small[1]]])) == [2, 1]
+
+
 def test_one_plane_and_fold_descriptions() -> None:
     def words(*addresses: int) -> str:
         return describe_fold(fold(layout_of(addresses)))

@@ -53,26 +53,20 @@ def test_a_policy_of_the_callers_own_is_used_as_it_is() -> None:
         make_policy("fifo")
 
 
-def seconds_to_evict(name: str, keys: int) -> float:
-    """A full cache of `keys` in which every insertion costs an eviction, `keys` times over."""
+@pytest.mark.parametrize("name", POLICIES)
+def test_pitfall_27_100_000_evictions_take_linear_time(name: str) -> None:
+    """A full cache of 100,000 keys in which every insertion costs an eviction: 0.3 s, and not minutes."""
     policy = make_policy(name)
-    for index in range(keys):
+    for index in range(100_000):
         policy.insert(key(index))
     begin = time.perf_counter()
-    for index in range(keys, 2 * keys):
+    for index in range(100_000, 200_000):
         victims = policy.victims(1, anything)
         assert victims is not None
         policy.remove(victims[0])
         policy.insert(key(index))
-    return time.perf_counter() - begin
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_pitfall_27_100_000_evictions_take_linear_time(name: str) -> None:
-    small = min(seconds_to_evict(name, 10_000) for _ in range(3))
-    large = min(seconds_to_evict(name, 100_000) for _ in range(2))
-    assert large < 10 * small * 4  # quadratic would be 10 times more than linear
-    assert large < 5.0
+        assert time.perf_counter() - begin < 10, f"only {index - 100_000} evictions in 10 seconds"
+    assert len(list(policy)) == 100_000
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -164,11 +164,11 @@ def test_pitfall_16_many_descriptors_go_in_capped_calls_over_several_streams(
 
 def test_pieces_of_one_transfer_run_in_order_between_two_others(any_device: kvoffload.Device) -> None:
     """More operations than one queue holds: a later transfer over the same slots must follow every piece."""
-    layout, buffers = separate_planes(any_device, 40, 60)
-    with OffloadEngine(layout, device=any_device, num_slots=60) as engine:
+    layout, buffers = separate_planes(any_device, 40, 30)
+    with OffloadEngine(layout, device=any_device, num_slots=30) as engine:
         poison(engine.slots)
         mirror = Mirror(engine, buffers)
-        ids = np.arange(60)
+        ids = np.arange(30)
         for copier in ("strided", "loop", "strided"):
             turned = np.roll(ids, 7)
             engine.store(ids, turned, after=NO_WAIT, copier=copier)
@@ -244,6 +244,28 @@ def test_pitfall_11_partial_first_and_last_slots(any_device: kvoffload.Device, f
         if unused:  # the last slot's other sub-blocks are as they were
             last = engine.slots[16 // factor, : 3 * factor * 40].reshape(3, factor, 40)
             assert (last[:, factor - unused :] == 0xB7).all()
+
+
+def test_pitfall_10_the_copier_follows_the_size_of_the_operations(any_device: kvoffload.Device) -> None:
+    """One and the same block size of 32 x 64 bytes: what counts is whether it is one operation or 32."""
+    flat = "batch" if any_device.capabilities.flat_batch else "loop"
+    slab = any_device.allocate_planes(32, block_bytes=64, num_blocks=8)
+    interleaved = [
+        Plane(slab[0].address + 64 * index, block_bytes=64, num_blocks=2, block_stride=2048) for index in range(32)
+    ]
+    buffers = [any_device.allocate(512) for _ in range(32)]
+    apart = [Plane(buffer.address, block_bytes=64, num_blocks=8, owner=buffer) for buffer in buffers]
+    for planes, copier, reason in (
+        (slab, "strided", "folds: 32 rows an operation"),
+        (apart, flat, "does not fold"),
+        (slab[::-1], flat, "does not fold"),
+        (interleaved, flat, "1.0 rows an operation"),
+    ):
+        with OffloadEngine(KVLayout([planes]), device=any_device, num_slots=2) as engine:
+            job = engine.store([0, 1], [1, 0], after=NO_WAIT)
+            job.wait(10)
+            assert job.copier == copier
+            assert reason in job.reason or copier == "loop"
 
 
 def test_pitfall_12_groups_have_block_tables_and_sizes_of_their_own(any_device: kvoffload.Device) -> None:

@@ -17,7 +17,7 @@ from helpers import LEVELS, Rig, no_leaks, rig, simulated, whole
 
 from kvoffload import NO_WAIT, CapacityError, TransferError
 from kvoffload.driver import functions
-from kvoffload.flight import MAX_STREAMS
+from kvoffload.streams import MAX_STREAMS
 
 
 def submit_gated(bench: Rig, count: int, blocks_each: int, copier: str | None) -> list[float]:
@@ -37,24 +37,24 @@ def submit_gated(bench: Rig, count: int, blocks_each: int, copier: str | None) -
 
 
 @pytest.mark.parametrize(
-    ("level", "copier"), [("batch", None), ("raw", "batch"), ("no-batch", None), ("no-batch", "loop"), ("batch", "loop")]
+    ("level", "copier"),
+    [("batch", None), ("raw", "batch"), ("no-batch", None), ("no-batch", "loop"), ("batch", "loop")],
 )
 def test_pitfall_06_submission_never_meets_a_full_queue(level: str, copier: str | None) -> None:
     """2000 transfers behind a gate: the driver's queues must not fill, or each submission would wait for the GPU."""
-    with simulated(1, level, queue_depth=1022) as device:
-        with rig(device) as bench:
-            simulator: Any = device.simulator
-            seconds = submit_gated(bench, 2000, blocks_each=3, copier=copier)
-            assert simulator.blocked_submissions == 0
-            assert bench.engine.statistics().in_flight == 2000
-            assert bench.engine.statistics().streams <= MAX_STREAMS
-            assert averages.median(seconds) < 5e-3
-            assert averages.median(seconds[-200:]) < 20 * averages.median(seconds[:200])
-            bench.gates[0].open()
-            bench.engine.drain(60)
-            assert simulator.blocked_submissions == 0
-            whole(bench.engine)
-            assert len(bench.engine.poll()) == 2000
+    with simulated(1, level, queue_depth=1022) as device, rig(device) as bench:
+        simulator: Any = device.simulator
+        seconds = submit_gated(bench, 2000, blocks_each=3, copier=copier)
+        assert simulator.blocked_submissions == 0
+        assert bench.engine.statistics().in_flight == 2000
+        assert bench.engine.statistics().streams <= MAX_STREAMS
+        assert averages.median(seconds) < 5e-3
+        assert averages.median(seconds[-200:]) < 20 * averages.median(seconds[:200])
+        bench.gates[0].open()
+        bench.engine.drain(60)
+        assert simulator.blocked_submissions == 0
+        whole(bench.engine)
+        assert len(bench.engine.poll()) == 2000
     no_leaks(simulator)
 
 
@@ -77,32 +77,32 @@ def test_pitfall_06_large_transfers_are_spread_over_streams() -> None:
         whole(bench.engine)
 
 
+@pytest.mark.timeout(300)
 def test_a_hundred_thousand_queued_small_loads() -> None:
     """All of them end, in order, and the pools stay as small as the limit on jobs in flight makes them."""
     total, target = 100_000, 0
-    with simulated(2) as device:
-        with rig(device, planes=1, block_bytes=16, max_in_flight=1024) as bench:
-            began = time.perf_counter()
-            ended = 0
-            for number in range(total):
-                if number % 997 == 0:
-                    ended += len(bench.engine.poll())
-                try:
-                    bench.engine.load([number % 16], [target], after=NO_WAIT, copier="loop")
-                except CapacityError:
-                    bench.engine.drain(60)
-                    ended += len(bench.engine.poll())
-                    bench.engine.load([number % 16], [target], after=NO_WAIT, copier="loop")
-            bench.engine.drain(60)
-            ended += len(bench.engine.poll())
-            assert ended == total
-            counts = bench.engine.statistics()
-            assert (counts.load.jobs, counts.load.failed) == (total, 0)
-            assert counts.events <= 2 * 1024 + 4 * 1024 + MAX_STREAMS
-            assert counts.streams <= 16
-            assert (bench.block(target) == 100 + (total - 1) % 16).all()
-            whole(bench.engine)
-            assert time.perf_counter() - began < 100  # about 20 on two cores of their own
+    with simulated(2) as device, rig(device, planes=1, block_bytes=16, max_in_flight=1024) as bench:
+        began = time.perf_counter()
+        ended = 0
+        for number in range(total):
+            if number % 997 == 0:
+                ended += len(bench.engine.poll())
+            try:
+                bench.engine.load([number % 16], [target], after=NO_WAIT, copier="loop")
+            except CapacityError:
+                bench.engine.drain(60)
+                ended += len(bench.engine.poll())
+                bench.engine.load([number % 16], [target], after=NO_WAIT, copier="loop")
+        bench.engine.drain(60)
+        ended += len(bench.engine.poll())
+        assert ended == total
+        counts = bench.engine.statistics()
+        assert (counts.load.jobs, counts.load.failed) == (total, 0)
+        assert counts.events <= 2 * 1024 + 4 * 1024 + MAX_STREAMS
+        assert counts.streams <= 16
+        assert (bench.block(target) == 100 + (total - 1) % 16).all()
+        whole(bench.engine)
+        assert time.perf_counter() - began < 100  # about 20 on two cores of their own
     no_leaks(device.simulator)
 
 
@@ -113,37 +113,36 @@ def _held_by_process() -> tuple[int, int]:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 def test_pitfall_30_ten_thousand_transfers_leak_nothing() -> None:
     chance = random.Random(5)
-    with simulated(3) as device:
-        with rig(device, planes=1, block_bytes=16) as bench:
-            simulator: Any = device.simulator
+    with simulated(3) as device, rig(device, planes=1, block_bytes=16) as bench:
+        simulator: Any = device.simulator
 
-            def transfers(count: int) -> None:
-                for number in range(count):
-                    ids = chance.sample(range(16), 2)
-                    if number % 50 == 0:
-                        simulator.faults.fail_call(chance.choice(["cuMemcpyAsync", "cuEventRecord"]))
-                    job = (bench.engine.store if number % 2 else bench.engine.load)(ids, ids, after=NO_WAIT, copier="loop")
-                    if number % 10 == 0:
-                        with suppress(TransferError):
-                            job.order_before(bench.streams[0])
-                    if number % 100 == 0:
-                        bench.engine.drain(10)
-                        bench.engine.poll()
-                bench.engine.drain(10)
-                bench.engine.poll()
-                simulator.faults.clear()
+        def transfers(count: int) -> None:
+            for number in range(count):
+                ids = chance.sample(range(16), 2)
+                if number % 50 == 0:
+                    simulator.faults.fail_call(chance.choice(["cuMemcpyAsync", "cuEventRecord"]))
+                job = (bench.engine.store if number % 2 else bench.engine.load)(ids, ids, after=NO_WAIT, copier="loop")
+                if number % 10 == 0:
+                    with suppress(TransferError):
+                        job.order_before(bench.streams[0])
+                if number % 100 == 0:
+                    bench.engine.drain(10)
+                    bench.engine.poll()
+            bench.engine.drain(10)
+            bench.engine.poll()
+            simulator.faults.clear()
 
-            bench.stream()
-            transfers(2000)
-            before = (simulator.leaks(), _held_by_process(), bench.engine.statistics())
-            transfers(10_000)
-            after = (simulator.leaks(), _held_by_process(), bench.engine.statistics())
-            assert after[1] == before[1], "file descriptors and threads"
-            for kind in ("device_allocations", "registered_ranges", "host_allocations", "contexts"):
-                assert after[0][kind] == before[0][kind]
-            assert after[2].events - before[2].events <= 100, "pools grow with what is in flight at once, not with time"
-            assert after[2].streams - before[2].streams <= 2
-            whole(bench.engine)
+        bench.stream()
+        transfers(2000)
+        before = (simulator.leaks(), _held_by_process(), bench.engine.statistics())
+        transfers(10_000)
+        after = (simulator.leaks(), _held_by_process(), bench.engine.statistics())
+        assert after[1] == before[1], "file descriptors and threads"
+        for kind in ("device_allocations", "registered_ranges", "host_allocations", "contexts"):
+            assert after[0][kind] == before[0][kind]
+        assert after[2].events - before[2].events <= 100, "pools grow with what is in flight at once, not with time"
+        assert after[2].streams - before[2].streams <= 2
+        whole(bench.engine)
     no_leaks(simulator)
 
 

@@ -7,7 +7,7 @@ loop      flat copies one by one: cuMemcpyAsync; works with every driver
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.loop import LoopCopier
@@ -15,8 +15,19 @@ from kvoffload.copiers.strided import StridedCopier
 from kvoffload.driver import Capabilities, Driver, SourceOrder
 from kvoffload.errors import CapabilityError
 from kvoffload.plan import TransferPlan
+from kvoffload.streams import LONGEST_TRANSFER
 
-__all__ = ["BatchCopier", "Choice", "Copier", "LoopCopier", "StridedCopier", "choose", "make_copiers", "why_not"]
+__all__ = [
+    "BatchCopier",
+    "Choice",
+    "Copier",
+    "LoopCopier",
+    "StridedCopier",
+    "check_copier",
+    "choose",
+    "make_copiers",
+    "why_not",
+]
 
 # A strided operation costs 1.5 us on the copy engine before its rows, a flat copy of a chunked batch 0.45 to 0.6 us.
 STRIDED_MIN_ROWS = 4
@@ -76,26 +87,26 @@ def why_not(capabilities: Capabilities) -> dict[str, str | None]:
 
 
 def choose(plan: TransferPlan, copiers: dict[str, Copier], forced: str | None, capabilities: Capabilities) -> Choice:
-    """The copier for a plan: the forced one, else strided where it folds, else batch, else the loop.
-
-    Raises:
-        ValueError: `forced` names no copier.
-        CapabilityError: the forced copier cannot run here; it is never replaced silently.
-    """
+    """The copier for a plan: the forced one (see `check_copier`), strided where it folds, else batch, else loop."""
     if forced is not None:
-        return Choice(_forced(forced, copiers, capabilities), "asked for by name")
+        return Choice(copiers[forced], "asked for by name")
     rows = plan.row_count / len(plan)
-    if rows >= STRIDED_MIN_ROWS:
-        return Choice(copiers["strided"], f"folds: {rows:.0f} rows an operation, no SM")
-    if "batch" in copiers:
-        return Choice(copiers["batch"], f"does not fold: {rows:.1f} rows an operation")
-    return Choice(copiers["loop"], f"does not fold, and {why_not(capabilities)['batch']}")
+    if "batch" not in copiers:
+        name = "strided" if rows > 1 else "loop"
+        return Choice(copiers[name], f"{rows:.1f} rows an operation, and {why_not(capabilities)['batch']}")
+    if len(plan) > LONGEST_TRANSFER:
+        return Choice(copiers["batch"], f"{len(plan)} strided operations are too many for the driver's queues")
+    if rows < STRIDED_MIN_ROWS:
+        return Choice(copiers["batch"], f"only {rows:.1f} rows an operation: flat copies are cheaper")
+    return Choice(copiers["strided"], f"folds: {rows:.0f} rows an operation")
 
 
-def _forced(name: str, copiers: dict[str, Copier], capabilities: Capabilities) -> Copier:
+def check_copier(name: Any, capabilities: Capabilities) -> None:
+    """Raise ValueError if `name` names no copier, CapabilityError if that one cannot run here; None is right."""
     missing = why_not(capabilities)
-    if name not in missing:
+    if name is None:
+        return
+    if not isinstance(name, str) or name not in missing:
         raise ValueError(f"copier must be one of {', '.join(missing)} or None, got {name!r}")
     if missing[name] is not None:
         raise CapabilityError(f"copier={name!r} cannot run here: {missing[name]}; the loop copier works")
-    return copiers[name]

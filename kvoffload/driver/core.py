@@ -17,7 +17,6 @@ NOT_READY = 600  # CUDA_ERROR_NOT_READY: the answer "not yet" of the query calls
 LEGACY_STREAM = (
     1  # CU_STREAM_LEGACY: handle 0 may mean the per-thread stream (CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM)
 )
-PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
 _FROM_THE_FIRST = [0]  # cuMemcpyBatchAsync: the one set of attributes holds from copy 0 on
 DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -41,6 +40,7 @@ class Driver:
         self.api = api
         self.bindings_version = bindings_version
         self.simulated = simulated
+        self._relaxed: Any = None
         self.use_raw = False  # set once, by the capability probe
 
     def has(self, name: str) -> bool:
@@ -87,6 +87,17 @@ class Driver:
     def current_context(self) -> int:
         """The calling thread's context, 0 for none."""
         return int(self.call("cuCtxGetCurrent"))
+
+    def relax_capture_mode(self) -> Any:
+        """Let this thread make any call while streams are captured; the mode before, for `restore_capture_mode`."""
+        if self._relaxed is None:
+            from cuda.bindings.driver import CUstreamCaptureMode
+
+            self._relaxed = CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        return self.call("cuThreadExchangeStreamCaptureMode", self._relaxed)
+
+    def restore_capture_mode(self, mode: Any) -> None:
+        self.call("cuThreadExchangeStreamCaptureMode", mode)
 
     # streams and events -------------------------------------------------------------------------------------------
 
@@ -168,6 +179,7 @@ class Driver:
     def copy_to_device(self, target: int, source: int, nbytes: int) -> None:
         """Synchronous copy from any host memory, ordered with the legacy default stream."""
         self.call("cuMemcpyHtoD", target, source, nbytes)
+        self.stream_synchronize(LEGACY_STREAM)  # from pageable memory the call returns when the bytes are staged
 
     def copy_to_host(self, target: int, source: int, nbytes: int) -> None:
         """Synchronous copy to any host memory, ordered with the legacy default stream."""

@@ -20,6 +20,7 @@ REQUIRED = (
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
     "cuCtxSynchronize",
+    "cuThreadExchangeStreamCaptureMode",
     "cuCtxGetStreamPriorityRange",
     # memory
     "cuMemGetInfo",
@@ -53,7 +54,6 @@ OPTIONAL = (
     "cuMemcpyBatchAsync",  # CUDA 12.8; the 13.x bindings bind only the 13.0 entry point
     "cuMemcpy3DBatchAsync",  # the same
     "cuStreamWaitValue32",  # stream memory operations: a device attribute says whether they work
-    "cuStreamWriteValue32",
 )
 
 RAW = (

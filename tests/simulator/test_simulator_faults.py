@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 from program import (
+    ANY,
     ILLEGAL_ADDRESS,
     Program,
     R,
     program_fixture,  # noqa: F401
 )
+
+from kvoffload.driver.simulator import space
 
 
 def test_a_planned_call_fails_once_and_before_it_did_anything(program: Program) -> None:
@@ -98,4 +102,20 @@ def test_a_faulting_copy_leaves_half_a_target_and_a_lost_context(program: Progra
     program.sim.cuStreamWaitEvent(waiting, event, 0)
     assert program.status("cuStreamSynchronize", waiting) == ILLEGAL_ADDRESS
     assert 0 < view.sum() < 64
+    assert program.sim.pending_operations() == 0
+
+
+def test_a_dropped_copy_never_reads_its_source_early(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target, stream = program.host(64), program.device(64), program.stream()
+    program.gate(stream)
+    program.sim.scheduler.drift_probability = 0
+    for _ in range(20):  # every third is to be read early
+        assert program.batch([(target, source, 64)], stream, ANY) == R.CUDA_SUCCESS
+    reads: list[Any] = []
+    monkeypatch.setattr(space, "rows", lambda *given: reads.append(given))
+    program.sim.faults.sticky(at_call=1)
+    assert program.status("cuMemGetInfo") == ILLEGAL_ADDRESS
+    for _ in range(64):
+        program.sim.scheduler.step()
+    assert reads == []  # by now the source may be unmapped: reading it would end the process
     assert program.sim.pending_operations() == 0

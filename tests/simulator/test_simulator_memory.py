@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cuda.bindings import driver as cuda
 from program import (
     Program,
     R,
@@ -105,3 +106,29 @@ def test_a_wild_address_is_an_error_not_a_crash(program: Program) -> None:
         assert program.batch([(pointer, wild, 64)], stream) == R.CUDA_ERROR_INVALID_VALUE
     assert program.sim.pending_operations() == 0
     program.ok("cuStreamSynchronize", stream)  # nothing of it is sticky
+
+
+def test_a_staged_copy_reaches_the_device_in_the_order_of_the_legacy_stream(program: Program) -> None:
+    program.sim.staged_copies = True
+    program.sim.scheduler.drift_probability = 0
+    source, back, pointer = np.full(64, 7, np.uint8), np.zeros(64, np.uint8), program.device(64, 0)
+    program.ok("cuMemcpyHtoD", pointer, source, 64)
+    source[:] = 9
+    assert (program.bytes(pointer, 64) == 0).all()
+    program.ok("cuMemcpyDtoH", back, pointer, 64)
+    assert (back == 7).all()
+    pinned = program.host(64, 5)
+    program.ok("cuMemcpyHtoD", pointer, pinned, 64)
+    assert (program.bytes(pointer, 64) == 5).all()
+
+
+def test_pointers_are_described(program: Program) -> None:
+    kind, ordinal = (
+        cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+        cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+    )
+    pointer, address = program.device(64), program.host(64)
+    assert program.ok("cuPointerGetAttribute", kind, int(pointer) + 63) == cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    assert program.ok("cuPointerGetAttribute", kind, address) == cuda.CUmemorytype.CU_MEMORYTYPE_HOST
+    assert program.ok("cuPointerGetAttribute", ordinal, pointer) == 0
+    assert program.sim.cuPointerGetAttribute(kind, 16) == (R.CUDA_ERROR_INVALID_VALUE, None)

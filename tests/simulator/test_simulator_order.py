@@ -50,7 +50,7 @@ def test_words_are_checked(program: Program) -> None:
     stream, address = program.stream(), program.host(8)
     assert program.status("cuStreamWaitValue32", stream, address + 2, 0, 0) == R.CUDA_ERROR_INVALID_VALUE
     assert program.status("cuStreamWaitValue32", stream, address + 8, 0, 0) == R.CUDA_ERROR_INVALID_VALUE
-    program.sim.attributes[int(cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1)] = 0
+    program.sim.attributes[int(cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS)] = 0
     assert program.status("cuStreamWaitValue32", stream, address, 0, 0) == R.CUDA_ERROR_NOT_SUPPORTED
 
 
@@ -194,3 +194,33 @@ def test_use_after_destroy_is_found() -> None:
     assert program.status("cuEventDestroy", event) == R.CUDA_ERROR_INVALID_HANDLE
     assert program.status("cuEventQuery", 0x1234560) == R.CUDA_ERROR_INVALID_HANDLE  # never was one: only an error
     assert len(program.sim.violations) == 2
+
+
+def test_events_close_together_are_no_time_apart(program: Program) -> None:
+    stream, start, end = program.stream(), program.event(), program.event()
+    program.ok("cuEventRecord", start, stream)
+    program.ok("cuEventRecord", end, stream)
+    program.ok("cuStreamSynchronize", stream)
+    assert program.ok("cuEventElapsedTime", start, end) == 0
+
+
+@pytest.mark.parametrize("per_thread", [False, True])
+def test_handle_0_is_the_stream_that_the_environment_says(monkeypatch: pytest.MonkeyPatch, per_thread: bool) -> None:
+    monkeypatch.setenv("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM", str(int(per_thread)))
+    program = Program()
+    release = program.gate(program.stream(0))  # only the legacy stream waits for this one
+    event = program.event()
+    program.ok("cuEventRecord", event, 0)
+    program.sim.run_all()
+    assert (program.status("cuEventQuery", event) == R.CUDA_SUCCESS) == per_thread
+    release()
+    program.ok("cuEventRecord", event, LEGACY)
+    program.ok("cuEventSynchronize", event)
+
+
+def test_an_eager_device_is_done_before_the_call_returns(program: Program) -> None:
+    program.sim.scheduler.drift_probability = 1
+    stream, pointer = program.stream(), program.device(8, 0)
+    for byte in range(20):
+        program.ok("cuMemsetD8Async", pointer, byte, 8, stream)
+        assert (program.bytes(pointer, 8) == byte).all()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from cuda.bindings import driver as cuda
 from program import (
     ANY,
     DURING_API_CALL,
+    PER_THREAD,
     Program,
     R,
     attributes,
@@ -51,3 +55,30 @@ def test_structures_are_laid_out_as_the_installed_bindings_lay_them_out() -> Non
     assert seen.tolist() == (9, 10, 4, 0x33, 0x11, 5, 11, 12, 4, 0x44, 0x22, 6, 3, 4)
     assert (copies.OPERATION_DTYPE.itemsize, copies.RECTANGLE_DTYPE.itemsize) == (112, 128)
     assert copies.order_at(int(attributes(DURING_API_CALL).getPtr())) == int(DURING_API_CALL)
+
+
+def test_stream_memory_operations_are_announced_as_a_hopper_gpu_announces_them(program: Program) -> None:
+    names = cuda.CUdevice_attribute
+    assert program.ok("cuDeviceGetAttribute", names.CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1, 0) == 0
+    assert program.ok("cuDeviceGetAttribute", names.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, 0) == 1
+    program.gate(program.stream())()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("cuPointerGetAttribute", (2, 16), AttributeError),  # the number of CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        ("cuEventQuery", (-1,), OverflowError),
+        ("cuMemAlloc", (-1,), OverflowError),
+        ("cuMemAlloc", (None,), TypeError),
+        ("cuMemcpyAsync", (-8, 16, 4, PER_THREAD), OverflowError),
+        ("cuStreamWaitValue32", (PER_THREAD, 16, -1, 0), OverflowError),
+        ("cuStreamWriteValue32", (PER_THREAD, 16, 1 << 32, 0), OverflowError),
+    ],
+)
+def test_arguments_are_refused_as_the_bindings_refuse_them(
+    program: Program, name: str, arguments: tuple[Any, ...], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        program.status(name, *arguments)
+    assert program.status("cuDeviceGet", -1) == R.CUDA_ERROR_INVALID_DEVICE

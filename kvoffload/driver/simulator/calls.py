@@ -65,20 +65,30 @@ def driver_call(
 FAIL_INDEX = -1
 
 
-def integer(value: Any) -> int:
-    """An integer argument; the handle types and None count as integers, as in the bindings."""
+def integer(value: Any, *, signed: bool = False) -> int:
+    """A handle, an address or a flag; the handle types and None count as integers, as in the bindings."""
     if value is None:
         return 0
     if isinstance(value, str | bytes | float):
         raise TypeError("an integer is required")
-    return int(value)
+    number = int(value)
+    if number < 0 and not signed:
+        raise OverflowError("can't convert negative value to unsigned PY_LONG_LONG")
+    return number
 
 
 def size(value: Any) -> int:
     """A size_t argument."""
+    if value is None:
+        raise TypeError("an integer is required")
+    return integer(value)
+
+
+def word(value: Any) -> int:
+    """A cuuint32_t argument."""
     number = integer(value)
-    if number < 0:
-        raise OverflowError("can't convert negative value to size_t")
+    if number > 0xFFFFFFFF:
+        raise OverflowError("value too large to convert to uint32_t")
     return number
 
 
@@ -119,6 +129,7 @@ class Core:
         self.streams: HandleTable[Stream] = HandleTable(0x6_0000_0000)
         self.events: HandleTable[Event] = HandleTable(0x7_0000_0000)
         self.initialized = False
+        self.per_thread_default = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
         self._local = threading.local()
         self._pid = os.getpid()
 
@@ -198,9 +209,9 @@ class Core:
     def stream(self, handle: Any) -> Stream:
         """The stream of a handle, the default streams included; raises RefusedError."""
         number = integer(handle)
-        if number in (0, LEGACY):
+        if number == LEGACY or (number == 0 and not self.per_thread_default):
             return self.context().legacy
-        if number == PER_THREAD:
+        if number in (0, PER_THREAD):
             return self.context().per_thread()
         if self.streams.is_stale(number):
             self.violate(f"stream {number:#x} used after it was destroyed")

@@ -24,6 +24,7 @@ from kvoffload.driver.simulator.operations import (
     Descriptors,
     FillOperation,
     LinearCopy,
+    Operation,
 )
 
 CAPTURE_UNSUPPORTED = cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
@@ -43,6 +44,8 @@ class Sides(NamedTuple):
 
 
 class CopyCalls(Core):
+    staged_copies = False
+
     @driver_call()
     def cuMemcpyHtoD(self, dstDevice: Any, srcHost: Any, ByteCount: int) -> Any:
         target, source, nbytes = integer(dstDevice), space.host_address(srcHost), size(ByteCount)
@@ -160,15 +163,25 @@ class CopyCalls(Core):
         return stream
 
     def _copy_now(self, target: int, source: int, nbytes: int, device: int, host: int) -> Any:
-        """A synchronous copy: it goes through the legacy default stream, and is over when the call returns."""
+        """A synchronous copy: it goes through the legacy default stream, and is over when the call returns.
+
+        With `staged_copies`, one from pageable memory to the device returns once its bytes are staged, as CUDA's
+        documentation allows: the device gets them later, in the order of the legacy stream.
+        """
         if nbytes == 0:
             return None
         on_device, on_host = self.memory.at(device), self.memory.at(host)
         if on_device is None or (on_host is not None and on_host.on_device):
             return INVALID_VALUE
         stream = self.context().legacy
+        staged = self.staged_copies and on_host is None and target == device
+        if staged:
+            self.finish(stream, self.submit(stream, Operation()), "a synchronous copy")
         serial = self._submit_linear(stream, target, source, nbytes)
-        self.finish(stream, serial, "a synchronous copy")
+        if staged:
+            self.scheduler.drift()
+        else:
+            self.finish(stream, serial, "a synchronous copy")
         return None
 
     def _submit_linear(self, stream: Stream, target: int, source: int, nbytes: int) -> int:

@@ -18,9 +18,6 @@ CONTEXT_IS_DESTROYED = cuda.CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED
 GREATEST_PRIORITY = -5
 
 _A = cuda.CUdevice_attribute
-_MEMORY_OPERATIONS = [
-    value for name, value in _A.__members__.items() if "STREAM_MEM_OPS" in name or "STREAM_WAIT_VALUE" in name
-]
 
 
 def default_attributes() -> dict[int, int]:
@@ -43,8 +40,10 @@ def default_attributes() -> dict[int, int]:
         _A.CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID: 0,
         _A.CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID: 0,
         _A.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID: 0,
+        # Stream memory operations: driver 580 on an H200 answers 0 to the attributes of the first version (92 to 94).
+        _A.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: 1,
+        _A.CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR: 1,
     }
-    attributes.update(dict.fromkeys(_MEMORY_OPERATIONS, 1))
     return {int(key): value for key, value in attributes.items()}
 
 
@@ -174,7 +173,7 @@ class DeviceCalls(Core):
         return (0, GREATEST_PRIORITY)
 
     def _ordinal(self, dev: Any) -> int:
-        ordinal = integer(dev)
+        ordinal = integer(dev, signed=True)
         if not 0 <= ordinal < self.device_count:
             raise RefusedError(INVALID_DEVICE)
         return ordinal

@@ -52,13 +52,13 @@ class MemoryCalls(Core):
 
     @driver_call(values=1)
     def cuPointerGetAttribute(self, attribute: Any, ptr: Any) -> Any:
-        region = self.memory.at(integer(ptr))
+        number, region = attribute.value, self.memory.at(integer(ptr))  # unlike elsewhere: no plain integer
         if region is None:
             return INVALID_VALUE
-        if attribute == cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+        if number == cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
             kinds = cuda.CUmemorytype
             return (kinds.CU_MEMORYTYPE_DEVICE if region.on_device else kinds.CU_MEMORYTYPE_HOST,)
-        if attribute == cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+        if number == cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
             return (region.context.device,)
         return INVALID_VALUE
 

@@ -22,6 +22,7 @@ BYTES_PER_MICROSECOND = 50_000
 FLAT_COPIES_PER_PLACE = 23
 MICROSECONDS_PER_COPY = 1.0
 MICROSECONDS_PER_MARKER = 0.25
+EVENT_RESOLUTION = 0.5  # microseconds
 
 _ORDER = cuda.CUmemcpySrcAccessOrder
 STREAM = int(_ORDER.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
@@ -58,8 +59,13 @@ class Operation:
         """Do the work; the microseconds that it took."""
         return MICROSECONDS_PER_MARKER
 
+    def end(self) -> None:
+        """The operation has left its queue, whether it ran or was dropped."""
+
 
 class RecordOperation(Operation):
+    """Notes the time, in the steps that CUDA's events have: two that are close together are 0 apart."""
+
     __slots__ = ("clock", "record")
     places = 0
 
@@ -69,7 +75,7 @@ class RecordOperation(Operation):
         self.clock = clock
 
     def run(self) -> float:
-        self.record.microseconds = self.clock()
+        self.record.microseconds = self.clock() // EVENT_RESOLUTION * EVENT_RESOLUTION
         return MICROSECONDS_PER_MARKER
 
 
@@ -274,3 +280,7 @@ class CopyOperation(Operation):
         if self.fault:
             raise DeviceFaultError("an injected fault")
         return MICROSECONDS_PER_COPY * len(self.parts) + sum(p.nbytes for p in self.parts) / BYTES_PER_MICROSECOND
+
+    def end(self) -> None:
+        for part in self.parts:  # a dropped copy must not be read early when its source is long gone
+            part.done = True

@@ -42,6 +42,7 @@ class Scheduler:
         self.microseconds = 0.0
         self.pending = 0  # queued operations in all streams
         self.deadlock_seconds = deadlock_seconds
+        self.drift_probability = DRIFT_PROBABILITY
         self._faults = faults
         self._condition = condition
         self._runnable: list[Stream] = []
@@ -94,7 +95,7 @@ class Scheduler:
 
     def drift(self) -> None:
         """Now and then let something run: work may start as soon as it is submitted."""
-        if self.pending and self.chance.random() < DRIFT_PROBABILITY:
+        if self.pending and self.chance.random() < self.drift_probability:
             self.step()
 
     def poll(self) -> None:
@@ -180,6 +181,7 @@ class Scheduler:
         for region in operation.regions:
             region.pending -= 1
         stream.completed += 1
+        operation.end()
         if stream.waiters:
             self._wake(stream)
         if stream.destroyed and not stream.queue:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from kvoffload.driver.simulator.calls import INVALID_HANDLE, INVALID_VALUE, Core, driver_call, integer
+from kvoffload.driver.simulator.calls import INVALID_HANDLE, INVALID_VALUE, Core, Needs, driver_call, integer, word
 from kvoffload.driver.simulator.contexts import LEGACY, Capture, Event, Record, Stream
 from kvoffload.driver.simulator.errors import RefusedError
 from kvoffload.driver.simulator.memory import Region
@@ -25,7 +25,7 @@ CAPTURED_EVENT = _R.CUDA_ERROR_CAPTURED_EVENT
 CAPTURE_UNSUPPORTED = _R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 DISABLE_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-MEMORY_OPERATIONS = 92  # CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1
+MEMORY_OPERATIONS = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 
 
 class StreamCalls(Core):
@@ -135,16 +135,16 @@ class StreamCalls(Core):
 
     @driver_call()
     def cuStreamWaitValue32(self, stream: Any, addr: Any, value: Any, flags: int) -> Any:
-        target = self._memory_operation_stream(stream)
+        target, number = self._memory_operation_stream(stream), word(value)
         regions, address = self._word(addr)
-        self.submit(target, WaitValueOperation(regions, address, integer(value) & 0xFFFFFFFF, integer(flags)))
+        self.submit(target, WaitValueOperation(regions, address, number, integer(flags)))
         self.scheduler.drift()
 
     @driver_call()
     def cuStreamWriteValue32(self, stream: Any, addr: Any, value: Any, flags: int) -> Any:
-        target = self._memory_operation_stream(stream)
+        target, number = self._memory_operation_stream(stream), word(value)
         regions, address = self._word(addr)
-        self.submit(target, WriteValueOperation(regions, address, integer(value) & 0xFFFFFFFF))
+        self.submit(target, WriteValueOperation(regions, address, number))
         self.scheduler.drift()
 
     # Capture
@@ -177,6 +177,13 @@ class StreamCalls(Core):
         status = cuda.CUstreamCaptureStatus
         active = stream.capture is not None
         return (status.CU_STREAM_CAPTURE_STATUS_ACTIVE if active else status.CU_STREAM_CAPTURE_STATUS_NONE,)
+
+    @driver_call(values=1, needs=Needs.DRIVER)
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        modes = cuda.CUstreamCaptureMode
+        before = getattr(self._local, "capture_mode", modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
+        self._local.capture_mode = modes(int(mode))
+        return (before,)
 
     # Shared
 

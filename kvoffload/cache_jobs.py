@@ -1,0 +1,77 @@
+"""The transfers of one call to a cache: a job per group of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvoffload.jobs import Job, TransferResult
+from kvoffload.teardown import run_all
+
+
+class CacheTransfer:
+    """Listens to the jobs of one store or load, a job per group, and finishes when all of them have ended.
+
+    The submission counts as unfinished work, too: a group's job may end before the next group's has taken off.
+    """
+
+    def __init__(self, finish: Callable[[bool], None]) -> None:
+        self._finish = finish
+        self._unfinished = 1
+        self._failed = False
+        self.took_off = False  # whether copies may be under way
+
+    def boarded(self, job: Job) -> None:  # noqa: ARG002
+        self.took_off = True
+        self._unfinished += 1
+
+    def ended(self, job: Job) -> None:
+        self.submitted(failed=job.error is not None)
+
+    def submitted(self, *, failed: bool = False) -> None:
+        """No further job will come; also the end of each job."""
+        self._failed |= failed
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self._finish(self._failed)
+
+
+class CacheJob:
+    """The transfers of one `BlockCache.store` or `load`: one job per group, none if there was nothing to copy.
+
+    Attributes:
+        keys: the keys whose blocks are being copied.
+        jobs: the engine's jobs.
+    """
+
+    def __init__(self, keys: tuple[bytes, ...], jobs: tuple[Job, ...]) -> None:
+        self.keys = keys
+        self.jobs = jobs
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it has ended, well or not. Asks the GPU; never blocks."""
+        return all(job.done for job in self.jobs)
+
+    def wait(self, timeout: float | None = None) -> list[TransferResult]:
+        """Wait for all of it, at most `timeout` seconds for each job; a result per job.
+
+        Raises:
+            TransferError: a transfer failed; the others have ended, too.
+            TimeoutError: time is up; the transfers go on.
+        """
+        results: list[TransferResult] = []
+        run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
+        return results
+
+    def result(self) -> list[TransferResult]:
+        """The same as `wait()`."""
+        return self.wait()
+
+    def order_before(self, stream: Any) -> None:
+        """Work queued on `stream` from now on starts after all of it has ended. The host does not wait."""
+        run_all(partial(job.order_before, stream) for job in self.jobs)
+
+    def __repr__(self) -> str:
+        return f"CacheJob({len(self.keys)} keys, {list(self.jobs)})"
