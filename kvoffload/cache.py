@@ -9,6 +9,7 @@ slot is given to another key only when no transfer uses it. Where a call raises,
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,8 @@ from kvoffload.layout import Int64Array, as_ids
 from kvoffload.metrics import CacheStatistics
 from kvoffload.plan import Direction
 from kvoffload.policies import Policy, make_policy
+
+_owners: weakref.WeakKeyDictionary[OffloadEngine, weakref.ref[BlockCache]] = weakref.WeakKeyDictionary()
 
 
 class _Entry:
@@ -66,7 +69,9 @@ class BlockCache:
                 f"a key of {self._groups} groups takes as many jobs, but max_in_flight is {engine.max_in_flight}"
             )
         self._policy = make_policy(policy)
-        engine.give_slots_to(self)
+        if (other := _owners.get(engine)) is not None and other() is not None:
+            raise CapacityError("the engine's slots belong to another BlockCache; a second cache needs a second engine")
+        _owners[engine] = weakref.ref(self)
         self._entries: dict[bytes, _Entry] = {}
         self._free: list[int] = []  # given up before
         self._doomed: set[int] = set()  # never published, and still being written

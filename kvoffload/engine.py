@@ -14,8 +14,7 @@ Threads. One lock guards the engine's books and the submission itself; nothing w
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +24,7 @@ from kvoffload import hostinfo
 from kvoffload.checks import at_least
 from kvoffload.copiers import check_copier, choose, make_copiers
 from kvoffload.device import Device
-from kvoffload.errors import CapacityError, ClosedError, DriverError, KVOffloadError, TransferError
+from kvoffload.errors import ClosedError, DriverError, KVOffloadError, TransferError
 from kvoffload.flight import FlightDeck
 from kvoffload.hazards import HazardTable
 from kvoffload.jobs import Job, Listener, Step, TransferResult, wait_until
@@ -86,7 +85,6 @@ class OffloadEngine:
         self.max_in_flight = at_least("max_in_flight", max_in_flight, 1)
         self.lock = threading.RLock()  # a BlockCache on this engine shares it
         self._closing = self._closed = False
-        self._cache: Callable[[], object | None] = lambda: None
         with device.lifecycle, device.current():
             self._groups = fold(layout, device.allocations(layout))
             self._copiers = make_copiers(device.driver, device.capabilities)
@@ -235,7 +233,7 @@ class OffloadEngine:
         self._flights.advance()
         self._check_usable()
         if len(request.blocks) == 0:
-            return self._submit_nothing(request)
+            return self._flights.fly_nothing(Job(self, self._flights.next_id(), request.direction, 0), request.listener)
         plan = self._plan(request)
         copier, reason = choose(plan, self._copiers, request.copier, self.device.capabilities)
         order = self._ordering.source_order(request)
@@ -268,15 +266,6 @@ class OffloadEngine:
             blocks=request.blocks,
             first_sub_block=request.first_sub_block,
         )
-
-    def _submit_nothing(self, request: Request) -> Job:
-        job = Job(self, self._flights.next_id(), request.direction, 0)
-        job.listener = request.listener
-        if job.listener is not None:
-            job.listener.boarded(job)
-        job.step(Step.SUBMITTED)
-        self._flights.land(job)
-        return job
 
     def _check_usable(self) -> None:
         if self._closed or self._closing:
@@ -393,16 +382,6 @@ class OffloadEngine:
         row may be read once the store into it has ended, and written when no transfer that uses it is unfinished.
         """
         return self._slots
-
-    def give_slots_to(self, cache: object) -> None:
-        """Note that a cache manages the slots from here on, as long as it lives.
-
-        Raises:
-            CapacityError: another one does.
-        """
-        if self._cache() is not None:
-            raise CapacityError("the engine's slots belong to another BlockCache; a second cache needs a second engine")
-        self._cache = weakref.ref(cache)
 
     def statistics(self) -> EngineStatistics:
         """Counts and totals since the engine was made."""

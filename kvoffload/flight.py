@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvoffload.copiers import Copier
 from kvoffload.driver import Driver, SourceOrder
 from kvoffload.errors import CapacityError, DriverError, KVOffloadError, TransferError
-from kvoffload.jobs import Job, State, Step, TransferResult
+from kvoffload.jobs import Job, Listener, State, Step, TransferResult
 from kvoffload.memory import PinnedMemory
 from kvoffload.metrics import DirectionTotals, EngineStatistics
 from kvoffload.plan import Direction, TransferPlan
@@ -269,6 +269,15 @@ class FlightDeck:
         for event in job.markers + job.links:
             self._markers.release(event)
         job.pieces, job.markers, job.links, job.start, job.end = [], [], [], None, None
+
+    def fly_nothing(self, job: Job, listener: Listener | None) -> Job:
+        """A job with nothing to copy ends at once."""
+        job.listener = listener
+        if listener is not None:
+            listener.boarded(job)
+        job.step(Step.SUBMITTED)
+        self.land(job)
+        return job
 
     def land(self, job: Job) -> None:
         """The job has ended: settle its state, tell who asked to be told, keep it for `poll`."""

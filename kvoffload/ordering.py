@@ -11,7 +11,7 @@ from kvoffload.requests import Request
 
 
 class Ordering:
-    """The hazards between directions, seen against the jobs that are still in flight. Called under the engine's lock."""
+    """The hazards between directions against the jobs that are still in flight. Called under the engine's lock."""
 
     def __init__(self, hazards: HazardTable, flights: FlightDeck) -> None:
         self._hazards = hazards

@@ -126,8 +126,7 @@ def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0) -
             except (CapabilityError, DriverError) as error:
                 output.note(f"kvoffload: no GPU to use ({error})")
         backend = "cuda" if arguments.backend == "cuda" else "simulated"
-        options = {"seed": seed} if backend == "simulated" else {}
-        device = open_device(arguments.device, backend=backend, **options)
+        device = open_device(arguments.device, backend=backend, seed=seed if backend == "simulated" else None)
     except ValueError as error:
         raise CommandError(f"--device {arguments.device}: {error}") from error
     if device.simulated:

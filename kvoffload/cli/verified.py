@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffload.cache import BlockCache, CacheJob
+from kvoffload.cache import BlockCache
+from kvoffload.cache_jobs import CacheJob
 from kvoffload.device import Device
 from kvoffload.engine import OffloadEngine
 from kvoffload.layout import Int64Array, KVLayout
