@@ -70,7 +70,9 @@ class BlockCache:
             )
         self._policy = make_policy(policy)
         if (other := _owners.get(engine)) is not None and other() is not None:
-            raise CapacityError("the engine's slots belong to another BlockCache; a second cache needs a second engine")
+            raise CapacityError(
+                "the engine's slots belong to another BlockCache: delete that one first, or make a second engine"
+            )
         _owners[engine] = weakref.ref(self)
         self._entries: dict[bytes, _Entry] = {}
         self._free: list[int] = []  # given up before

@@ -73,9 +73,6 @@ class SimulatedTransferResult(TransferResult):
 
     __slots__ = ()
 
-    def __repr__(self) -> str:
-        return super().__repr__().replace("(", "(SIMULATED, ", 1)
-
 
 class Listener(Protocol):
     """Who wants to know of a job's fate. Called under the engine's lock; must not raise."""
