@@ -17,24 +17,28 @@ class CacheTransfer:
     """
 
     def __init__(self, finish: Callable[[bool], None]) -> None:
-        self._finish = finish
-        self._unfinished = 1
+        self._finish: Callable[[bool], None] | None = finish
+        self._unfinished: set[int | None] = {None}  # job ids; None stands for the submission
         self._failed = False
         self.took_off = False  # whether copies may be under way
 
-    def boarded(self, job: Job) -> None:  # noqa: ARG002
+    def boarded(self, job: Job) -> None:
         self.took_off = True
-        self._unfinished += 1
+        self._unfinished.add(job.id)
 
     def ended(self, job: Job) -> None:
-        self.submitted(failed=job.error is not None)
+        self._conclude(job.id, job.error is not None)
 
     def submitted(self, *, failed: bool = False) -> None:
-        """No further job will come; also the end of each job."""
+        """No further job will come."""
+        self._conclude(None, failed)
+
+    def _conclude(self, job_id: int | None, failed: bool) -> None:
         self._failed |= failed
-        self._unfinished -= 1
-        if self._unfinished == 0:
-            self._finish(self._failed)
+        self._unfinished.discard(job_id)
+        if not self._unfinished and self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish(self._failed)
 
 
 class CacheJob:

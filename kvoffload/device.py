@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from kvoffload.driver import Capabilities, Driver, probe
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, DriverError, KVOffloadError, LayoutError
 from kvoffload.layout import KVLayout, Plane
 from kvoffload.memory import DeviceBuffer
-from kvoffload.ownership import Claim, Current, Holdings
+from kvoffload.ownership import Claim, Current, Holdings, complain
 
 if TYPE_CHECKING:
     from kvoffload.engine import OffloadEngine
@@ -241,9 +240,14 @@ class Device:
     def reclaim(self) -> None:
         """Free what has become garbage since the last time."""
         with self.current():
-            for engine in list(self._engines):
-                engine.advance()
-            self._holdings.collect()
+            self.advance_engines()
+            complaints = self._holdings.collect()
+        complain(complaints)
+
+    def advance_engines(self) -> None:
+        """Have every engine take note of jobs that have ended: an engine with unfinished jobs cannot become garbage."""
+        for engine in list(self._engines):
+            engine.advance()
 
     def register_engine(self, engine: OffloadEngine) -> None:
         """Have the engine closed with the device."""
@@ -278,9 +282,10 @@ class Device:
                 return
             for engine in list(self._engines):
                 engine.close(None if deadline is None else max(0.0, deadline - time.perf_counter()))
-            _release(self._holdings)
+            complaints = _release(self._holdings)
             self._closed = True
             self._finalizer.detach()
+        complain(complaints)
 
     def __enter__(self) -> Device:
         return self
@@ -298,33 +303,36 @@ def _text(raw: bytes) -> str:
     return raw.split(b"\0")[0].decode()
 
 
-def _release(holdings: Holdings) -> None:
+def _release(holdings: Holdings) -> list[str]:
     """Free all that a device holds. A lost context has taken its memory with it, so that is no error."""
+    complaints: list[str] = []
     if holdings.claims:
         try:
             with holdings.current():
-                holdings.free_everything()
+                complaints = holdings.free_everything()
         except DriverError as error:
             if not error.sticky:
                 raise
     holdings.release_context()
+    return complaints
 
 
 def _release_abandoned() -> None:
     """Free what devices held that became garbage without having been closed."""
-    while True:
-        try:
-            holdings = _abandoned.popleft()
-        except IndexError:
-            return
+    complaints: list[str] = []
+    for device in list(_open_devices):
+        if not device.foreign:
+            device.advance_engines()
+    while _abandoned:
+        holdings = _abandoned.popleft()
         if holdings.foreign:
             continue
-        complaint = "a Device was never closed; close it, or use it in a with statement"
+        complaints.append("a Device was never closed; close it, or use it in a with statement")
         try:
-            _release(holdings)
+            complaints += _release(holdings)
         except DriverError as error:  # not the caller's
-            complaint += f" (and not all that it held could be freed: {error})"
-        warnings.warn(complaint, ResourceWarning, 3)
+            complaints.append(f"not all that a Device held could be freed: {error}")
+    complain(complaints)
 
 
 @atexit.register

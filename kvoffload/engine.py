@@ -24,10 +24,10 @@ from kvoffload import hostinfo
 from kvoffload.checks import at_least
 from kvoffload.copiers import check_copier, choose, make_copiers
 from kvoffload.device import Device
-from kvoffload.errors import ClosedError, DriverError, KVOffloadError, TransferError
-from kvoffload.flight import FlightDeck
+from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
+from kvoffload.flight import Flight, FlightDeck
 from kvoffload.hazards import HazardTable
-from kvoffload.jobs import Job, Listener, Step, TransferResult, wait_until
+from kvoffload.jobs import Job, Listener, TransferResult, wait_until
 from kvoffload.layout import KVLayout, describe_groups
 from kvoffload.memory import PinnedMemory, Progress, UInt8Array
 from kvoffload.metrics import EngineStatistics
@@ -35,6 +35,8 @@ from kvoffload.ordering import Ordering
 from kvoffload.plan import Direction, TransferPlan, build, describe_fold, fold
 from kvoffload.requests import Request, make_request, refuse_repeated_targets
 from kvoffload.streams import refuse_capturing, stream_handle
+
+_LAUNCH_SECONDS = 1.0  # how long order_before waits for room in the driver's queues
 
 
 class OffloadEngine:
@@ -134,8 +136,7 @@ class OffloadEngine:
 
         Raises:
             LayoutError, ValueError, TypeError: bad arguments.
-            CapacityError: `max_in_flight` jobs are unfinished, the streams' queues are full, or the transfer is longer
-                than they are: 98,304 operations, one per block where planes fold, one per copy through "loop".
+            CapacityError: `max_in_flight` jobs are unfinished.
             CapabilityError: the copier asked for cannot run here.
             ClosedError: the engine is closed.
             TransferError: `after` is being captured, or the CUDA context is lost.
@@ -240,20 +241,17 @@ class OffloadEngine:
         self._flights.check_room(1)
         job = Job(self, self._flights.next_id(), request.direction, plan.nbytes)
         job.copier, job.reason, job.listener = copier.name, reason, request.listener
-        prepared = copier.prepare(plan)
-        rival = self._ordering.latest_rival(request)
-        marker = None if request.after is None else self._flights.mark(request.after)
+        prepared, rival = copier.prepare(plan), self._ordering.latest_rival(request)
         try:
-            flight = self._flights.board(job, copier, len(prepared), marker)
-            self._ordering.record(request, job)
-            self._flights.take_off(flight, prepared, copier, order, rival)
-            job.step(Step.SUBMITTED)
-        except BaseException as error:
-            if not job.sequence:  # it has not boarded: nothing has happened
-                raise
-            self._flights.submission_failed(job, error)
-            if not isinstance(error, KVOffloadError):
-                raise
+            if request.after is not None:
+                self._flights.mark(job, request.after)
+            self._flights.board(Flight(job, prepared, copier, order, request.after is not None, rival))
+        except BaseException:
+            if not job.sequence:
+                self._flights.unboard(job)
+            raise
+        self._ordering.record(request, job)
+        self._flights.launch()
         return job
 
     def _plan(self, request: Request) -> TransferPlan:
@@ -295,10 +293,6 @@ class OffloadEngine:
         with self.lock:
             return self._flights.take_reports()
 
-    def wait_for(self, job: Job, timeout: float | None) -> None:
-        """Wait until `job` has ended, well or not. See `Job.wait`."""
-        wait_until(lambda: job.done, timeout, repr(job))
-
     def forget_report(self, job: Job) -> None:
         """Keep `poll` from reporting a job that its caller has waited for."""
         self.device.check_process()
@@ -308,9 +302,14 @@ class OffloadEngine:
     def order_before(self, job: Job, stream: Any) -> None:
         """See `Job.order_before`."""
         handle = stream_handle(stream, "stream")
+        try:
+            wait_until(lambda: job.launched or job.done, _LAUNCH_SECONDS, "queueing")
+        except TimeoutError:
+            raise CapacityError(
+                f"{job!r} still waits on the host: the driver's queues are full and do not move; poll() until some end"
+            ) from None
         with self._at_work():
-            if job.error is not None:
-                raise job.error.with_traceback(None)
+            job.raise_error()
             self._flights.check_alive()
             refuse_capturing(self.device.driver, handle, "stream")
             if not job.finished:
@@ -347,7 +346,7 @@ class OffloadEngine:
         Raises:
             TimeoutError: jobs were still running; nothing was freed, and the engine stays open.
         """
-        if self._closed or self.device.foreign:
+        if (self._closed and not self._claim.alive) or self.device.foreign:
             return
         with self.lock:
             self._closing = True

@@ -1,6 +1,8 @@
-"""The jobs in flight: their streams and events, when they have landed, and what to do when the GPU is lost.
+"""The jobs in flight: their pieces on streams, when they have landed, and what to do when the GPU is lost.
 
-Called under the engine's lock, with the context current.
+A job boards (it is in flight from then on, whatever happens), takes off piece by piece as the lane has room, and lands
+when all of it has ended. What finds no room waits on the host, in order, and takes off in a later call. Everything here
+is called under the engine's lock, with the context current, and nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -8,16 +10,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvoffload.copiers import Copier
 from kvoffload.driver import Driver, SourceOrder
 from kvoffload.errors import CapacityError, DriverError, KVOffloadError, TransferError
-from kvoffload.jobs import Job, Listener, State, Step, TransferResult
+from kvoffload.jobs import Job, Listener, Piece, State, Step, TransferResult
 from kvoffload.memory import PinnedMemory
 from kvoffload.metrics import DirectionTotals, EngineStatistics
 from kvoffload.plan import Direction, TransferPlan
-from kvoffload.streams import LONGEST_TRANSFER, MAX_STREAMS, WAIT_COST, EventPool, Lane, PooledStream, StreamPool
+from kvoffload.streams import EVENT_COST, EventPool, Lane, LaneStream
 from kvoffload.teardown import run_all
 
 _MAX_REPORTS = 1 << 16
@@ -26,39 +29,49 @@ _MAX_QUERY_FAILURES = 8  # errors in a row when asking whether one job has ended
 
 
 class Flight(NamedTuple):
-    """A job that has its streams and events: one stream per piece of its plan.
+    """What a job carries.
 
-    `previous` is the job before it in its lane if that may end on another stream; `marker` is an event recorded on the
-    caller's stream, None to follow none.
+    Attributes:
+        plan: as the copier prepared it.
+        marked: whether the job follows the caller's stream, on which its first marker was recorded.
+        rival: the latest job of the other direction that touches the same slots or blocks, if one was in flight.
     """
 
     job: Job
-    streams: list[PooledStream]
-    previous: Job | None
-    marker: int | None
+    plan: TransferPlan
+    copier: Copier
+    order: SourceOrder
+    marked: bool
+    rival: Job | None
 
 
 class _Books:
-    """One direction: jobs in flight in the order of submission, and totals of those that ended."""
+    """One direction: jobs in flight and flights not fully launched, in the order of submission; totals of the rest."""
 
-    def __init__(self, pool: StreamPool) -> None:
-        self.lane = Lane(pool)
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
         self.jobs: deque[Job] = deque()
+        self.held: deque[Flight] = deque()
         self.submitted = 0
         self.totals = DirectionTotals()
 
 
 class FlightDeck:
-    """Boards jobs (gives them streams and events), lands them (takes those back), keeps reports for `poll`."""
+    """Boards jobs, launches and lands them, and keeps the reports for `poll`."""
 
     def __init__(self, driver: Driver, memory: PinnedMemory, max_in_flight: int, stream_priority: int) -> None:
         self._driver = driver
         self._memory = memory
         self._max_in_flight = max_in_flight
-        self._streams = StreamPool(driver, MAX_STREAMS, stream_priority)
         self._timers = EventPool(driver, 2 * max_in_flight, timing=True)
-        self._markers = EventPool(driver, 4 * max_in_flight + MAX_STREAMS, timing=False)
-        self._books = {direction: _Books(self._streams) for direction in Direction}
+        self._markers = EventPool(driver, 4 * max_in_flight + 1024, timing=False)
+        store = Lane(driver, stream_priority)
+        try:
+            load = Lane(driver, stream_priority)
+        except BaseException:
+            store.close()
+            raise
+        self._books = {Direction.STORE: _Books(store), Direction.LOAD: _Books(load)}
         self._ids = itertools.count(1)
         self._lost: Exception | None = None
         self.reports: dict[int, TransferResult] = {}
@@ -87,119 +100,52 @@ class FlightDeck:
 
     # boarding -----------------------------------------------------------------------------------------------------
 
-    def board(self, job: Job, copier: Copier, operations: int, marker: int | None) -> Flight:
-        """Give a job its sequence number, a stream per piece and its events, and note it as in flight.
-
-        Raises:
-            CapacityError, DriverError: streams or events are to be had no more. Everything is as before.
-        """
-        books = self._books[job.direction]
-        previous = books.jobs[-1] if books.jobs else None
-        if marker is not None:
-            job.markers.append(marker)
-        try:
-            job.start = self._timers.acquire()
-            job.end = self._timers.acquire()
-            self._acquire_streams(job, books.lane, copier, operations)
-        except BaseException:
-            self._give_back(job)
-            raise
-        books.submitted += 1
-        job.sequence = books.submitted
-        books.jobs.append(job)
-        if job.listener is not None:
-            job.listener.boarded(job)
-        streams = [stream for stream, _ in job.pieces]
-        same_stream = previous is not None and previous.end_recorded and previous.pieces[-1][0] is streams[0]
-        return Flight(job, streams, None if same_stream else previous, marker)
-
-    def mark(self, stream: int) -> int:
-        """An event recorded on a stream of the caller's.
+    def mark(self, job: Job, stream: int) -> None:
+        """Record an event of the job's on a stream of the caller's, for the job to follow.
 
         Raises:
             ValueError: CUDA does not know the stream in this context.
         """
-        event = self._markers.acquire()
+        job.markers.append(self._markers.acquire())
         try:
-            self._driver.event_record(event, stream)
-        except BaseException as error:
-            self._markers.release(event)
-            if isinstance(error, DriverError) and error.code in _NOT_A_STREAM_HERE:
+            self._driver.event_record(job.markers[0], stream)
+        except DriverError as error:
+            if error.code in _NOT_A_STREAM_HERE:
                 raise ValueError(
                     f"after={stream:#x} is no stream of this device's context ({error.name}): wait for it yourself and "
                     "pass NO_WAIT, or open the device with its context, open_device(context=...)"
                 ) from error
             raise
-        return event
 
-    def _acquire_streams(self, job: Job, lane: Lane, copier: Copier, operations: int) -> None:
-        if copier.queue_cost(operations) > LONGEST_TRANSFER:
-            raise CapacityError(
-                f"a transfer of {operations} operations through {copier.name!r} is too long for the driver's queues, "
-                f"which hold {LONGEST_TRANSFER}; split it into several"
-            )
-        for begin in range(0, operations, copier.piece_operations):
-            piece = min(copier.piece_operations, operations - begin)
-            cost = copier.queue_cost(piece) + WAIT_COST
-            job.pieces.append((lane.take(cost), cost))
-            if begin:
-                job.links.append(self._markers.acquire())
-
-    def take_off(
-        self,
-        flight: Flight,
-        plan: TransferPlan,
-        copier: Copier,
-        order: SourceOrder,
-        rival: Job | None,
-    ) -> None:
-        """Queue a boarded job: the waits, then its pieces between two events.
+    def board(self, flight: Flight, record: Callable[[], None]) -> None:
+        """Give a job its sequence number and its timing events; it is in flight. `launch` queues it.
 
         Args:
-            plan: as the copier prepared it.
-            rival: the latest job of the other direction that touches the same slots or blocks, if any.
+            record: called when the job has its sequence number, before anything can be queued.
+
+        Raises:
+            CapacityError, DriverError: no events are to be had. `unboard` it.
         """
-        driver, job = self._driver, flight.job
-        assert job.start is not None
-        assert job.end is not None
-        stream = flight.streams[0].handle
-        if flight.marker is not None:
-            driver.stream_wait_event(stream, flight.marker)
-        if flight.previous is not None:
-            self.wait_for_job(stream, flight.previous)
-        if rival is not None:
-            self.wait_for_job(stream, rival)
-        driver.event_record(job.start, stream)
-        for index, pooled in enumerate(flight.streams):
-            if pooled.handle != stream:
-                driver.event_record(job.links[index - 1], stream)
-                driver.stream_wait_event(pooled.handle, job.links[index - 1])
-                stream = pooled.handle
-            begin = index * copier.piece_operations
-            copier.submit(plan.part(begin, begin + copier.piece_operations), order, stream)
-        driver.event_record(job.end, stream)
-        job.end_recorded = True
+        job, books = flight.job, self._books[flight.job.direction]
+        job.start = self._timers.acquire()
+        job.end = self._timers.acquire()
+        job.sequence = books.submitted + 1
+        record()
+        job.step(Step.SUBMITTED)
+        books.jobs.append(job)
+        books.submitted += 1
+        books.held.append(flight)
+        if job.listener is not None:
+            job.listener.boarded(job)
 
-    def wait_for_job(self, stream: int, job: Job) -> None:
-        """Have `stream` wait for `job` and all jobs before it in its lane.
-
-        The end of a job implies the end of those before it. A job whose submission failed half-way has no end, and its
-        streams may lack the wait for its predecessor: then all that it queued is waited for, and its predecessor.
-        """
-        last: Job | None = job
-        while last is not None and not last.end_recorded:
-            self._wait_for_streams(stream, last)
-            last = self.unfinished(last.direction, last.sequence - 1)
-        if last is not None:
-            assert last.end is not None
-            self._driver.stream_wait_event(stream, last.end)
-
-    def _wait_for_streams(self, stream: int, job: Job) -> None:
-        for pooled in {piece for piece, _ in job.pieces}:
-            event = self._markers.acquire()
-            job.markers.append(event)
-            self._driver.event_record(event, pooled.handle)
-            self._driver.stream_wait_event(stream, event)
+    def fly_nothing(self, job: Job, listener: Listener | None) -> Job:
+        """A job with nothing to copy ends at once."""
+        job.listener = listener
+        if listener is not None:
+            listener.boarded(job)
+        job.step(Step.SUBMITTED)
+        self._land(job)
+        return job
 
     def any_unfinished(self, direction: Direction) -> bool:
         return bool(self._books[direction].jobs)
@@ -211,42 +157,129 @@ class FlightDeck:
             return None
         return jobs[sequence - jobs[0].sequence]
 
-    def submission_failed(self, job: Job, error: BaseException) -> None:
+    # launching ----------------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Queue what there is room for, in order within each direction."""
+        for books in self._books.values():
+            while books.held and self._launch(books.held[0], books.lane):
+                if books.held:  # a loss has emptied it
+                    books.held.popleft()
+
+    def _launch(self, flight: Flight, lane: Lane) -> bool:
+        """Queue pieces of a job while there is room; False while some are left or its rival is not all queued."""
+        job, copier = flight.job, flight.copier
+        if flight.rival is not None and not (flight.rival.launched or flight.rival.finished):
+            return False
+        while not job.launched:
+            stop = min(job.queued + copier.piece_operations, len(flight.plan))
+            places = copier.queue_cost(stop - job.queued) + EVENT_COST
+            stream = lane.take(places)
+            if stream is None:
+                return False
+            try:
+                self._launch_piece(flight, stop, Piece(stream, places))
+            except BaseException as error:
+                self._submission_failed(job, error)
+                if not isinstance(error, KVOffloadError):
+                    raise
+        return True
+
+    def _launch_piece(self, flight: Flight, stop: int, piece: Piece) -> None:
+        """Queue operations `[job.queued, stop)`: behind the waits if they are the first, before the end if the last."""
+        driver, job, handle = self._driver, flight.job, piece.stream.handle
+        assert job.start is not None
+        last = job.pieces[-1] if job.pieces else None
+        job.pieces.append(piece)
+        if job.queued == 0:
+            self._follow(flight, piece.stream)
+            driver.event_record(job.start, handle)
+        elif last is not None and last.stream is not piece.stream:
+            assert last.event is not None
+            driver.stream_wait_event(handle, last.event)
+        flight.copier.submit(flight.plan.part(job.queued, stop), flight.order, handle)
+        if stop < len(flight.plan):
+            event = self._markers.acquire()
+            job.markers.append(event)
+            driver.event_record(event, handle)
+            piece.event = event
+        else:
+            assert job.end is not None
+            driver.event_record(job.end, handle)
+            piece.event = job.end
+            job.launched = True
+        job.queued = stop
+
+    def _follow(self, flight: Flight, stream: LaneStream) -> None:
+        """Have a job's first stream wait for all that the job must follow."""
+        previous = self.unfinished(flight.job.direction, flight.job.sequence - 1)
+        if flight.marked:
+            self._driver.stream_wait_event(stream.handle, flight.job.markers[0])
+        if previous is not None and not self._ends_on(previous, stream):
+            self.wait_for_job(stream.handle, previous)
+        if flight.rival is not None and not flight.rival.finished:
+            self.wait_for_job(stream.handle, flight.rival)
+
+    def _ends_on(self, job: Job, stream: LaneStream) -> bool:
+        """Whether what is queued on `stream` next follows `job` without a wait."""
+        return job.error is None and (not job.pieces or job.pieces[-1].stream is stream)
+
+    def wait_for_job(self, stream: int, job: Job) -> None:
+        """Have `stream` wait for a launched `job` and all jobs before it in its lane.
+
+        The end of a job implies the end of those before it. A job whose submission failed half-way has no end, and its
+        streams may lack the wait for its predecessor: then all that it queued is waited for, and its predecessor.
+        """
+        last: Job | None = job
+        while last is not None and last.error is not None:
+            self._wait_for_streams(stream, last)
+            last = self.unfinished(last.direction, last.sequence - 1)
+        if last is not None:
+            assert last.end is not None
+            self._driver.stream_wait_event(stream, last.end)
+
+    def _wait_for_streams(self, stream: int, job: Job) -> None:
+        for handle in {piece.stream.handle for piece in job.pieces}:
+            event = self._markers.acquire()
+            job.markers.append(event)
+            self._driver.event_record(event, handle)
+            self._driver.stream_wait_event(stream, event)
+
+    def _submission_failed(self, job: Job, error: BaseException) -> None:
         """A driver call failed while the job was queued; parts of it may run. It fails when nothing of it is left."""
         if isinstance(error, DriverError) and error.sticky:
             self.lose(error)
             return
         job.fail(error)
+        job.launched = True  # no more of it will be queued
 
     # landing ------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Land every job that has ended."""
+        """Land every job that has ended, and launch what there is room for."""
         for books in self._books.values():
             while books.jobs and self._has_ended(books.jobs[0]):
-                job = books.jobs[0]  # stays until it has landed: an interrupt in between must not lose it
-                if not job.finished:
-                    self._measure(job)
-                    self._give_back(job)
-                    self.land(job)
-                books.jobs.popleft()
+                self._land(books.jobs[0])
+                books.jobs.popleft()  # last: an interrupt before that must not lose the job
+        self.launch()
 
     def _has_ended(self, job: Job) -> bool:
-        if not job.pieces:  # given back already
-            return True
+        """Whether all of a job is over. Pieces that have ended make room at once."""
         try:
-            if job.end_recorded:
-                assert job.end is not None
-                ended = self._driver.event_query(job.end)
-            else:
-                ended = all(self._driver.stream_query(stream.handle) for stream, _ in job.pieces)
+            while job.pieces and self._piece_has_ended(job.pieces[0]):
+                self._give_back_piece(job.pieces.popleft())
         except DriverError as error:
             job.query_failures += 1
             if error.sticky or job.query_failures >= _MAX_QUERY_FAILURES:
                 self.lose(error)
             return False
         job.query_failures = 0
-        return ended
+        return job.launched and not job.pieces
+
+    def _piece_has_ended(self, piece: Piece) -> bool:
+        if piece.event is not None:
+            return self._driver.event_query(piece.event)
+        return self._driver.stream_query(piece.stream.handle)
 
     def _measure(self, job: Job) -> None:
         job.seconds = math.nan
@@ -258,33 +291,41 @@ class FlightDeck:
             except KVOffloadError:
                 pass  # the bytes are there; only their time is unknown
 
+    def _give_back_piece(self, piece: Piece) -> None:
+        piece.stream.queued -= piece.places
+
+    def unboard(self, job: Job) -> None:
+        """Take back the events of a job that never boarded."""
+        self._give_back(job)
+
     def _give_back(self, job: Job) -> None:
-        """Return streams and events of a job that is not in flight (any more)."""
-        lane = self._books[job.direction].lane
-        for stream, cost in job.pieces:
-            lane.give_back(stream, cost)
+        """Return the events of a job that is not in flight (any more)."""
         for event in (job.start, job.end):
             if event is not None:
                 self._timers.release(event)
-        for event in job.markers + job.links:
+        for event in job.markers:
             self._markers.release(event)
-        job.pieces, job.markers, job.links, job.start, job.end = [], [], [], None, None
+        job.markers, job.start, job.end = [], None, None
 
-    def fly_nothing(self, job: Job, listener: Listener | None) -> Job:
-        """A job with nothing to copy ends at once."""
-        job.listener = listener
-        if listener is not None:
-            listener.boarded(job)
-        job.step(Step.SUBMITTED)
-        self.land(job)
-        return job
-
-    def land(self, job: Job) -> None:
-        """The job has ended: settle its state, tell who asked to be told, keep it for `poll`."""
-        job.step(Step.ENDED)
+    def _land(self, job: Job) -> None:
+        """All of the job has ended. May be repeated after an interrupt, from where it stopped."""
+        if job.start is not None:
+            self._measure(job)
+            self._give_back(job)
+        if not job.finished:
+            job.step(Step.ENDED)
         self._settle(job)
 
     def _settle(self, job: Job) -> None:
+        """Keep the result for `poll`, and tell who asked to be told."""
+        if not job.counted:
+            job.counted = True
+            self._count(job)
+        if job.listener is not None:
+            job.listener.ended(job)
+            job.listener = None
+
+    def _count(self, job: Job) -> None:
         books = self._books[job.direction]
         failed = job.error is not None
         seconds = 0.0 if failed or math.isnan(job.seconds) else job.seconds
@@ -299,8 +340,6 @@ class FlightDeck:
         if len(self.reports) > _MAX_REPORTS:
             del self.reports[next(iter(self.reports))]
             self._dropped_reports += 1
-        if job.listener is not None:
-            job.listener.ended(job)
 
     def take_reports(self) -> list[TransferResult]:
         results = list(self.reports.values())
@@ -311,12 +350,13 @@ class FlightDeck:
         """The context is dead: nothing runs any more, nothing can be given back, every job in flight has failed."""
         self._lost = self._lost or error
         for books in self._books.values():
-            books.lane.abandon()
+            books.held.clear()
             while books.jobs:
                 job = books.jobs.popleft()
                 job.lose(error)
+                job.launched = True
                 job.seconds = math.nan
-                job.pieces = []
+                job.pieces.clear()
                 self._settle(job)
 
     # the end ------------------------------------------------------------------------------------------------------
@@ -330,18 +370,21 @@ class FlightDeck:
         if self._lost is not None:
             self._memory.keep()
             return
-        run_all((self._streams.close, self._timers.close, self._markers.close, self._memory.release))
+        lanes = [books.lane.close for books in self._books.values()]
+        run_all((*lanes, self._timers.close, self._markers.close, self._memory.release))
 
     def statistics(self, num_slots: int, simulated: bool) -> EngineStatistics:
+        lanes = [books.lane for books in self._books.values()]
         return EngineStatistics(
             simulated=simulated,
             num_slots=num_slots,
             pinned_bytes=self._memory.nbytes,
             in_flight=self.in_flight,
+            held=sum(not job.launched for books in self._books.values() for job in books.jobs),
             unreported=len(self.reports),
             dropped_reports=self._dropped_reports,
-            streams=self._streams.created,
-            streams_in_use=self._streams.in_use,
+            streams=sum(len(lane.streams) for lane in lanes),
+            streams_in_use=sum(lane.in_use for lane in lanes),
             events=self._timers.created + self._markers.created,
             events_in_use=self._timers.in_use + self._markers.in_use,
             store=self._books[Direction.STORE].totals,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -12,14 +13,14 @@ from kvoffload.plan import Direction
 
 if TYPE_CHECKING:
     from kvoffload.engine import OffloadEngine
-    from kvoffload.streams import PooledStream
+    from kvoffload.streams import LaneStream
 
 
 class State(enum.Enum):
     """Where a job stands."""
 
     NEW = "new"  # being submitted
-    RUNNING = "running"  # queued on the GPU, or under way
+    RUNNING = "running"  # in flight: waiting for room, queued on the GPU, or under way
     DRAINING = "draining"  # failed, but the GPU may still touch its slots and blocks
     DONE = "done"
     FAILED = "failed"
@@ -84,6 +85,17 @@ class Listener(Protocol):
         """The job has ended, well or not: nothing of it is left on the GPU."""
 
 
+class Piece:
+    """A part of a job on a stream: its places in the driver's queue, and the event at its end, once recorded."""
+
+    __slots__ = ("event", "places", "stream")
+
+    def __init__(self, stream: LaneStream, places: int) -> None:
+        self.stream = stream
+        self.places = places
+        self.event: int | None = None
+
+
 class Job:
     """One submitted transfer. Made by `OffloadEngine.store` and `load`; usable from any thread.
 
@@ -97,8 +109,8 @@ class Job:
         copier, reason: what carries it and why that was chosen.
     """
 
-    # engine bookkeeping: `sequence` counts jobs of one direction; `pieces` are (stream, operations) it occupies;
-    # `start` and `end` are timing events, `events` further events that belong to it until it has retired
+    # engine bookkeeping: `sequence` counts jobs of one direction; `pieces` are queued and have not ended; `queued`
+    # counts operations, `launched` says that no more will be; `start` and `end` are timing events, `markers` plain ones
 
     def __init__(self, engine: OffloadEngine, job_id: int, direction: Direction, nbytes: int) -> None:
         self.id = job_id
@@ -110,13 +122,14 @@ class Job:
         self.error: TransferError | None = None
         self.seconds = 0.0
         self.sequence = 0
-        self.pieces: list[tuple[PooledStream, int]] = []
+        self.pieces: deque[Piece] = deque()
+        self.queued = 0
+        self.launched = False
         self.start: int | None = None
         self.end: int | None = None
-        self.end_recorded = False
         self.markers: list[int] = []
-        self.links: list[int] = []
         self.query_failures = 0
+        self.counted = False
         self.listener: Listener | None = None
         self._engine = engine
         self._simulated = engine.device.simulated
@@ -163,11 +176,15 @@ class Job:
             TransferError: the job failed.
             TimeoutError: `timeout` seconds have passed; the job goes on.
         """
-        self._engine.wait_for(self, timeout)
+        wait_until(lambda: self.done, timeout, repr(self))
         self._engine.forget_report(self)
-        if self.error is not None:
-            raise self.error.with_traceback(None)
+        self.raise_error()
         return self.outcome()
+
+    def raise_error(self) -> None:
+        """Raise the job's error, if it has one: a copy each time, so that the stored one holds nobody's frames."""
+        if self.error is not None:
+            raise TransferError(*self.error.args) from self.error.__cause__
 
     def result(self) -> TransferResult:
         """The same as `wait()`."""
@@ -188,7 +205,7 @@ class Job:
 
         Raises:
             TransferError: the job has failed already, or the stream is being captured.
-            ValueError: no stream that CUDA knows.
+            CapacityError: the driver's queues are full, and for a second there was no room for the rest of the job.
         """
         self._engine.order_before(self, stream)
 

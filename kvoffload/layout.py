@@ -11,6 +11,7 @@ so that one block is one strided range on both sides, and a slot is one contiguo
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -122,18 +123,24 @@ def _refuse_overlap(planes: Sequence[Plane], name: str) -> None:
     Interleaved planes, `(blocks, planes, ...)`, overlap as ranges and yet share nothing: with one stride, what counts
     is where their payloads lie within it.
     """
-    if _interleaved(planes):
-        return
     order = sorted(range(len(planes)), key=lambda index: planes[index].address)
-    reach = order[0]  # among the planes seen, the one that ends last
-    for position in range(1, len(order)):
-        index = order[position]
-        if planes[index].address < planes[reach].end:
-            for other in order[:position]:
-                if planes[index].address < planes[other].end and _share_bytes(planes[other], planes[index]):
-                    raise LayoutError(f"{name}[{other}] and {name}[{index}] share bytes of device memory")
-        if planes[index].end > planes[reach].end:
-            reach = index
+    cluster: list[int] = []  # planes whose ranges overlap
+    end = 0
+    for index in order:
+        if planes[index].address >= end:
+            _refuse_shared_bytes(planes, cluster, name)
+            cluster = []
+        cluster.append(index)
+        end = max(end, planes[index].end)
+    _refuse_shared_bytes(planes, cluster, name)
+
+
+def _refuse_shared_bytes(planes: Sequence[Plane], cluster: list[int], name: str) -> None:
+    if len(cluster) < 2 or _interleaved([planes[index] for index in cluster]):
+        return
+    for low, high in itertools.combinations(cluster, 2):
+        if planes[high].address < planes[low].end and _share_bytes(planes[low], planes[high]):
+            raise LayoutError(f"{name}[{low}] and {name}[{high}] share bytes of device memory")
 
 
 def _interleaved(planes: Sequence[Plane]) -> bool:

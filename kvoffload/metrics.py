@@ -28,9 +28,10 @@ class EngineStatistics:
     Attributes:
         simulated: whether `seconds` are made up.
         in_flight: jobs that have not ended.
+        held: those of them that wait on the host, wholly or in part, for room in the driver's queues.
         unreported: ended jobs that `poll` will report.
         dropped_reports: jobs whose result nobody took before 65,536 newer ones ended.
-        streams, streams_in_use, events, events_in_use: of the pools.
+        streams, streams_in_use, events, events_in_use: made, and busy now.
         pinned_bytes: of the slot pool.
     """
 
@@ -38,6 +39,7 @@ class EngineStatistics:
     num_slots: int
     pinned_bytes: int
     in_flight: int
+    held: int
     unreported: int
     dropped_reports: int
     streams: int

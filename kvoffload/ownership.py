@@ -85,6 +85,12 @@ class Claim:
         self._free()
 
 
+def complain(complaints: list[str]) -> None:
+    """A ResourceWarning for each. To be called last: where warnings are errors, nothing after it happens."""
+    for complaint in complaints:
+        warnings.warn(complaint, ResourceWarning, 3)
+
+
 class Holdings:
     """The context of a device and the claims in it. Outlives a Device that was forgotten.
 
@@ -124,32 +130,28 @@ class Holdings:
         self.claims.add(claim)
         return claim
 
-    def collect(self) -> None:
-        """Free what has become garbage; the context must be current.
+    def collect(self) -> list[str]:
+        """Free what has become garbage; the context must be current. Returns what there is to `complain` about.
 
-        Warns:
-            ResourceWarning: something that should have been closed was not, or could not be freed. (Not an error: the
-                caller wanted something else.)
+        What could not be freed is no error here: the caller wanted something else.
         """
         complaints: list[str] = []
         while True:
             try:
                 claim = self.garbage.popleft()
             except IndexError:  # empty; another thread may be collecting too
-                break
+                return complaints
             if claim.what is not None:
                 complaints.append(f"{claim.what} was never closed; close it, or use it in a with statement")
             try:
                 claim.settle()
             except DriverError as error:
                 complaints.append(f"what became garbage could not be freed: {error}")
-        for complaint in complaints:
-            warnings.warn(complaint, ResourceWarning, 2)
 
-    def free_everything(self) -> None:
-        """Free every claim, garbage or not; the context must be current."""
+    def free_everything(self) -> list[str]:
+        """Free every claim, garbage or not; the context must be current. Returns what there is to `complain` about."""
         run_all(claim.free for claim in list(self.claims))
-        self.collect()
+        return self.collect()
 
     def release_context(self) -> None:
         """Let go of the primary context, once."""

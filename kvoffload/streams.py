@@ -1,15 +1,16 @@
-"""Pools of streams and events, lanes that keep transfers of one direction in order, and streams of other programs.
+"""The streams of a lane, pools of events, and streams of other programs.
 
-A driver queue holds about 1022 operations; when it is full, submission blocks until the GPU has made progress (2 us
-become as long as it takes). Measured on driver 580: every operation of a strided batch takes a place, so does every
-cuMemcpyAsync; flat batches take one for about 23 copies; event records none. Lanes therefore count what they queue,
-fill a stream to `QUEUE_LIMIT`, and go on with another one behind an event.
+How much can be queued. Measured on driver 580 (CUDA 13.0): for each direction a context has 4 hardware queues of 1022
+places, which all its streams share (with CUDA_DEVICE_MAX_CONNECTIONS at its default); when they are full, submission
+blocks until the GPU has made progress, however long that takes. A cuMemcpyAsync takes a place, so does every operation
+of a strided batch and every record of a timing event; about 23 copies of a flat batch take one; waits and records of
+plain events take none. Making a stream can block behind queued work as well. So a lane makes its four streams at once, fills
+each to `QUEUE_LIMIT`, and has no room when they are full.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import deque
 from functools import partial
 from typing import Any, Final
 
@@ -18,11 +19,10 @@ from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import CapacityError, DriverError, TransferError
 from kvoffload.teardown import run_all
 
+STREAMS_PER_LANE = 4
 QUEUE_LIMIT = 768
-PIECE_LIMIT = 380  # operations of a transfer that are queued together: two such pieces and their waits fill a stream
-MAX_STREAMS = 256  # 0.4 MiB of GPU memory and 20 us each, made when first needed
-LONGEST_TRANSFER = MAX_STREAMS * QUEUE_LIMIT // 2  # queue places; the other direction needs streams, too
-WAIT_COST = 4  # queue places set aside for a transfer's waits
+PIECE_LIMIT = 380  # operations of a transfer that are queued together: two such pieces and their events fill a stream
+EVENT_COST = 2  # places that a piece's timing events may take
 
 
 class _NoWait:
@@ -31,52 +31,6 @@ class _NoWait:
 
 
 NO_WAIT: Final = _NoWait()  # after=NO_WAIT: the transfer waits for no stream of the caller's
-
-
-class PooledStream:
-    """A stream of a pool and how many operations queue on it, counted by the lane that uses it."""
-
-    __slots__ = ("handle", "queued")
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-        self.queued = 0
-
-
-class StreamPool:
-    """Streams that are idle, up to `limit` made in all."""
-
-    def __init__(self, driver: Driver, limit: int, priority: int) -> None:
-        self._driver = driver
-        self._limit = limit
-        self._priority = priority
-        self._idle: list[PooledStream] = []
-        self.created = 0
-
-    @property
-    def in_use(self) -> int:
-        return self.created - len(self._idle)
-
-    def acquire(self) -> PooledStream | None:
-        """An idle stream, or None when all of them are out."""
-        if self._idle:
-            return self._idle.pop()
-        if self.created >= self._limit:
-            return None
-        stream = PooledStream(self._driver.stream_create(self._priority))
-        self.created += 1
-        return stream
-
-    def release(self, stream: PooledStream) -> None:
-        """Give back a stream on which everything has ended."""
-        assert stream.queued == 0
-        self._idle.append(stream)
-
-    def close(self) -> None:
-        """Destroy the idle streams."""
-        idle, self._idle = self._idle, []
-        self.created -= len(idle)
-        run_all(partial(self._driver.stream_destroy, stream.handle) for stream in idle)
 
 
 class EventPool:
@@ -118,56 +72,52 @@ class EventPool:
         run_all(partial(self._driver.event_destroy, event) for event in idle)
 
 
-class Lane:
-    """The streams of one direction, in the order in which work was queued on them."""
+class LaneStream:
+    """A stream and how many places of the driver's queue its work takes."""
 
-    def __init__(self, pool: StreamPool) -> None:
-        self._pool = pool
-        self._streams: deque[PooledStream] = deque()  # the last one is being filled
+    __slots__ = ("handle", "queued")
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self.queued = 0
+
+
+class Lane:
+    """The streams of one direction, filled one after the other and round again."""
+
+    def __init__(self, driver: Driver, priority: int) -> None:
+        self._driver = driver
+        self.streams: list[LaneStream] = []
+        try:
+            for _ in range(STREAMS_PER_LANE):
+                self.streams.append(LaneStream(driver.stream_create(priority)))
+        except BaseException:
+            self.close()
+            raise
+        self._tail = 0
 
     @property
-    def tail(self) -> PooledStream | None:
-        """The stream that holds the lane's latest work, or None while the lane holds none."""
-        return self._streams[-1] if self._streams else None
+    def in_use(self) -> int:
+        """Streams with work on them."""
+        return sum(stream.queued > 0 for stream in self.streams)
 
-    def take(self, operations: int) -> PooledStream:
-        """A stream with room for `operations` more, counted as queued; it becomes the tail.
+    def take(self, places: int) -> LaneStream | None:
+        """The stream for the lane's next work, with so many more places counted as taken; None if there is no room.
 
-        Raises:
-            CapacityError: every stream is full. Nothing has changed.
+        Work ends in the order in which it was queued, so the next stream round is the one that drains first.
         """
-        tail = self.tail
-        if tail is not None and tail.queued + operations <= QUEUE_LIMIT:
-            stream = tail
-        else:
-            stream = self._pool.acquire() or self._share(operations)
-            if stream in self._streams:
-                self._streams.remove(stream)
-            self._streams.append(stream)
-        stream.queued += operations
-        return stream
-
-    def _share(self, operations: int) -> PooledStream:
-        """A stream of this lane that has drained far enough, for when the pool is empty."""
-        for stream in self._streams:
-            if stream.queued + operations <= QUEUE_LIMIT:
+        for position in (self._tail, (self._tail + 1) % len(self.streams)):
+            stream = self.streams[position]
+            if stream.queued + places <= QUEUE_LIMIT:
+                self._tail = position
+                stream.queued += places
                 return stream
-        queued = sum(stream.queued for stream in self._streams)
-        raise CapacityError(
-            f"{queued} operations are queued in this direction and every stream is full; poll() the engine until some "
-            "have ended"
-        )
+        return None
 
-    def give_back(self, stream: PooledStream, operations: int) -> None:
-        """`operations` on `stream` have ended. An empty stream goes back to the pool."""
-        stream.queued -= operations
-        if stream.queued == 0:
-            self._streams.remove(stream)
-            self._pool.release(stream)
-
-    def abandon(self) -> None:
-        """Forget streams whose context is lost."""
-        self._streams.clear()
+    def close(self) -> None:
+        """Destroy the streams; nothing may be queued on them."""
+        streams, self.streams = self.streams, []
+        run_all(partial(self._driver.stream_destroy, stream.handle) for stream in streams)
 
 
 def stream_handle(stream: Any, name: str) -> int:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 import kvoffload
+from kvoffload import streams
 from kvoffload.driver.simulator import SimulatedDriver
 from kvoffload.memory import PAGE_BYTES, PinnedMemory, address_of
 
@@ -25,6 +31,7 @@ LEVELS = {
     "raw": ((13, 0), (13, 5)),
 }
 LEGACY, PER_THREAD = 1, 2
+ORDERING_SEEDS = range(int(os.environ.get("KVOFFLOAD_ORDERING_SEEDS", "20")))
 BLOCKING, NON_BLOCKING = 0, 1
 
 
@@ -176,15 +183,120 @@ def rig(
 
 def paint(rig: Rig) -> None:
     """Block `b` holds `b + 1` in every byte, slot `s` holds `100 + s`, modulo 256."""
-    image = rig.slab.to_numpy()
-    for plane in rig.planes:
-        for block in range(plane.num_blocks):
-            start = plane.address - rig.slab.address + block * plane.block_stride
-            image[start : start + plane.block_bytes] = (block + 1) % 256
-    rig.slab.copy_from(image)
-    with rig.device.current():  # a copy from pageable memory may return before the device has the bytes
-        rig.device.driver.call("cuCtxSynchronize")
+    number_blocks(rig.planes, 1)
     rig.engine.slots[:] = (100 + np.arange(rig.engine.num_slots)).astype(np.uint8)[:, np.newaxis]
+
+
+def number_blocks(planes: list[kvoffload.Plane], first: int) -> None:
+    """Block `b` of each of these planes of one slab holds `first + b` in every byte, modulo 256."""
+    slab = planes[0].owner
+    assert isinstance(slab, kvoffload.DeviceBuffer)
+    image = slab.to_numpy()
+    for plane in planes:
+        for block in range(plane.num_blocks):
+            start = plane.address - slab.address + block * plane.block_stride
+            image[start : start + plane.block_bytes] = (first + block) % 256
+    slab.copy_from(image)
+
+
+def all_are(array: Any, value: int) -> bool:
+    return bool((np.asarray(array) == value).all())
+
+
+def release(rig: Rig, *held_back: kvoffload.Job) -> None:
+    """Let run what can, make sure that these jobs could not, open all gates, and wait for everything."""
+    rig.settle()
+    for job in held_back:
+        assert not job.done, "the gate holds this one back"
+    for gate in rig.gates:
+        gate.open()
+    rig.engine.drain(30)
+    rig.settle()
+
+
+def levelled(seed: int) -> Iterator[kvoffload.Device]:
+    """A simulated device whose capability level changes with the seed; nothing may be left of it."""
+    with simulated(seed, list(LEVELS)[seed % len(LEVELS)]) as opened:
+        yield opened
+    no_leaks(opened.simulator)
+
+
+def settled_rig(device: kvoffload.Device) -> Iterator[Rig]:
+    """A rig whose gates are open and whose pools are whole at the end."""
+    with rig(device) as made:
+        yield made
+        for gate in made.gates:  # one that a failed test left closed
+            gate.open()
+        made.engine.drain(10)
+        whole(made.engine)
+
+
+def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every piece of every transfer queued on another stream than the one before it in its direction."""
+
+    def take(lane: streams.Lane, places: int) -> streams.LaneStream:
+        lane._tail = (lane._tail + 1) % len(lane.streams)
+        lane.streams[lane._tail].queued += places
+        return lane.streams[lane._tail]
+
+    monkeypatch.setattr(streams.Lane, "take", take)
+
+
+def cut_pieces(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngine) -> None:
+    """At most one operation at a time."""
+    for copier in engine._copiers.values():
+        monkeypatch.setattr(copier, "piece_operations", 1)
+
+
+def in_threads(*works: Callable[[], object]) -> None:
+    """Run each of these in a thread of its own; raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+def shuttles(rig: Rig, count: int, turns: int, *, between: Callable[[], object] = lambda: None) -> list[int]:
+    """`count` threads move blocks to slots and back, eight of their own each, and check every byte; ids of the jobs."""
+    ids: list[int] = []
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng(number)
+        mine = range(8 * number, 8 * number + 8)
+        for _ in range(turns):
+            blocks, slots = rng.permutation(mine)[:4], rng.permutation(mine)[:4]
+            store = rig.engine.store(blocks, slots, after=kvoffload.NO_WAIT)
+            load = rig.engine.load(slots, blocks, after=kvoffload.NO_WAIT)
+            between()
+            ids.extend(job.wait(60).job_id for job in (store, load))
+            for block, slot in zip(blocks, slots, strict=True):
+                assert all_are(rig.slot(int(slot)), int(block) + 1)
+                assert all_are(rig.block(int(block)), int(block) + 1)
+
+    in_threads(*(partial(work, number) for number in range(count)))
+    return ids
+
+
+def held_by_process() -> tuple[int, int]:
+    """Open file descriptors and threads of this process."""
+    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+
+def leaks_of(device: kvoffload.Device) -> dict[str, int]:
+    """What a simulated device holds now, without zeros."""
+    assert device.simulator is not None
+    return {kind: count for kind, count in device.simulator.leaks().items() if count}
 
 
 class OrderSpy:

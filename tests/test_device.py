@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from cuda.bindings import driver as cuda
 from strategies import engine_on
 
 import kvoffload
-from kvoffload import NO_WAIT, DeviceBuffer, KVLayout, LayoutError, OffloadEngine, Plane
+from kvoffload import (
+    NO_WAIT,
+    CapabilityError,
+    DeviceBuffer,
+    DriverError,
+    KVLayout,
+    LayoutError,
+    OffloadEngine,
+    Plane,
+)
 from kvoffload.memory import address_of
 from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
 
@@ -70,10 +81,61 @@ def test_two_devices_of_one_gpu_share_its_primary_context() -> None:
     check_clean_close(other)
 
 
-@pytest.mark.parametrize("index", [-1, 2, 99])
+@pytest.mark.parametrize("index", [2, 99, np.uint8(2)])
 def test_an_index_without_a_gpu_is_refused(index: int) -> None:
     with pytest.raises(ValueError, match=f"index must name one of the 2 devices, 0 to 1, got {index}"):
         kvoffload.open_device(index, backend=SimulatedDriver(device_count=2))
+
+
+@pytest.mark.parametrize("index", [-1, "0", None, 1.0, True, np.float32(1)])
+def test_an_index_that_is_no_ordinal_is_refused(index: Any) -> None:
+    simulator = SimulatedDriver(device_count=2)
+    with pytest.raises(ValueError, match="index must be an integer of at least 0, got ") as refused:
+        kvoffload.open_device(index, backend=simulator)
+    assert repr(index) in str(refused.value)
+    assert simulator.leaks()["primary_retains"] == 0
+
+
+@pytest.mark.parametrize("option", [{"seed": 1}, {"driver_version": (12, 4)}, {"bindings_version": (12, 9), "seed": 0}])
+def test_options_of_the_simulated_device_are_refused_for_a_gpu(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{', '.join(sorted(option, reverse=True))} belong to the simulated device"):
+        kvoffload.open_device(backend="cuda", **option)
+
+
+def loading(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Have the real driver fail with `error` when it is loaded."""
+
+    def load() -> NoReturn:
+        raise error
+
+    monkeypatch.setattr("kvoffload.driver.cuda.load", load)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [CapabilityError("no driver library"), DriverError("cuInit", "CUDA_ERROR_NO_DEVICE", 100)],
+    ids=["no library", "no device"],
+)
+def test_auto_is_the_simulated_device_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    loading(monkeypatch, error)
+    with kvoffload.open_device(backend="auto", driver_version=(12, 4), seed=3) as device:
+        assert device.simulated
+        assert device.simulator.driver_version == (12, 4)
+    with pytest.raises(type(error)):
+        kvoffload.open_device(backend="cuda")
+
+
+def test_auto_does_not_hide_a_broken_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading(monkeypatch, DriverError("cuInit", "CUDA_ERROR_SYSTEM_NOT_READY", 802))
+    with pytest.raises(DriverError, match=r"cuInit returned CUDA_ERROR_SYSTEM_NOT_READY \(802\)"):
+        kvoffload.open_device(backend="auto")
+
+
+def test_a_driver_error_survives_pickling_with_its_detail() -> None:
+    error = DriverError("cuInit", "CUDA_ERROR_NO_DEVICE", 100, "install a driver")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) == "cuInit returned CUDA_ERROR_NO_DEVICE (100): install a driver"
+    assert (type(again), again.call, again.name, again.code) == (DriverError, "cuInit", "CUDA_ERROR_NO_DEVICE", 100)
 
 
 @pytest.mark.parametrize("backend", ["gpu", "", None, 5, object()])
@@ -287,10 +349,67 @@ def test_planes_of_a_slab_fold_and_keep_it_alive(device: kvoffload.Device) -> No
     assert device.simulator.leaks()["device_allocations"] == 0
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_slab_needs_planes(device: kvoffload.Device, count: int) -> None:
-    with pytest.raises(LayoutError, match=f"count must be at least 1, got {count}"):
+@pytest.mark.parametrize("count", [0, -1, 1.5, "2"])
+def test_a_slab_needs_planes(device: kvoffload.Device, count: Any) -> None:
+    with pytest.raises(ValueError, match=f"count must be an integer of at least 1, got {count!r}"):
         device.allocate_planes(count, block_bytes=16, num_blocks=4)
+
+
+@pytest.mark.parametrize("nbytes", [1.5, "64", None, True, 0, -5])
+def test_an_allocation_is_a_number_of_bytes(device: kvoffload.Device, nbytes: Any) -> None:
+    with (
+        leak_check(device),
+        pytest.raises(ValueError, match=f"nbytes must be an integer of at least 1, got {nbytes!r}"),
+    ):
+        device.allocate(nbytes)
+
+
+def test_numbers_may_be_numpy_integers() -> None:
+    index: Any = np.int64(1)
+    nbytes: Any = np.uint16(64)
+    count: Any = np.int8(3)
+    with kvoffload.open_device(index, backend=SimulatedDriver(device_count=2)) as device:
+        assert (device.index, device.allocate(nbytes).nbytes) == (1, 64)
+        planes = device.allocate_planes(count, block_bytes=64, num_blocks=8)
+        options: dict[str, Any] = {"num_slots": np.int32(4), "max_in_flight": np.uint64(2), "sm_limit": np.int8(0)}
+        with OffloadEngine(KVLayout([planes]), device=device, **options) as engine:
+            assert (engine.num_slots, engine.max_in_flight, engine.slots.shape[0]) == (4, 2, 4)
+            engine.store(range(4), range(4)).wait(10)
+
+
+@pytest.mark.parametrize(
+    ("option", "least"),
+    [
+        ({"num_slots": 0}, 1),
+        ({"num_slots": 4.0}, 1),
+        ({"max_in_flight": "8"}, 1),
+        ({"max_in_flight": np.int64(0)}, 1),
+        ({"sm_limit": -1}, 0),
+        ({"sm_limit": None}, 0),
+    ],
+)
+def test_an_engines_numbers_are_checked_by_name(device: kvoffload.Device, option: dict[str, Any], least: int) -> None:
+    layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=8)])
+    (name,) = option
+    with leak_check(device), pytest.raises(ValueError, match=f"{name} must be an integer of at least {least}, got "):
+        OffloadEngine(layout, device=device, **option)
+
+
+def test_planes_in_the_place_of_a_layout_are_refused_by_name(device: kvoffload.Device) -> None:
+    planes: Any = device.allocate_planes(1, block_bytes=64, num_blocks=8)
+    with leak_check(device), pytest.raises(TypeError, match=r"layout must be a KVLayout, got \[Plane\("):
+        OffloadEngine(planes, device=device)
+    anything: Any = "cuda:0"
+    with pytest.raises(TypeError, match=r"device must be a Device from open_device\(\), got 'cuda:0'"):
+        OffloadEngine(KVLayout([planes]), device=anything)
+
+
+def test_a_plane_takes_the_pointer_type_of_the_bindings(device: kvoffload.Device) -> None:
+    buffer = device.allocate(512)
+    plane = Plane(cuda.CUdeviceptr(buffer.address), block_bytes=64, num_blocks=8, owner=buffer)
+    assert (plane.address, type(plane.address)) == (buffer.address, int)
+    with OffloadEngine(KVLayout([[plane]]), device=device, num_slots=2) as engine:
+        engine.store([7], [0]).wait(10)
 
 
 def test_pitfall_37_separate_allocations_at_one_stride_do_not_fold_in_an_engine(any_device: kvoffload.Device) -> None:

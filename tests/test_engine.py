@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import LEVELS, Rig, rig, simulated, whole
+from helpers import LEVELS, Rig, number_blocks, rig, simulated, whole
 
 import kvoffload
 from kvoffload import (
     NO_WAIT,
     CapabilityError,
+    DriverError,
     KVLayout,
     LayoutError,
     OffloadEngine,
@@ -155,10 +156,9 @@ def test_a_copier_asked_for_by_name_is_used_or_refused(bench: Rig, copier: str) 
 def test_few_rows_go_flat() -> None:
     with simulated(1) as device, rig(device, planes=2) as bench:
         assert bench.engine.store([1], [1]).wait(10).copier == "batch"
-    with simulated(1, "no-batch") as device, rig(device, planes=2) as bench:
-        assert bench.engine.store([1], [1]).wait(10).copier == "loop"
-    with simulated(1, "no-batch") as device, rig(device, planes=8) as bench:
-        assert bench.engine.store([1], [1]).wait(10).copier == "strided"
+    for planes, copier in ((1, "loop"), (2, "strided"), (8, "strided")):
+        with simulated(1, "no-batch") as device, rig(device, planes=planes) as bench:
+            assert bench.engine.store([1], [1]).wait(10).copier == copier
 
 
 # streams of other libraries
@@ -234,6 +234,34 @@ def test_pitfall_07_a_capturing_stream_is_refused_and_nothing_happens(bench: Rig
     bench.engine.store([1], [1], after=stream).wait(10)
 
 
+@pytest.mark.parametrize("kind", ["another context", "another device"])
+def test_a_stream_of_another_context_is_refused_and_nothing_happens(kind: str) -> None:
+    driver = SimulatedDriver(device_count=2, deadlock_seconds=0.3)
+    with kvoffload.open_device(0, backend=driver) as device, rig(device) as bench:
+        context = driver.cuCtxCreate(None, 0, 1 if kind == "another device" else 0)[1]
+        stream = int(driver.cuStreamCreate(1)[1])
+        before = busy(bench)
+        for call in (bench.engine.store, bench.engine.load):
+            with pytest.raises(ValueError, match=f"after={stream:#x} is no stream of this device's context") as caught:
+                call([1], [1], after=stream)
+            assert "NO_WAIT" in str(caught.value)
+        assert busy(bench) == before
+        assert bench.engine.poll() == []
+        assert (bench.slot(1) == 101).all()
+        assert int(driver.cuCtxGetCurrent()[1]) == int(context)
+        bench.engine.store([1], [1], after=NO_WAIT).wait(10)
+        assert (bench.slot(1) == 2).all()
+        driver.cuStreamDestroy(stream)
+        driver.cuCtxDestroy(context)
+
+
+def test_what_is_no_stream_at_all_is_refused_and_nothing_happens(bench: Rig) -> None:
+    before = busy(bench)
+    with pytest.raises((ValueError, DriverError)):
+        bench.engine.store([1], [1], after=0x1234560)
+    assert busy(bench) == before
+
+
 # several groups and sub-blocks
 
 
@@ -241,14 +269,8 @@ def test_groups_have_block_tables_of_their_own() -> None:
     with simulated(1) as device:
         first = device.allocate_planes(4, block_bytes=64, num_blocks=8)
         second = device.allocate_planes(2, block_bytes=32, num_blocks=20)
-        for planes, value in ((first, 1), (second, 51)):
-            slab: Any = planes[0].owner
-            image = np.zeros(slab.nbytes, np.uint8)
-            for plane in planes:
-                start = plane.address - slab.address
-                numbers = np.arange(value, value + plane.num_blocks, dtype=np.uint8)
-                image[start : start + plane.span_bytes] = np.repeat(numbers, plane.block_bytes)
-            slab.copy_from(image)
+        number_blocks(first, 1)
+        number_blocks(second, 51)
         with OffloadEngine(KVLayout([first, second]), device=device, num_slots=4) as engine:
             engine.store([3], [0], group=0)
             engine.store([19], [1], group=1).wait(10)
@@ -264,12 +286,7 @@ def test_groups_have_block_tables_of_their_own() -> None:
 def test_sub_blocks_of_partial_slots_stay_as_they_are(first_sub_block: int) -> None:
     with simulated(1) as device:
         planes = device.allocate_planes(2, block_bytes=16, num_blocks=16)
-        slab: Any = planes[0].owner
-        image = slab.to_numpy()
-        for plane in planes:
-            start = plane.address - slab.address
-            image[start : start + plane.span_bytes] = np.repeat(np.arange(1, 17, dtype=np.uint8), 16)
-        slab.copy_from(image)
+        number_blocks(planes, 1)
         with OffloadEngine(KVLayout([planes], blocks_per_slot=4), device=device, num_slots=4) as engine:
             engine.slots[:] = 99
             blocks = [5, 6, 7, 2, 11]
@@ -325,12 +342,14 @@ def test_bad_options_are_value_errors(options: dict[str, Any]) -> None:
 def test_stream_priority_reaches_the_driver() -> None:
     with simulated(1) as device:
         layout = KVLayout([device.allocate_planes(1, block_bytes=16, num_blocks=4)])
+        simulator: Any = device.simulator
+        simulator.faults.calls = []
         with OffloadEngine(layout, device=device, num_slots=4, stream_priority=-5) as engine:
-            simulator: Any = device.simulator
-            simulator.faults.calls = []
             engine.store([1], [1]).wait(10)
             made = [arguments for name, arguments in simulator.faults.calls if name == "cuStreamCreateWithPriority"]
-            assert made == [(1, -5)]
+            assert made
+            assert set(made) == {(1, -5)}
+            assert engine.statistics().streams == len(made)
 
 
 def test_the_pool_is_exactly_as_large_as_asked_for() -> None:

@@ -10,7 +10,7 @@ import pytest
 from helpers import LEVELS, rig, simulated
 
 from kvoffload import NO_WAIT, Direction, TransferError
-from kvoffload.jobs import FINAL, TRANSITIONS, Job, State, Step, wait_until
+from kvoffload.jobs import FINAL, TRANSITIONS, Job, SimulatedTransferResult, State, Step, TransferResult, wait_until
 
 
 class _Device:
@@ -77,17 +77,26 @@ def test_what_a_job_says_of_itself(level: str) -> None:
         gate = bench.gate(held)
         job = bench.engine.store([1, 2], [1, 2], after=held)
         assert repr(job) == f"Job({job.id}, store, 512 bytes, strided, running)"
-        assert "4 rows" in job.reason
+        assert ("4.0 rows" if level == "no-batch" else "4 rows") in job.reason
         gate.open()
         result = job.wait(10)
         assert (result.job_id, result.direction, result.nbytes, result.copier) == (job.id, "store", 512, "strided")
         assert result.error is None
         assert 0 <= result.seconds < 1
-        assert result.simulated
+        assert isinstance(result, SimulatedTransferResult)
+        assert len(result) == 6
+        assert repr(result).startswith("SimulatedTransferResult(")
         assert repr(job).endswith("done)")
         later = bench.engine.load([1], [1], after=NO_WAIT)
         assert later.id > job.id
         assert later.wait(10).direction is Direction.LOAD
+
+
+def test_a_result_of_a_gpu_does_not_say_that_it_is_simulated() -> None:
+    job = made(State.DONE)
+    job._simulated = False
+    assert type(job.outcome()) is TransferResult
+    assert job.outcome() == (7, "store", 64, 0.0, "none", None)
 
 
 def test_seconds_leave_out_what_a_transfer_waited_for() -> None:

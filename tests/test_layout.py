@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -112,10 +113,10 @@ def test_layouts_refuse_nothing_and_the_wrong_nesting() -> None:
         KVLayout([])
     with pytest.raises(LayoutError, match=r"groups\[1\] has no planes"):
         KVLayout([planes(1), []])
-    with pytest.raises(LayoutError, match=r"list of lists of planes: KVLayout\(\[planes\]\), not KVLayout\(planes\)"):
-        KVLayout(planes(2))  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match=r"list of lists"):
-        KVLayout(plane())  # type: ignore[arg-type]
+    everything: list[Any] = [planes(2), plane(), None, 5]
+    for wrong in everything:
+        with pytest.raises(LayoutError, match=r"groups must be a list of lists of planes: KVLayout\(\[planes\]\), got"):
+            KVLayout(wrong)
     with pytest.raises(LayoutError, match=r"groups\[0\]\[1\] must be a Plane, got int"):
         KVLayout([[plane(), 5]])  # type: ignore[list-item]
 
@@ -221,3 +222,26 @@ def test_no_ids_are_legal(given: Any) -> None:
 def test_other_ids_are_refused_by_name_and_position(given: Any, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         as_ids("blocks", given, 4)
+
+
+def test_planes_end_below_the_largest_address() -> None:
+    Plane((1 << 63) - 65, block_bytes=64, num_blocks=1)
+    with pytest.raises(LayoutError, match=r"ends beyond the largest address, 2\*\*63 - 1"):
+        Plane((1 << 63) - 64, block_bytes=64, num_blocks=1)
+
+
+def interleaved(count: int, shift: int = 0) -> list[Plane]:
+    """Planes as in `(blocks, planes, ...)`; the last one `shift` bytes early."""
+    stride = 64 * count
+    starts = [FAR + 64 * index for index in range(count - 1)] + [FAR + stride - 64 - shift]
+    return [Plane(start, block_bytes=64, num_blocks=1024, block_stride=stride) for start in starts]
+
+
+def test_many_interleaved_planes_are_checked_quickly() -> None:
+    """Their spans all overlap, so that comparing pairs would take seconds."""
+    many = interleaved(2000)
+    started = time.perf_counter()
+    KVLayout([many])
+    assert time.perf_counter() - started < 0.2
+    with pytest.raises(LayoutError, match=r"groups\[0\]\[19[89]\] and groups\[0\]\[19[89]\] share bytes"):
+        KVLayout([interleaved(200, shift=1)])

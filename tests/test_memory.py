@@ -366,7 +366,7 @@ def test_a_full_gpu_is_a_capacity_error_with_figures(device: kvoffload.Device) -
     ):
         device.allocate(free + 1)
     for nbytes in (0, -5):
-        with pytest.raises(ValueError, match=f"nbytes must be at least 1, got {nbytes}"):
+        with pytest.raises(ValueError, match=f"nbytes must be an integer of at least 1, got {nbytes}"):
             device.allocate(nbytes)
 
 

@@ -11,6 +11,7 @@ import pytest
 from mutants import PACKAGE, Site, wait_sites
 
 HERE = Path(__file__).resolve().parent
+ORDERING_TESTS = [str(HERE / name) for name in ("test_ordering.py", "test_ordering_pieces.py")]
 SITES = wait_sites()
 TESTS_PASSED, TESTS_FAILED = 0, 1  # pytest's exit codes; 2 to 5 would mean that no test was asked
 
@@ -26,7 +27,7 @@ def _ordering_tests(module: str, line: int, column: int, *, stop_early: bool) ->
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     return subprocess.run(
-        [*command, *options, *(["-x"] if stop_early else []), str(HERE / "test_ordering.py")],
+        [*command, *options, *(["-x"] if stop_early else []), *ORDERING_TESTS],
         cwd=PACKAGE.parent,
         env=environment,
         capture_output=True,

@@ -19,14 +19,15 @@ ROOT = Path(kvoffload.__file__).parent
 
 # From the bottom up. A module imports from lower rows only, at its top level; its own package counts as one module.
 LAYERS = (
-    {"errors", "metrics", "policies", "teardown", "hostinfo", "models"},
+    {"checks", "errors", "metrics", "policies", "teardown", "hostinfo", "models"},
     {"layout"},
     {"plan", "interop"},
     {"jobs", "hazards"},
     {"driver"},
-    {"memory", "streams"},
-    {"copiers", "requests", "patterns"},
+    {"memory", "ownership", "streams"},
+    {"cache_jobs", "copiers", "requests", "patterns"},
     {"device", "flight"},
+    {"ordering"},
     {"engine"},
     {"cache"},
     {"testing", "__init__"},

@@ -146,7 +146,7 @@ def test_one_plane_and_fold_descriptions() -> None:
     def words(*addresses: int) -> str:
         return describe_fold(fold(layout_of(addresses)))
 
-    assert words(MIB) == "1 plane fold into 1 run"
+    assert words(MIB) == "1 plane folds into 1 run"
     assert words(MIB, 2 * MIB) == "2 planes fold into 1 run"
     assert words(2 * MIB, MIB) == "2 planes do not fold (2 operations a block)"
     assert words(MIB, 2 * MIB, 3 * MIB, 3 * MIB + 65536) == "4 planes fold into 2 runs"

@@ -1,4 +1,4 @@
-"""Pools, lanes with their sharing and limits, and streams of other programs."""
+"""Events, lanes and what they have no room for, and streams of other programs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 from cuda.bindings import runtime
+from strategies import slab_of
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, KVLayout, OffloadEngine, TransferError
 from kvoffload.driver import Driver
-from kvoffload.streams import (
-    QUEUE_LIMIT,
-    EventPool,
-    Lane,
-    PooledStream,
-    StreamPool,
-    refuse_capturing,
-    stream_handle,
-)
+from kvoffload.memory import address_of
+from kvoffload.streams import QUEUE_LIMIT, STREAMS_PER_LANE, EventPool, Lane, refuse_capturing, stream_handle
+from kvoffload.testing import scramble
 
 LEGACY, PER_THREAD = 1, 2
 
@@ -40,44 +35,7 @@ def engine(device: kvoffload.Device) -> Iterator[OffloadEngine]:
         yield made
 
 
-# pools
-
-
-def test_a_stream_pool_makes_streams_when_needed_and_reuses_them(driver: Driver, device: kvoffload.Device) -> None:
-    pool = StreamPool(driver, 2, priority=0)
-    assert (pool.created, pool.in_use) == (0, 0)
-    first, second = pool.acquire(), pool.acquire()
-    assert first is not None
-    assert second is not None
-    assert first.handle != second.handle
-    assert pool.acquire() is None
-    assert (pool.created, pool.in_use) == (2, 2)
-    pool.release(first)
-    assert pool.acquire() is first
-    pool.release(first)
-    pool.release(second)
-    pool.close()
-    assert (pool.created, device.simulator.leaks()["streams"]) == (0, 0)
-
-
-def test_a_stream_with_work_is_not_given_back(driver: Driver) -> None:
-    pool = StreamPool(driver, 1, priority=0)
-    stream = pool.acquire()
-    assert stream is not None
-    stream.queued = 1
-    with pytest.raises(AssertionError):
-        pool.release(stream)
-    stream.queued = 0
-    pool.release(stream)
-    pool.close()
-
-
-def test_a_stream_that_cannot_be_made_is_not_counted(driver: Driver, device: kvoffload.Device) -> None:
-    pool = StreamPool(driver, 2, priority=0)
-    device.simulator.faults.fail_call("cuStreamCreateWithPriority")
-    with pytest.raises(kvoffload.DriverError):
-        pool.acquire()
-    assert (pool.created, pool.in_use) == (0, 0)
+# events
 
 
 def test_an_event_pool_is_bounded_and_says_so(driver: Driver, device: kvoffload.Device) -> None:
@@ -118,104 +76,145 @@ def test_only_timing_events_can_be_measured(driver: Driver, timing: bool) -> Non
     pool.close()
 
 
-def test_a_pool_that_fails_to_destroy_one_stream_destroys_the_others(driver: Driver, device: kvoffload.Device) -> None:
-    pool = StreamPool(driver, 3, priority=0)
-    for stream in [pool.acquire() for _ in range(3)]:
-        assert stream is not None
-        pool.release(stream)
-    device.simulator.faults.fail_call("cuStreamDestroy", nth=2, after=True)
-    with pytest.raises(kvoffload.DriverError):
-        pool.close()
-    assert device.simulator.leaks()["streams"] == 0
-
-
 # lanes
 
 
-def lane_of(driver: Driver, limit: int) -> tuple[Lane, StreamPool]:
-    pool = StreamPool(driver, limit, priority=0)
-    return Lane(pool), pool
+def test_a_lane_makes_its_streams_at_once_and_destroys_them_all(driver: Driver, device: kvoffload.Device) -> None:
+    lane = Lane(driver, priority=-2)
+    assert len({stream.handle for stream in lane.streams}) == STREAMS_PER_LANE
+    assert device.simulator.leaks()["streams"] == STREAMS_PER_LANE
+    assert lane.in_use == 0
+    device.simulator.faults.fail_call("cuStreamDestroy", nth=2, after=True)
+    with pytest.raises(kvoffload.DriverError):
+        lane.close()
+    lane.close()
+    assert device.simulator.leaks()["streams"] == 0
 
 
-def test_a_lane_fills_a_stream_before_it_takes_another(driver: Driver) -> None:
-    lane, pool = lane_of(driver, 4)
-    assert lane.tail is None
+@pytest.mark.parametrize("nth", range(1, STREAMS_PER_LANE + 1))
+def test_a_lane_that_cannot_have_all_its_streams_keeps_none(driver: Driver, device: kvoffload.Device, nth: int) -> None:
+    device.simulator.faults.fail_call("cuStreamCreateWithPriority", nth=nth)
+    with pytest.raises(kvoffload.DriverError, match="cuStreamCreateWithPriority"):
+        Lane(driver, priority=0)
+    assert device.simulator.leaks()["streams"] == 0
+
+
+def test_a_lane_fills_a_stream_before_it_takes_the_next(driver: Driver) -> None:
+    lane = Lane(driver, priority=0)
     first = lane.take(QUEUE_LIMIT - 10)
+    assert first is lane.streams[0]
     assert lane.take(10) is first
     assert first.queued == QUEUE_LIMIT
     second = lane.take(1)
-    assert second is not first
-    assert lane.tail is second
-    for stream, operations in ((first, QUEUE_LIMIT - 10), (first, 10), (second, 1)):
-        lane.give_back(stream, operations)
-    assert lane.tail is None
-    assert (pool.created, pool.in_use) == (2, 0)
-    pool.close()
+    assert second is lane.streams[1]
+    assert lane.in_use == 2
+    first.queued = 0
+    assert lane.take(1) is second  # the order of the work is the order of the streams
+    lane.close()
 
 
-def test_a_stream_goes_back_to_the_pool_when_the_last_of_its_work_has_ended(driver: Driver) -> None:
-    lane, pool = lane_of(driver, 2)
-    stream = lane.take(5)
-    lane.take(7)
-    lane.give_back(stream, 5)
-    assert (pool.in_use, stream.queued) == (1, 7)
-    lane.give_back(stream, 7)
-    assert pool.in_use == 0
-    pool.close()
+def test_a_full_lane_says_no_and_goes_round_to_the_stream_that_drains_first(driver: Driver) -> None:
+    lane = Lane(driver, priority=0)
+    streams = [lane.take(500) for _ in range(STREAMS_PER_LANE)]
+    assert streams == lane.streams
+    before = [stream.queued for stream in lane.streams]
+    assert lane.take(300) is None
+    assert [stream.queued for stream in lane.streams] == before
+    lane.streams[1].queued -= 500  # not the next one round: work may not overtake what is on stream 0
+    assert lane.take(300) is None
+    lane.streams[0].queued -= 300
+    assert lane.take(300) is lane.streams[0]
+    assert lane.take(200) is lane.streams[0]
+    assert max(stream.queued for stream in lane.streams) <= QUEUE_LIMIT
+    lane.close()
 
 
-def test_with_the_pool_empty_a_lane_goes_back_to_a_stream_that_has_room(driver: Driver) -> None:
-    lane, pool = lane_of(driver, 2)
-    first, second = lane.take(500), lane.take(500)
-    lane.give_back(first, 300)
-    assert lane.take(400) is first
-    assert lane.tail is first  # the latest work is there now
-    assert lane.take(100) is first
-    assert lane.take(260) is second
-    assert max(first.queued, second.queued) <= QUEUE_LIMIT
-    with pytest.raises(CapacityError, match=r"1460 operations are queued in this direction.*poll\(\)"):
-        lane.take(100)
-    assert (first.queued, second.queued) == (700, 760)  # nothing has changed
-    for stream in (first, second):
-        lane.give_back(stream, stream.queued)
-    pool.close()
+class Held:
+    """A gate on a stream of the caller's, opened by the host."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._device = engine.device
+        self._word = engine.slots[-1, -4:].view(np.uint32)
+        self._word[0] = 0
+        with self._device.current():
+            self.stream = self._device.driver.stream_create(0)
+            self._device.driver.call("cuStreamWaitValue32", self.stream, address_of(self._word), 1, 0)
+
+    def open(self) -> None:
+        self._word[0] = 1
+
+    def close(self) -> None:
+        self.open()
+        with self._device.current():
+            self._device.driver.stream_synchronize(self.stream)
+            self._device.driver.stream_destroy(self.stream)
 
 
-def test_two_lanes_share_a_pool_and_no_stream(driver: Driver) -> None:
-    pool = StreamPool(driver, 2, priority=0)
-    one, other = Lane(pool), Lane(pool)
-    streams: list[PooledStream] = [one.take(1), other.take(1)]
-    assert streams[0] is not streams[1]
-    with pytest.raises(CapacityError, match="1 operations are queued"):
-        other.take(QUEUE_LIMIT)
-    one.give_back(streams[0], 1)
-    assert other.take(QUEUE_LIMIT) is streams[0]
-    other.give_back(streams[0], QUEUE_LIMIT)
-    other.give_back(streams[1], 1)
-    pool.close()
-
-
-def test_no_queue_of_an_engine_is_filled_beyond_the_limit(device: kvoffload.Device) -> None:
-    layout = KVLayout([device.allocate_planes(1, block_bytes=16, num_blocks=64)])
+@pytest.mark.parametrize("copier", ["strided", "batch", "loop"])
+def test_pitfall_06_what_finds_no_room_is_held_on_the_host_and_ends_in_order(
+    device: kvoffload.Device, copier: str
+) -> None:
+    """Far more work than the driver's queues hold, behind a gate: no call blocks, and all of it is done in the end."""
+    planes = device.allocate_planes(1, block_bytes=16, num_blocks=1024)
+    content = scramble(slab_of(planes), 5)
     simulator = device.simulator
-    with OffloadEngine(layout, device=device, num_slots=64) as engine:
-        with device.current():
-            gate = device.driver.stream_create(0)
-            word = engine.slots[63, 4092:].view(np.uint32)
-            word[0] = 0
-            address = int(word.__array_interface__["data"][0])
-            device.driver.call("cuStreamWaitValue32", gate, address, 1, 0)
-        for _ in range(60):
-            engine.store(range(60), range(60), after=gate, copier="loop")
-        deepest = max(len(stream.queue) for stream in simulator.streams.values())
-        assert deepest <= 1022
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=1025) as engine:
+        held = Held(engine)
+        jobs = [engine.store(range(1024), range(1024), after=held.stream, copier=copier) for _ in range(12)]
+        statistics = engine.statistics()
+        assert (statistics.in_flight, statistics.streams) == (12, 2 * STREAMS_PER_LANE)
+        deepest = max(stream.occupied for stream in simulator.streams.values())
+        assert deepest <= QUEUE_LIMIT + 2
         assert simulator.blocked_submissions == 0
-        assert engine.statistics().streams_in_use >= 60 * 60 // QUEUE_LIMIT
-        word[0] = 1
-        engine.drain(timeout=30)
-        assert engine.statistics().streams_in_use == 0
-        with device.current():
-            device.driver.stream_destroy(gate)
+        if copier == "batch":
+            assert statistics.held == 0
+        else:
+            assert statistics.held >= 12 * 1024 // QUEUE_LIMIT - STREAMS_PER_LANE - 1
+            with pytest.raises(CapacityError, match="the driver's queues are full"):
+                jobs[-1].order_before(1)
+        held.open()
+        ended = []
+        while len(ended) < 12:
+            ended += [result.job_id for result in engine.poll()]
+        assert ended == [job.id for job in jobs]
+        assert all(job.error is None for job in jobs)
+        statistics = engine.statistics()
+        assert (statistics.held, statistics.streams_in_use, statistics.events_in_use) == (0, 0, 0)
+        assert (engine.slots[:1024, :16].reshape(-1) == content[: 1024 * 16]).all()
+        held.close()
+
+
+def test_pitfall_06_a_load_follows_a_store_that_is_held(device: kvoffload.Device) -> None:
+    """The store into slots 0 to 1023 is not on the GPU yet when the load from them is submitted."""
+    planes = device.allocate_planes(1, block_bytes=16, num_blocks=2048)
+    content = scramble(slab_of(planes), 6)
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=1025) as engine:
+        held = Held(engine)
+        for _ in range(6):
+            engine.store(range(1024), range(1024), after=held.stream, copier="loop")
+        engine.slots[:1024] = 0
+        last = engine.load(range(1024), range(1024, 2048), after=NO_WAIT)
+        device.simulator.run_all()
+        engine.poll()
+        assert not last.done
+        held.open()
+        assert last.wait(20).error is None
+        assert (slab_of(planes).to_numpy()[1024 * 16 : 2048 * 16] == content[: 1024 * 16]).all()
+        held.close()
+
+
+def test_pitfall_06_no_transfer_is_too_long(device: kvoffload.Device) -> None:
+    """Through every copier, and as its own choice: more operations than all queues hold, in pieces as room is made."""
+    many = 110_000
+    planes = device.allocate_planes(4, block_bytes=1, num_blocks=4)
+    with OffloadEngine(KVLayout([planes], blocks_per_slot=4096), device=device, num_slots=many // 4096 + 1) as engine:
+        blocks, slots = np.arange(many) % 4, np.arange(many // 4096 + 1)
+        for copier in ("strided", None):
+            job = engine.store(blocks, slots, copier=copier)
+            assert engine.statistics().held == 1
+            assert job.wait(60).error is None
+            assert job.copier == "strided"
+            assert device.simulator.blocked_submissions == 0
 
 
 @pytest.mark.parametrize("priority", [0, -1, -5])
@@ -225,7 +224,7 @@ def test_streams_are_made_with_the_priority_asked_for(device: kvoffload.Device, 
     with OffloadEngine(layout, device=device, num_slots=4, stream_priority=priority) as engine:
         engine.store([0], [0]).wait(10)
     made = [args for name, args in device.simulator.faults.calls if name == "cuStreamCreateWithPriority"]
-    assert made == [(1, priority)]  # non-blocking
+    assert made == [(1, priority)] * (2 * STREAMS_PER_LANE)  # non-blocking
 
 
 def test_a_priority_out_of_range_is_refused(device: kvoffload.Device) -> None:

@@ -15,7 +15,6 @@ from kvoffload.copiers.strided import StridedCopier
 from kvoffload.driver import Capabilities, Driver, SourceOrder
 from kvoffload.errors import CapabilityError
 from kvoffload.plan import TransferPlan
-from kvoffload.streams import LONGEST_TRANSFER
 
 __all__ = [
     "BatchCopier",
@@ -94,8 +93,6 @@ def choose(plan: TransferPlan, copiers: dict[str, Copier], forced: str | None, c
     if "batch" not in copiers:
         name = "strided" if rows > 1 else "loop"
         return Choice(copiers[name], f"{rows:.1f} rows an operation, and {why_not(capabilities)['batch']}")
-    if len(plan) > LONGEST_TRANSFER:
-        return Choice(copiers["batch"], f"{len(plan)} strided operations are too many for the driver's queues")
     if rows < STRIDED_MIN_ROWS:
         return Choice(copiers["batch"], f"only {rows:.1f} rows an operation: flat copies are cheaper")
     return Choice(copiers["strided"], f"folds: {rows:.0f} rows an operation")

@@ -9,7 +9,7 @@ from kvoffload.plan import TransferPlan
 # makes the stream busy, and the copy engine does the rest: at n = 4096, 8 KiB, 13.8 instead of 3.0 GB/s.
 CHUNK = 128
 FIRST_CHUNK = 16
-_CAPACITY = 8192
+_CAPACITY = 4096
 _COPIES_PER_PLACE = 16  # about 23 copies took one place of the driver's queue; counted with some margin
 
 

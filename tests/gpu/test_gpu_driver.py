@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from capture_probe import GLOBAL, RELAXED, THREAD_LOCAL, Probe
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, DriverError, KVLayout, LayoutError, OffloadEngine, Plane, TransferError
@@ -292,3 +293,16 @@ def test_pitfall_07_every_default_stream_and_a_capturing_one(gpu_device: kvofflo
             cuda.cuGraphDestroy(graph)
             gpu_device.driver.stream_destroy(stream)
         engine.store([0], [0]).wait(10)
+
+
+@pytest.mark.parametrize("other_thread", [False, True])
+@pytest.mark.parametrize("thread_mode", [GLOBAL, THREAD_LOCAL, RELAXED])
+@pytest.mark.parametrize("capture_mode", [GLOBAL, THREAD_LOCAL, RELAXED])
+def test_pitfall_07_a_capture_forbids_the_calls_that_the_simulated_driver_says(
+    gpu_device: kvoffload.Device, capture_mode: Any, thread_mode: Any, other_thread: bool
+) -> None:
+    with gpu_device.current():
+        real = Probe(gpu_device.driver.api, gpu_device.context).table(capture_mode, thread_mode, other_thread)
+    with kvoffload.open_device(backend="simulated") as device, device.current():
+        simulated = Probe(device.simulator, device.context).table(capture_mode, thread_mode, other_thread)
+    assert {name: (real[name], simulated[name]) for name in real if real[name] != simulated[name]} == {}

@@ -109,7 +109,6 @@ def test_a_wild_address_is_an_error_not_a_crash(program: Program) -> None:
 
 
 def test_a_staged_copy_reaches_the_device_in_the_order_of_the_legacy_stream(program: Program) -> None:
-    program.sim.staged_copies = True
     program.sim.scheduler.drift_probability = 0
     source, back, pointer = np.full(64, 7, np.uint8), np.zeros(64, np.uint8), program.device(64, 0)
     program.ok("cuMemcpyHtoD", pointer, source, 64)
@@ -120,6 +119,14 @@ def test_a_staged_copy_reaches_the_device_in_the_order_of_the_legacy_stream(prog
     pinned = program.host(64, 5)
     program.ok("cuMemcpyHtoD", pointer, pinned, 64)
     assert (program.bytes(pointer, 64) == 5).all()
+
+
+def test_a_copy_from_pageable_memory_can_be_had_without_staging(program: Program) -> None:
+    program.sim.staged_copies = False
+    program.sim.scheduler.drift_probability = 0
+    pointer = program.device(64, 0)
+    program.ok("cuMemcpyHtoD", pointer, np.full(64, 7, np.uint8), 64)
+    assert (program.bytes(pointer, 64) == 7).all()
 
 
 def test_pointers_are_described(program: Program) -> None:

@@ -12,9 +12,8 @@ driver runs on a machine without a GPU. It is lazy, seeded and suspicious:
 Its clock is made up: no time that it reports says anything about a GPU.
 
 Where it is stricter or simpler than CUDA: every call on a stream or an event needs a current context; copies need the
-stream's own context current; copies have one layer; stream priorities and capture modes are accepted and ignored, so
-no call invalidates a capture; a handle is never used twice; a lost context answers every call with its error, and only
-its destruction cleans up.
+stream's own context current; copies have one layer; stream priorities are accepted and ignored; a handle is never used
+twice; a lost context answers every call with its error, and only its destruction cleans up.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls):
         pageable_copies: copies from or to memory that nobody pinned.
         blocked_submissions: how often a full queue held a submission up.
         attributes: device attributes by number; change them at will.
-        staged_copies: set it to True to have cuMemcpyHtoD return before the device has the bytes of pageable memory.
+        staged_copies: whether cuMemcpyHtoD returns before the device has the bytes of pageable memory, as CUDA may.
         raw: None, or the raw-address calls of the 13.5 bindings.
     """
 

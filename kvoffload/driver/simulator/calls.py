@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cuda.bindings import driver as cuda
 
+from kvoffload.driver.simulator.capture import Captures
 from kvoffload.driver.simulator.contexts import LEGACY, PER_THREAD, Context, Event, HandleTable, Stream
 from kvoffload.driver.simulator.errors import DeadlockError, RefusedError, SimulatorError
 from kvoffload.driver.simulator.faults import Faults
@@ -124,6 +125,7 @@ class Core:
         self.faults = Faults()
         self.lock = threading.RLock()
         self.memory = MemoryTable()
+        self.captures = Captures()
         self.scheduler = Scheduler(seed, self.faults, threading.Condition(self.lock), patience)
         self.contexts: HandleTable[Context] = HandleTable(0x5_0000_0000)
         self.streams: HandleTable[Stream] = HandleTable(0x6_0000_0000)
@@ -153,16 +155,17 @@ class Core:
                 self.scheduler.lose(context, fault.error)
             elif fault is not None and not fault.after:
                 return fault.error, ()
-            status, values = self._answer(needs, body, args, kwargs)
+            status, values = self._answer(name, needs, body, args, kwargs)
             if fault is not None and fault.after:
                 return fault.error, ()
             return status, values
 
     def _answer(
-        self, needs: Needs, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, needs: Needs, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...]]:
         try:
             context = self._require(needs)
+            self.captures.refuse_unsafe(name)
             result = body(self, *args, **kwargs)
         except RefusedError as refused:
             return refused.status, ()
@@ -241,6 +244,7 @@ class Core:
     def submit(self, stream: Stream, operation: Operation) -> int:
         """Queue an operation; its number in the stream, or 0 if a capture took it. Blocks while the queue is full."""
         if stream.capture is not None:
+            stream.capture.check()
             stream.capture.node_count += 1
             return 0
         self._refuse_implicit_capture(stream)
@@ -264,9 +268,12 @@ class Core:
             raise
 
     @staticmethod
-    def _refuse_implicit_capture(stream: Stream) -> None:
+    def _refuse_implicit_capture(stream: Stream, *, asking: bool = False) -> None:
+        """The legacy stream would wait for a captured one. That ends the capture, unless the call only asks for it."""
         context = stream.context
-        if stream is context.legacy and any(other.capture for other in list(context.blocking.values())):
+        others = list(context.blocking.values()) if stream is context.legacy else []
+        for capture in [other.capture for other in others if other.capture is not None]:
+            capture.invalidated |= not asking
             raise RefusedError(cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
     # Memory

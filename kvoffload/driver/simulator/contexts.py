@@ -12,6 +12,7 @@ from cuda.bindings import driver as cuda
 from kvoffload.driver.simulator.errors import RefusedError
 
 if TYPE_CHECKING:
+    from kvoffload.driver.simulator.capture import Capture
     from kvoffload.driver.simulator.operations import Operation
 
 LEGACY = 1  # CU_STREAM_LEGACY; the handle 0 means the same
@@ -24,16 +25,6 @@ class StreamState(Enum):
     RUNNABLE = "runnable"
     BLOCKED = "blocked"  # its first operation waits for another stream
     GATED = "gated"  # its first operation waits for a word in memory
-
-
-class Capture:
-    """One graph capture: the stream it began on, and all that were drawn into it."""
-
-    def __init__(self, origin: Stream) -> None:
-        self.origin = origin
-        self.streams = [origin]
-        self.unjoined: set[Stream] = set()  # drawn in, and not yet waited for by another of the capture's streams
-        self.node_count = 0
 
 
 class Stream:

@@ -11,6 +11,7 @@ from cuda.bindings import driver as cuda
 
 from kvoffload.driver.simulator import copies, space
 from kvoffload.driver.simulator.calls import FAIL_INDEX, INVALID_VALUE, Core, driver_call, integer, size
+from kvoffload.driver.simulator.capture import UNSUPPORTED
 from kvoffload.driver.simulator.contexts import LEGACY, Stream
 from kvoffload.driver.simulator.copies import Batch
 from kvoffload.driver.simulator.errors import FunctionNotFoundError, RefusedError
@@ -27,8 +28,6 @@ from kvoffload.driver.simulator.operations import (
     Operation,
 )
 
-CAPTURE_UNSUPPORTED = cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-
 
 class Sides(NamedTuple):
     """What the two sides of a call touch; `pageable` where that is memory nobody pinned."""
@@ -44,7 +43,7 @@ class Sides(NamedTuple):
 
 
 class CopyCalls(Core):
-    staged_copies = False
+    staged_copies = True
 
     @driver_call()
     def cuMemcpyHtoD(self, dstDevice: Any, srcHost: Any, ByteCount: int) -> Any:
@@ -159,7 +158,7 @@ class CopyCalls(Core):
             raise RefusedError(INVALID_VALUE)
         stream = self.submission_stream(handle)
         if stream.capture is not None:
-            raise RefusedError(CAPTURE_UNSUPPORTED)
+            stream.capture.refuse(UNSUPPORTED)
         return stream
 
     def _copy_now(self, target: int, source: int, nbytes: int, device: int, host: int) -> Any:

@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from cuda.bindings import driver as cuda
 
 from kvoffload.driver.simulator.calls import INVALID_HANDLE, INVALID_VALUE, Core, Needs, driver_call, integer, word
-from kvoffload.driver.simulator.contexts import LEGACY, Capture, Event, Record, Stream
+from kvoffload.driver.simulator.capture import INVALIDATED, RELAXED, UNSUPPORTED
+from kvoffload.driver.simulator.contexts import LEGACY, Event, Record, Stream
 from kvoffload.driver.simulator.errors import RefusedError
 from kvoffload.driver.simulator.memory import Region
 from kvoffload.driver.simulator.operations import (
     Operation,
     RecordOperation,
+    WaitEventOperation,
     WaitValueOperation,
     WriteValueOperation,
 )
@@ -22,7 +25,6 @@ from kvoffload.driver.simulator.operations import (
 _R = cuda.CUresult
 NOT_READY = _R.CUDA_ERROR_NOT_READY
 CAPTURED_EVENT = _R.CUDA_ERROR_CAPTURED_EVENT
-CAPTURE_UNSUPPORTED = _R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 DISABLE_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 MEMORY_OPERATIONS = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
@@ -76,7 +78,7 @@ class StreamCalls(Core):
             return None
         if record.capture is not None or stream.capture is not None:
             return self._wait_in_capture(stream, record)
-        operation = Operation()
+        operation = WaitEventOperation()
         operation.dependencies.append((record.stream, record.serial))
         self.submit(stream, operation)
         self.scheduler.drift()
@@ -103,7 +105,7 @@ class StreamCalls(Core):
         if event.context is not stream.context:
             return INVALID_HANDLE
         record = Record(stream, stream.capture)
-        record.serial = self.submit(stream, RecordOperation(record, self.scheduler.now))
+        record.serial = self.submit(stream, RecordOperation(record, self.scheduler.now, event.timing))
         event.record = record
         self.scheduler.drift()
         return None
@@ -153,10 +155,10 @@ class StreamCalls(Core):
     def cuStreamBeginCapture(self, hStream: Any, mode: Any) -> Any:
         stream = self.stream(hStream)
         if stream.handle == LEGACY:
-            return CAPTURE_UNSUPPORTED
+            return UNSUPPORTED
         if stream.capture is not None:
             return _R.CUDA_ERROR_ILLEGAL_STATE
-        stream.capture = Capture(stream)
+        self.captures.begin(stream, mode)
         return None
 
     @driver_call(values=1)
@@ -166,24 +168,27 @@ class StreamCalls(Core):
             return _R.CUDA_ERROR_ILLEGAL_STATE
         if capture.origin is not self.stream(hStream):
             return _R.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
-        for stream in capture.streams:
-            stream.capture = None
+        if capture.mode != RELAXED and capture.thread != threading.get_ident():
+            return _R.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
+        self.captures.end(capture)
+        if capture.invalidated:
+            return INVALIDATED
         return (cuda.CUgraph(),) if not capture.unjoined else _R.CUDA_ERROR_STREAM_CAPTURE_UNJOINED
 
     @driver_call(values=1)
     def cuStreamIsCapturing(self, hStream: Any) -> Any:
         stream = self.stream(hStream)
-        self._refuse_implicit_capture(stream)
+        self._refuse_implicit_capture(stream, asking=True)
         status = cuda.CUstreamCaptureStatus
-        active = stream.capture is not None
-        return (status.CU_STREAM_CAPTURE_STATUS_ACTIVE if active else status.CU_STREAM_CAPTURE_STATUS_NONE,)
+        if stream.capture is None:
+            return (status.CU_STREAM_CAPTURE_STATUS_NONE,)
+        if stream.capture.invalidated:
+            return (status.CU_STREAM_CAPTURE_STATUS_INVALIDATED,)
+        return (status.CU_STREAM_CAPTURE_STATUS_ACTIVE,)
 
     @driver_call(values=1, needs=Needs.DRIVER)
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
-        modes = cuda.CUstreamCaptureMode
-        before = getattr(self._local, "capture_mode", modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
-        self._local.capture_mode = modes(int(mode))
-        return (before,)
+        return (self.captures.exchange_mode(mode),)
 
     # Shared
 
@@ -205,22 +210,25 @@ class StreamCalls(Core):
     @staticmethod
     def _not_capturing(stream: Stream) -> Stream:
         if stream.capture is not None:
-            raise RefusedError(CAPTURE_UNSUPPORTED)
+            stream.capture.refuse(UNSUPPORTED)
         return stream
 
     @staticmethod
     def _uncaptured(event: Event) -> Record | None:
         if event.record is not None and event.record.capture is not None:
-            raise RefusedError(CAPTURED_EVENT)
+            event.record.capture.refuse(CAPTURED_EVENT)
         return event.record
 
     def _wait_in_capture(self, stream: Stream, record: Record) -> Any:
         """A wait across a capture's border draws the waiting stream in, or is an error."""
         capture = record.capture
         if capture is None:
-            return _R.CUDA_ERROR_STREAM_CAPTURE_ISOLATION
+            assert stream.capture is not None
+            stream.capture.refuse(_R.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
+        capture.check()
         if stream.capture is not None and stream.capture is not capture:
-            return _R.CUDA_ERROR_STREAM_CAPTURE_MERGE
+            stream.capture.invalidated = True
+            capture.refuse(_R.CUDA_ERROR_STREAM_CAPTURE_MERGE)
         self._refuse_implicit_capture(stream)
         if stream.capture is None:
             stream.capture = capture

@@ -1,0 +1,200 @@
+"""Ctrl-C at any moment of a submission or of a landing: the exception comes out, and no job is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from helpers import keys, leaks_of, release, rig, simulated, whole
+from workload import program, several_streams
+
+from kvoffload import NO_WAIT, BlockCache, TransferError
+from kvoffload.cache_jobs import CacheTransfer
+from kvoffload.copiers.strided import StridedCopier
+from kvoffload.driver import Driver
+from kvoffload.flight import FlightDeck
+from kvoffload.jobs import Job, State
+from kvoffload.ordering import Ordering
+from kvoffload.streams import EventPool, Lane
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Callable[..., Any]]:
+    """`interrupt(owner, name, nth, after=)`: the nth call of that method raises KeyboardInterrupt, and no other."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def plan(owner: type, name: str, nth: int = 1, *, after: bool = False) -> list[int]:
+            original, left = getattr(owner, name), [nth]
+
+            def method(*arguments: Any, **options: Any) -> Any:
+                left[0] -= 1
+                if left[0] == 0 and not after:
+                    raise KeyboardInterrupt
+                value = original(*arguments, **options)
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+                return value
+
+            patch.setattr(owner, name, method)
+            return left
+
+        yield plan
+
+
+SUBMITTING: list[tuple[type, str, int, bool]] = [
+    (FlightDeck, "mark", 1, False),
+    (Driver, "event_record", 1, False),  # the marker
+    (FlightDeck, "board", 1, False),
+    (EventPool, "acquire", 2, False),  # in board: the start
+    (EventPool, "acquire", 3, False),  # in board: the end
+    (CacheTransfer, "boarded", 1, False),
+    (CacheTransfer, "boarded", 1, True),
+    (FlightDeck, "board", 1, True),
+    (Ordering, "record", 1, False),
+    (Ordering, "record", 1, True),
+    (FlightDeck, "launch", 2, False),
+    (Lane, "take", 1, False),
+    (FlightDeck, "_launch_piece", 1, False),
+    (Driver, "stream_wait_event", 1, False),
+    (Driver, "stream_wait_event", 1, True),
+    (Driver, "event_record", 2, False),  # the start
+    (Driver, "event_record", 2, True),
+    (StridedCopier, "submit", 1, False),
+    (StridedCopier, "submit", 1, True),
+    (Driver, "event_record", 3, False),  # the end
+    (Driver, "event_record", 3, True),
+    (FlightDeck, "_launch_piece", 1, True),
+    (FlightDeck, "launch", 2, True),
+]
+LANDING: list[tuple[type, str, int, bool]] = [
+    (FlightDeck, "_has_ended", 1, False),
+    (FlightDeck, "_piece_has_ended", 1, True),
+    (FlightDeck, "_has_ended", 1, True),
+    (FlightDeck, "_measure", 1, False),
+    (Driver, "event_seconds", 1, False),
+    (FlightDeck, "_measure", 1, True),
+    (FlightDeck, "_give_back", 1, False),
+    (FlightDeck, "_give_back", 1, True),
+    (FlightDeck, "_land", 1, False),
+    (FlightDeck, "_settle", 1, False),
+    (CacheTransfer, "ended", 1, False),
+    (CacheTransfer, "ended", 1, True),
+    (FlightDeck, "_settle", 1, True),
+    (FlightDeck, "_land", 1, True),
+]
+
+
+def _id(point: Any) -> str | None:
+    return point.__name__ if isinstance(point, type) else None
+
+
+@pytest.mark.parametrize(("owner", "name", "nth", "after"), SUBMITTING, ids=_id)
+def test_an_interrupted_submission_loses_no_job(
+    interrupt: Callable[..., Any], owner: type, name: str, nth: int, after: bool
+) -> None:
+    with simulated(1) as device, rig(device) as bench:
+        engine, held = bench.engine, bench.stream()
+        cache = BlockCache(engine)
+        cache.store(keys(0), [0]).wait(10)
+        bench.gate(held)
+        left = interrupt(owner, name, nth, after=after)
+        with pytest.raises(KeyboardInterrupt):
+            cache.store(keys(1, 2), [1, 2], after=held)
+        assert left[0] <= 0
+        assert cache.lookup(keys(0, 1)) == 1
+        follower = cache.store(keys(3), [3], after=NO_WAIT)
+        release(bench)
+        follower.wait(10)
+        whole(engine)
+        cache.check()
+        assert cache.lookup(keys(1)) == 0, "a store that was interrupted is not visible"
+        assert len(engine.poll()) in (0, 1), "the job that was interrupted, if it had boarded"
+        cache.store(keys(1, 2), [1, 2]).wait(10)
+        cache.load(keys(1, 2, 3), [10, 11, 12]).wait(10)
+        assert [int(bench.block(block)[0]) for block in (10, 11, 12)] == [2, 3, 4]
+    assert leaks_of(device) == {}
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["well", "failed"])
+@pytest.mark.parametrize(("owner", "name", "nth", "after"), LANDING, ids=_id)
+def test_an_interrupted_landing_loses_no_job(
+    interrupt: Callable[..., Any], owner: type, name: str, nth: int, after: bool, failed: bool
+) -> None:
+    if failed and name == "event_seconds":
+        pytest.skip("the time of a failed job is not asked for")
+    with simulated(1) as device, rig(device) as bench:
+        engine = bench.engine
+        cache = BlockCache(engine)
+        held = bench.stream()
+        gate = bench.gate(held)
+        if failed:
+            assert device.simulator is not None
+            device.simulator.faults.fail_call("cuEventRecord", nth=3)  # the end: nobody knows how far it came
+        job = cache.store(keys(1, 2), [1, 2], after=held)
+        gate.open()
+        bench.settle()
+        left = interrupt(owner, name, nth, after=after)
+        with pytest.raises(KeyboardInterrupt):
+            engine.advance()
+        assert left[0] <= 0
+        engine.drain(10)
+        assert job.jobs[0].state is (State.FAILED if failed else State.DONE)
+        whole(engine)
+        cache.check()
+        assert [result.job_id for result in engine.poll()] == [job.jobs[0].id]
+        totals = engine.statistics().store
+        assert (totals.jobs, totals.failed) == (1, int(failed))
+        if failed:
+            with pytest.raises(TransferError):
+                job.wait(1)
+            cache.store(keys(1, 2), [1, 2]).wait(10)
+        else:
+            job.wait(1)
+        assert cache.lookup(keys(1, 2)) == 2
+    assert leaks_of(device) == {}
+
+
+def test_an_interrupted_wait_leaves_the_job_running() -> None:
+    with simulated(1) as device, rig(device) as bench, pytest.MonkeyPatch.context() as patch:
+        held = bench.stream()
+        gate = bench.gate(held)
+        job = bench.engine.store([1], [1], after=held)
+
+        def interrupted(_: Job) -> bool:
+            raise KeyboardInterrupt
+
+        patch.setattr(Job, "done", property(interrupted))
+        for call in (job.wait, job.result):
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        patch.undo()
+        gate.open()
+        assert job.wait(10).error is None
+        whole(bench.engine)
+
+
+def test_an_interrupted_submission_of_one_group_among_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C inside a copier: the exception comes out, and the books are right once the GPU is through."""
+    several_streams(monkeypatch)
+    with program() as made:
+        copier: Any = made.cache_engine._copiers["strided"]
+        submit = copier.submit
+
+        def interrupted(*arguments: Any) -> None:
+            submit(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(copier, "submit", interrupted)
+        monkeypatch.setattr(made.cache_engine._copiers["batch"], "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.cache.store([b"a"], [[1], [1]], after=NO_WAIT)
+        monkeypatch.undo()
+        assert made.cache.lookup([b"a"]) == 0
+        made.cache.check()
+        made.cache_engine.drain(10)
+        made.cache.check()
+        whole(made.cache_engine)
+        made.cache.store([b"a", b"b", b"c"], [[1, 2, 3], [1, 2, 3]]).wait(10)
+        made.cache.check()
+        assert made.cache.lookup([b"a", b"b", b"c"]) == 3
