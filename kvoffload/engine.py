@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from kvoffload.device import Device
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.flight import Flight, FlightDeck
 from kvoffload.hazards import HazardTable
-from kvoffload.jobs import Job, Listener, TransferResult, wait_until
+from kvoffload.jobs import Job, Listener, State, TransferResult, wait_until
 from kvoffload.layout import KVLayout, describe_groups
 from kvoffload.memory import PinnedMemory, Progress, UInt8Array
 from kvoffload.metrics import EngineStatistics
@@ -245,12 +246,12 @@ class OffloadEngine:
         try:
             if request.after is not None:
                 self._flights.mark(job, request.after)
-            self._flights.board(Flight(job, prepared, copier, order, request.after is not None, rival))
+            flight = Flight(job, prepared, copier, order, request.after is not None, rival)
+            self._flights.board(flight, partial(self._ordering.record, request, job))
         except BaseException:
-            if not job.sequence:
+            if job.state is State.NEW:
                 self._flights.unboard(job)
             raise
-        self._ordering.record(request, job)
         self._flights.launch()
         return job
 

@@ -4,8 +4,8 @@ How much can be queued. Measured on driver 580 (CUDA 13.0): for each direction a
 places, which all its streams share (with CUDA_DEVICE_MAX_CONNECTIONS at its default); when they are full, submission
 blocks until the GPU has made progress, however long that takes. A cuMemcpyAsync takes a place, so does every operation
 of a strided batch and every record of a timing event; about 23 copies of a flat batch take one; waits and records of
-plain events take none. Making a stream can block behind queued work as well. So a lane makes its four streams at once, fills
-each to `QUEUE_LIMIT`, and has no room when they are full.
+plain events take none. Making a stream can block behind queued work as well. So a lane makes its four streams at once,
+fills each to `QUEUE_LIMIT`, and has no room when they are full.
 """
 
 from __future__ import annotations
