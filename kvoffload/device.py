@@ -327,11 +327,11 @@ def _release_abandoned() -> None:
         holdings = _abandoned.popleft()
         if holdings.foreign:
             continue
-        complaints.append("a Device was never closed; close it, or use it in a with statement")
         try:
             complaints += _release(holdings)
         except DriverError as error:  # not the caller's
             complaints.append(f"not all that a Device held could be freed: {error}")
+        complaints.append("a Device was never closed; close it, or use it in a with statement")
     complain(complaints)
 
 

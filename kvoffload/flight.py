@@ -177,20 +177,21 @@ class FlightDeck:
             stream = lane.take(places)
             if stream is None:
                 return False
+            last = job.pieces[-1] if job.pieces else None
+            piece = Piece(stream, places)
+            job.pieces.append(piece)
             try:
-                self._launch_piece(flight, stop, Piece(stream, places))
+                self._launch_piece(flight, stop, piece, last)
             except BaseException as error:
                 self._submission_failed(job, error)
                 if not isinstance(error, KVOffloadError):
                     raise
         return True
 
-    def _launch_piece(self, flight: Flight, stop: int, piece: Piece) -> None:
+    def _launch_piece(self, flight: Flight, stop: int, piece: Piece, last: Piece | None) -> None:
         """Queue operations `[job.queued, stop)`: behind the waits if they are the first, before the end if the last."""
         driver, job, handle = self._driver, flight.job, piece.stream.handle
         assert job.start is not None
-        last = job.pieces[-1] if job.pieces else None
-        job.pieces.append(piece)
         if job.queued == 0:
             self._follow(flight, piece.stream)
             driver.event_record(job.start, handle)

@@ -187,6 +187,21 @@ def paint(rig: Rig) -> None:
     rig.engine.slots[:] = (100 + np.arange(rig.engine.num_slots)).astype(np.uint8)[:, np.newaxis]
 
 
+def warm_up(rig: Rig) -> None:
+    """Do each kind of work once. The driver may synchronise when it does something first: for ever behind a gate."""
+    nbytes = sum(plane.block_bytes for plane in rig.planes)
+    stream, scratch = rig.stream(), rig.device.allocate(nbytes)
+    rig.fill(stream, 1)
+    rig.copy_block(stream, scratch.address, 0)
+    rig.synchronize(stream)
+    rig.gate(stream).open()
+    for copier in rig.engine._copiers:
+        for transfer in (rig.engine.store, rig.engine.load):
+            transfer([0, 1], [0, 1], copier=copier).wait(30)
+    rig.engine.poll()
+    paint(rig)
+
+
 def number_blocks(planes: list[kvoffload.Plane], first: int) -> None:
     """Block `b` of each of these planes of one slab holds `first + b` in every byte, modulo 256."""
     slab = planes[0].owner

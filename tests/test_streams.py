@@ -173,7 +173,7 @@ def test_pitfall_06_what_finds_no_room_is_held_on_the_host_and_ends_in_order(
             with pytest.raises(CapacityError, match="the driver's queues are full"):
                 jobs[-1].order_before(1)
         held.open()
-        ended = []
+        ended: list[int] = []
         while len(ended) < 12:
             ended += [result.job_id for result in engine.poll()]
         assert ended == [job.id for job in jobs]

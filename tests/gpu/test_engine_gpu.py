@@ -1,16 +1,29 @@
-"""The engine on a GPU: order with real streams, queues, leaks, contexts, and the time that a submission takes."""
+"""The engine on a GPU: order with real streams, with CuPy's, between transfers, between pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-from helpers import BLOCKING, LEGACY, NON_BLOCKING, PER_THREAD, Rig, paint, rig, whole
+from helpers import (
+    BLOCKING,
+    LEGACY,
+    NON_BLOCKING,
+    PER_THREAD,
+    Rig,
+    all_are,
+    change_streams,
+    paint,
+    release,
+    rig,
+    shuttles,
+    warm_up,
+    whole,
+)
 
 import kvoffload
-from kvoffload import NO_WAIT, streams
+from kvoffload import NO_WAIT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -22,39 +35,15 @@ KIB = 1024
 def bench(gpu_device: kvoffload.Device) -> Iterator[Rig]:
     """Blocks of 16 planes of 64 KiB: 1 MiB each, long enough to be overtaken."""
     with rig(gpu_device, planes=16, block_bytes=64 * KIB, num_blocks=32, num_slots=32) as made:
-        _warm_up(made)
+        warm_up(made)
         yield made
         made.engine.drain(30)
         whole(made.engine)
 
 
-def _warm_up(bench: Rig) -> None:
-    """The driver may synchronise when it first fills or copies; behind a closed gate that would be for ever."""
-    stream, scratch = bench.stream(), bench.device.allocate(16 * 64 * KIB)
-    bench.fill(stream, 1)
-    bench.copy_block(stream, scratch.address, 0)
-    bench.synchronize(stream)
-    bench.gate(stream).open()
-    paint(bench)
-
-
-def all_are(array: Any, value: int) -> bool:
-    return bool((np.asarray(array) == value).all())
-
-
 def stream_of(bench: Rig, kind: str) -> int:
     handles = {"legacy": 0, "per-thread": PER_THREAD}
     return handles[kind] if kind in handles else bench.stream(BLOCKING if kind == "blocking" else NON_BLOCKING)
-
-
-def release(bench: Rig, *held_back: kvoffload.Job) -> None:
-    """Give the GPU time to do what it should not, open the gates, wait for everything."""
-    bench.settle()
-    for job in held_back:
-        assert not job.done, "the gate holds this one back"
-    for gate in bench.gates:
-        gate.open()
-    bench.engine.drain(30)
 
 
 # order
@@ -116,25 +105,31 @@ def test_a_cupy_kernel_that_writes_is_waited_for(bench: Rig) -> None:
         cupy.uint8,
         cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(bench.slab.address, bench.slab.nbytes, bench.slab), 0),
     )
-    kernel((1,), (32,), (memory, 1, 1))  # compiled and loaded before it counts
+    kernel((1,), (32,), (memory, 1, 1))  # compiled and loaded before it counts: that may wait for the whole GPU
+    int(memory[0])  # so may CuPy's first copy to the host
+    cupy.cuda.get_current_stream().synchronize()
+    paint(bench)
     stream = cupy.cuda.Stream(non_blocking=True)
+    gate = bench.gate(stream.ptr)  # so that the kernel cannot be over before the store is queued, however slow this is
     with stream:
-        kernel((64,), (256,), (memory, memory.size, 100_000_000))
+        kernel((64,), (256,), (memory, memory.size, 20_000_000))
         job = bench.engine.store([3, 9], [0, 1], after=stream)
+        bench.settle()
         assert not job.done
+    gate.open()
     job.wait(30)
     assert all_are(bench.slot(0), 55)
     assert all_are(bench.slot(1), 55)
     with stream:
         bench.engine.load([20], [3], after=stream).order_before(stream)
         assert int(memory[bench.planes[0].address - bench.slab.address + 3 * 64 * KIB]) == 120
-    cupy.cuda.Device().synchronize()
+    stream.synchronize()
 
 
 @pytest.mark.parametrize("short", [False, True], ids=["one stream", "many streams"])
 def test_transfers_keep_their_order(bench: Rig, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if short:
-        monkeypatch.setattr(streams, "QUEUE_LIMIT", 5)
+        change_streams(monkeypatch)
     held = bench.stream()
     bench.gate(held)
     bench.engine.store([3], [0], after=held)
@@ -187,7 +182,7 @@ def test_order_before_in_both_directions(bench: Rig) -> None:
 
 @pytest.mark.parametrize("copier", ["strided", "loop"])
 def test_pieces_on_several_streams(bench: Rig, copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "QUEUE_LIMIT", 40)
+    change_streams(monkeypatch)
     monkeypatch.setattr(bench.engine._copiers[copier], "piece_operations", 4)
     held = bench.stream()
     bench.gate(held)
@@ -224,3 +219,7 @@ def test_many_random_transfers_give_the_bytes_of_program_order(bench: Rig) -> No
     bench.engine.drain(60)
     assert all(all_are(bench.slot(slot), slots[slot]) for slot in range(32))
     assert all(all_are(bench.block(block), blocks[block]) for block in range(32))
+
+
+def test_four_threads_submit_and_wait(bench: Rig) -> None:
+    assert len(set(shuttles(bench, 4, 50))) == 400

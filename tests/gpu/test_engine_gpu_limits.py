@@ -1,155 +1,196 @@
+"""The engine on a GPU: full queues, leaks, contexts, a real geometry, the time that a submission takes."""
+
+from __future__ import annotations
+
+import gc
+import statistics as averages
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import PER_THREAD, Rig, all_are, held_by_process, in_threads, rig, warm_up, whole
+from programs import run_program
+
+import kvoffload
+from kvoffload import NO_WAIT, KVLayout, OffloadEngine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+COPIERS = ("strided", "batch", "loop")
+KIB = 1024
+
+
+@pytest.fixture
+def small(gpu_device: kvoffload.Device) -> Iterator[Rig]:
+    """Blocks of 4 planes of 4 KiB."""
+    with rig(gpu_device, planes=4, block_bytes=4 * KIB, num_blocks=64, num_slots=64) as made:
+        warm_up(made)
+        yield made
+        made.engine.drain(60)
+        whole(made.engine)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A collection takes 0.1 s and more in a process that has CuPy and JAX loaded: too long for what is timed here."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 # queues
 
 
 @pytest.mark.parametrize("copier", COPIERS)
-def test_pitfall_06_submission_time_stays_bounded(gpu_device: kvoffload.Device, copier: str) -> None:
-    """2000 transfers of 3 blocks behind a gate. A full driver queue would hold the submission up for good."""
-    with rig(gpu_device, planes=4, block_bytes=4 * KIB, num_blocks=64, num_slots=64) as bench:
-        held = bench.stream()
-        gate = bench.gate(held)
-        rng = np.random.default_rng(3)
-        opener = threading.Timer(60, gate.open)  # so that a failure is a failure and no hang
-        opener.start()
-        seconds = []
-        for number in range(2000):
-            ids = rng.choice(64, 3, replace=False)
-            call = bench.engine.load if number % 2 else bench.engine.store
-            began = time.perf_counter()
-            call(ids, ids, after=held if number < 2 else NO_WAIT, copier=copier)
-            seconds.append(time.perf_counter() - began)
-        in_flight = bench.engine.statistics().in_flight
+def test_pitfall_06_submission_time_stays_bounded(small: Rig, copier: str) -> None:
+    """2000 transfers of 3 blocks behind a gate. A full driver queue would hold a submission up until it opens."""
+    engine, held = small.engine, small.stream()
+    gate = small.gate(held)
+    rng = np.random.default_rng(3)
+    opened = threading.Event()
+
+    def open_late() -> None:  # so that a failure is a failure and no hang
+        opened.set()
+        gate.open()
+
+    opener = threading.Timer(60, open_late)
+    opener.start()
+    seconds = []
+    try:
+        with no_garbage_collection():
+            for number in range(2000):
+                ids = rng.choice(64, 3, replace=False)
+                call = engine.load if number % 2 else engine.store
+                began = time.perf_counter()
+                call(ids, ids, after=held if number < 2 else NO_WAIT, copier=copier)
+                seconds.append(time.perf_counter() - began)
+        in_flight, waited_for_the_gate = engine.statistics().in_flight, opened.is_set()
+    finally:
         opener.cancel()
         gate.open()
-        bench.engine.drain(60)
-        micro = [each * 1e6 for each in seconds]
-        late = averages.median(micro[-200:])
-        print(f"{copier}: median {averages.median(micro):.0f} us, last 200 {late:.0f} us, max {max(micro):.0f} us")
-        assert in_flight == 2000
-        assert averages.median(seconds) < 500e-6
-        assert averages.median(seconds[-200:]) < 4 * averages.median(seconds[100:300])
-        assert max(seconds) < 0.1
-        whole(bench.engine)
+    engine.drain(60)
+    early, late = averages.median(seconds[100:300]), averages.median(seconds[-200:])
+    slowest = max(range(2000), key=seconds.__getitem__)
+    told = (
+        f"{copier}: median {averages.median(seconds) * 1e6:.0f} us, 100 to 300: {early * 1e6:.0f} us, last 200: "
+        f"{late * 1e6:.0f} us, slowest: number {slowest} with {seconds[slowest] * 1e6:.0f} us"
+    )
+    print(told)
+    assert not waited_for_the_gate, told
+    assert in_flight == 2000, told
+    assert averages.median(seconds) < 1e-3, told
+    assert late < 4 * early + 100e-6, told
+    assert seconds[slowest] < 1, told  # one that waits for the gate takes up to 60
 
 
 # leaks
 
 
-def _host_state() -> tuple[int, int]:
-    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+def _least_loss(gpu_device: kvoffload.Device, use: Callable[[], None], rounds: int) -> int:
+    """Bytes of GPU memory that each of several uses took for good, at least.
 
+    Other programs use the GPU too, and the driver takes memory in lumps now and then: only what every use takes is a
+    leak of ours.
+    """
 
-def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.Device) -> None:
-    with rig(gpu_device, planes=4, block_bytes=4 * KIB, num_blocks=64, num_slots=64) as bench:
-
-        def transfers(count: int) -> None:
-            rng = np.random.default_rng(5)
-            for number in range(count):
-                ids = rng.choice(64, 3, replace=False)
-                (bench.engine.store if number % 2 else bench.engine.load)(
-                    ids, ids, after=NO_WAIT, copier=COPIERS[number % 3]
-                )
-                if number % 100 == 0:
-                    bench.engine.drain(30)
-                    bench.engine.poll()
-            bench.engine.drain(30)
-            bench.engine.poll()
-
-        def gpu_bytes() -> int:
-            with gpu_device.current():
-                return gpu_device.driver.free_and_total_bytes()[0]
-
-        transfers(2000)
+    def free_bytes() -> int:
         gc.collect()
-        before = (gpu_bytes(), _host_state(), bench.engine.statistics())
-        transfers(10_000)
-        gc.collect()
-        after = (gpu_bytes(), _host_state(), bench.engine.statistics())
-        assert before[0] - after[0] <= 4 << 20, "GPU memory"
-        assert after[1] == before[1], "file descriptors and threads"
-        assert after[2].streams - before[2].streams <= 2
-        assert after[2].events - before[2].events <= 100
-        whole(bench.engine)
+        gpu_device.reclaim()
+        with gpu_device.current():
+            gpu_device.driver.call("cuCtxSynchronize")
+            return gpu_device.driver.free_and_total_bytes()[0]
+
+    use()
+    free = [free_bytes()]
+    for _ in range(rounds):
+        use()
+        free.append(free_bytes())
+    return min(before - after for before, after in zip(free, free[1:], strict=False))
+
+
+def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.Device, small: Rig) -> None:
+    engine = small.engine
+    rng = np.random.default_rng(5)
+
+    def transfers(count: int) -> None:
+        for number in range(count):
+            ids = rng.choice(64, 3, replace=False)
+            (engine.store if number % 2 else engine.load)(ids, ids, after=NO_WAIT, copier=COPIERS[number % 3])
+            if number % 100 == 0:
+                engine.drain(30)
+                engine.poll()
+        engine.drain(30)
+        engine.poll()
+
+    transfers(2000)
+    counts, (files, threads) = engine.statistics(), held_by_process()
+    lost = _least_loss(gpu_device, partial(transfers, 2500), 3)
+    files_after, threads_after = held_by_process()
+    assert lost <= 0, "GPU memory, in each of the rounds"
+    assert files_after - files <= 4, "the driver opens some when it first needs them; a leak would be thousands"
+    assert threads_after == threads
+    assert engine.statistics().streams == counts.streams
+    assert engine.statistics().events - counts.events <= 100
 
 
 def test_engines_and_buffers_give_their_memory_back(gpu_device: kvoffload.Device) -> None:
-    def free_bytes() -> int:
-        with gpu_device.current():
-            return gpu_device.driver.free_and_total_bytes()[0]
-
     def use() -> None:
         with rig(gpu_device, planes=4, block_bytes=1 << 20, num_blocks=16, num_slots=16) as bench:
             bench.engine.store(range(16), range(16)).wait(30)
-        del bench
-        gc.collect()
-        gpu_device.reclaim()
 
-    use()
-    before = free_bytes()
-    for _ in range(5):
-        use()
-    assert before - free_bytes() <= 4 << 20
+    assert _least_loss(gpu_device, use, 4) <= 0
 
 
 # contexts and threads
 
 
-def test_pitfall_36_any_thread_and_any_context(bench: Rig) -> None:
+def test_pitfall_36_any_thread_and_any_context(small: Rig) -> None:
     from cuda.bindings import driver as cuda
 
-    def created() -> Any:
-        arguments = (0, 0) if bench.device.driver.bindings_version < (13, 0) else (None, 0, 0)
-        status, context = cuda.cuCtxCreate(*arguments)
-        assert not status, status
-        return context
-
-    results: list[Any] = []
-
     def work(own: bool) -> None:
-        try:
-            context: Any = created() if own else None
-            bench.engine.store([1], [1], after=NO_WAIT).wait(30)
-            bench.engine.load([1], [2], after=PER_THREAD).wait(30)
-            bench.engine.poll()
-            current = int(cuda.cuCtxGetCurrent()[1])
-            results.append(current == (int(context) if own else 0))
-            if own:
-                cuda.cuCtxDestroy(context)
-        except BaseException as error:
-            results.append(error)
+        context: Any = None
+        if own:
+            arguments = (0, 0) if small.device.driver.bindings_version < (13, 0) else (None, 0, 0)
+            status, context = cuda.cuCtxCreate(*arguments)
+            assert not status, status
+        small.engine.store([1], [1], after=NO_WAIT).wait(30)
+        small.engine.load([1], [2], after=PER_THREAD).wait(30)
+        small.engine.poll()
+        assert int(cuda.cuCtxGetCurrent()[1]) == (int(context) if own else 0)
+        if own:
+            cuda.cuCtxDestroy(context)
 
     for own in (False, True):
-        thread = threading.Thread(target=work, args=(own,))
-        thread.start()
-        thread.join()
-    assert results == [True, True]
-    assert all_are(bench.slot(1), 2)
-    assert all_are(bench.block(2), 2)
+        in_threads(partial(work, own))
+    assert all_are(small.slot(1), 2)
+    assert all_are(small.block(2), 2)
 
 
-def test_four_threads_submit_and_wait(bench: Rig) -> None:
-    errors: list[BaseException] = []
+def test_a_stream_of_another_context_is_refused_and_nothing_happens(small: Rig) -> None:
+    from cuda.bindings import driver as cuda
 
-    def work(number: int) -> None:
-        try:
-            rng = np.random.default_rng(number)
-            mine = range(8 * number, 8 * number + 8)
-            for _ in range(50):
-                blocks, slots = rng.permutation(mine)[:4], rng.permutation(mine)[:4]
-                store = bench.engine.store(blocks, slots, after=NO_WAIT)
-                load = bench.engine.load(slots, blocks, after=NO_WAIT)
-                store.wait(60)
-                load.wait(60)
-                for block, slot in zip(blocks, slots, strict=True):
-                    assert all_are(bench.slot(int(slot)), int(block) + 1)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    arguments = (0, 0) if small.device.driver.bindings_version < (13, 0) else (None, 0, 0)
+    status, context = cuda.cuCtxCreate(*arguments)
+    assert not status, status
+    stream = int(cuda.cuStreamCreate(1)[1])
+    try:
+        with pytest.raises(ValueError, match=f"after={stream:#x} is no stream of this device's context"):
+            small.engine.store([1], [1], after=stream)
+        assert small.engine.statistics().in_flight == 0
+        assert int(cuda.cuCtxGetCurrent()[1]) == int(context)
+    finally:
+        cuda.cuStreamDestroy(stream)
+        cuda.cuCtxDestroy(context)
+    small.engine.store([1], [1], after=NO_WAIT).wait(30)
+    assert all_are(small.slot(1), 2)
 
 
 # a real geometry
@@ -179,11 +220,12 @@ def test_llama_blocks_there_and_back(gpu_device: kvoffload.Device, llama_bytes: 
 
 def _median_seconds(call: Callable[[], kvoffload.Job], count: int = 100) -> float:
     seconds = []
-    for _ in range(count):
-        began = time.perf_counter()
-        job = call()
-        seconds.append(time.perf_counter() - began)
-        job.wait(30)
+    with no_garbage_collection():
+        for _ in range(count):
+            began = time.perf_counter()
+            job = call()
+            seconds.append(time.perf_counter() - began)
+            job.wait(30)
     return averages.median(seconds)
 
 
@@ -205,26 +247,17 @@ def test_submissions_return_at_once(gpu_device: kvoffload.Device, planes: int, b
 
 
 def test_pitfall_31_a_process_that_ends_with_work_in_flight(gpu_device: kvoffload.Device) -> None:
-    import subprocess
-    import sys
-
     assert not gpu_device.closed
-    script = """
-import kvoffload
-device = kvoffload.open_device()
-planes = device.allocate_planes(32, block_bytes=1 << 20, num_blocks=32)
-engine = kvoffload.OffloadEngine(kvoffload.KVLayout([planes]), device=device, num_slots=32)
-for _ in range(8):
-    engine.store(range(32), range(32))
-    engine.load(range(32), range(32))
-"""
-    root = Path(__file__).resolve().parent.parent.parent
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
+    run_program(
+        """
+        import kvoffload
+        device = kvoffload.open_device()
+        planes = device.allocate_planes(32, block_bytes=1 << 20, num_blocks=32)
+        engine = kvoffload.OffloadEngine(kvoffload.KVLayout([planes]), device=device, num_slots=32)
+        for _ in range(8):
+            engine.store(range(32), range(32))
+            engine.load(range(32), range(32))
+        """,
         timeout=120,
-        check=False,
+        dev_mode=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
