@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _PROC = Path("/proc")
 _SYS = Path("/sys")
@@ -37,20 +39,67 @@ def _meminfo(field: str) -> int | None:
 
 
 def _cgroup_headroom_bytes() -> int | None:
-    limits = cgroup_limit_and_usage()
-    return None if limits is None else max(0, limits[0] - limits[1])
+    tightest = tightest_cgroup()
+    return None if tightest is None else tightest.headroom_bytes
 
 
-def cgroup_limit_and_usage() -> tuple[int, int] | None:
-    """Memory limit and use of the cgroup (version 2) of this process, bytes; None where there is no limit."""
-    line = next((line for line in (_read(_PROC / "self/cgroup") or "").splitlines() if line.startswith("0::")), None)
-    if line is None:
+class Cgroup(NamedTuple):
+    """A memory limit that applies to this process, bytes.
+
+    Attributes:
+        used_bytes: without the page cache that the kernel can drop: what was read from files is not in the way.
+    """
+
+    path: str
+    limit_bytes: int
+    used_bytes: int
+
+    @property
+    def headroom_bytes(self) -> int:
+        return max(0, self.limit_bytes - self.used_bytes)
+
+
+def tightest_cgroup() -> Cgroup | None:
+    """The memory cgroup (version 2 or 1) of this process, or a parent of it, that leaves least; None: no limit."""
+    limits = [group for folder, names in _memory_cgroups() if (group := _read_cgroup(folder, names)) is not None]
+    return min(limits, key=lambda group: group.headroom_bytes, default=None)
+
+
+class _Names(NamedTuple):
+    """What the files of a cgroup version are called."""
+
+    limit: str
+    usage: str
+    inactive_file: str
+
+
+_VERSION_2 = _Names("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_NO_LIMIT = 1 << 60  # version 1 writes a huge number for none
+
+
+def _memory_cgroups() -> Iterator[tuple[Path, _Names]]:
+    """The folders of this process's memory cgroups and of their parents, innermost first."""
+    for line in (_read(_PROC / "self/cgroup") or "").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            root, names = _SYS / "fs/cgroup", _VERSION_2
+        elif "memory" in controllers.split(","):
+            root, names = _SYS / "fs/cgroup/memory", _VERSION_1
+        else:
+            continue
+        parts = [part for part in path.split("/") if part]
+        for length in range(len(parts), -1, -1):
+            yield root.joinpath(*parts[:length]), names
+
+
+def _read_cgroup(folder: Path, names: _Names) -> Cgroup | None:
+    limit, usage = _read(folder / names.limit), _read(folder / names.usage)
+    if limit is None or usage is None or not limit.isdigit() or int(limit) >= _NO_LIMIT:
         return None
-    folder = _SYS / "fs/cgroup" / line[3:].lstrip("/")
-    limit, usage = _read(folder / "memory.max"), _read(folder / "memory.current")
-    if limit is None or usage is None or limit == "max":
-        return None
-    return int(limit), int(usage)
+    statistics = dict(line.split(" ", 1) for line in (_read(folder / "memory.stat") or "").splitlines() if " " in line)
+    droppable = int(statistics.get(names.inactive_file, "0"))
+    return Cgroup(str(folder), int(limit), max(0, int(usage) - droppable))
 
 
 def locked_memory_limit() -> int | None:

@@ -181,8 +181,10 @@ def _explain(nbytes: int, done: int, reason: str) -> str:
     def gib(value: int | None) -> str:
         return "unknown" if value is None else f"{value / (1 << 30):.2f} GiB"
 
-    cgroup = hostinfo.cgroup_limit_and_usage()
-    limit = f", cgroup limit {gib(cgroup[0])} with {gib(cgroup[1])} used" if cgroup else ", no cgroup limit"
+    cgroup = hostinfo.tightest_cgroup()
+    limit = ", no cgroup limit"
+    if cgroup is not None:
+        limit = f", cgroup {cgroup.path} allows {gib(cgroup.limit_bytes)} with {gib(cgroup.used_bytes)} used"
     return (
         f"cannot pin {gib(nbytes)} ({nbytes} bytes) of host memory: {reason}. "
         f"Pinned before that: {gib(done)} (given back); available now {gib(hostinfo.available_bytes())} of "

@@ -101,12 +101,12 @@ def _capabilities(device: Device) -> dict[str, Any]:
 
 
 def _memory() -> dict[str, Any]:
-    cgroup = hostinfo.cgroup_limit_and_usage()
+    cgroup = hostinfo.tightest_cgroup()
     return {
         "available_bytes": hostinfo.available_bytes(),
         "total_bytes": hostinfo.total_bytes(),
-        "cgroup_limit_bytes": cgroup[0] if cgroup else None,
-        "cgroup_usage_bytes": cgroup[1] if cgroup else None,
+        "cgroup_limit_bytes": cgroup.limit_bytes if cgroup else None,
+        "cgroup_usage_bytes": cgroup.used_bytes if cgroup else None,
         "locked_memory_limit_bytes": hostinfo.locked_memory_limit(),
         "usable_cpus": hostinfo.usable_cpus(),
     }
