@@ -15,19 +15,21 @@ from kvoffload import BlockCache, KVLayout, OffloadEngine
 @contextmanager
 def caches(capacity: int = 4, seed: int = 0, level: str = "batch", **options: Any) -> Iterator[tuple[Rig, BlockCache]]:
     device = simulated(seed, level)
-    with rig(device, num_blocks=32, num_slots=capacity, **options) as bench:
+    with device, rig(device, num_blocks=32, num_slots=capacity, **options) as bench:
         yield bench, BlockCache(bench.engine)
-    device.close()
 
 
 @contextmanager
 def grouped(capacity: int = 4, seed: int = 0) -> Iterator[tuple[Rig, BlockCache, list[list[kvoffload.Plane]]]]:
     """Two groups with two blocks a key; block `b` holds `b + 1` in group 0 and `b + 101` in group 1."""
     device = simulated(seed)
-    with rig(device, num_blocks=32, num_slots=1) as bench:
+    with device, rig(device, num_blocks=32, num_slots=1) as bench:
         other = device.allocate_planes(3, block_bytes=32, num_blocks=40)
         number_blocks(other, 101)
         layout = KVLayout([bench.planes, other], blocks_per_slot=2)
         with OffloadEngine(layout, device=device, num_slots=2 * capacity + 1) as engine:
-            yield bench, BlockCache(engine), [bench.planes, other]
-    device.close()
+            try:
+                yield bench, BlockCache(engine), [bench.planes, other]
+            finally:
+                for gate in bench.gates:  # one that a failed test left closed
+                    gate.open()

@@ -1,14 +1,16 @@
-"""Which calls a capture forbids: asked of a driver API, simulated or real."""
+"""Captures of other streams, simulated or real: one that must survive, and which calls a capture forbids."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 from cuda.bindings import driver as cuda
 
+import kvoffload
 from kvoffload.memory import address_of
 
 MODE = cuda.CUstreamCaptureMode
@@ -16,6 +18,7 @@ GLOBAL = MODE.CU_STREAM_CAPTURE_MODE_GLOBAL
 THREAD_LOCAL = MODE.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 RELAXED = MODE.CU_STREAM_CAPTURE_MODE_RELAXED
 NBYTES = 1 << 16
+ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
 class Verdict(NamedTuple):
@@ -118,6 +121,62 @@ class Probe:
         if table["cuMemHostUnregister"].call != "CUDA_SUCCESS":
             self._ok("cuMemHostUnregister", self.page)
         return table
+
+
+class Capturing:
+    """A stream of the caller's that is captured, in this thread or in one of its own, until `end`."""
+
+    def __init__(self, device: kvoffload.Device, mode: Any, *, other_thread: bool) -> None:
+        self._device = device
+        self._mode = mode
+        self._begun, self._over = threading.Event(), threading.Event()
+        self.ended: list[str] = []
+        self._thread = threading.Thread(target=self._elsewhere) if other_thread else None
+        if self._thread is None:
+            self._begin()
+        else:
+            self._thread.start()
+            assert self._begun.wait(10)
+
+    def _begin(self) -> None:
+        api = self._device.driver.api
+        with self._device.current():
+            self._stream = self._device.driver.stream_create(0)
+        with pushed(self._device):
+            assert int(api.cuStreamBeginCapture(self._stream, self._mode)[0]) == 0
+        self._begun.set()
+
+    def _finish(self) -> None:
+        api = self._device.driver.api
+        with pushed(self._device):
+            status = int(api.cuStreamIsCapturing(self._stream)[1])
+            self.ended.append(api.cuStreamEndCapture(self._stream)[0].name)
+        assert (status == ACTIVE) == (self.ended[-1] == "CUDA_SUCCESS")
+        with self._device.current():
+            self._device.driver.stream_destroy(self._stream)
+
+    def _elsewhere(self) -> None:
+        self._begin()
+        self._over.wait(30)
+        self._finish()
+
+    def end(self) -> str:
+        """End the capture; what CUDA says of it."""
+        if self._thread is None:
+            self._finish()
+        else:
+            self._over.set()
+            self._thread.join(10)
+        (verdict,) = self.ended
+        return verdict
+
+
+@contextmanager
+def pushed(device: kvoffload.Device) -> Iterator[None]:
+    """The context current, as a program without kvoffload makes it: the capture mode stays."""
+    assert int(device.driver.api.cuCtxPushCurrent(device.context)[0]) == 0
+    yield
+    assert int(device.driver.api.cuCtxPopCurrent()[0]) == 0
 
 
 def _name(status: Any) -> str:

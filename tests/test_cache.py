@@ -154,12 +154,8 @@ def test_keys_are_a_list_of_bytes(pair: tuple[Rig, BlockCache], keys_given: Any)
     _, cache = pair
     cache.store([b"x"], [3]).wait(10)
     before = cache_state(cache)
-    for call in (
-        cache.lookup,
-        cache.touch,
-        lambda given: cache.store(given, [4]),
-        lambda given: cache.load(given, [4]),
-    ):
+    calls = (cache.lookup, cache.touch, partial(cache.store, blocks=[4]), partial(cache.load, blocks=[4]))
+    for call in calls:
         with pytest.raises(LayoutError, match="keys"):
             call(keys_given)
     assert cache_state(cache) == before
@@ -289,27 +285,27 @@ def test_a_cache_job_whose_first_group_failed_is_over_only_when_the_second_is(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is told of the failure may use the blocks again: then nothing may touch them any more."""
-    change_streams(monkeypatch)  # else the first group's end would be behind what is queued before it
+    change_streams(monkeypatch)
     with grouped() as (bench, cache, _):
         held, reader = bench.stream(), bench.stream()
         gate = bench.gate(held)
         simulator: Any = bench.device.simulator
-        cache.store(keys(9), [[1, 2], [1, 2]], after=held)
-        simulator.faults.fail_call("cuStreamWaitEvent")  # with nothing queued before it
-        job = cache.store(keys(0), [[3, 4], [3, 4]], after=NO_WAIT)
+        simulator.faults.fail_call("cuStreamWaitEvent")  # the first group's first call: nothing of it is queued
+        job = cache.store(keys(0), [[3, 4], [3, 4]], after=held)
         assert simulator.faults.pending == 0
         first, second = job.jobs
         assert (first.done, first.error is not None, second.done) == (True, True, False)
         if call == "order_before":
             with pytest.raises(TransferError):
                 job.order_before(reader)
-            order: list[bool] = []
-            simulator.enqueue(reader, lambda: order.append(simulator.pending_operations() <= 2))
+            order: list[int] = []
+            with bench.device.current():
+                simulator.enqueue(reader, lambda: order.append(1))
             simulator.run_all()
             assert order == [], "the stream waits for the second group"
             gate.open()
             simulator.run_all()
-            assert len(order) == 1
+            assert order == [1]
             return
         opener = threading.Timer(0.1, gate.open)
         opener.start()
@@ -418,6 +414,7 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
     layout = KVLayout([[kvoffload.Plane(4096, block_bytes=16, num_blocks=4)]])
 
     class Done:
+        id = 1
         error = None
 
     done = Done()

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from capture_probe import GLOBAL, RELAXED, THREAD_LOCAL
+from capture_probe import GLOBAL, RELAXED, THREAD_LOCAL, Capturing, pushed
 from strategies import engine_on, slab_of
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, KVLayout, OffloadEngine
 from kvoffload.testing import scramble
-
-ACTIVE = 1
-BLOCKING, NON_BLOCKING = 0, 1
 
 
 def exchange(device: kvoffload.Device, mode: Any) -> Any:
@@ -31,62 +27,6 @@ def mode_of(device: kvoffload.Device) -> Any:
     before = exchange(device, GLOBAL)
     exchange(device, before)
     return before
-
-
-class Capturing:
-    """A stream of the caller's that is captured, in this thread or in one of its own, until `end`."""
-
-    def __init__(self, device: kvoffload.Device, mode: Any, *, other_thread: bool) -> None:
-        self._device = device
-        self._mode = mode
-        self._begun, self._over = threading.Event(), threading.Event()
-        self.ended: list[str] = []
-        self._thread = threading.Thread(target=self._elsewhere) if other_thread else None
-        if self._thread is None:
-            self._begin()
-        else:
-            self._thread.start()
-            assert self._begun.wait(10)
-
-    def _begin(self) -> None:
-        simulator = self._device.simulator
-        with self._device.current():
-            self._stream = self._device.driver.stream_create(0)
-        with pushed(self._device):
-            assert int(simulator.cuStreamBeginCapture(self._stream, self._mode)[0]) == 0
-        self._begun.set()
-
-    def _finish(self) -> None:
-        simulator = self._device.simulator
-        with pushed(self._device):
-            status = int(simulator.cuStreamIsCapturing(self._stream)[1])
-            self.ended.append(simulator.cuStreamEndCapture(self._stream)[0].name)
-        assert (status == ACTIVE) == (self.ended[-1] == "CUDA_SUCCESS")
-        with self._device.current():
-            self._device.driver.stream_destroy(self._stream)
-
-    def _elsewhere(self) -> None:
-        self._begin()
-        self._over.wait(30)
-        self._finish()
-
-    def end(self) -> str:
-        """End the capture; what CUDA says of it."""
-        if self._thread is None:
-            self._finish()
-        else:
-            self._over.set()
-            self._thread.join(10)
-        (verdict,) = self.ended
-        return verdict
-
-
-@contextmanager
-def pushed(device: kvoffload.Device) -> Iterator[None]:
-    """The context current, as a program without kvoffload makes it: the capture mode stays."""
-    assert int(device.simulator.cuCtxPushCurrent(device.context)[0]) == 0
-    yield
-    assert int(device.simulator.cuCtxPopCurrent()[0]) == 0
 
 
 WAYS = pytest.mark.parametrize(

@@ -233,11 +233,16 @@ def test_every_call_of_opening_a_device_fails_once() -> None:
     kvoffload.open_device(backend=driver).close()
     for nth, (name, _) in enumerate(list(driver.faults.calls), start=1):
         driver.faults.fail_nth(nth)
+        device = None
         try:
-            kvoffload.open_device(backend=driver).close()
+            device = kvoffload.open_device(backend=driver)
+            device.close()
         except KVOffloadError:
-            pass
-        driver.faults.clear()
+            driver.faults.clear()
+            if device is not None:
+                device.close()
+        assert driver.faults.pending == 0
+        assert device is None or device.closed
         tolerated = 1 if name == "cuDevicePrimaryCtxRelease" else 0  # the very call that lets go
         assert driver.leaks()["primary_retains"] <= tolerated, name
         if driver.leaks()["primary_retains"]:

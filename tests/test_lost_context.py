@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ def test_a_loss_that_shows_first_in_a_call(method: str, call: str, in_flight: bo
         if not in_flight:
             bench.gates[0].open()
             engine.drain(10)
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "store": lambda: engine.store([3], [3], after=other),
             "load": lambda: engine.load([3], [3], after=other),
             "order_before": lambda: jobs[1].order_before(other),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ def _least_loss(gpu_device: kvoffload.Device, use: Callable[[], None], rounds: i
     for _ in range(rounds):
         use()
         free.append(free_bytes())
-    return min(before - after for before, after in zip(free, free[1:], strict=False))
+    return min(before - after for before, after in pairwise(free))
 
 
 def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.Device, small: Rig) -> None:

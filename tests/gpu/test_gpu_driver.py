@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from capture_probe import GLOBAL, RELAXED, THREAD_LOCAL, Probe
+from capture_probe import GLOBAL, RELAXED, THREAD_LOCAL, Capturing, Probe
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, DriverError, KVLayout, LayoutError, OffloadEngine, Plane, TransferError
@@ -306,3 +306,24 @@ def test_pitfall_07_a_capture_forbids_the_calls_that_the_simulated_driver_says(
     with kvoffload.open_device(backend="simulated") as device, device.current():
         simulated = Probe(device.simulator, device.context).table(capture_mode, thread_mode, other_thread)
     assert {name: (real[name], simulated[name]) for name in real if real[name] != simulated[name]} == {}
+
+
+@pytest.mark.parametrize("other_thread", [False, True])
+def test_pitfall_07_transfers_leave_a_capture_of_another_stream_alone(
+    gpu_device: kvoffload.Device, other_thread: bool
+) -> None:
+    layout = KVLayout([gpu_device.allocate_planes(4, block_bytes=4096, num_blocks=8)])
+    with OffloadEngine(layout, device=gpu_device, num_slots=8) as engine:
+        capture = Capturing(gpu_device, GLOBAL, other_thread=other_thread)
+        job = engine.store(range(8), range(8))
+        assert job.wait(10).error is None
+        second = engine.load(range(8), range(8), after=NO_WAIT)
+        while not second.done:
+            pass
+        assert [result.error for result in engine.poll()] == [None]
+        with gpu_device.allocate(64) as buffer:
+            buffer.copy_from(np.arange(64, dtype=np.uint8))
+            assert buffer.to_numpy()[9] == 9
+        with OffloadEngine(layout, device=gpu_device, num_slots=2):
+            pass
+        assert capture.end() == "CUDA_SUCCESS"

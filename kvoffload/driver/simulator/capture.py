@@ -20,7 +20,6 @@ INVALIDATED = cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
 # What CUDA calls "potentially unsafe API calls", of those that there are here.
 UNSAFE = frozenset(
     {
-        "cuEventElapsedTime",
         "cuEventQuery",
         "cuEventSynchronize",
         "cuMemAlloc",
