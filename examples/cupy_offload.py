@@ -1,6 +1,6 @@
 """Offload a KV cache that CuPy owns, ordered with CuPy's own stream. Needs a GPU and CuPy.
 
-    python examples/cupy_offload.py
+python examples/cupy_offload.py
 """
 
 import cupy as cp
@@ -11,30 +11,30 @@ LAYERS, BLOCKS, TOKENS, HEADS, HEAD_SIZE = 32, 128, 16, 8, 128
 
 
 def main() -> None:
-    # One array with a plane axis: it always folds. CuPy arrays made one by one lie in allocations of their own and do not.
-    kv_cache = cp.random.default_rng(0).standard_normal(
-        (2 * LAYERS, BLOCKS, TOKENS, HEADS, HEAD_SIZE), dtype=cp.float32
-    ).astype(cp.float16)
+    # One array with a plane axis: it always folds. CuPy arrays made one by one are allocations of their own: no fold.
+    random = cp.random.default_rng(0)
+    shape = (2 * LAYERS, BLOCKS, TOKENS, HEADS, HEAD_SIZE)
+    kv_cache = random.standard_normal(shape, dtype=cp.float32).astype(cp.float16)
     layout = kvoffload.KVLayout.from_stacked(kv_cache, plane_axis=0, block_axis=1, tokens_per_block=TOKENS)
 
-    with kvoffload.open_device(kv_cache.device.id) as device:
-        with kvoffload.OffloadEngine(layout, device=device, num_slots=64) as engine, cp.cuda.Stream() as stream:
-            print(engine)
-            blocks, slots = [5, 17, 99, 3], [0, 1, 2, 3]
-            kv_cache *= 2  # queued on CuPy's stream; the store below waits for it on the GPU
-            expected = kv_cache[:, blocks].copy()
-            stored = engine.store(blocks, slots, after=stream)
+    with (
+        kvoffload.open_device(kv_cache.device.id) as device,
+        kvoffload.OffloadEngine(layout, device=device, num_slots=64) as engine,
+        cp.cuda.Stream() as stream,
+    ):
+        print(engine)
+        blocks, slots = [5, 17, 99, 3], [0, 1, 2, 3]
+        kv_cache *= 2  # queued on CuPy's stream; the store below waits for it on the GPU
+        expected = kv_cache[:, blocks].copy()
+        stored = engine.store(blocks, slots, after=stream)
 
-            stored.order_before(stream)  # CuPy may overwrite the blocks once they are stored
-            kv_cache[:, blocks] = 0
-            loaded = engine.load(slots, blocks, after=stream)
+        stored.order_before(stream)  # CuPy may overwrite the blocks once they are stored
+        kv_cache[:, blocks] = 0
+        loaded = engine.load(slots, blocks, after=stream)
 
-            loaded.order_before(stream)  # what CuPy does next sees the loaded blocks
-            equal = bool(cp.array_equal(kv_cache[:, blocks], expected))
-            for result in (stored.wait(), loaded.wait()):
-                print(f"{result.direction}: {result.nbytes} bytes, {result.nbytes / result.seconds / 1e9:.1f} GB/s")
-            assert equal, "the blocks did not come back"
-            print("every byte came back")
+        loaded.order_before(stream)  # what CuPy does next sees the loaded blocks
+        assert cp.array_equal(kv_cache[:, blocks], expected), "the blocks did not come back"
+        print(stored.wait(), loaded.wait(), "every byte came back", sep="\n")
 
 
 if __name__ == "__main__":

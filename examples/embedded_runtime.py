@@ -1,7 +1,7 @@
 """kvoffload inside a runtime of its own: a context it made itself, several threads, a stream for each.
 
-Every worker computes on its own stream (here: fills a block with a number), offloads the block, computes something else in
-its place, brings the block back, and reads it. The host waits only at the end; everything else is ordered on the GPU.
+Every worker computes on its own stream (here: fills a block with a number), offloads the block, computes something else
+in its place, brings the block back, and reads it. Stores are ordered on the GPU; the host waits for loads alone.
 Runs on a GPU if there is one, else on the simulated device, which offers the same driver functions.
 
     python examples/embedded_runtime.py
@@ -95,7 +95,8 @@ def main() -> None:
         with kvoffload.OffloadEngine(layout, device=device, num_slots=WORKERS) as engine:
             with ThreadPoolExecutor(WORKERS) as threads:
                 right = sum(threads.map(lambda number: work(number, runtime, engine, planes), range(WORKERS)))
-            print(f"{device}: {right} of {WORKERS * TURNS} turns came back right; {engine.statistics().load.jobs} loads")
+            loads = engine.statistics().load.jobs
+            print(f"{device}: {right} of {WORKERS * TURNS} turns came back right; {loads} loads")
             assert right == WORKERS * TURNS
     runtime.close()
 

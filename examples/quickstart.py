@@ -16,7 +16,7 @@ BLOCK_BYTES = TOKENS * HEADS * HEAD_SIZE * 2  # bfloat16
 def main() -> None:
     with kvoffload.open_device(backend="auto") as device:
         print(device)
-        # K and V of every layer: a plane each, all in one allocation, so that one operation copies a block of all of them
+        # K and V of every layer: a plane each, all in one allocation: one operation copies a block of all of them
         planes = device.allocate_planes(2 * LAYERS, block_bytes=BLOCK_BYTES, num_blocks=BLOCKS)
         cache_memory = planes[0].owner
         assert isinstance(cache_memory, kvoffload.DeviceBuffer)
@@ -32,7 +32,8 @@ def main() -> None:
             cache_memory.copy_from(np.zeros_like(original))
             print(engine.load([0, 1, 2], [3, 9, 60]).wait())
 
-            # by key: the cache picks slots, publishes after the copy has completed, evicts the least recently used
+            # by key: from here on the slots are the cache's. It picks them, publishes a key after its copy has completed,
+            # and evicts the least recently used one
             cache = kvoffload.BlockCache(engine)
             conversation = [b"system prompt", b"question", b"answer"]
             cache.store(conversation, blocks=[3, 9, 60]).wait()

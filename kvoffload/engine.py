@@ -101,7 +101,11 @@ class OffloadEngine:
                 progress=progress,
             )
             self._slots = self._memory.array.reshape(num_slots, layout.slot_bytes)
-            self._flights = FlightDeck(device.driver, self._memory, self.max_in_flight, stream_priority)
+            try:
+                self._flights = FlightDeck(device.driver, self._memory, self.max_in_flight, stream_priority)
+            except BaseException:
+                self._memory.release()
+                raise
             self._ordering = Ordering(hazards, self._flights)
             self._claim = device.claim(self, self._flights.release, "an OffloadEngine")
             device.register_engine(self)

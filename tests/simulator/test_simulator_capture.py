@@ -18,7 +18,6 @@ from program import (
 
 STATUS = cuda.CUstreamCaptureStatus
 FORBIDDEN = {
-    "cuEventElapsedTime",
     "cuEventQuery",
     "cuEventSynchronize",
     "cuMemAlloc",
