@@ -32,8 +32,8 @@ def main() -> None:
             cache_memory.copy_from(np.zeros_like(original))
             print(engine.load([0, 1, 2], [3, 9, 60]).wait())
 
-            # by key: from here on the slots are the cache's. It picks them, publishes a key after its copy has completed,
-            # and evicts the least recently used one
+            # by key: from here on the slots are the cache's. It publishes a key after its copy has completed, and gives
+            # up the least recently used one
             cache = kvoffload.BlockCache(engine)
             conversation = [b"system prompt", b"question", b"answer"]
             cache.store(conversation, blocks=[3, 9, 60]).wait()

@@ -33,7 +33,7 @@ from kvoffload.layout import KVLayout, describe_groups
 from kvoffload.memory import PinnedMemory, Progress, UInt8Array
 from kvoffload.metrics import EngineStatistics
 from kvoffload.ordering import Ordering
-from kvoffload.plan import Direction, TransferPlan, build, describe_fold, fold
+from kvoffload.plan import Direction, build, describe_fold, fold
 from kvoffload.requests import Request, make_request, refuse_repeated_targets
 from kvoffload.streams import refuse_capturing, stream_handle
 
@@ -240,7 +240,15 @@ class OffloadEngine:
         self._check_usable()
         if len(request.blocks) == 0:
             return self._flights.fly_nothing(Job(self, self._flights.next_id(), request.direction, 0), request.listener)
-        plan = self._plan(request)
+        plan = build(
+            self._groups[request.group],
+            self.layout,
+            request.direction,
+            pool_address=self._memory.address,
+            slots=request.slots,
+            blocks=request.blocks,
+            first_sub_block=request.first_sub_block,
+        )
         copier, reason = choose(plan, self._copiers, request.copier, self.device.capabilities)
         order = self._ordering.source_order(request)
         self._flights.check_room(1)
@@ -258,17 +266,6 @@ class OffloadEngine:
             raise
         self._flights.launch()
         return job
-
-    def _plan(self, request: Request) -> TransferPlan:
-        return build(
-            self._groups[request.group],
-            self.layout,
-            request.direction,
-            pool_address=self._memory.address,
-            slots=request.slots,
-            blocks=request.blocks,
-            first_sub_block=request.first_sub_block,
-        )
 
     def _check_usable(self) -> None:
         if self._closed or self._closing:
