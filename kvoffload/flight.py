@@ -203,6 +203,7 @@ class FlightDeck:
             event = self._markers.acquire()
             job.markers.append(event)
             driver.event_record(event, handle)
+            job.markers.remove(event)
             piece.event = event
         else:
             assert job.end is not None
@@ -232,15 +233,14 @@ class FlightDeck:
         streams may lack the wait for its predecessor: then all that it queued is waited for, and its predecessor.
         """
         last: Job | None = job
+        failed: set[int] = set()  # streams
         while last is not None and last.error is not None:
-            self._wait_for_streams(stream, last)
+            failed.update(piece.stream.handle for piece in last.pieces)
             last = self.unfinished(last.direction, last.sequence - 1)
         if last is not None:
             assert last.end is not None
             self._driver.stream_wait_event(stream, last.end)
-
-    def _wait_for_streams(self, stream: int, job: Job) -> None:
-        for handle in {piece.stream.handle for piece in job.pieces}:
+        for handle in failed:
             event = self._markers.acquire()
             job.markers.append(event)
             self._driver.event_record(event, handle)
@@ -268,7 +268,7 @@ class FlightDeck:
         """Whether all of a job is over. Pieces that have ended make room at once."""
         try:
             while job.pieces and self._piece_has_ended(job.pieces[0]):
-                self._give_back_piece(job.pieces.popleft())
+                self._give_back_piece(job, job.pieces.popleft())
         except DriverError as error:
             job.query_failures += 1
             if error.sticky or job.query_failures >= _MAX_QUERY_FAILURES:
@@ -292,8 +292,10 @@ class FlightDeck:
             except KVOffloadError:
                 pass  # the bytes are there; only their time is unknown
 
-    def _give_back_piece(self, piece: Piece) -> None:
+    def _give_back_piece(self, job: Job, piece: Piece) -> None:
         piece.stream.queued -= piece.places
+        if piece.event is not None and piece.event != job.end:
+            self._markers.release(piece.event)
 
     def unboard(self, job: Job) -> None:
         """Take back the events of a job that never boarded."""
