@@ -2,7 +2,7 @@
 
     open_device      a GPU, or the simulated device        device.py, ownership.py, driver/
     KVLayout, Plane  where the blocks lie                  layout.py, interop.py; what a transfer copies: plan.py
-    OffloadEngine    store, load, poll, order_before       engine.py, requests.py, ordering.py, flight.py, jobs.py
+    OffloadEngine    store, load, poll, order_before       engine.py, flight.py, books.py, ordering.py, jobs.py
     BlockCache       keys to slots                         cache.py, cache_jobs.py, policies.py
     copiers/         strided, batch, loop, and choose()    on streams.py, memory.py
     testing          the simulated driver, byte patterns   testing.py

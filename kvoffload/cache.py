@@ -69,16 +69,21 @@ class BlockCache:
                 f"a key of {self._groups} groups takes as many jobs, but max_in_flight is {engine.max_in_flight}"
             )
         self._policy = make_policy(policy)
-        if (other := _owners.get(engine)) is not None and other() is not None:
-            raise CapacityError(
-                "the engine's slots belong to another BlockCache: delete that one first, or make a second engine"
-            )
-        _owners[engine] = weakref.ref(self)
+        self._claim_slots()
         self._entries: dict[bytes, _Entry] = {}
         self._free: list[int] = []  # given up before
         self._doomed: set[int] = set()  # never published, and still being written
         self._never_used = 0  # entries from here on have never been used
         self._lookups = self._hits = self._stored = self._loaded = self._evicted = self._failed = 0
+
+    def _claim_slots(self) -> None:
+        with self._lock:
+            other = _owners.get(self._engine, lambda: None)()
+            if other is not None:
+                raise CapacityError(
+                    "the engine's slots belong to another BlockCache: delete that one first, or make a second engine"
+                )
+            _owners[self._engine] = weakref.ref(self)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many leading keys are present and ready. Changes no recency: see `touch`."""
@@ -132,7 +137,7 @@ class BlockCache:
                     for group, ids in enumerate(per_group)
                 ]
             except BaseException:
-                if transfer.took_off:  # those slots are spent: they become free when the copies into them have ended
+                if transfer.any_boarded:  # those slots are spent: they become free when the copies into them have ended
                     self._evict(victims)
                     self._doomed.update(indices)
                     transfer.submitted(failed=True)

@@ -13,17 +13,17 @@ from kvoffload.teardown import run_all
 class CacheTransfer:
     """Listens to the jobs of one store or load, a job per group, and finishes when all of them have ended.
 
-    The submission counts as unfinished work, too: a group's job may end before the next group's has taken off.
+    The submission counts as unfinished work, too: a group's job may end before the next group's has boarded.
     """
 
     def __init__(self, finish: Callable[[bool], None]) -> None:
         self._finish: Callable[[bool], None] | None = finish
         self._unfinished: set[int | None] = {None}  # job ids; None stands for the submission
         self._failed = False
-        self.took_off = False  # whether copies may be under way
+        self.any_boarded = False  # whether copies may be under way
 
     def boarded(self, job: Job) -> None:
-        self.took_off = True
+        self.any_boarded = True
         self._unfinished.add(job.id)
 
     def ended(self, job: Job) -> None:
@@ -74,7 +74,7 @@ class CacheJob:
         return self.wait()
 
     def order_before(self, stream: Any) -> None:
-        """Work queued on `stream` from now on starts after all of it has ended. The host does not wait."""
+        """Work queued on `stream` from now on starts after all of it has ended; see `Job.order_before`."""
         run_all(partial(job.order_before, stream) for job in self.jobs)
 
     def __repr__(self) -> str:

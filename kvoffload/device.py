@@ -7,7 +7,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvoffload import hostinfo
@@ -198,6 +199,12 @@ class Device:
             for index in range(count)
         ]
 
+    def check_stream_priority(self, priority: int) -> None:
+        """Raise ValueError unless streams of this device can have that priority."""
+        if priority not in self.stream_priorities:
+            lowest, highest = self.stream_priorities[0], self.stream_priorities[-1]
+            raise ValueError(f"stream_priority must be in {lowest} .. {highest}, got {priority!r}")
+
     def allocations(self, layout: KVLayout) -> list[list[int]]:
         """For each plane of each group, the base of the driver allocation that holds it; the context must be current.
 
@@ -253,6 +260,16 @@ class Device:
         """Have the engine closed with the device."""
         self._engines.add(engine)
 
+    @contextmanager
+    def hold_lifecycle(self, timeout: float | None) -> Iterator[None]:
+        """Hold `lifecycle`; TimeoutError if another thread keeps it for `timeout` seconds (None: for ever)."""
+        if not self.lifecycle.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            raise TimeoutError(f"another thread opens or closes something on {self!r}, for more than {timeout} seconds")
+        try:
+            yield
+        finally:
+            self.lifecycle.release()
+
     @property
     def closed(self) -> bool:
         return self._closed
@@ -277,7 +294,7 @@ class Device:
         if self.foreign:
             return
         deadline = None if timeout is None else time.perf_counter() + timeout
-        with self.lifecycle:
+        with self.hold_lifecycle(timeout):
             if self._closed:
                 return
             for engine in list(self._engines):

@@ -1,8 +1,8 @@
 """OffloadEngine: submits transfers, orders them, learns of their end.
 
 Order. A transfer's stream waits for the caller's stream (`after`), for the previous transfer of its direction, and for
-the latest transfer of the other direction that touches its slots or blocks. All waits are on the GPU. They only ever
-point to work submitted earlier, so they cannot form a cycle.
+the latest transfer of the other direction that touches its slots or blocks. The waits are on the GPU, and point to work
+submitted earlier, so they cannot form a cycle. What the driver's queues have no room for waits on the host, in order.
 
     caller's stream   ──compute──●after                          ┌─compute (order_before)
     store lane        ───────────┴─wait─[start copy copy end]────┤
@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from kvoffload import hostinfo
+from kvoffload.books import Flight
 from kvoffload.checks import at_least
 from kvoffload.copiers import check_copier, choose, make_copiers
 from kvoffload.device import Device
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
-from kvoffload.flight import Flight, FlightDeck
+from kvoffload.flight import FlightDeck
 from kvoffload.hazards import HazardTable
-from kvoffload.jobs import Job, Listener, State, TransferResult, wait_until
+from kvoffload.jobs import Job, Listener, TransferResult, wait_until
 from kvoffload.layout import KVLayout, describe_groups
 from kvoffload.memory import PinnedMemory, Progress, UInt8Array
 from kvoffload.metrics import EngineStatistics
@@ -77,9 +78,7 @@ class OffloadEngine:
         if not isinstance(device, Device):
             raise TypeError(f"device must be a Device from open_device(), got {device!r:.80}")
         num_slots = at_least("num_slots", num_slots, 1)
-        if stream_priority not in device.stream_priorities:
-            allowed = device.stream_priorities
-            raise ValueError(f"stream_priority must be in {allowed[0]} .. {allowed[-1]}, got {stream_priority}")
+        device.check_stream_priority(stream_priority)
         device.reclaim()
         self.layout = layout
         self.device = device
@@ -87,7 +86,8 @@ class OffloadEngine:
         self.sm_limit = at_least("sm_limit", sm_limit, 0)
         self.max_in_flight = at_least("max_in_flight", max_in_flight, 1)
         self.lock = threading.RLock()  # a BlockCache on this engine shares it
-        self._closing = self._closed = False
+        self._closed = False
+        self._closers = 0  # threads in close()
         with device.lifecycle, device.current():
             self._groups = fold(layout, device.allocations(layout))
             self._copiers = make_copiers(device.driver, device.capabilities)
@@ -110,8 +110,6 @@ class OffloadEngine:
             self._claim = device.claim(self, self._flights.release, "an OffloadEngine")
             device.register_engine(self)
 
-    # transfers ----------------------------------------------------------------------------------------------------
-
     def store(
         self,
         blocks: Any,
@@ -121,7 +119,8 @@ class OffloadEngine:
         after: Any = None,
         copier: str | None = None,
     ) -> Job:
-        """Copy blocks from the device to slots. Returns as soon as the copies are queued.
+        """Copy blocks from the device to slots. Returns when the copies are queued; where the driver's queues have no
+        room, at once, and later calls queue them.
 
         Block `i` goes to sub-block `(first_sub_block + i) % f` of slot `(first_sub_block + i) // f` of the list, with
         `f = layout.blocks_per_slot`. What a slot's other sub-blocks hold stays as it is.
@@ -137,7 +136,7 @@ class OffloadEngine:
             copier: "strided", "batch" or "loop"; None lets the engine choose.
 
         Returns:
-            The job. A driver error while it is queued fails the job; it does not raise here.
+            The job. A driver error while it is queued, now or later, fails the job; it does not raise here.
 
         Raises:
             LayoutError, ValueError, TypeError: bad arguments.
@@ -258,21 +257,18 @@ class OffloadEngine:
         try:
             if request.after is not None:
                 self._flights.mark(job, request.after)
-            flight = Flight(job, prepared, copier, order, request.after is not None, rival)
-            self._flights.board(flight, partial(self._ordering.record, request, job))
+            flight = Flight(prepared, copier, order, request.after is not None, rival)
+            self._flights.board(job, flight, partial(self._ordering.record, request, job))
         except BaseException:
-            if job.state is State.NEW:
-                self._flights.unboard(job)
+            self._flights.unboard(job)
             raise
         self._flights.launch()
         return job
 
     def _check_usable(self) -> None:
-        if self._closed or self._closing:
+        if self._closed or self._closers:
             raise ClosedError("the engine is closed" if self._closed else "the engine is being closed")
         self._flights.check_alive()
-
-    # completion ---------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Take note of jobs that have ended. Never blocks; `poll`, `wait`, `done` and every submission do it too."""
@@ -348,16 +344,23 @@ class OffloadEngine:
         Raises:
             TimeoutError: jobs were still running; nothing was freed, and the engine stays open.
         """
-        if (self._closed and not self._claim.alive) or self.device.foreign:
+        if self.device.foreign:
             return
         with self.lock:
-            self._closing = True
+            self._closers += 1
         try:
             self.drain(timeout)
-        except BaseException:
-            self._closing = False
-            raise
+            with self.device.hold_lifecycle(timeout):
+                self._free()
+        finally:
+            with self.lock:
+                self._closers -= 1
+
+    def _free(self) -> None:
+        """Nothing is in flight and nothing new is taken; one thread at a time."""
         self._closed = True
+        if not self._claim.alive:
+            return
         try:
             with self.device.current():
                 self._claim.free()
@@ -372,8 +375,6 @@ class OffloadEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # sight --------------------------------------------------------------------------------------------------------
 
     @property
     def slots(self) -> UInt8Array:

@@ -1,59 +1,29 @@
 """The jobs in flight: their pieces on streams, when they have landed, and what to do when the GPU is lost.
 
-A job boards (it is in flight from then on, whatever happens), takes off piece by piece as the lane has room, and lands
-when all of it has ended. What finds no room waits on the host, in order, and takes off in a later call. Everything here
-is called under the engine's lock, with the context current, and nothing waits for the GPU.
+A job boards (it is in flight from then on, whatever happens), is launched piece by piece as its lane has room, and
+lands when all of it has ended. What finds no room waits on the host, in order, and is launched in a later call.
+Everything here is called under the engine's lock, with the context current, and nothing waits for the GPU.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
-from kvoffload.copiers import Copier
-from kvoffload.driver import Driver, SourceOrder
+from kvoffload.books import Books, Flight
+from kvoffload.driver import Driver
 from kvoffload.errors import CapacityError, DriverError, KVOffloadError, TransferError
 from kvoffload.jobs import Job, Listener, Piece, State, Step, TransferResult
 from kvoffload.memory import PinnedMemory
 from kvoffload.metrics import DirectionTotals, EngineStatistics
-from kvoffload.plan import Direction, TransferPlan
+from kvoffload.plan import Direction
 from kvoffload.streams import EVENT_COST, EventPool, Lane, LaneStream
 from kvoffload.teardown import run_all
 
 _MAX_REPORTS = 1 << 16
 _NOT_A_STREAM_HERE = frozenset({101, 201, 400})  # CUDA_ERROR_INVALID_DEVICE, _CONTEXT, _HANDLE
 _MAX_QUERY_FAILURES = 8  # errors in a row when asking whether one job has ended, before the GPU counts as lost
-
-
-class Flight(NamedTuple):
-    """What a job carries.
-
-    Attributes:
-        plan: as the copier prepared it.
-        marked: whether the job follows the caller's stream, on which its first marker was recorded.
-        rival: the latest job of the other direction that touches the same slots or blocks, if one was in flight.
-    """
-
-    job: Job
-    plan: TransferPlan
-    copier: Copier
-    order: SourceOrder
-    marked: bool
-    rival: Job | None
-
-
-class _Books:
-    """One direction: jobs in flight and flights not fully launched, in the order of submission; totals of the rest."""
-
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.jobs: deque[Job] = deque()
-        self.held: deque[Flight] = deque()
-        self.submitted = 0
-        self.totals = DirectionTotals()
 
 
 class FlightDeck:
@@ -63,7 +33,8 @@ class FlightDeck:
         self._driver = driver
         self._memory = memory
         self._max_in_flight = max_in_flight
-        self._timers = EventPool(driver, 2 * max_in_flight, timing=True)
+        # two timers a job, and for markers as many as it takes; some to spare for what interrupts lose
+        self._timers = EventPool(driver, 2 * max_in_flight + 256, timing=True)
         self._markers = EventPool(driver, 4 * max_in_flight + 1024, timing=False)
         store = Lane(driver, stream_priority)
         try:
@@ -71,7 +42,7 @@ class FlightDeck:
         except BaseException:
             store.close()
             raise
-        self._books = {Direction.STORE: _Books(store), Direction.LOAD: _Books(load)}
+        self._books = {Direction.STORE: Books(store), Direction.LOAD: Books(load)}
         self._ids = itertools.count(1)
         self._lost: Exception | None = None
         self.reports: dict[int, TransferResult] = {}
@@ -117,7 +88,7 @@ class FlightDeck:
                 ) from error
             raise
 
-    def board(self, flight: Flight, record: Callable[[], None]) -> None:
+    def board(self, job: Job, flight: Flight, record: Callable[[], None]) -> None:
         """Give a job its sequence number and its timing events; it is in flight. `launch` queues it.
 
         Args:
@@ -126,17 +97,17 @@ class FlightDeck:
         Raises:
             CapacityError, DriverError: no events are to be had. `unboard` it.
         """
-        job, books = flight.job, self._books[flight.job.direction]
+        books = self._books[job.direction]
         job.start = self._timers.acquire()
         job.end = self._timers.acquire()
-        job.sequence = books.submitted + 1
+        job.sequence = books.next_sequence()
+        job.flight = flight
         record()
         job.step(Step.SUBMITTED)
-        books.jobs.append(job)
-        books.submitted += 1
-        books.held.append(flight)
         if job.listener is not None:
             job.listener.boarded(job)
+        books.jobs.append(job)
+        books.submitted = job.sequence
 
     def fly_nothing(self, job: Job, listener: Listener | None) -> Job:
         """A job with nothing to copy ends at once."""
@@ -152,23 +123,26 @@ class FlightDeck:
 
     def unfinished(self, direction: Direction, sequence: int) -> Job | None:
         """The job with that sequence number if it is still in flight."""
-        jobs = self._books[direction].jobs
-        if not jobs or sequence < jobs[0].sequence:
-            return None
-        return jobs[sequence - jobs[0].sequence]
+        return self._books[direction].job(sequence)
 
     # launching ----------------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
         """Queue what there is room for, in order within each direction."""
-        for books in self._books.values():
-            while books.held and self._launch(books.held[0], books.lane):
-                if books.held:  # a loss has emptied it
-                    books.held.popleft()
+        launched = True
+        while launched:  # again: a job of one direction may have waited for one of the other
+            launched = False
+            for books in self._books.values():
+                while (job := books.next_to_launch()) is not None and self._launch(job, books.lane):
+                    books.launched = job.sequence
+                    launched = True
 
-    def _launch(self, flight: Flight, lane: Lane) -> bool:
+    def _launch(self, job: Job, lane: Lane) -> bool:
         """Queue pieces of a job while there is room; False while some are left or its rival is not all queued."""
-        job, copier = flight.job, flight.copier
+        if job.launched:
+            return True
+        assert job.flight is not None
+        flight, copier = job.flight, job.flight.copier
         if flight.rival is not None and not (flight.rival.launched or flight.rival.finished):
             return False
         while not job.launched:
@@ -181,28 +155,26 @@ class FlightDeck:
             piece = Piece(stream, places)
             job.pieces.append(piece)
             try:
-                self._launch_piece(flight, stop, piece, last)
+                self._launch_piece(job, flight, stop, piece, last)
             except BaseException as error:
                 self._submission_failed(job, error)
                 if not isinstance(error, KVOffloadError):
                     raise
         return True
 
-    def _launch_piece(self, flight: Flight, stop: int, piece: Piece, last: Piece | None) -> None:
+    def _launch_piece(self, job: Job, flight: Flight, stop: int, piece: Piece, last: Piece | None) -> None:
         """Queue operations `[job.queued, stop)`: behind the waits if they are the first, before the end if the last."""
-        driver, job, handle = self._driver, flight.job, piece.stream.handle
+        driver, handle = self._driver, piece.stream.handle
         assert job.start is not None
         if job.queued == 0:
-            self._follow(flight, piece.stream)
+            self._follow(job, flight, piece.stream)
             driver.event_record(job.start, handle)
         elif last is not None and last.stream is not piece.stream:
             assert last.event is not None
             driver.stream_wait_event(handle, last.event)
         flight.copier.submit(flight.plan.part(job.queued, stop), flight.order, handle)
         if stop < len(flight.plan):
-            event = self._markers.acquire()
-            job.markers.append(event)
-            driver.event_record(event, handle)
+            event = self._mark(job, piece.stream)
             job.markers.remove(event)
             piece.event = event
         else:
@@ -212,15 +184,16 @@ class FlightDeck:
             job.launched = True
         job.queued = stop
 
-    def _follow(self, flight: Flight, stream: LaneStream) -> None:
+    def _follow(self, job: Job, flight: Flight, stream: LaneStream) -> None:
         """Have a job's first stream wait for all that the job must follow."""
-        previous = self.unfinished(flight.job.direction, flight.job.sequence - 1)
+        previous = self.unfinished(job.direction, job.sequence - 1)
         if flight.marked:
-            self._driver.stream_wait_event(stream.handle, flight.job.markers[0])
+            self._driver.stream_wait_event(stream.handle, job.markers[0])
         if previous is not None and not self._ends_on(previous, stream):
             self.wait_for_job(stream.handle, previous)
         if flight.rival is not None and not flight.rival.finished:
             self.wait_for_job(stream.handle, flight.rival)
+        job.followed = True
 
     def _ends_on(self, job: Job, stream: LaneStream) -> bool:
         """Whether what is queued on `stream` next follows `job` without a wait."""
@@ -229,22 +202,25 @@ class FlightDeck:
     def wait_for_job(self, stream: int, job: Job) -> None:
         """Have `stream` wait for a launched `job` and all jobs before it in its lane.
 
-        The end of a job implies the end of those before it. A job whose submission failed half-way has no end, and its
-        streams may lack the wait for its predecessor: then all that it queued is waited for, and its predecessor.
+        The end of a job implies the end of those before it. A job whose submission failed half-way has no end, and may
+        not follow its predecessor: then what it queued is waited for, piece by piece, and its predecessor.
         """
         last: Job | None = job
-        failed: set[int] = set()  # streams
         while last is not None and last.error is not None:
-            failed.update(piece.stream.handle for piece in last.pieces)
-            last = self.unfinished(last.direction, last.sequence - 1)
+            for piece in last.pieces:
+                event = self._mark(job, piece.stream) if piece.event is None else piece.event
+                self._driver.stream_wait_event(stream, event)
+            last = None if last.followed else self.unfinished(last.direction, last.sequence - 1)
         if last is not None:
             assert last.end is not None
             self._driver.stream_wait_event(stream, last.end)
-        for handle in failed:
-            event = self._markers.acquire()
-            job.markers.append(event)
-            self._driver.event_record(event, handle)
-            self._driver.stream_wait_event(stream, event)
+
+    def _mark(self, job: Job, stream: LaneStream) -> int:
+        """An event of the job's behind everything on `stream`."""
+        event = self._markers.acquire()
+        job.markers.append(event)
+        self._driver.event_record(event, stream.handle)
+        return event
 
     def _submission_failed(self, job: Job, error: BaseException) -> None:
         """A driver call failed while the job was queued; parts of it may run. It fails when nothing of it is left."""
@@ -253,6 +229,13 @@ class FlightDeck:
             return
         job.fail(error)
         job.launched = True  # no more of it will be queued
+        if job.pieces and job.pieces[-1].event is None:
+            try:  # so that its end can be told from that of later work on the stream
+                job.pieces[-1].event = self._mark(job, job.pieces[-1].stream)
+            except KVOffloadError:
+                pass  # then it ends when the stream is idle
+            else:
+                job.markers.pop()
 
     # landing ------------------------------------------------------------------------------------------------------
 
@@ -262,6 +245,8 @@ class FlightDeck:
             while books.jobs and self._has_ended(books.jobs[0]):
                 self._land(books.jobs[0])
                 books.jobs.popleft()  # last: an interrupt before that must not lose the job
+            if not books.jobs:
+                books.lane.clear()
         self.launch()
 
     def _has_ended(self, job: Job) -> bool:
@@ -298,17 +283,23 @@ class FlightDeck:
             self._markers.release(piece.event)
 
     def unboard(self, job: Job) -> None:
-        """Take back the events of a job that never boarded."""
+        """Take back the events of a job, unless it has boarded."""
+        if self.unfinished(job.direction, job.sequence) is job:
+            return
         self._give_back(job)
+        if job.listener is not None:  # an interrupt may have come after it was told
+            job.listener.ended(job)
+            job.listener = None
 
     def _give_back(self, job: Job) -> None:
-        """Return the events of a job that is not in flight (any more)."""
-        for event in (job.start, job.end):
+        """Return the events of a job that is not in flight (any more): if interrupted, too few, but none twice."""
+        timers, markers = (job.start, job.end), job.markers
+        job.markers, job.start, job.end = [], None, None
+        for event in timers:
             if event is not None:
                 self._timers.release(event)
-        for event in job.markers:
+        for event in markers:
             self._markers.release(event)
-        job.markers, job.start, job.end = [], None, None
 
     def _land(self, job: Job) -> None:
         """All of the job has ended. May be repeated after an interrupt, from where it stopped."""
@@ -321,6 +312,7 @@ class FlightDeck:
 
     def _settle(self, job: Job) -> None:
         """Keep the result for `poll`, and tell who asked to be told."""
+        job.flight = None
         if not job.counted:
             job.counted = True
             self._count(job)
@@ -353,14 +345,15 @@ class FlightDeck:
         """The context is dead: nothing runs any more, nothing can be given back, every job in flight has failed."""
         self._lost = self._lost or error
         for books in self._books.values():
-            books.held.clear()
             while books.jobs:
-                job = books.jobs.popleft()
-                job.lose(error)
+                job = books.jobs[0]
                 job.launched = True
-                job.seconds = math.nan
                 job.pieces.clear()
+                if not job.finished:
+                    job.lose(error)
+                    job.seconds = math.nan
                 self._settle(job)
+                books.jobs.popleft()
 
     # the end ------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from kvoffload.errors import TransferError
 from kvoffload.plan import Direction
 
 if TYPE_CHECKING:
+    from kvoffload.books import Flight
     from kvoffload.engine import OffloadEngine
     from kvoffload.streams import LaneStream
 
@@ -37,12 +38,9 @@ class Step(enum.Enum):
 
 TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.NEW, Step.SUBMITTED): State.RUNNING,
-    (State.NEW, Step.ERROR): State.DRAINING,
-    (State.NEW, Step.LOST): State.FAILED,
     (State.RUNNING, Step.ENDED): State.DONE,
     (State.RUNNING, Step.ERROR): State.DRAINING,
     (State.RUNNING, Step.LOST): State.FAILED,
-    (State.DRAINING, Step.ERROR): State.DRAINING,
     (State.DRAINING, Step.ENDED): State.FAILED,
     (State.DRAINING, Step.LOST): State.FAILED,
 }
@@ -56,7 +54,8 @@ class TransferResult(NamedTuple):
         job_id: `Job.id`.
         direction: "store" or "load".
         nbytes: payload bytes.
-        seconds: from the transfer's start to its end on the GPU's clock, without what it waited for; NaN if unknown.
+        seconds: from the transfer's start to its end on the GPU's clock, without what it waited for before; NaN if
+            unknown. A transfer too long for the driver's queues also waits between its pieces, for room and for a call.
         copier: what carried it: "strided", "batch", "loop"; "none" for an empty transfer.
         error: None, or why it failed.
     """
@@ -79,10 +78,10 @@ class Listener(Protocol):
     """Who wants to know of a job's fate. Called under the engine's lock; must not raise."""
 
     def boarded(self, job: Job) -> None:
-        """The job is in flight from here on, whatever happens: `ended` will be called, once."""
+        """The job is about to be in flight: whatever happens, `ended` will be called."""
 
     def ended(self, job: Job) -> None:
-        """The job has ended, well or not: nothing of it is left on the GPU."""
+        """The job has ended, well or not: nothing of it is left on the GPU. After an interrupt it may be called again."""
 
 
 class Piece:
@@ -110,7 +109,8 @@ class Job:
     """
 
     # engine bookkeeping: `sequence` counts jobs of one direction; `pieces` are queued and have not ended; `queued`
-    # counts operations, `launched` says that no more will be; `start` and `end` are timing events, `markers` plain ones
+    # counts operations, `launched` says that no more will be, `followed` that its waits are queued; `start` and `end`
+    # are timing events, `markers` plain ones
 
     def __init__(self, engine: OffloadEngine, job_id: int, direction: Direction, nbytes: int) -> None:
         self.id = job_id
@@ -122,8 +122,10 @@ class Job:
         self.error: TransferError | None = None
         self.seconds = 0.0
         self.sequence = 0
+        self.flight: Flight | None = None  # while in flight
         self.pieces: deque[Piece] = deque()
         self.queued = 0
+        self.followed = False
         self.launched = False
         self.start: int | None = None
         self.end: int | None = None
@@ -153,7 +155,7 @@ class Job:
     def _note(self, cause: BaseException) -> None:
         if self.error is None:
             self.error = TransferError(
-                f"{self.direction} {self.id} ({self.nbytes} bytes, {self.copier}) failed: {cause}"
+                f"{self.direction} {self.id} ({self.nbytes} bytes, {self.copier}) failed: {str(cause) or repr(cause)}"
             )
             self.error.__cause__ = cause.with_traceback(None)  # its frames would keep the engine alive
 
@@ -196,8 +198,9 @@ class Job:
         return kind(self.id, self.direction, self.nbytes, self.seconds, self.copier, self.error)
 
     def order_before(self, stream: Any) -> None:
-        """Work queued on `stream` from now on starts after this transfer has ended. The host does not wait.
+        """Work queued on `stream` from now on starts after this transfer has ended. The host does not wait for that.
 
+        (Where the driver's queues are full, it waits up to a second for the job to be queued.)
         A transfer that fails on the GPU later does not hold the stream back: check `wait()` or `poll()`.
 
         Args:

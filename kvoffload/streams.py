@@ -62,7 +62,7 @@ class EventPool:
         return event
 
     def release(self, event: int) -> None:
-        """Give back an event that has completed or was never recorded."""
+        """Give back an event whose record nobody will query, or have a stream wait for, any more."""
         self._idle.append(event)
 
     def close(self) -> None:
@@ -113,6 +113,11 @@ class Lane:
                 stream.queued += places
                 return stream
         return None
+
+    def clear(self) -> None:
+        """Nothing is queued on any stream: forget places that an interrupt may have left counted."""
+        for stream in self.streams:
+            stream.queued = 0
 
     def close(self) -> None:
         """Destroy the streams; nothing may be queued on them."""

@@ -26,6 +26,7 @@ LAYERS = (
     {"driver"},
     {"memory", "ownership", "streams"},
     {"cache_jobs", "copiers", "requests", "patterns"},
+    {"books"},
     {"device", "flight"},
     {"ordering"},
     {"engine"},
