@@ -81,7 +81,7 @@ class Listener(Protocol):
         """The job is about to be in flight: whatever happens, `ended` will be called."""
 
     def ended(self, job: Job) -> None:
-        """The job has ended, well or not: nothing of it is left on the GPU. After an interrupt it may be called again."""
+        """The job has ended, well or not: nothing of it is left on the GPU. Interrupted, it may be called again."""
 
 
 class Piece:

@@ -222,40 +222,24 @@ def test_llama_blocks_there_and_back(gpu_device: kvoffload.Device, llama_bytes: 
         assert (slab.to_numpy().reshape(expected.shape) == expected).all()
 
 
-def _median_seconds(call: Callable[[], kvoffload.Job], count: int = 100) -> float:
-    seconds = []
-    with no_garbage_collection():
-        for _ in range(count):
-            began = time.perf_counter()
-            job = call()
-            seconds.append(time.perf_counter() - began)
-            job.wait(30)
-    return averages.median(seconds)
+def _seconds(call: Callable[[], object], end: Callable[[], object]) -> float:
+    """Host time of `call`, whose work on the GPU `end` waits for."""
+    began = time.perf_counter()
+    call()
+    taken = time.perf_counter() - began
+    end()
+    return taken
 
 
-def _bare_seconds(device: kvoffload.Device, engine: OffloadEngine, blocks: Any, slots: Any) -> float:
-    """Host time of nothing but the driver's part of a store: median over as many calls as of `store`."""
-    driver, layout, seconds = device.driver, engine.layout, []
-    plan = build(
-        fold(layout)[0],
-        layout,
-        Direction.STORE,
-        pool_address=address_of(engine.slots),
-        slots=slots,
-        blocks=blocks,
-    )
+def _bare_store(device: kvoffload.Device, engine: OffloadEngine, blocks: Any, slots: Any) -> Callable[[int], None]:
+    """The driver's part of a store and nothing else, on a stream that is passed in."""
+    layout = engine.layout
+    address = address_of(engine.slots)
+    plan = build(fold(layout)[0], layout, Direction.STORE, pool_address=address, slots=slots, blocks=blocks)
     table = StridedTable(len(plan), batched=True)
     columns = ("source", "target", "source_pitch", "target_pitch", "width", "height")
     table.fill({name: getattr(plan, name) for name in columns}, SourceOrder.STREAM)
-    with device.current(), no_garbage_collection():
-        stream = driver.stream_create(0)
-        for _ in range(100):
-            began = time.perf_counter()
-            driver.copy_strided_batch(table, len(plan), stream)
-            seconds.append(time.perf_counter() - began)
-            driver.stream_synchronize(stream)
-        driver.stream_destroy(stream)
-    return averages.median(seconds)
+    return partial(device.driver.copy_strided_batch, table, len(plan))
 
 
 @pytest.mark.parametrize(("planes", "blocks", "limit"), [(64, 32, 250e-6), (160, 512, 1e-3)])
@@ -264,17 +248,23 @@ def test_submissions_return_at_once(gpu_device: kvoffload.Device, planes: int, b
     order = np.random.default_rng(4).permutation(1024)[:blocks]
     with OffloadEngine(KVLayout([made]), device=gpu_device, num_slots=blocks) as engine:
         slots = np.arange(blocks)
-        _median_seconds(lambda: engine.store(order, slots), 10)
-        store = _median_seconds(lambda: engine.store(order, slots))
-        load = _median_seconds(lambda: engine.load(slots, order))
-        bare = _bare_seconds(gpu_device, engine, order, slots)
-        print(
-            f"{blocks} x {planes}: store {store * 1e6:.0f} us, load {load * 1e6:.0f}, the driver call {bare * 1e6:.0f}"
-        )
-        # The driver call alone takes 1.2 to 2.6 us an operation from one minute to the next, on one machine.
-        limit = max(limit, bare + 250e-6)
-        assert store <= limit
-        assert load <= limit
+        bare = _bare_store(gpu_device, engine, order, slots)
+        taken: dict[str, list[float]] = {"store": [], "load": [], "driver call": []}
+        with gpu_device.current(), no_garbage_collection():
+            stream = gpu_device.driver.stream_create(0)
+            for _ in range(100):
+                taken["store"].append(_seconds(lambda: engine.store(order, slots), partial(engine.drain, 30)))
+                taken["load"].append(_seconds(lambda: engine.load(slots, order), partial(engine.drain, 30)))
+                end = partial(gpu_device.driver.stream_synchronize, stream)
+                taken["driver call"].append(_seconds(partial(bare, stream), end))
+            gpu_device.driver.stream_destroy(stream)
+        print(f"{blocks} x {planes}:", {name: f"{averages.median(each) * 1e6:.0f} us" for name, each in taken.items()})
+        # The driver call alone takes 1.2 to 2.6 us an operation from one minute to the next, on one machine: so the
+        # best of many, which are measured in turns.
+        best = {name: min(each) for name, each in taken.items()}
+        limit = max(limit, best["driver call"] + 250e-6)
+        assert best["store"] <= limit
+        assert best["load"] <= limit
 
 
 # the process
