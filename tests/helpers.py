@@ -157,7 +157,7 @@ class Rig:
             return
         self.engine.close(timeout=30)
         with self.device.current(), suppress_lost():
-            self.device.driver.call("cuCtxSynchronize")
+            self.device.driver.api.cuCtxSynchronize()
             for stream in self.streams:
                 self.device.driver.stream_destroy(stream)
         for gate in self.gates:

@@ -19,7 +19,6 @@ REQUIRED = (
     "cuCtxPopCurrent",
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
-    "cuCtxSynchronize",
     "cuThreadExchangeStreamCaptureMode",
     "cuCtxGetStreamPriorityRange",
     # memory

@@ -109,7 +109,7 @@ def _least_loss(gpu_device: kvoffload.Device, use: Callable[[], None], rounds: i
         gc.collect()
         gpu_device.reclaim()
         with gpu_device.current():
-            gpu_device.driver.call("cuCtxSynchronize")
+            gpu_device.driver.api.cuCtxSynchronize()
             return gpu_device.driver.free_and_total_bytes()[0]
 
     use()
