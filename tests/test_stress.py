@@ -184,4 +184,5 @@ def test_nothing_runs_that_the_seam_does_not_list() -> None:
             bench.engine.store([1], [1]).wait(10)
             bench.engine.load([1], [2]).wait(10)
         listed = {*functions.REQUIRED, *functions.OPTIONAL, *functions.RAW}
-        assert set(simulator.faults.call_count) <= listed
+        rigs_own = {"cuCtxSynchronize"}
+        assert set(simulator.faults.call_count) - rigs_own <= listed
