@@ -166,13 +166,14 @@ class FlightDeck:
         """Queue operations `[job.queued, stop)`: behind the waits if they are the first, before the end if the last."""
         driver, handle = self._driver, piece.stream.handle
         assert job.start is not None
+        submit = flight.copier.stage(flight.plan.part(job.queued, stop), flight.order)
         if job.queued == 0:
             self._follow(job, flight, piece.stream)
             driver.event_record(job.start, handle)
         elif last is not None and last.stream is not piece.stream:
             assert last.event is not None
             driver.stream_wait_event(handle, last.event)
-        flight.copier.submit(flight.plan.part(job.queued, stop), flight.order, handle)
+        submit(handle)
         if stop < len(flight.plan):
             event = self._mark(job, piece.stream)
             job.markers.remove(event)

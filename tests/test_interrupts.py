@@ -60,8 +60,8 @@ SUBMITTING: list[tuple[type, str, int, bool]] = [
     (Driver, "stream_wait_event", 1, True),
     (Driver, "event_record", 2, False),  # the start
     (Driver, "event_record", 2, True),
-    (StridedCopier, "submit", 1, False),
-    (StridedCopier, "submit", 1, True),
+    (StridedCopier, "stage", 1, False),
+    (StridedCopier, "stage", 1, True),
     (Driver, "event_record", 3, False),  # the end
     (Driver, "event_record", 3, True),
     (FlightDeck, "_launch_piece", 1, True),
@@ -179,14 +179,14 @@ def test_an_interrupted_submission_of_one_group_among_two(monkeypatch: pytest.Mo
     several_streams(monkeypatch)
     with program() as made:
         copier: Any = made.cache_engine._copiers["strided"]
-        submit = copier.submit
+        submit = copier._submit
 
         def interrupted(*arguments: Any) -> None:
             submit(*arguments)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(copier, "submit", interrupted)
-        monkeypatch.setattr(made.cache_engine._copiers["batch"], "submit", interrupted)
+        monkeypatch.setattr(copier, "_submit", interrupted)
+        monkeypatch.setattr(made.cache_engine._copiers["batch"], "_submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             made.cache.store([b"a"], [[1], [1]], after=NO_WAIT)
         monkeypatch.undo()

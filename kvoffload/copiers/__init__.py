@@ -7,6 +7,7 @@ loop      flat copies one by one: cuMemcpyAsync; works with every driver
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from kvoffload.copiers.batch import BatchCopier
@@ -50,10 +51,13 @@ class Copier(Protocol):
     def queue_cost(self, operations: int) -> int:
         """Places that so many operations of a prepared plan take in a driver queue."""
 
-    def submit(self, plan: TransferPlan, order: SourceOrder, stream: int) -> None:
-        """Queue a prepared plan of at most `piece_operations` on `stream`; nothing of it may be touched until it ended.
+    def stage(self, plan: TransferPlan, order: SourceOrder) -> Callable[[int], None]:
+        """Write down a prepared plan of at most `piece_operations`, and return what queues it on a stream.
 
-        Raises:
+        Apart, so that nothing but driver calls lies between a transfer's start event and its first copy. What is staged
+        is valid until something else is. What is queued may not be touched until it has ended.
+
+        Raises (what is returned):
             DriverError: the driver refused; what was queued before that still runs.
         """
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from kvoffload.driver import Driver, FlatTable, SourceOrder
 from kvoffload.plan import TransferPlan
 
@@ -29,11 +32,14 @@ class BatchCopier:
     def queue_cost(self, operations: int) -> int:
         return 1 + -(-operations // CHUNK) + operations // _COPIES_PER_PLACE
 
-    def submit(self, plan: TransferPlan, order: SourceOrder, stream: int) -> None:
+    def stage(self, plan: TransferPlan, order: SourceOrder) -> Callable[[int], None]:
         if self._table is None:
             self._table = FlatTable(_CAPACITY)
         self._table.fill(plan.target, plan.source, plan.width)
+        return partial(self._submit, self._table, len(plan), order)
+
+    def _submit(self, table: FlatTable, count: int, order: SourceOrder, stream: int) -> None:
         start, stop = 0, FIRST_CHUNK
-        while start < len(plan):
-            self._driver.copy_batch(self._table, start, min(stop, len(plan)), order, stream)
+        while start < count:
+            self._driver.copy_batch(table, start, min(stop, count), order, stream)
             start, stop = stop, stop + CHUNK

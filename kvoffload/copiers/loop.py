@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from kvoffload.driver import Driver, SourceOrder
 from kvoffload.plan import TransferPlan
 from kvoffload.streams import PIECE_LIMIT
@@ -22,7 +25,11 @@ class LoopCopier:
     def queue_cost(self, operations: int) -> int:
         return operations
 
-    def submit(self, plan: TransferPlan, order: SourceOrder, stream: int) -> None:  # noqa: ARG002
+    def stage(self, plan: TransferPlan, order: SourceOrder) -> Callable[[int], None]:  # noqa: ARG002
+        copies = list(zip(plan.target.tolist(), plan.source.tolist(), plan.width.tolist(), strict=True))
+        return partial(self._submit, copies)
+
+    def _submit(self, copies: list[tuple[int, int, int]], stream: int) -> None:
         copy = self._driver.copy
-        for target, source, nbytes in zip(plan.target.tolist(), plan.source.tolist(), plan.width.tolist(), strict=True):
+        for target, source, nbytes in copies:
             copy(target, source, nbytes, stream)

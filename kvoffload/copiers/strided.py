@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from kvoffload.driver import Driver, SourceOrder, StridedTable
 from kvoffload.plan import TransferPlan
 from kvoffload.streams import PIECE_LIMIT
@@ -27,7 +30,7 @@ class StridedCopier:
     def queue_cost(self, operations: int) -> int:
         return operations
 
-    def submit(self, plan: TransferPlan, order: SourceOrder, stream: int) -> None:
+    def stage(self, plan: TransferPlan, order: SourceOrder) -> Callable[[int], None]:
         self._table.fill(
             {
                 "source": plan.source,
@@ -39,8 +42,11 @@ class StridedCopier:
             },
             order,
         )
+        return partial(self._submit, len(plan))
+
+    def _submit(self, count: int, stream: int) -> None:
         if self._batched:
-            self._driver.copy_strided_batch(self._table, len(plan), stream)
+            self._driver.copy_strided_batch(self._table, count, stream)
         else:
-            for index in range(len(plan)):
+            for index in range(count):
                 self._driver.copy_strided(self._table, index, stream)

@@ -262,7 +262,7 @@ def test_submissions_return_at_once(gpu_device: kvoffload.Device, planes: int, b
         # The driver call alone takes 1.2 to 2.6 us an operation from one minute to the next, on one machine: so the
         # best of many, which are measured in turns.
         best = {name: min(each) for name, each in taken.items()}
-        limit = max(limit, best["driver call"] + 250e-6)
+        limit = max(limit, 1.7 * best["driver call"])
         assert best["store"] <= limit
         assert best["load"] <= limit
 

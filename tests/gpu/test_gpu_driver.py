@@ -216,10 +216,10 @@ def test_pitfall_15_a_bad_pointer_raises_with_every_copier_and_the_context_lives
             )
         )
         if fine:
-            copier.submit(plan, SourceOrder.STREAM, bench.stream)
+            copier.stage(plan, SourceOrder.STREAM)(bench.stream)
         else:
             with pytest.raises(DriverError, match="INVALID_VALUE"):
-                copier.submit(plan, SourceOrder.STREAM, bench.stream)
+                copier.stage(plan, SourceOrder.STREAM)(bench.stream)
     bench.finish()
 
 
