@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -178,15 +179,14 @@ def test_an_interrupted_submission_of_one_group_among_two(monkeypatch: pytest.Mo
     """Ctrl-C inside a copier: the exception comes out, and the books are right once the GPU is through."""
     several_streams(monkeypatch)
     with program() as made:
-        copier: Any = made.cache_engine._copiers["strided"]
-        submit = copier._submit
 
-        def interrupted(*arguments: Any) -> None:
+        def interrupted(submit: Callable[..., None], *arguments: Any) -> None:
             submit(*arguments)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(copier, "_submit", interrupted)
-        monkeypatch.setattr(made.cache_engine._copiers["batch"], "_submit", interrupted)
+        for name in ("strided", "batch"):
+            copier: Any = made.cache_engine._copiers[name]
+            monkeypatch.setattr(copier, "_submit", partial(interrupted, copier._submit))
         with pytest.raises(KeyboardInterrupt):
             made.cache.store([b"a"], [[1], [1]], after=NO_WAIT)
         monkeypatch.undo()
