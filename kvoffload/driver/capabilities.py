@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvoffload.driver.core import Driver
+from kvoffload.driver.functions import KERNELS
 from kvoffload.errors import CapabilityError, DriverError
 
 # CUdevice_attribute
@@ -13,6 +14,8 @@ _COMPUTE_CAPABILITY_MINOR = 76
 _MULTIPROCESSOR_COUNT = 16
 _STREAM_MEMORY_OPERATIONS = 122  # CAN_USE_64_BIT_STREAM_MEM_OPS; the 32-bit ones came earlier
 _ASYNC_ENGINE_COUNT = 40
+_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
+_KERNEL_COMPUTE_CAPABILITY = (8, 0)  # asynchronous copies to shared memory came with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class Capabilities:
         raw_addresses: both through calls that take array addresses (bindings 13.5).
         stream_memory_operations: cuStreamWaitValue32 can be called.
         copy_engines: asynchronous copy engines of the GPU.
+        kernels: kernels can be loaded and launched (what compiles them is another matter: `kvoffload.kernels.why_not`).
+        max_shared_bytes: shared memory that one block of a kernel can ask for.
     """
 
     driver_version: tuple[int, int]
@@ -38,6 +43,8 @@ class Capabilities:
     strided_batch: bool
     raw_addresses: bool
     stream_memory_operations: bool
+    kernels: bool
+    max_shared_bytes: int
     missing: dict[str, str] = field(default_factory=dict)
 
 
@@ -56,16 +63,19 @@ def probe(driver: Driver, device: int) -> Capabilities:
     def attribute(number: int) -> int:
         return int(driver.call("cuDeviceGetAttribute", _attribute(number), device))
 
+    compute_capability = (attribute(_COMPUTE_CAPABILITY_MAJOR), attribute(_COMPUTE_CAPABILITY_MINOR))
     return Capabilities(
         driver_version=driver_version,
         bindings_version=driver.bindings_version,
-        compute_capability=(attribute(_COMPUTE_CAPABILITY_MAJOR), attribute(_COMPUTE_CAPABILITY_MINOR)),
+        compute_capability=compute_capability,
         multiprocessors=attribute(_MULTIPROCESSOR_COUNT),
         copy_engines=attribute(_ASYNC_ENGINE_COUNT),
         flat_batch=flat,
         strided_batch=strided,
         raw_addresses=raw,
         stream_memory_operations=driver.has("cuStreamWaitValue32") and bool(attribute(_STREAM_MEMORY_OPERATIONS)),
+        kernels=_kernels(driver, compute_capability, missing),
+        max_shared_bytes=attribute(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
         missing=missing,
     )
 
@@ -94,6 +104,17 @@ def _callable(driver: Driver, name: str, nothing: tuple[object, ...], missing: d
         missing[name] = f"cuda-bindings {_dotted(driver.bindings_version)} need a CUDA driver >= {needed} for {name}"
         return False
     return True
+
+
+def _kernels(driver: Driver, compute_capability: tuple[int, int], missing: dict[str, str]) -> bool:
+    """Whether the calls that kernels need are there, and a GPU that is new enough."""
+    absent = [name for name in KERNELS if not driver.has(name)]
+    if absent:
+        missing["kernels"] = f"these bindings ({_dotted(driver.bindings_version)}) have no {', '.join(absent)}"
+    elif compute_capability < _KERNEL_COMPUTE_CAPABILITY:
+        least = _dotted(_KERNEL_COMPUTE_CAPABILITY)
+        missing["kernels"] = f"kernels need compute capability >= {least}, this GPU has {_dotted(compute_capability)}"
+    return "kernels" not in missing
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -6,6 +6,7 @@ in the lists of the batch calls, which `tables` builds.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -174,12 +175,56 @@ class Driver:
     def host_unregister(self, address: int) -> None:
         self.call("cuMemHostUnregister", address)
 
+    def host_device_address(self, address: int) -> int:
+        """The address that a kernel uses for pinned host memory; registered memory may have another one there."""
+        return int(self.call("cuMemHostGetDevicePointer", address, 0))
+
+    # kernels ------------------------------------------------------------------------------------------------------
+
+    def module_load(self, image: bytes) -> int:
+        """A module of the current context, from machine code for its GPU. `image` is read during the call."""
+        return int(self.call("cuModuleLoadData", image))
+
+    def module_unload(self, module: int) -> None:
+        """Its functions must not be queued or running."""
+        self.call("cuModuleUnload", module)
+
+    def module_function(self, module: int, name: str) -> int:
+        return int(self.call("cuModuleGetFunction", module, name.encode()))
+
+    def function_max_threads(self, function: int) -> int:
+        """The most threads a block of this function can have on this GPU: its registers bound that, too."""
+        from cuda.bindings.driver import CUfunction_attribute
+
+        return int(
+            self.call("cuFuncGetAttribute", CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function)
+        )
+
+    def function_allow_shared(self, function: int, nbytes: int) -> None:
+        """Let launches of the function ask for up to `nbytes` of shared memory; without it 48 KiB are the most."""
+        from cuda.bindings.driver import CUfunction_attribute
+
+        attribute = CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.call("cuFuncSetAttribute", function, attribute, nbytes)
+
+    def launch(self, function: int, grid: int, threads: int, shared_bytes: int, stream: int, pointers: int) -> None:
+        """Queue `grid` blocks of `threads`. `pointers`: address of an array with each argument's address (uint64);
+        the arguments are read during the call.
+        """
+        self.call("cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, 0)
+
     # copies -------------------------------------------------------------------------------------------------------
 
     def copy_to_device(self, target: int, source: int, nbytes: int) -> None:
         """Synchronous copy from any host memory, ordered with the legacy default stream."""
         self.call("cuMemcpyHtoD", target, source, nbytes)
-        self.stream_synchronize(LEGACY_STREAM)  # from pageable memory the call returns when the bytes are staged
+        try:
+            self.stream_synchronize(LEGACY_STREAM)  # from pageable memory the call returns when the bytes are staged
+        except DriverError as error:
+            if not error.sticky:  # once more: the caller may free the target now
+                with contextlib.suppress(DriverError):
+                    self.stream_synchronize(LEGACY_STREAM)
+            raise
 
     def copy_to_host(self, target: int, source: int, nbytes: int) -> None:
         """Synchronous copy to any host memory, ordered with the legacy default stream."""

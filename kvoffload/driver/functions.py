@@ -49,10 +49,21 @@ REQUIRED = (
     "cuEventElapsedTime",
 )
 
+KERNELS = (  # all of them, or no kernel is launched
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuModuleGetFunction",
+    "cuFuncGetAttribute",
+    "cuFuncSetAttribute",
+    "cuLaunchKernel",
+    "cuMemHostGetDevicePointer",
+)
+
 OPTIONAL = (
     "cuMemcpyBatchAsync",  # CUDA 12.8; the 13.x bindings bind only the 13.0 entry point
     "cuMemcpy3DBatchAsync",  # the same
     "cuStreamWaitValue32",  # stream memory operations: a device attribute says whether they work
+    *KERNELS,
 )
 
 RAW = (

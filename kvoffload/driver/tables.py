@@ -69,7 +69,7 @@ class StridedTable:
         return _address(self._rows)
 
     def fill(self, columns: dict[str, npt.NDArray[np.uint64]], order: SourceOrder) -> None:
-        """Refill from the front. `columns`: source, target, their pitches, width, height; uint64, of one length."""
+        """Refill from the front. `columns`: source, target, their pitches, width, height; uint64, (n,) or (1,)."""
         rows = self._rows[: len(columns["source"])]
         for name, column in columns.items():
             rows[name] = column
@@ -113,12 +113,12 @@ class FlatTable:
         sources: npt.NDArray[np.uint64],
         sizes: npt.NDArray[np.uint64],
     ) -> None:
-        """Refill from the front; bytes in `sizes`; all uint64 and of one length."""
+        """Refill from the front; all uint64, (n,); `sizes`, bytes, may be (1,) where all copies have one size."""
         count = self._count = len(targets)
         self._targets[:count] = targets
         self._sources[:count] = sources
         self._sizes[:count] = sizes
-        self._size_list = None
+        self._size_list = [int(sizes[0])] * count if len(sizes) == 1 else None
 
     def lists(self, start: int, stop: int) -> tuple[list[Any], list[Any], list[int]]:
         """Targets, sources and sizes of copies `[start, stop)` as the bindings take them."""

@@ -5,6 +5,7 @@ driver runs on a machine without a GPU. It is lazy, seeded and suspicious:
 
 - Nothing happens when work is submitted. A seeded scheduler lets streams advance, only while some driver call runs; a
   copy reads its source when it executes, or at any earlier moment since its submission if its access order is ANY.
+- Kernels are Triton kernels, run by Triton's interpreter; every address that they touch is checked.
 - Memory is exact, guarded and poisoned. Wrong addresses get the driver's error; what CUDA leaves undefined (overlapping
   targets in a batch, a buffer freed under a queued copy, a wait that can never end) is a `SimulatorError`.
 - Versions of driver and bindings, limits, failures and delays are set by hand.
@@ -28,6 +29,7 @@ from kvoffload.driver.simulator.copy_calls import CopyCalls
 from kvoffload.driver.simulator.device_calls import DeviceCalls, default_attributes
 from kvoffload.driver.simulator.errors import DriverError, FunctionNotFoundError, RefusedError, SimulatorError
 from kvoffload.driver.simulator.faults import Faults
+from kvoffload.driver.simulator.kernel_calls import KernelCalls
 from kvoffload.driver.simulator.memory import Kind
 from kvoffload.driver.simulator.memory_calls import MemoryCalls
 from kvoffload.driver.simulator.operations import KernelOperation
@@ -38,7 +40,7 @@ __all__ = ["DriverError", "Faults", "FunctionNotFoundError", "SimulatedDriver", 
 Span = tuple[int, int]
 
 
-class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls):
+class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCalls):
     """One simulated driver: what a process sees when it loads CUDA.
 
     Args:
@@ -92,6 +94,11 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls):
         self.raw = self._raw_namespace() if bindings_version >= (13, 5) else None
 
     # For tests: the other side of the seam
+
+    @property
+    def device_faults(self) -> list[str]:
+        """Why contexts were lost, as text; CUDA tells only the error's number."""
+        return self.scheduler.device_faults
 
     @property
     def call_count(self) -> dict[str, int]:
@@ -156,6 +163,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls):
                 "device_allocations": kinds.count(Kind.DEVICE),
                 "host_allocations": kinds.count(Kind.PINNED),
                 "registered_ranges": kinds.count(Kind.REGISTERED),
+                "modules": len(self.modules),
                 "contexts": sum(not context.primary for context in contexts),
                 "primary_retains": sum(context.retain_count for context in contexts),
             }

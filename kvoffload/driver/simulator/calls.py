@@ -15,6 +15,7 @@ from kvoffload.driver.simulator.capture import Captures
 from kvoffload.driver.simulator.contexts import LEGACY, PER_THREAD, Context, Event, HandleTable, Stream
 from kvoffload.driver.simulator.errors import DeadlockError, RefusedError, SimulatorError
 from kvoffload.driver.simulator.faults import Faults
+from kvoffload.driver.simulator.kernels import Function, Module
 from kvoffload.driver.simulator.memory import MemoryTable, Region
 from kvoffload.driver.simulator.operations import Operation
 from kvoffload.driver.simulator.scheduler import Scheduler
@@ -130,6 +131,8 @@ class Core:
         self.contexts: HandleTable[Context] = HandleTable(0x5_0000_0000)
         self.streams: HandleTable[Stream] = HandleTable(0x6_0000_0000)
         self.events: HandleTable[Event] = HandleTable(0x7_0000_0000)
+        self.modules: HandleTable[Module] = HandleTable(0x8_0000_0000)
+        self.functions: HandleTable[Function] = HandleTable(0x9_0000_0000)
         self.initialized = False
         self.per_thread_default = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
         self._local = threading.local()
@@ -276,7 +279,13 @@ class Core:
             capture.invalidated |= not asking
             raise RefusedError(cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
-    # Memory
+    # Memory and modules
+
+    def drop_module(self, module: Module) -> None:
+        """Forget a module and its functions."""
+        for function in module.functions:
+            self.functions.remove(function.handle)
+        self.modules.remove(module.handle)
 
     def free_region(self, region: Region) -> None:
         """Take a range back, with the checks that catch its misuse."""

@@ -27,6 +27,7 @@ UNSAFE = frozenset(
         "cuMemHostAlloc",
         "cuMemHostRegister",
         "cuMemHostUnregister",
+        "cuModuleUnload",
         "cuStreamQuery",
         "cuStreamSynchronize",
     }

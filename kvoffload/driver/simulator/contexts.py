@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from cuda.bindings import driver as cuda
 
@@ -139,7 +139,11 @@ class Context:
         self.draining.pop(id(stream), None)
 
 
-Item = TypeVar("Item", Context, Stream, Event)
+class _HasHandle(Protocol):
+    handle: int
+
+
+Item = TypeVar("Item", bound=_HasHandle)
 
 
 class HandleTable(Generic[Item]):

@@ -200,6 +200,7 @@ class DeviceCalls(Core):
             "device_allocations": kinds.count(Kind.DEVICE),
             "host_allocations": kinds.count(Kind.PINNED),
             "registered_ranges": kinds.count(Kind.REGISTERED),
+            "modules": sum(module.context is context for module in self.modules.values()),
         }
 
     def _destroy(self, context: Context) -> None:
@@ -214,6 +215,9 @@ class DeviceCalls(Core):
             self.streams.remove(handle)
         for handle in list(context.events):
             self.events.remove(handle)
+        for module in self.modules.values():
+            if module.context is context:
+                self.drop_module(module)
         for region in self.memory.live(context):
             self.memory.remove(region)
         context.streams, context.events = {}, {}

@@ -63,6 +63,10 @@ class Region:
     def on_device(self) -> bool:
         return self.kind is Kind.DEVICE
 
+    def serves(self, device: int) -> bool:
+        """Whether a kernel on a device can reach it."""
+        return self.kind is not Kind.FREED and (not self.on_device or self.context.device == device)
+
     def guards_intact(self) -> bool:
         before = space.view(self.zone_start, self.base - self.zone_start)
         after = space.view(self.end, self.zone_end - self.end)
@@ -170,6 +174,28 @@ class MemoryTable:
         for low, high in zip(first[~inside].tolist(), end[~inside].tolist(), strict=True):
             self._require_pageable(low, high - low)
         return regions, len(hit) < len(first)
+
+    def reachable(self, addresses: Indices, nbytes: int, device: int) -> bool:
+        """Whether a kernel on a device may touch `nbytes` at each address: its own memory, or pinned host memory."""
+        region = self.at(int(addresses.min()))  # mostly all are in one region, or each row is: their ends tell
+        if region is not None and int(addresses.max()) + nbytes <= region.end:
+            return region.serves(device)
+        table = self._table()
+        if not table.regions:
+            return False
+        if addresses.ndim > 1:
+            first, end = addresses.min(axis=-1).reshape(-1), addresses.max(axis=-1).reshape(-1) + nbytes
+            if self._within(table, first, end, device):
+                return True
+        first = addresses.reshape(-1)
+        return self._within(table, first, first + nbytes, device)
+
+    @staticmethod
+    def _within(table: _Columns, first: Indices, end: Indices, device: int) -> bool:
+        index = np.searchsorted(table.bases, first, side="right") - 1
+        if (index < 0).any() or (end > table.ends[index]).any():
+            return False
+        return all(table.regions[i].serves(device) for i in set(index.tolist()))
 
     def overlapping(self, address: int, nbytes: int) -> bool:
         """Whether a range shares a byte with our own memory, or a page with a registered range."""

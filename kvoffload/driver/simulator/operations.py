@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from cuda.bindings import driver as cuda
@@ -24,6 +24,9 @@ MICROSECONDS_PER_COPY = 1.0
 MICROSECONDS_PER_MARKER = 0.25
 EVENT_RESOLUTION = 0.5  # microseconds
 
+ILLEGAL_ADDRESS = cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+MISALIGNED_ADDRESS = cuda.CUresult.CUDA_ERROR_MISALIGNED_ADDRESS
+
 _ORDER = cuda.CUmemcpySrcAccessOrder
 STREAM = int(_ORDER.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
 DURING_API_CALL = int(_ORDER.CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL)
@@ -33,7 +36,11 @@ Dependency = tuple[Stream, int]
 
 
 class DeviceFaultError(Exception):
-    """The operation touched what it may not: its context is lost."""
+    """The operation touched what it may not: its context is lost, and says `status` from now on."""
+
+    def __init__(self, text: str, status: Any = ILLEGAL_ADDRESS) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class Operation:

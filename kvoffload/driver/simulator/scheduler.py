@@ -18,14 +18,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from cuda.bindings import driver as cuda
-
 from kvoffload.driver.simulator.contexts import Context, Stream, StreamState
 from kvoffload.driver.simulator.errors import DeadlockError
 from kvoffload.driver.simulator.faults import Faults
 from kvoffload.driver.simulator.operations import ANY, DURING_API_CALL, Copy, DeviceFaultError, Operation
-
-ILLEGAL_ADDRESS = cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
 LONGEST_BURST = 6  # operations that one stream may advance in one step
 DRIFT_PROBABILITY = 0.125  # that a submission lets something run before it returns
@@ -42,6 +38,7 @@ class Scheduler:
         self.microseconds = 0.0
         self.pending = 0  # queued operations in all streams
         self.deadlock_seconds = deadlock_seconds
+        self.device_faults: list[str] = []
         self.drift_probability = DRIFT_PROBABILITY
         self._faults = faults
         self._condition = condition
@@ -171,8 +168,9 @@ class Scheduler:
             if operation.is_copy:
                 operation.fault = self._faults.next_copy()  # type: ignore[attr-defined]
             self.microseconds += operation.run()
-        except DeviceFaultError:
-            self.lose(stream.context, ILLEGAL_ADDRESS)
+        except DeviceFaultError as fault:
+            self.device_faults.append(str(fault))
+            self.lose(stream.context, fault.status)
         finally:
             self._finish(stream, operation)
 
