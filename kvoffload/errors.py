@@ -34,6 +34,10 @@ class TransferError(KVOffloadError):
     """One transfer failed; its slots hold nothing that may be trusted. The engine goes on."""
 
 
+class KVOffloadWarning(UserWarning):
+    """Something works less well than it could; the message says what to do. Once in a process for each cause."""
+
+
 class DriverError(KVOffloadError):
     """A CUDA driver call failed.
 

@@ -1,0 +1,158 @@
+"""Compiles kernels with Triton, for any compute capability, with no GPU, no driver and no PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kvoffload.errors import CapabilityError
+from kvoffload.kernels.spec import THREADS_PER_WARP, KernelSpec
+
+# Left on, Triton 3.9 warns that a later version will turn it off.
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+
+_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-nightly")
+_INSTALL = "install it: pip install 'triton>=3.2'"
+
+
+class Compiled(NamedTuple):
+    """A kernel for one compute capability.
+
+    Attributes:
+        cubin: the machine code.
+        ptx: the assembly that it was made from.
+        name: of the kernel in both.
+        shared_bytes: dynamic shared memory of a block.
+        parameter_count: of the machine code: behind the kernel's own there are some of Triton's, whose number depends
+            on its version; 0 is right for them.
+        threads: of a block.
+    """
+
+    cubin: bytes
+    ptx: str
+    name: str
+    shared_bytes: int
+    parameter_count: int
+    threads: int
+
+
+def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled:
+    """Compile: takes about a second. Nothing else of Triton's may run in another thread meanwhile.
+
+    Raises:
+        CapabilityError: Triton is missing, or cannot compile this.
+    """
+    require_triton()
+    from kvoffload.driver.simulator.interpreter import LOCK  # it alters triton.language while a kernel runs
+
+    with LOCK, contextlib.redirect_stdout(sys.stderr):  # where Triton prints all about a failure
+        try:
+            built = _build_somewhere(spec, compute_capability)
+        except Exception as error:
+            raise CapabilityError(
+                f"Triton {triton_version()} cannot compile {spec} for compute capability "
+                f"{compute_capability[0]}.{compute_capability[1]}: {_essence(error)}"
+            ) from error
+    return _describe(built)
+
+
+def triton_version() -> str | None:
+    """Of the installed Triton, without importing it; None if there is none."""
+    from importlib import metadata
+
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def require_triton() -> None:
+    """Import it; CapabilityError if that fails."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise CapabilityError(f"kernels need Triton, which cannot be imported ({error}); {_INSTALL}") from error
+
+
+def no_triton() -> str:
+    """What to say where `triton_version` is None."""
+    return f"kernels need Triton, which is not installed; {_INSTALL}"
+
+
+def _build_somewhere(spec: KernelSpec, compute_capability: tuple[int, int]) -> Any:
+    """Triton keeps what it compiles in a folder of its own, under the home directory; that may be read-only."""
+    try:
+        return _build(spec, compute_capability)
+    except OSError:
+        with _temporary_folder():
+            return _build(spec, compute_capability)
+
+
+def _build(spec: KernelSpec, compute_capability: tuple[int, int]) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    function = getattr(importlib.import_module(spec.module), spec.function)
+    if not isinstance(function, JITFunction):  # TRITON_INTERPRET is set
+        function = JITFunction(function.fn)
+    signature, constants = dict(spec.parameters), dict(spec.constants)
+    if "constexprs" in inspect.signature(ASTSource).parameters:
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = ASTSource(function, signature=signature, constexprs=constants)
+    else:  # Triton 3.2
+        source = ASTSource(function, signature=signature, constants=constants)
+    target = GPUTarget("cuda", 10 * compute_capability[0] + compute_capability[1], THREADS_PER_WARP)
+    return triton.compile(source, target=target, options={"num_warps": spec.warps, **OPTIONS})
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[None]:
+    import tempfile
+
+    variable = "TRITON_CACHE_DIR"
+    before = os.environ.get(variable)
+    with tempfile.TemporaryDirectory(prefix="kvoffload-") as folder:
+        os.environ[variable] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(variable)
+            if before is not None:
+                os.environ[variable] = before
+
+
+def _describe(built: Any) -> Compiled:
+    ptx, facts = built.asm["ptx"], built.metadata
+    assert not getattr(facts, "global_scratch_size", 0), "the kernel needs memory of Triton's, which nobody allocates"
+    return Compiled(
+        cubin=built.asm["cubin"],
+        ptx=ptx,
+        name=facts.name,
+        shared_bytes=int(facts.shared),
+        parameter_count=_parameter_count(ptx, facts.name),
+        threads=THREADS_PER_WARP * int(facts.num_warps),
+    )
+
+
+def _parameter_count(ptx: str, name: str) -> int:
+    header = re.search(rf"\.entry\s+{re.escape(name)}\s*\((.*?)\)", ptx, re.DOTALL)
+    assert header is not None, f"the PTX has no entry {name}"
+    return len(re.findall(r"^\s*\.param\b", header.group(1), re.MULTILINE))
+
+
+def _essence(error: Exception) -> str:
+    """The line that says most: Triton quotes whole programs, and ptxas with its command line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    fatal = [line for line in lines if "fatal" in line]
+    errors = [line for line in lines if "rror" in line]
+    return [type(error).__name__, *lines[-1:], *errors[-1:], *fatal[:1]][-1][:300]

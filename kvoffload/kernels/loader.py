@@ -1,0 +1,150 @@
+"""Loads kernels into a context and launches them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvoffload.driver import Capabilities, Driver
+from kvoffload.errors import CapabilityError, DriverError
+from kvoffload.kernels.compiler import Compiled, no_triton, require_triton, triton_version
+from kvoffload.kernels.spec import KernelSpec
+from kvoffload.kernels.store import compiled_kernel
+
+SIMULATED_SHARED_BYTES = 64 << 10  # on the simulated device nothing is compiled: made up, and more than the 48 KiB
+# that a launch gets without asking
+_FREE_SHARED_BYTES = 48 << 10
+
+
+def why_not(capabilities: Capabilities) -> str | None:
+    """Why no kernel can run on a device, as far as that is known before one is loaded; None if nothing is."""
+    if not capabilities.kernels:
+        return capabilities.missing["kernels"]
+    return no_triton() if triton_version() is None else None
+
+
+def load_kernel(
+    driver: Driver, capabilities: Capabilities, spec: KernelSpec, *, cache_folder: Path | None = None
+) -> LoadedKernel:
+    """Load a kernel into the current context, compiling it if it is not in the cache folder.
+
+    Args:
+        driver, capabilities: of the device whose context is current.
+        spec: which kernel.
+        cache_folder: instead of the user's.
+
+    Raises:
+        CapabilityError: it cannot run here; the message says what is missing.
+        DriverError: a call failed. Nothing is left behind.
+    """
+    if not capabilities.kernels:
+        raise CapabilityError(capabilities.missing["kernels"])
+    if driver.simulated:
+        compiled = _simulated(spec)
+    else:
+        compiled = compiled_kernel(spec, capabilities.compute_capability, cache_folder)
+    if compiled.shared_bytes > capabilities.max_shared_bytes:
+        raise CapabilityError(
+            f"{spec} needs {compiled.shared_bytes} bytes of shared memory in a block, and this GPU has "
+            f"{capabilities.max_shared_bytes}"
+        )
+    module = driver.module_load(compiled.cubin)
+    try:
+        return LoadedKernel(driver, spec, compiled, module)
+    except BaseException:
+        with contextlib.suppress(DriverError):
+            driver.module_unload(module)
+        raise
+
+
+class LoadedKernel:
+    """A kernel in a context; made by `load_kernel`. Its users take care that one thread at a time launches it.
+
+    Attributes:
+        spec: which kernel.
+        threads, shared_bytes: of a block.
+    """
+
+    def __init__(self, driver: Driver, spec: KernelSpec, compiled: Compiled, module: int) -> None:
+        self.spec = spec
+        self.threads = compiled.threads
+        self.shared_bytes = compiled.shared_bytes
+        self._driver = driver
+        self._module = module
+        self._function = driver.module_function(module, compiled.name)
+        self._require_threads()
+        if self.shared_bytes > _FREE_SHARED_BYTES:
+            driver.function_allow_shared(self._function, self.shared_bytes)
+        self._pack_into = spec.arguments.pack_into
+        values = np.zeros(compiled.parameter_count, np.uint64)
+        self._room = values.data
+        self._pointers = _address(values) + 8 * np.arange(compiled.parameter_count, dtype=np.uint64)
+        self._pointers_address = _address(self._pointers)
+
+    def _require_threads(self) -> None:
+        most = self._driver.function_max_threads(self._function)
+        if most < self.threads:
+            raise CapabilityError(
+                f"{self.spec} needs {self.threads} threads in a block, and this GPU runs {most} of it"
+            )
+
+    def launch(self, stream: int, grid: int, arguments: Sequence[int]) -> None:
+        """`pack`, then `queue`."""
+        self.pack(arguments)
+        self.queue(stream, grid)
+
+    def pack(self, arguments: Sequence[int]) -> None:
+        """Set the arguments of the next launch, one for each of `spec.parameters`.
+
+        Raises:
+            struct.error: their number is wrong, or one is more than its type can hold.
+        """
+        self._pack_into(self._room, 0, *arguments)
+
+    def queue(self, stream: int, grid: int) -> None:
+        """Queue `grid` programs with the arguments that were packed last; CUDA copies them during the call.
+
+        Raises:
+            DriverError: CUDA refused.
+        """
+        self._driver.launch(self._function, grid, self.threads, self.shared_bytes, stream, self._pointers_address)
+
+    def close(self) -> None:
+        """Unload it; its launches must have ended, and its context must be current. Idempotent."""
+        if self._module:
+            self._driver.module_unload(self._module)
+            self._module = self._function = 0
+
+    def __repr__(self) -> str:
+        state = "" if self._module else ", closed"
+        return f"LoadedKernel({self.spec}, {self.threads} threads, {self.shared_bytes} shared bytes{state})"
+
+
+def _simulated(spec: KernelSpec) -> Compiled:
+    """The machine code of the simulated GPU: the kernel's name; Triton's interpreter runs the kernel itself."""
+    require_triton()
+    image: dict[str, Any] = {
+        "module": spec.module,
+        "function": spec.function,
+        "parameters": spec.parameters,
+        "constants": dict(spec.constants),
+        "threads": spec.threads,
+        "shared_bytes": SIMULATED_SHARED_BYTES,
+    }
+    return Compiled(
+        cubin=b"kvoffload simulated kernel\n" + json.dumps(image).encode(),
+        ptx="",
+        name=spec.function,
+        shared_bytes=SIMULATED_SHARED_BYTES,
+        parameter_count=len(spec.parameters),
+        threads=spec.threads,
+    )
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,81 @@
+"""Compiled kernels in the cache folder: one file for each kernel, compute capability and version of Triton.
+
+A file is checked before it is used. One that is damaged, cut off or somebody else's is made again.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from kvoffload import cachefiles
+from kvoffload.errors import CapabilityError
+from kvoffload.kernels.compiler import OPTIONS, Compiled, compile_kernel, no_triton, triton_version
+from kvoffload.kernels.spec import KernelSpec
+
+_FORMAT = 1
+
+
+def compiled_kernel(spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None) -> Compiled:
+    """From the cache folder, or compiled and then kept there.
+
+    Args:
+        folder: instead of `cachefiles.cache_folder()`.
+
+    Raises:
+        CapabilityError: it is not in the cache, and Triton is missing or cannot compile it; or no Triton is installed.
+    """
+    path = kernel_path(spec, compute_capability, folder)
+    content = cachefiles.read(path)
+    kept = None if content is None else _unpack(content)
+    if kept is not None:
+        return kept
+    made = compile_kernel(spec, compute_capability)
+    cachefiles.write(path, _pack(made))
+    return made
+
+
+def kernel_path(spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None) -> Path:
+    """The file of a kernel. Its name depends on all that the machine code depends on, and on no import of Triton."""
+    version = triton_version()
+    if version is None:
+        raise CapabilityError(no_triton())
+    parts = [_FORMAT, _source(spec.module), version, compute_capability, spec, OPTIONS]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    base = cachefiles.cache_folder() if folder is None else folder
+    return base / "kernels" / f"{digest}.json"
+
+
+def _source(module: str) -> str:
+    """The text of a module that need not be imported for it."""
+    found = importlib.util.find_spec(module)
+    loader: Any = None if found is None else found.loader
+    text = None if loader is None else loader.get_source(module)
+    if text is None:
+        raise CapabilityError(f"the source of {module} is needed to compile its kernels, and is not there")
+    return str(text)
+
+
+def _pack(compiled: Compiled) -> bytes:
+    fields = compiled._asdict() | {"cubin": base64.b64encode(compiled.cubin).decode()}
+    return json.dumps({"sha256": _digest(fields), "kernel": fields}).encode()
+
+
+def _unpack(content: bytes) -> Compiled | None:
+    """None for anything but the whole of what `_pack` made."""
+    try:
+        document = json.loads(content)
+        fields = document["kernel"]
+        if document["sha256"] != _digest(fields):
+            return None
+        return Compiled(**fields | {"cubin": base64.b64decode(fields["cubin"])})
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
