@@ -7,15 +7,16 @@ that cross an allocation.) Any index step is allowed: every second plane may for
     device   |plane 0 .. block b ..|plane 1 .. block b ..|plane 2 ...      pitch: bytes from plane to plane
     slot     |p0: sub 0 .. f-1|p1: sub 0 .. f-1|p2 ...                     pitch: step x f x block bytes
 
-A transfer of n blocks over r runs is n x r operations, computed by broadcasting: the cost in Python does not depend on
-the number of planes. Pure numpy: no device is seen here.
+A transfer is a `BlockPlan`: blocks, and where each lies in a slot. That is all that a copy kernel needs. `operations()`
+gives it as strided operations, n x r of them for n blocks over r runs, computed by broadcasting; `flat()` of those as
+copies of one row each. Pure numpy: no device is seen here.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +61,7 @@ class RunClass(NamedTuple):
     device_pitch: Int64Array
     host_pitch: Int64Array
     mergeable: bool  # no padding between blocks: adjacent blocks of a slot are one wider row
+    row_count: int  # rows of all runs together
 
 
 class FoldedGroup(NamedTuple):
@@ -110,7 +112,8 @@ def _fold_group(group: Group, blocks_per_slot: int, allocations: Sequence[int]) 
 def _run_class(key: tuple[int, int], runs: list[Run]) -> RunClass:
     width, block_stride = key
     address, host_offset, rows, device_pitch, host_pitch = np.array(runs, dtype=np.int64).T[:, :, np.newaxis]
-    return RunClass(width, block_stride, address, host_offset, rows, device_pitch, host_pitch, block_stride == width)
+    mergeable, row_count = block_stride == width, int(rows.sum())
+    return RunClass(width, block_stride, address, host_offset, rows, device_pitch, host_pitch, mergeable, row_count)
 
 
 def _find_runs(points: list[tuple[int, int]], block_bytes: int) -> list[Run]:
@@ -164,15 +167,68 @@ def describe_fold(groups: Sequence[FoldedGroup]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferPlan:
-    """Strided operations, one per element: `height` rows of `width` bytes, at `*_address + row * *_pitch`.
-
-    All arrays are uint64, 1-D and of one length. Operations have no order among each other and no two write the same
-    byte.
+class BlockPlan:
+    """What a transfer moves: block `blocks[i]` of a group's planes, and sub-block `sub_block[i]` of a slot.
 
     Attributes:
-        nbytes: payload bytes of the whole plan.
-        row_count: rows of all operations together, which is the number of flat copies in it.
+        group: the group's runs, from `fold`.
+        group_index: of the group in its layout.
+        blocks: device block ids, int64, (n,).
+        slot_address: host address of the slot of each block, int64, (n,).
+        sub_block: which part of its slot, int64, (n,); None where a slot holds one block.
+    """
+
+    direction: Direction
+    group: FoldedGroup
+    group_index: int
+    blocks: Int64Array
+    slot_address: Int64Array
+    sub_block: Int64Array | None
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes."""
+        return self.group.bytes_per_block * len(self.blocks)
+
+    def part(self, start: int, stop: int) -> BlockPlan:
+        """Blocks `[start, stop)` as a plan of their own, sharing memory."""
+        if start == 0 and stop >= len(self):
+            return self
+        cut = slice(start, stop)
+        sub_block = None if self.sub_block is None else self.sub_block[cut]
+        return replace(self, blocks=self.blocks[cut], slot_address=self.slot_address[cut], sub_block=sub_block)
+
+    def count(self) -> tuple[int, int]:
+        """How many strided operations, and how many rows in them, `operations` would give."""
+        operations = rows = 0
+        merged = None
+        for each in self.group.classes:
+            starts = len(self.blocks)
+            if self.sub_block is not None and each.mergeable:
+                merged = merged or len(_adjacent(self.blocks, self.sub_block)[0])
+                starts = merged
+            operations += starts * len(each.rows)
+            rows += starts * each.row_count
+        return operations, rows
+
+    def operations(self) -> TransferPlan:
+        """As strided operations, one per run and block; adjacent blocks of a slot merge into wider rows."""
+        parts = [_plan_class(each, self.blocks, self.slot_address, self.sub_block) for each in self.group.classes]
+        if len(parts) == 1:
+            return TransferPlan(self.direction, *parts[0])
+        spread = [[np.broadcast_to(column, part[0].shape) for column in part] for part in parts]
+        return TransferPlan(self.direction, *(np.concatenate(column) for column in zip(*spread, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Strided operations: `height` rows of `width` bytes, at `*_address + row * *_pitch`.
+
+    Addresses are uint64, (n,); the other columns uint64, (n,), or (1,) where all operations have one value. Operations
+    have no order among each other and no two write the same byte.
     """
 
     direction: Direction
@@ -182,8 +238,6 @@ class TransferPlan:
     height: UInt64Array
     device_pitch: UInt64Array
     host_pitch: UInt64Array
-    nbytes: int
-    row_count: int
 
     def __len__(self) -> int:
         return len(self.device_address)
@@ -207,51 +261,42 @@ class TransferPlan:
     @property
     def is_flat(self) -> bool:
         """Whether every operation is a single row."""
-        return self.row_count == len(self)
+        return bool((self.height == 1).all())
 
     def part(self, start: int, stop: int) -> TransferPlan:
         """Operations `[start, stop)` as a plan of their own, sharing memory."""
         if start == 0 and stop >= len(self):
             return self
         cut = slice(start, stop)
-        width, height = self.width[cut], self.height[cut]
-        return TransferPlan(
-            self.direction,
-            self.device_address[cut],
-            self.host_address[cut],
-            width,
-            height,
-            self.device_pitch[cut],
-            self.host_pitch[cut],
-            nbytes=int((width * height).sum()),
-            row_count=int(height.sum()),
-        )
+        columns = (self.device_address, self.host_address, self.width, self.height, self.device_pitch, self.host_pitch)
+        return TransferPlan(self.direction, *(column if len(column) == 1 else column[cut] for column in columns))
 
     def flat(self) -> TransferPlan:
         """The same bytes with one row per operation."""
         if self.is_flat:
             return self
-        row, operation = _rows_of(self.height, self.row_count)
-        width = self.width[operation]
+        row, operation = _rows_of(self.height, len(self))
+
+        def of_each(column: UInt64Array) -> UInt64Array:
+            return column if len(column) == 1 else column[operation]
+
         return TransferPlan(
             self.direction,
-            self.device_address[operation] + row * self.device_pitch[operation],
-            self.host_address[operation] + row * self.host_pitch[operation],
+            self.device_address[operation] + row * of_each(self.device_pitch),
+            self.host_address[operation] + row * of_each(self.host_pitch),
+            width := of_each(self.width),
+            np.ones(1, dtype=np.uint64),
             width,
-            np.ones(self.row_count, dtype=np.uint64),
             width,
-            width,
-            nbytes=self.nbytes,
-            row_count=self.row_count,
         )
 
 
-def _rows_of(height: UInt64Array, row_count: int) -> tuple[UInt64Array, npt.NDArray[np.intp]]:
+def _rows_of(height: UInt64Array, operations: int) -> tuple[UInt64Array, npt.NDArray[np.intp]]:
     """For every row of all operations: its number within its operation, and its operation."""
-    counts = height.astype(np.intp)
-    operation = np.repeat(np.arange(len(counts)), counts)
+    counts = np.broadcast_to(height.astype(np.intp), (operations,))
+    operation = np.repeat(np.arange(operations), counts)
     first = np.cumsum(counts) - counts
-    return (np.arange(row_count) - first[operation]).astype(np.uint64), operation
+    return (np.arange(len(operation)) - first[operation]).astype(np.uint64), operation
 
 
 def build(
@@ -259,15 +304,16 @@ def build(
     layout: KVLayout,
     direction: Direction,
     *,
+    group_index: int = 0,
     pool_address: int,
     slots: Int64Array,
     blocks: Int64Array,
     first_sub_block: int = 0,
-) -> TransferPlan:
+) -> BlockPlan:
     """Plan a transfer. Block `i` is sub-block `(first_sub_block + i) % f` of slot `slots[(first_sub_block + i) // f]`.
 
     Args:
-        group: the group's runs, from `fold`.
+        group, group_index: the group's runs, from `fold`, and which group it is.
         pool_address: host address of slot 0; slots follow each other every `layout.slot_bytes` bytes.
         slots, blocks: valid ids, int64; `len(slots) == layout.slots_for(len(blocks), first_sub_block)`.
     """
@@ -278,15 +324,7 @@ def build(
         position = np.arange(first_sub_block, first_sub_block + len(blocks))
         slot_address = pool_address + slots[position // factor] * layout.slot_bytes
         sub_block = position % factor
-    parts = [_plan_class(each, blocks, slot_address, sub_block) for each in group.classes]
-    columns = parts[0] if len(parts) == 1 else [np.concatenate(column) for column in zip(*parts, strict=True)]
-    device, host, width, height, device_pitch, host_pitch = columns
-    rows = sum(
-        len(part[0]) // len(each.rows) * int(each.rows.sum()) for part, each in zip(parts, group.classes, strict=True)
-    )
-    return TransferPlan(
-        direction, device, host, width, height, device_pitch, host_pitch, group.bytes_per_block * len(blocks), rows
-    )
+    return BlockPlan(direction, group, group_index, blocks, slot_address, sub_block)
 
 
 def _plan_class(
@@ -301,14 +339,14 @@ def _plan_class(
             blocks, slot_address = blocks[starts], slot_address[starts]
     device = runs.address + blocks * runs.block_stride
     host = runs.host_offset + slot_address
-    width = np.full(1, runs.width) if merged is None else merged * runs.width
+    width = np.full((1, 1), runs.width) if merged is None else merged * runs.width
     columns = (device, host, width, runs.rows, runs.device_pitch, runs.host_pitch)
     return [_spread(column, device.shape) for column in columns]
 
 
 def _spread(column: npt.NDArray[np.int64], shape: tuple[int, ...]) -> UInt64Array:
-    """One number per operation, run after run, from what may be one per run, one per block, or one for all."""
-    if column.shape == shape:
+    """One number per operation, run after run, from what may be one per run or one per block; one if all share it."""
+    if column.shape == shape or column.size == 1:
         return column.reshape(-1).view(np.uint64)
     spread = np.empty(shape, dtype=np.uint64)
     spread[...] = column

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import LayoutSpec, layouts
 
 from kvoffload import Direction, KVLayout, Plane
-from kvoffload.plan import MAX_PITCH, FoldedGroup, TransferPlan, build, describe_fold, fold
+from kvoffload.plan import MAX_PITCH, BlockPlan, FoldedGroup, TransferPlan, build, describe_fold, fold
 
 MIB = 1 << 20
 POOL = 1 << 40
@@ -33,13 +35,13 @@ def folded(layout: KVLayout, allocations: list[int] | None = None) -> list[int]:
     return run_lengths(fold(layout, None if allocations is None else [allocations])[0])
 
 
-def plan(
+def block_plan(
     layout: KVLayout,
     blocks: Iterable[int],
     slots: Iterable[int],
     first: int = 0,
     direction: Direction = Direction.STORE,
-) -> TransferPlan:
+) -> BlockPlan:
     return build(
         fold(layout)[0],
         layout,
@@ -49,6 +51,26 @@ def plan(
         blocks=np.array(list(blocks), np.int64),
         first_sub_block=first,
     )
+
+
+def plan(*arguments: Any, **options: Any) -> TransferPlan:
+    """The strided operations of a transfer, a value for each in every column; counted as the plan of blocks says."""
+    blocks = block_plan(*arguments, **options)
+    made = spread(blocks.operations())
+    assert blocks.count() == (len(made), made.height.sum())
+    assert blocks.nbytes == (made.width * made.height).sum()
+    return made
+
+
+def spread(made: TransferPlan) -> TransferPlan:
+    """A plan with no column shortened to the one value that all operations share."""
+    columns = [getattr(made, each.name) for each in fields(made) if each.name != "direction"]
+    assert all(column.shape in ((1,), (len(made),)) for column in columns)
+    return TransferPlan(made.direction, *(np.broadcast_to(column, (len(made),)) for column in columns))
+
+
+def row_count(made: TransferPlan) -> int:
+    return int(made.height.sum())
 
 
 # folding
@@ -103,7 +125,7 @@ def test_two_exchanged_planes_leave_the_rest_folded() -> None:
 def test_interleaved_planes_become_one_range_per_block() -> None:
     layout = layout_of((MIB + 4096 * index for index in range(6)), block_stride=6 * 4096)
     made = plan(layout, [5, 0], [2, 3])
-    assert (len(made), made.row_count, made.width.tolist()) == (2, 2, [6 * 4096] * 2)
+    assert (len(made), row_count(made), made.width.tolist()) == (2, 2, [6 * 4096] * 2)
     assert made.device_address.tolist() == [MIB + 5 * 6 * 4096, MIB]
     assert made.is_flat
 
@@ -162,7 +184,7 @@ def test_a_plan_is_one_operation_per_block_and_run() -> None:
     assert made.height.tolist() == [64] * 3
     assert made.device_address.tolist() == [MIB + block * 4096 for block in (3, 1, 1)]
     assert made.host_address.tolist() == [POOL + slot * layout.slot_bytes for slot in (0, 2, 5)]
-    assert (made.nbytes, made.row_count) == (3 * 64 * 4096, 3 * 64)
+    assert made.width.tolist() == [4096] * 3
     assert all(column.dtype == np.uint64 for column in (made.source, made.target, made.width, made.height))
 
 
@@ -182,7 +204,7 @@ def test_adjacent_blocks_of_one_slot_are_one_wider_row() -> None:
     layout = layout_of((MIB * (1 + index) for index in range(3)), blocks_per_slot=4, num_blocks=32)
     made = plan(layout, [8, 9, 10, 11, 12, 13, 20, 19], [0, 1])
     assert made.width.tolist() == [4 * 4096, 2 * 4096, 4096, 4096]
-    assert (made.nbytes, made.row_count) == (8 * 3 * 4096, 12)
+    assert row_count(made) == 12
 
 
 def test_rows_do_not_reach_into_the_next_slot() -> None:
@@ -208,33 +230,54 @@ def test_pitches_are_never_below_the_width() -> None:
 
 
 def test_an_empty_plan() -> None:
-    made = plan(layout_of([MIB], blocks_per_slot=3), [], [])
-    assert (len(made), made.nbytes, made.row_count) == (0, 0, 0)
-    assert len(made.flat()) == 0
+    for factor in (1, 3):
+        made = block_plan(layout_of([MIB], blocks_per_slot=factor), [], [])
+        assert (len(made), made.nbytes, made.count()) == (0, 0, (0, 0))
+        assert len(made.operations()) == len(made.operations().flat()) == 0
 
 
 def test_pitfall_10_the_path_follows_the_operation_and_not_the_size_of_a_block() -> None:
     """A block of 160 x 8 KiB is 1.25 MiB, yet where its planes do not fold the copies are of 8 KiB: counted as such."""
     scattered = layout_of((MIB * (200 - index) for index in range(160)), block_bytes=8192)
     made = plan(scattered, range(4), range(4))
-    assert made.row_count == len(made) == 640  # one row an operation: not for strided copies
+    assert row_count(made) == len(made) == 640  # one row an operation: not for strided copies
     slab = layout_of((MIB * (1 + index) for index in range(160)), block_bytes=8192)
     made = plan(slab, range(4), range(4))
-    assert made.row_count == 160 * len(made)
+    assert row_count(made) == 160 * len(made)
 
 
 def test_parts_share_memory_and_add_up() -> None:
-    whole = plan(layout_of([MIB, 2 * MIB, 9 * MIB], blocks_per_slot=2), range(7), range(4))
+    whole = block_plan(layout_of([MIB, 2 * MIB, 9 * MIB], blocks_per_slot=2), range(7), range(4)).operations()
     parts = [whole.part(start, start + 3) for start in range(0, len(whole), 3)]
-    assert sum(part.nbytes for part in parts) == whole.nbytes
-    assert sum(part.row_count for part in parts) == whole.row_count
+    assert sum(len(part) for part in parts) == len(whole)
+    assert sorted(row for part in parts for row in rows(part)) == rows(whole)
     assert np.concatenate([part.source for part in parts]).tolist() == whole.source.tolist()
     assert np.shares_memory(parts[1].source, whole.source)
     assert whole.part(0, len(whole)) is whole
 
 
+@pytest.mark.parametrize("factor", [1, 2])
+def test_parts_of_blocks_share_memory_and_add_up(factor: int) -> None:
+    layout = layout_of([MIB, 2 * MIB, 9 * MIB], blocks_per_slot=factor)
+    whole = block_plan(layout, range(7), range(layout.slots_for(7)))
+    parts = [whole.part(start, start + 3) for start in range(0, len(whole), 3)]
+    assert [len(part) for part in parts] == [3, 3, 1]
+    assert sum(part.nbytes for part in parts) == whole.nbytes
+    assert np.shares_memory(parts[1].blocks, whole.blocks)
+    assert (whole.sub_block is None) == (factor == 1)
+    flat = [row for part in parts for row in pieces(part.operations())]
+    assert sorted(flat) == sorted(pieces(whole.operations()))
+    assert whole.part(0, len(whole)) is whole
+
+
+def pieces(made: TransferPlan) -> list[tuple[int, int]]:
+    """Where every page of 4 KiB comes from and goes to."""
+    return [(device + at, host + at) for device, host, width in rows(made) for at in range(0, width, 4096)]
+
+
 def rows(made: TransferPlan) -> list[tuple[int, int, int]]:
     """Every row of a plan, as (device address, host address, bytes), written out the slow way."""
+    made = spread(made)
     columns = (made.device_address, made.host_address, made.width, made.height, made.device_pitch, made.host_pitch)
     return sorted(
         (device + row * device_pitch, host + row * host_pitch, width)
@@ -274,7 +317,7 @@ def test_any_plan_covers_exactly_the_bytes_of_its_blocks(spec: LayoutSpec, data:
     if data.draw(st.booleans()):
         blocks.sort()
     slots = list(range(layout.slots_for(len(blocks), first)))
-    made = build(
+    transfer = build(
         fold(layout, allocations)[number],
         layout,
         Direction.LOAD,
@@ -283,6 +326,7 @@ def test_any_plan_covers_exactly_the_bytes_of_its_blocks(spec: LayoutSpec, data:
         blocks=np.array(blocks, np.int64),
         first_sub_block=first,
     )
+    made = transfer.operations()
     expected = set()
     for index, block in enumerate(blocks):
         slot, sub_block = divmod(first + index, factor)
@@ -291,8 +335,8 @@ def test_any_plan_covers_exactly_the_bytes_of_its_blocks(spec: LayoutSpec, data:
             host = POOL + slot * layout.slot_bytes + offset + sub_block * plane.block_bytes
             expected |= {(device + byte, host + byte) for byte in {0, plane.block_bytes // 2, plane.block_bytes - 1}}
     covered = [(device, host, width) for device, host, width in rows(made)]
-    assert sum(width for *_, width in covered) == made.nbytes == len(blocks) * group.bytes_per_block
-    assert len(covered) == made.row_count
+    assert sum(width for *_, width in covered) == transfer.nbytes == len(blocks) * group.bytes_per_block
+    assert transfer.count() == (len(made), len(covered))
     assert rows(made.flat()) == covered
     assert made.flat().is_flat
     starts = np.array([device for device, *_ in covered], np.int64)
@@ -316,9 +360,10 @@ def best_seconds(action: Callable[[], object], repeats: int = 20) -> float:
 
 
 def scattered_blocks(layout: KVLayout, count: int, num_blocks: int) -> Callable[[], TransferPlan]:
+    """Plans them, down to the operations."""
     chance = np.random.default_rng(0)
     group, blocks, slots = fold(layout)[0], chance.permutation(num_blocks)[:count], chance.permutation(count)
-    return lambda: build(group, layout, Direction.STORE, pool_address=POOL, slots=slots, blocks=blocks)
+    return lambda: build(group, layout, Direction.STORE, pool_address=POOL, slots=slots, blocks=blocks).operations()
 
 
 def test_planning_costs_per_block_and_not_per_plane() -> None:
