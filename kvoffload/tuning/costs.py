@@ -1,0 +1,233 @@
+"""What a transfer takes on the GPU, for every way of carrying it: measured points, and straight lines between them.
+
+Costs add up: a transfer has a price, each of its copies has one, and each byte. So everything between measured points
+is linear, in bytes and in counts: exact wherever one price rules, too high only near a bend. (On logarithms, 10 us plus
+0.1 us a copy would come out 12% too high half-way between 64 and 512 copies.)
+
+    batch, loop, gather   a curve over the number of copies for each of several sizes of a copy; linear between sizes
+    strided               fixed + operations x a(row bytes) + rows x b(row bytes), fitted; a and b linear between sizes
+    split                 blocks shared so that both parts would end together, each as if alone, and no sooner than the
+                          link allows; that times a stretch for the row size, plus a price for joining two streams
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from kvoffload.plan import Direction
+
+_LEAST_SECONDS = 1e-7  # whatever a profile says, no transfer takes no time
+
+
+class Way(NamedTuple):
+    """A way of carrying a transfer out.
+
+    Attributes:
+        copier: "strided", "batch", "loop", "gather" or "split".
+        programs: of the gather kernel, which are multiprocessors that it takes; 0 where no kernel runs.
+        share: of the blocks that the kernel carries: 1.0 for gather, in (0, 1) for split, else 0.0.
+    """
+
+    copier: str
+    programs: int = 0
+    share: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """Without the share: "strided", "gather 4"."""
+        return f"{self.copier} {self.programs}" if self.programs else self.copier
+
+    def __str__(self) -> str:
+        if not self.programs:
+            return self.copier
+        return f"{self.copier} with {self.programs} program{'s' if self.programs > 1 else ''}"
+
+
+class Shape(NamedTuple):
+    """What a transfer looks like to the copiers. All counts are at least 1.
+
+    Attributes:
+        blocks: device blocks.
+        pieces: blocks x planes, which the gather kernel copies one by one.
+        operations: strided operations; adjacent blocks of a slot are merged.
+        rows: rows of these operations, which are the flat copies.
+        nbytes: payload.
+    """
+
+    direction: Direction
+    blocks: int
+    pieces: int
+    operations: int
+    rows: int
+    nbytes: int
+
+
+class Curve(NamedTuple):
+    """Seconds for `counts` copies (ascending) of `nbytes` each."""
+
+    nbytes: int
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, count: float) -> float:
+        return along(self.counts, self.seconds, count)
+
+
+def along(points: Sequence[float], values: Sequence[float], x: float) -> float:
+    """The straight lines through `(points, values)`, points ascending.
+
+    Beyond the last point it goes on as before, never falling; below the first one too, but it stays between a constant
+    and a proportional cost. A single point is taken as proportional.
+    """
+    if len(points) == 1:
+        return values[0] * x / points[0]
+    upper = min(max(bisect_left(points, x), 1), len(points) - 1)
+    return _line(points[upper - 1], values[upper - 1], points[upper], values[upper], x)
+
+
+def _line(x0: float, y0: float, x1: float, y1: float, x: float) -> float:
+    y = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    if x < x0:
+        return min(max(y, y0 * x / x0), y0)
+    return max(y, y1) if x > x1 else y
+
+
+@dataclass(frozen=True, slots=True)
+class FlatCosts:
+    """Copies of one size, one after the other or in batches; `curves` by ascending size, at least one."""
+
+    curves: tuple[Curve, ...]
+
+    def seconds(self, nbytes: float, count: float) -> float:
+        """For `count` copies of `nbytes` each."""
+        curves = self.curves
+        if len(curves) == 1:
+            return curves[0].at(count) * nbytes / curves[0].nbytes
+        upper = 1
+        while upper < len(curves) - 1 and curves[upper].nbytes < nbytes:
+            upper += 1
+        low, high = curves[upper - 1], curves[upper]
+        return _line(low.nbytes, low.at(count), high.nbytes, high.at(count), nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StridedCosts:
+    """`fixed + operations * operation_seconds + rows * row_seconds`; the last two by `row_bytes`, ascending."""
+
+    fixed: float
+    row_bytes: tuple[int, ...]
+    operation_seconds: tuple[float, ...]
+    row_seconds: tuple[float, ...]
+
+    def seconds(self, row_bytes: float, rows: float, operations: float) -> float:
+        a = along(self.row_bytes, self.operation_seconds, row_bytes)
+        b = along(self.row_bytes, self.row_seconds, row_bytes)
+        return self.fixed + operations * a + rows * b
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCosts:
+    """What sharing costs: `ideal * stretch + extra`; and how much of it the kernel gets.
+
+    Attributes:
+        lean: the best share for the kernel, in terms of the one with which both parts would end together if neither
+            slowed the other down; like the stretch by `row_bytes`, ascending.
+    """
+
+    extra: float
+    row_bytes: tuple[int, ...]
+    stretch: tuple[float, ...]
+    lean: tuple[float, ...]
+
+    def seconds(self, row_bytes: float, ideal: float) -> float:
+        return self.extra + ideal * self._at(row_bytes, self.stretch)
+
+    def lean_at(self, row_bytes: float) -> float:
+        return self._at(row_bytes, self.lean)
+
+    def _at(self, row_bytes: float, values: tuple[float, ...]) -> float:
+        return along(self.row_bytes, values, min(max(row_bytes, self.row_bytes[0]), self.row_bytes[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """All ways of one direction.
+
+    Attributes:
+        link: bytes per second of one big copy.
+        flat: of "batch" and "loop".
+        gather: by the number of programs.
+        split: by the number of programs.
+    """
+
+    link: float
+    strided: StridedCosts | None = None
+    flat: dict[str, FlatCosts] = field(default_factory=dict)
+    gather: dict[int, FlatCosts] = field(default_factory=dict)
+    split: dict[int, SplitCosts] = field(default_factory=dict)
+
+    def seconds(self, way: Way, shape: Shape) -> float:
+        """What is expected; infinity for a way that was not measured. A split without a share has its best one."""
+        return max(self._seconds(way, shape), _LEAST_SECONDS)
+
+    def _seconds(self, way: Way, shape: Shape) -> float:
+        if way.copier == "strided":
+            return self._strided(shape, 1.0)
+        if way.copier == "gather":
+            return self._gather(way.programs, shape, 1.0)
+        if way.copier == "split":
+            return self._split(way.programs, shape, way.share or self.split_share(shape, way.programs))
+        costs = self.flat.get(way.copier)
+        return inf if costs is None else costs.seconds(shape.nbytes / shape.rows, shape.rows)
+
+    def split_share(self, shape: Shape, programs: int, lean: float | None = None) -> float:
+        """The share of whole blocks for the kernel with which a split ends soonest; 0.0 if there is none.
+
+        Kernel and copy engine are near straight lines over their share; where they cross, both would end together. What
+        was measured to be best is `lean` times that (None: as `split` says).
+        """
+        if shape.blocks < 2:
+            return 0.0
+        alone, least = self._strided(shape, 1.0), self._strided(shape, 0.0)
+        kernel, start = self._gather(programs, shape, 1.0), self._gather(programs, shape, 1.0 / shape.pieces)
+        slopes = (alone - least) + (kernel - start)
+        if not 0.0 < slopes < inf:
+            return 0.0
+        if lean is None:
+            costs = self.split.get(programs)
+            lean = 1.0 if costs is None else costs.lean_at(shape.nbytes / shape.rows)
+        blocks = round((alone - start) / slopes * lean * shape.blocks)
+        return min(max(blocks, 1), shape.blocks - 1) / shape.blocks
+
+    def ideal_split(self, shape: Shape, programs: int, share: float) -> float:
+        """Seconds if neither part slowed the other down, and the link were the only bound on both."""
+        kernel, engine = self._gather(programs, shape, share), self._strided(shape, 1.0 - share)
+        return max(kernel, engine, self._strided(shape, 0.0) + shape.nbytes / self.link)
+
+    def _split(self, programs: int, shape: Shape, share: float) -> float:
+        costs = self.split.get(programs)
+        if costs is None or not 0.0 < share < 1.0:
+            return inf
+        return costs.seconds(shape.nbytes / shape.rows, self.ideal_split(shape, programs, share))
+
+    def _strided(self, shape: Shape, share: float) -> float:
+        if self.strided is None:
+            return inf
+        return self.strided.seconds(shape.nbytes / shape.rows, shape.rows * share, shape.operations * share)
+
+    def _gather(self, programs: int, shape: Shape, share: float) -> float:
+        """Between measured numbers of programs linear, beyond them as the highest; infinity below them."""
+        nbytes, count = shape.nbytes / shape.pieces, shape.pieces * share
+        costs = self.gather.get(programs)
+        if costs is not None:
+            return costs.seconds(nbytes, count)
+        below = max((each for each in self.gather if each < programs), default=None)
+        if below is None:
+            return inf
+        above = min((each for each in self.gather if each > programs), default=below)
+        low, high = self.gather[below].seconds(nbytes, count), self.gather[above].seconds(nbytes, count)
+        return low if below == above else _line(below, low, above, high, programs)

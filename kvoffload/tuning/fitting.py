@@ -1,0 +1,147 @@
+"""From measured seconds to costs: least squares of relative errors, and no price below zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.tuning.costs import Costs, Curve, FlatCosts, Shape, SplitCosts, StridedCosts, Way
+
+Float64Array = npt.NDArray[np.float64]
+
+LEAST_STRETCH = 0.8  # less would be noise: two parts at a time are not faster than each alone
+
+
+class Sample(NamedTuple):
+    """One measured transfer."""
+
+    way: Way
+    shape: Shape
+    seconds: float
+
+
+def fit(link: float, samples: Sequence[Sample]) -> Costs:
+    """The costs of one direction from samples of it.
+
+    Args:
+        link: bytes per second of one big copy.
+        samples: of "strided" with at least two heights (rows per operation) for each row size, else the price of an
+            operation stays zero there; of flat ways and "gather" with pieces, rows or both of one size; of "split" with
+            the share that was used.
+    """
+    copies = {label: _curves(label, samples) for label in _labels(samples, ("batch", "loop", "gather"))}
+    flat = {label: costs for label, costs in copies.items() if " " not in label}
+    gather = {int(label.split(" ")[1]): costs for label, costs in copies.items() if " " in label}
+    strided = [each for each in samples if each.way.copier == "strided"]
+    costs = Costs(link, fit_strided(strided) if strided else None, flat, gather)
+    split = {programs: fit_split(costs, each) for programs, each in _by_programs(samples).items()}
+    return replace(costs, split=split)
+
+
+def _labels(samples: Sequence[Sample], copiers: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(each.way.label for each in samples if each.way.copier in copiers))
+
+
+def _by_programs(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
+    found: dict[int, list[Sample]] = {}
+    for each in samples:
+        if each.way.copier == "split":
+            found.setdefault(each.way.programs, []).append(each)
+    return found
+
+
+def _curves(label: str, samples: Sequence[Sample]) -> FlatCosts:
+    points: dict[int, dict[int, float]] = {}
+    for way, shape, seconds in samples:
+        if way.label == label:
+            count = shape.pieces if way.copier == "gather" else shape.rows
+            points.setdefault(shape.nbytes // count, {})[count] = seconds
+    return FlatCosts(
+        tuple(
+            Curve(nbytes, tuple(sorted(curve)), tuple(curve[count] for count in sorted(curve)))
+            for nbytes, curve in sorted(points.items())
+        )
+    )
+
+
+def fit_strided(samples: Sequence[Sample]) -> StridedCosts:
+    """One fixed cost; for each row size the price of an operation and of a row."""
+    widths = np.array([each.shape.nbytes // each.shape.rows for each in samples])
+    sizes = np.unique(widths)
+    columns = np.zeros((len(samples), 1 + 2 * len(sizes)))
+    columns[:, 0] = 1.0
+    for index, size in enumerate(sizes):
+        here = widths == size
+        columns[here, 1 + 2 * index] = [each.shape.operations for each in samples if _width(each) == size]
+        columns[here, 2 + 2 * index] = [each.shape.rows for each in samples if _width(each) == size]
+    prices = solve(columns, np.array([each.seconds for each in samples]))
+    row_bytes = tuple(int(size) for size in sizes)
+    return StridedCosts(float(prices[0]), row_bytes, _floats(prices[1::2]), _floats(prices[2::2]))
+
+
+def _width(sample: Sample) -> int:
+    return sample.shape.nbytes // sample.shape.rows
+
+
+def fit_split(costs: Costs, samples: Sequence[Sample]) -> SplitCosts:
+    """One price for the joining of two streams; for each row size how much of the blocks the kernel should get, and by
+    how much sharing then stretches the ideal time.
+
+    Where shares of one transfer differ, those that took longer are of no further use.
+    """
+    leans = {size: _best_lean(costs, [each for each in samples if _width(each) == size]) for size in _sizes(samples)}
+    samples = _fastest(samples)
+    sizes = list(leans)
+    columns = np.zeros((len(samples), 1 + len(sizes)))
+    columns[:, 0] = 1.0
+    for row, (way, shape, _) in enumerate(samples):
+        ideal = costs.ideal_split(shape, way.programs, way.share)
+        columns[row, 1 + sizes.index(_width(samples[row]))] = ideal
+    prices = solve(columns, np.array([each.seconds for each in samples]))
+    stretch = _floats(np.maximum(prices[1:], LEAST_STRETCH))
+    return SplitCosts(float(prices[0]), tuple(sizes), stretch, tuple(leans.values()))
+
+
+def _sizes(samples: Sequence[Sample]) -> list[int]:
+    return sorted({_width(each) for each in samples})
+
+
+def _fastest(samples: Sequence[Sample]) -> list[Sample]:
+    """Of each transfer the sample that took least."""
+    best: dict[Shape, Sample] = {}
+    for each in samples:
+        if each.shape not in best or each.seconds < best[each.shape].seconds:
+            best[each.shape] = each
+    return list(best.values())
+
+
+def _best_lean(costs: Costs, samples: Sequence[Sample]) -> float:
+    """Of the largest transfer, whose share is the least coarse: the fastest share over the balanced one."""
+    way, shape, _ = max(_fastest(samples), key=lambda each: each.shape.nbytes)
+    balanced = costs.split_share(shape, way.programs, 1.0)
+    return way.share / balanced if balanced else 1.0
+
+
+def solve(columns: Float64Array, seconds: Float64Array) -> Float64Array:
+    """Prices, none below zero, with the least sum of squared relative errors of `columns @ prices` to `seconds`.
+
+    Columns whose price would be negative are given up, the worst first, which is exact enough for the few there are.
+    """
+    scaled = columns / seconds[:, np.newaxis]
+    prices = np.zeros(columns.shape[1])
+    kept = [index for index in range(columns.shape[1]) if columns[:, index].any()]
+    while kept:
+        found = np.linalg.lstsq(scaled[:, kept], np.ones(len(seconds)), rcond=None)[0]
+        if found.min() >= 0.0:
+            prices[kept] = found
+            break
+        kept.pop(int(found.argmin()))
+    return prices
+
+
+def _floats(values: Float64Array) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)

@@ -1,0 +1,276 @@
+"""Profiles: what every way of carrying a transfer costs on a machine, measured there or shipped, kept as JSON.
+
+A profile belongs to a GPU's name, the driver, the link and the bindings; `kvoffload tune` measures one and keeps it in
+the cache folder. Without one there are two defaults: for an H200 and its like on PCIe Gen5 x16, measured; and for every
+other GPU, derived from the first (see `limited_to`). `costs` says how times follow from it, `choice` what is done with
+them.
+
+Pure: no device is seen here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvoffload import cachefiles
+from kvoffload.plan import Direction
+from kvoffload.tuning.costs import Costs, Curve, FlatCosts, Shape, Way
+from kvoffload.tuning.costs_json import number, parse_costs, pretty, render_costs, short
+
+if TYPE_CHECKING:
+    from kvoffload.device import Device
+
+FORMAT = 1
+_GEN4_X16 = 25e9  # bytes per second: what PCIe Gen4 x16 gives of its 31.5
+_H200_CLASS = ("H100", "H200", "H800", "GH200", "B100", "B200", "B300")
+
+
+class ProfileKey(NamedTuple):
+    """What a profile was measured on, and is good for; None where Linux does not tell.
+
+    Attributes:
+        driver, bindings: for example "13.0" and "13.3".
+        link_generation: the most that the GPU can do: an idle link may show less for the moment.
+        link_width: lanes in use.
+    """
+
+    gpu: str
+    driver: str
+    link_generation: int | None
+    link_width: int | None
+    bindings: str
+
+
+class Deviation(NamedTuple):
+    """How far expected times were from measured ones: `|expected / measured - 1|`, over so many transfers."""
+
+    median: float
+    worst: float
+    transfers: int
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """What transfers cost on a machine. Compared and hashed by identity.
+
+    Attributes:
+        key: what it was measured on; None for a default.
+        source: where the figures come from, for people.
+        simulated: whether a simulated device made the figures up.
+        costs: by direction.
+        slowdowns: by `Way.label`: how many times as long a matrix product takes beside such transfers.
+        errors: by copier, of transfers that were not used to fit `costs`; empty if unknown.
+    """
+
+    key: ProfileKey | None
+    source: str
+    costs: dict[Direction, Costs]
+    slowdowns: dict[str, float]
+    errors: dict[str, Deviation] = field(default_factory=dict)
+    simulated: bool = False
+
+    def seconds(self, way: Way, shape: Shape) -> float:
+        """Expected seconds on the GPU's clock; infinity for a way that was not measured."""
+        return self.costs[shape.direction].seconds(way, shape)
+
+    def slowdown(self, way: Way) -> float:
+        """How many times as long a matrix product takes beside such transfers, at least 1.0.
+
+        Of a number of programs that was not measured: as of the next lower one, else of the lowest; of a split: as
+        of the kernel alone.
+        """
+        known = self.slowdowns
+        if way.label in known or not way.programs:
+            return known.get(way.label, 1.0)
+        for copier in (way.copier, "gather"):
+            measured = [int(label.split(" ")[1]) for label in known if label.startswith(f"{copier} ")]
+            if measured:
+                lower = [programs for programs in measured if programs <= way.programs]
+                return known[f"{copier} {max(lower, default=min(measured))}"]
+        return 1.0
+
+    def split_share(self, shape: Shape, programs: int) -> float:
+        """The share of the blocks for the kernel with which a split ends soonest; 0.0 where it makes no sense."""
+        return self.costs[shape.direction].split_share(shape, programs)
+
+    def limited_to(self, link: float, source: str) -> Profile:
+        """A profile for a slower link, `link` bytes per second, and the same GPU in all else.
+
+        No time may be shorter than the link needs for the bytes, and a transfer's fixed cost; where the prices of
+        copies, rows and operations ask for more, they stay.
+        """
+        costs = {direction: _limit(each, link) for direction, each in self.costs.items()}
+        return replace(self, key=None, source=source, costs=costs, errors={})
+
+    def __repr__(self) -> str:
+        return f"Profile({self.source!r})"
+
+
+def _limit(costs: Costs, link: float) -> Costs:
+    strided = costs.strided
+    assert strided is not None
+    fixed = strided.fixed
+
+    def limit(flat: FlatCosts) -> FlatCosts:
+        return FlatCosts(
+            tuple(
+                Curve(
+                    curve.nbytes,
+                    curve.counts,
+                    tuple(
+                        max(seconds, fixed + count * curve.nbytes / link)
+                        for count, seconds in zip(curve.counts, curve.seconds, strict=True)
+                    ),
+                )
+                for curve in flat.curves
+            )
+        )
+
+    rows = zip(strided.row_bytes, strided.row_seconds, strict=True)
+    return replace(
+        costs,
+        link=min(costs.link, link),
+        strided=replace(strided, row_seconds=tuple(max(seconds, nbytes / link) for nbytes, seconds in rows)),
+        flat={name: limit(flat) for name, flat in costs.flat.items()},
+        gather={programs: limit(flat) for programs, flat in costs.gather.items()},
+    )
+
+
+# which one applies ----------------------------------------------------------------------------------------------------
+
+
+def key_of(device: Device) -> ProfileKey:
+    """What a profile of this device belongs to."""
+    capabilities, pci = device.capabilities, device.pci
+    return ProfileKey(
+        gpu=device.name,
+        driver=".".join(map(str, capabilities.driver_version)),
+        link_generation=_generation(pci.max_link_speed),
+        link_width=pci.link_width,
+        bindings=".".join(map(str, capabilities.bindings_version)),
+    )
+
+
+def _generation(speed: str | None) -> int | None:
+    speeds = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
+    return speeds.get((speed or "").split(" ")[0])
+
+
+def profile_for(device: Device) -> Profile:
+    """The measured profile of a device, or else a default; the default for an unknown GPU for a simulated device."""
+    return default_profile(None) if device.simulated else load_profile(key_of(device))
+
+
+def load_profile(key: ProfileKey | None) -> Profile:
+    """The measured profile for `key` from the cache folder, or else a default.
+
+    A file that is there and cannot be used is ignored, with one warning a process.
+    """
+    if key is None:
+        return default_profile(None)
+    path = profile_path(key)
+    content = cachefiles.read(path)
+    if content is None:
+        return default_profile(key)
+    try:
+        profile = parse(content)
+        if profile.key != key or profile.simulated:
+            raise ValueError(f"it was measured on {profile.key}, this is {key}")
+    except ValueError as error:
+        default = default_profile(key)
+        cachefiles.warn_once(
+            f"the profile {path} is ignored ({error}), and the {default.source} is used; `kvoffload tune` measures a "
+            "new one",
+            cause="unusable profile",
+        )
+        return default
+    return profile
+
+
+def default_profile(key: ProfileKey | None) -> Profile:
+    """What is used where nothing was measured: for H200-class GPUs on PCIe Gen5 x16, and for all others."""
+    return _h200_profile() if key is not None and _is_h200_class(key) else _unknown_profile()
+
+
+def _is_h200_class(key: ProfileKey) -> bool:
+    """Virtual machines often do not tell the link; then the name decides."""
+    named = any(name in key.gpu for name in _H200_CLASS)
+    return named and (key.link_generation or 5) >= 5 and (key.link_width or 16) >= 16
+
+
+@cache
+def _h200_profile() -> Profile:
+    profile = parse(Path(__file__).with_name("h200_pcie5.json").read_bytes())
+    return replace(profile, key=None, source=f"default for H200-class GPUs on PCIe Gen5 x16: {profile.source}")
+
+
+@cache
+def _unknown_profile() -> Profile:
+    return _h200_profile().limited_to(
+        _GEN4_X16, "default for an unknown GPU: an H200's costs, but no way faster than PCIe Gen4 x16"
+    )
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+def profile_path(key: ProfileKey) -> Path:
+    """Where the measured profile for `key` is kept."""
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    return cachefiles.cache_folder() / "profiles" / f"{digest[:32]}.json"
+
+
+def save_profile(profile: Profile) -> Path | None:
+    """Keep a measured profile for `load_profile`; None, with a warning, if the folder cannot be written."""
+    assert profile.key is not None, "defaults are not kept"
+    path = profile_path(profile.key)
+    return path if cachefiles.write(path, render(profile)) else None
+
+
+def render(profile: Profile) -> bytes:
+    """The profile as JSON; times in microseconds, in GB/s for the link."""
+    fields = {
+        "format": FORMAT,
+        "source": profile.source,
+        "simulated": profile.simulated,
+        "key": None if profile.key is None else profile.key._asdict(),
+        "costs": {str(direction): render_costs(costs) for direction, costs in profile.costs.items()},
+        "slowdowns": {label: short(value) for label, value in profile.slowdowns.items()},
+        "errors": {
+            name: [short(each.median), short(each.worst), each.transfers] for name, each in profile.errors.items()
+        },
+    }
+    return (pretty(fields) + "\n").encode()
+
+
+def parse(content: bytes) -> Profile:
+    """A profile from what `render` wrote.
+
+    Raises:
+        ValueError: it is none, or of another format.
+    """
+    try:
+        fields = json.loads(content)
+        if fields["format"] != FORMAT:
+            raise ValueError(f"its format is {fields['format']!r}, this version reads {FORMAT}")
+        return Profile(
+            key=None if fields["key"] is None else ProfileKey(**fields["key"]),
+            source=str(fields["source"]),
+            simulated=bool(fields["simulated"]),
+            costs={direction: parse_costs(fields["costs"][str(direction)]) for direction in Direction},
+            slowdowns={str(label): max(1.0, number(value)) for label, value in fields["slowdowns"].items()},
+            errors={str(name): _deviation(*each) for name, each in fields["errors"].items()},
+        )
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"it is no profile: {error!r}") from error
+    except ValueError as error:  # of json, too
+        raise ValueError(f"it cannot be read: {error}") from error
+
+
+def _deviation(median: Any, worst: Any, transfers: Any) -> Deviation:
+    return Deviation(number(median), number(worst), int(number(transfers)))
