@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ import numpy as np
 from kvoffload import hostinfo
 from kvoffload.books import Flight
 from kvoffload.checks import at_least
-from kvoffload.copiers import check_copier, choose, make_copiers
+from kvoffload.choice import check_prefer
+from kvoffload.copiers import Toolbox, check_copier
 from kvoffload.device import Device
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.flight import FlightDeck
@@ -37,6 +38,7 @@ from kvoffload.ordering import Ordering
 from kvoffload.plan import Direction, build, describe_fold, fold
 from kvoffload.requests import Request, make_request, refuse_repeated_targets
 from kvoffload.streams import refuse_capturing, stream_handle
+from kvoffload.tuning import Profile, Way, profile_for
 
 _LAUNCH_SECONDS = 1.0  # how long order_before waits for room in the driver's queues
 
@@ -50,8 +52,12 @@ class OffloadEngine:
         layout: the KV cache. Its memory must stay allocated until the engine is closed.
         device: where the planes live.
         num_slots: slots of the pinned pool, `layout.slot_bytes` bytes each.
-        sm_limit: how many multiprocessors a copy kernel may use; 0 forbids kernels. (The copiers of this version use
-            none.)
+        sm_limit: how many multiprocessors a copy kernel may use; 0 forbids kernels, and compiles none. (The simulated
+            device interprets them, slowly, so it chooses none by itself.)
+        prefer: what to choose copiers by: "overlap", whatever slows a computation beside the transfer least, of those
+            that are expected to take up to 1.1 times as long as the fastest; or "latency", the fastest.
+        profile: what transfers cost here, see `kvoffload.tuning`; None: what `kvoffload tune` measured for this GPU,
+            driver, link and bindings, else one that comes with the package.
         max_in_flight: jobs that may be unfinished at a time.
         stream_priority: of the engine's streams, within `device.stream_priorities`. It orders kernels, not copies.
         progress: called with (bytes done, bytes in all) while the pool is pinned.
@@ -69,6 +75,8 @@ class OffloadEngine:
         device: Device,
         num_slots: int = 1024,
         sm_limit: int = 4,
+        prefer: str = "overlap",
+        profile: Profile | None = None,
         max_in_flight: int = 4096,
         stream_priority: int = 0,
         progress: Progress | None = None,
@@ -84,13 +92,14 @@ class OffloadEngine:
         self.device = device
         self.num_slots = num_slots
         self.sm_limit = at_least("sm_limit", sm_limit, 0)
+        self.prefer = check_prefer(prefer)
+        self.profile = profile_for(device) if profile is None else profile
         self.max_in_flight = at_least("max_in_flight", max_in_flight, 1)
         self.lock = threading.RLock()  # a BlockCache on this engine shares it
         self._closed = False
         self._closers = 0  # threads in close()
         with device.lifecycle, device.current():
             self._groups = fold(layout, device.allocations(layout))
-            self._copiers = make_copiers(device.driver, device.capabilities)
             hazards = HazardTable(layout, num_slots)
             self._scratch = np.empty(max(num_slots, *(group.num_blocks for group in layout.groups)), dtype=np.int64)
             self._memory = PinnedMemory(
@@ -101,11 +110,12 @@ class OffloadEngine:
                 progress=progress,
             )
             self._slots = self._memory.array.reshape(num_slots, layout.slot_bytes)
-            try:
-                self._flights = FlightDeck(device.driver, self._memory, self.max_in_flight, stream_priority)
-            except BaseException:
-                self._memory.release()
-                raise
+            with ExitStack() as undo:
+                undo.callback(self._memory.release)
+                self._toolbox = Toolbox(device.driver, device.capabilities, layout, self._memory, self.sm_limit)
+                undo.callback(self._toolbox.close)
+                self._flights = FlightDeck(device.driver, self._memory, self._toolbox, max_in_flight, stream_priority)
+                undo.pop_all()
             self._ordering = Ordering(hazards, self._flights)
             self._claim = device.claim(self, self._flights.release, "an OffloadEngine")
             device.register_engine(self)
@@ -133,7 +143,7 @@ class OffloadEngine:
             after: the stream whose work so far must end before a block is read: a handle, or anything with
                 `__cuda_stream__`. None: the legacy default stream, what CuPy uses unless told otherwise. `NO_WAIT`:
                 none.
-            copier: "strided", "batch" or "loop"; None lets the engine choose.
+            copier: "strided", "gather", "split", "batch" or "loop"; None lets the engine choose.
 
         Returns:
             The job. A driver error while it is queued, now or later, fails the job; it does not raise here.
@@ -147,9 +157,7 @@ class OffloadEngine:
             DriverError: the driver failed before anything was queued.
             Nothing has happened in any of these cases.
         """
-        return self.submit(
-            Direction.STORE, blocks, slots, group=group, first_sub_block=first_sub_block, after=after, copier=copier
-        )
+        return self.submit(Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
 
     def load(
         self,
@@ -175,44 +183,29 @@ class OffloadEngine:
         Raises:
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
         """
-        return self.submit(
-            Direction.LOAD,
-            blocks,
-            slots,
-            group=group,
-            first_sub_block=first_sub_block,
-            after=after,
-            copier=copier,
-            source_order=source_order,
-        )
+        return self.submit(Direction.LOAD, blocks, slots, group, first_sub_block, after, copier, source_order)
 
     def submit(
         self,
         direction: Direction,
         blocks: Any,
         slots: Any,
-        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: Any = None,
-        copier: str | None = None,
+        copier: str | Way | None = None,
         source_order: str = "auto",
         listener: Listener | None = None,
     ) -> Job:
-        """`store` and `load` in one, with somebody who is told of the job's fate."""
-        request = make_request(
-            self.layout,
-            self.num_slots,
-            direction,
-            blocks,
-            slots,
-            group=group,
-            first_sub_block=first_sub_block,
-            after=after,
-            copier=copier,
-            source_order=source_order,
-            listener=listener,
-        )
+        """`store` and `load` in one, with somebody who is told of the job's fate.
+
+        Args:
+            copier: may also say how many programs a kernel gets (at most `sm_limit`), and which share of the blocks in
+                a split; share 0: what the profile says.
+            listener: is told when the job is in flight and when it has ended.
+        """
+        wanted = (direction, blocks, slots, group, first_sub_block, after, copier, source_order, listener)
+        request = make_request(self.layout, self.num_slots, *wanted)
         with self._at_work():
             return self._submit(request)
 
@@ -232,7 +225,7 @@ class OffloadEngine:
     def _submit(self, request: Request) -> Job:
         self._check_usable()
         refuse_repeated_targets(request, self._scratch)
-        check_copier(request.copier, self.device.capabilities)
+        check_copier(request.copier, self._toolbox.missing)
         if request.after is not None:
             refuse_capturing(self.device.driver, request.after, "after")
         self._flights.advance()
@@ -243,21 +236,22 @@ class OffloadEngine:
             self._groups[request.group],
             self.layout,
             request.direction,
+            group_index=request.group,
             pool_address=self._memory.address,
             slots=request.slots,
             blocks=request.blocks,
             first_sub_block=request.first_sub_block,
         )
-        copier, reason = choose(plan, self._copiers, request.copier, self.device.capabilities)
+        way, reason = self._toolbox.choose(plan, request.copier, self.profile, self.prefer)
         order = self._ordering.source_order(request)
         self._flights.check_room(1)
         job = Job(self, self._flights.next_id(), request.direction, plan.nbytes)
-        job.copier, job.reason, job.listener = copier.name, reason, request.listener
-        prepared, rival = copier.prepare(plan), self._ordering.latest_rival(request)
+        job.way, job.reason, job.listener = way, reason, request.listener
+        parts, rival = self._toolbox.parts(way, plan), self._ordering.latest_rival(request)
         try:
             if request.after is not None:
                 self._flights.mark(job, request.after)
-            flight = Flight(prepared, copier, order, request.after is not None, rival)
+            flight = Flight(parts, order, request.after is not None, rival)
             self._flights.board(job, flight, partial(self._ordering.record, request, job))
         except BaseException:
             self._flights.unboard(job)
@@ -375,6 +369,11 @@ class OffloadEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def missing_copiers(self) -> dict[str, str]:
+        """The copiers that cannot run for this engine, and why."""
+        return {name: reason for name, reason in self._toolbox.missing.items() if reason is not None}
 
     @property
     def slots(self) -> UInt8Array:

@@ -12,13 +12,15 @@ import math
 from collections.abc import Callable
 
 from kvoffload.books import Books, Flight
+from kvoffload.copiers import Toolbox
 from kvoffload.driver import Driver
 from kvoffload.errors import CapacityError, DriverError, KVOffloadError, TransferError
 from kvoffload.jobs import Job, Listener, Piece, State, Step, TransferResult
+from kvoffload.launch import Launcher
 from kvoffload.memory import PinnedMemory
 from kvoffload.metrics import DirectionTotals, EngineStatistics
 from kvoffload.plan import Direction
-from kvoffload.streams import EVENT_COST, EventPool, Lane, LaneStream
+from kvoffload.streams import EventPool, Lane
 from kvoffload.teardown import run_all
 
 _MAX_REPORTS = 1 << 16
@@ -29,9 +31,12 @@ _MAX_QUERY_FAILURES = 8  # errors in a row when asking whether one job has ended
 class FlightDeck:
     """Boards jobs, launches and lands them, and keeps the reports for `poll`."""
 
-    def __init__(self, driver: Driver, memory: PinnedMemory, max_in_flight: int, stream_priority: int) -> None:
+    def __init__(
+        self, driver: Driver, memory: PinnedMemory, toolbox: Toolbox, max_in_flight: int, stream_priority: int
+    ) -> None:
         self._driver = driver
         self._memory = memory
+        self._toolbox = toolbox
         self._max_in_flight = max_in_flight
         # two timers a job, and for markers as many as it takes; some to spare for what interrupts lose
         self._timers = EventPool(driver, 2 * max_in_flight + 256, timing=True)
@@ -43,6 +48,7 @@ class FlightDeck:
             store.close()
             raise
         self._books = {Direction.STORE: Books(store), Direction.LOAD: Books(load)}
+        self._launcher = Launcher(driver, self._books, self._markers, self.lose)
         self._ids = itertools.count(1)
         self._lost: Exception | None = None
         self.reports: dict[int, TransferResult] = {}
@@ -123,138 +129,34 @@ class FlightDeck:
 
     def unfinished(self, direction: Direction, sequence: int) -> Job | None:
         """The job with that sequence number if it is still in flight."""
-        return self._books[direction].job(sequence)
-
-    # launching ----------------------------------------------------------------------------------------------------
+        return self._launcher.unfinished(direction, sequence)
 
     def launch(self) -> None:
         """Queue what there is room for, in order within each direction."""
-        launched = True
-        while launched:  # again: a job of one direction may have waited for one of the other
-            launched = False
-            for books in self._books.values():
-                while (job := books.next_to_launch()) is not None and self._launch(job, books.lane):
-                    books.launched = job.sequence
-                    launched = True
-
-    def _launch(self, job: Job, lane: Lane) -> bool:
-        """Queue pieces of a job while there is room; False while some are left or its rival is not all queued."""
-        if job.launched:
-            return True
-        assert job.flight is not None
-        flight, copier = job.flight, job.flight.copier
-        if flight.rival is not None and not (flight.rival.launched or flight.rival.finished):
-            return False
-        while not job.launched:
-            stop = min(job.queued + copier.piece_operations, len(flight.plan))
-            places = copier.queue_cost(stop - job.queued) + EVENT_COST
-            stream = lane.take(places)
-            if stream is None:
-                return False
-            last = job.pieces[-1] if job.pieces else None
-            piece = Piece(stream, places)
-            job.pieces.append(piece)
-            try:
-                self._launch_piece(job, flight, stop, piece, last)
-            except BaseException as error:
-                self._submission_failed(job, error)
-                if not isinstance(error, KVOffloadError):
-                    raise
-        return True
-
-    def _launch_piece(self, job: Job, flight: Flight, stop: int, piece: Piece, last: Piece | None) -> None:
-        """Queue operations `[job.queued, stop)`: behind the waits if they are the first, before the end if the last."""
-        driver, handle = self._driver, piece.stream.handle
-        assert job.start is not None
-        submit = flight.copier.stage(flight.plan.part(job.queued, stop), flight.order)
-        if job.queued == 0:
-            self._follow(job, flight, piece.stream)
-            driver.event_record(job.start, handle)
-        elif last is not None and last.stream is not piece.stream:
-            assert last.event is not None
-            driver.stream_wait_event(handle, last.event)
-        submit(handle)
-        if stop < len(flight.plan):
-            event = self._mark(job, piece.stream)
-            job.markers.remove(event)
-            piece.event = event
-        else:
-            assert job.end is not None
-            driver.event_record(job.end, handle)
-            piece.event = job.end
-            job.launched = True
-        job.queued = stop
-
-    def _follow(self, job: Job, flight: Flight, stream: LaneStream) -> None:
-        """Have a job's first stream wait for all that the job must follow."""
-        previous = self.unfinished(job.direction, job.sequence - 1)
-        if flight.marked:
-            self._driver.stream_wait_event(stream.handle, job.markers[0])
-        if previous is not None and not self._ends_on(previous, stream):
-            self.wait_for_job(stream.handle, previous)
-        if flight.rival is not None and not flight.rival.finished:
-            self.wait_for_job(stream.handle, flight.rival)
-        job.followed = True
-
-    def _ends_on(self, job: Job, stream: LaneStream) -> bool:
-        """Whether what is queued on `stream` next follows `job` without a wait."""
-        return job.error is None and (not job.pieces or job.pieces[-1].stream is stream)
+        self._launcher.launch()
 
     def wait_for_job(self, stream: int, job: Job) -> None:
-        """Have `stream` wait for a launched `job` and all jobs before it in its lane.
-
-        The end of a job implies the end of those before it. A job whose submission failed half-way has no end, and may
-        not follow its predecessor: then what it queued is waited for, piece by piece, and its predecessor.
-        """
-        last: Job | None = job
-        while last is not None and last.error is not None:
-            for piece in last.pieces:
-                event = self._mark(job, piece.stream) if piece.event is None else piece.event
-                self._driver.stream_wait_event(stream, event)
-            last = None if last.followed else self.unfinished(last.direction, last.sequence - 1)
-        if last is not None:
-            assert last.end is not None
-            self._driver.stream_wait_event(stream, last.end)
-
-    def _mark(self, job: Job, stream: LaneStream) -> int:
-        """An event of the job's behind everything on `stream`."""
-        event = self._markers.acquire()
-        job.markers.append(event)
-        self._driver.event_record(event, stream.handle)
-        return event
-
-    def _submission_failed(self, job: Job, error: BaseException) -> None:
-        """A driver call failed while the job was queued; parts of it may run. It fails when nothing of it is left."""
-        if isinstance(error, DriverError) and error.sticky:
-            self.lose(error)
-            return
-        job.fail(error)
-        job.launched = True  # no more of it will be queued
-        if job.pieces and job.pieces[-1].event is None:
-            try:  # so that its end can be told from that of later work on the stream
-                job.pieces[-1].event = self._mark(job, job.pieces[-1].stream)
-            except KVOffloadError:
-                pass  # then it ends when the stream is idle
-            else:
-                job.markers.pop()
+        """Have `stream` wait for a launched `job` and all jobs before it in its lane."""
+        self._launcher.wait_for_job(stream, job)
 
     # landing ------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Land every job that has ended, and launch what there is room for."""
-        for books in self._books.values():
+        for direction, books in self._books.items():
             while books.jobs and self._has_ended(books.jobs[0]):
                 self._land(books.jobs[0])
                 books.jobs.popleft()  # last: an interrupt before that must not lose the job
             if not books.jobs:
                 books.lane.clear()
+                self._toolbox.clear(direction)
         self.launch()
 
     def _has_ended(self, job: Job) -> bool:
         """Whether all of a job is over. Pieces that have ended make room at once."""
         try:
             while job.pieces and self._piece_has_ended(job.pieces[0]):
-                self._give_back_piece(job, job.pieces.popleft())
+                self._launcher.give_back(job, job.pieces.popleft())
         except DriverError as error:
             job.query_failures += 1
             if error.sticky or job.query_failures >= _MAX_QUERY_FAILURES:
@@ -277,11 +179,6 @@ class FlightDeck:
                 job.seconds = self._driver.event_seconds(job.start, job.end)
             except KVOffloadError:
                 pass  # the bytes are there; only their time is unknown
-
-    def _give_back_piece(self, job: Job, piece: Piece) -> None:
-        piece.stream.queued -= piece.places
-        if piece.event is not None and piece.event != job.end:
-            self._markers.release(piece.event)
 
     def unboard(self, job: Job) -> None:
         """Take back the events of a job, unless it has boarded."""
@@ -359,16 +256,17 @@ class FlightDeck:
     # the end ------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Destroy streams and events, unpin the pool. Nothing may be in flight.
+        """Destroy streams and events, give back what copiers hold, unpin the pool. Nothing may be in flight.
 
         After a loss nothing is given back: the GPU may still use it, or the context has taken it along.
         """
         assert self.in_flight == 0
         if self._lost is not None:
             self._memory.keep()
+            self._toolbox.keep()
             return
         lanes = [books.lane.close for books in self._books.values()]
-        run_all((*lanes, self._timers.close, self._markers.close, self._memory.release))
+        run_all((*lanes, self._timers.close, self._markers.close, self._toolbox.close, self._memory.release))
 
     def statistics(self, num_slots: int, simulated: bool) -> EngineStatistics:
         lanes = [books.lane for books in self._books.values()]

@@ -12,9 +12,11 @@ from kvoffload.errors import TransferError
 from kvoffload.plan import Direction
 
 if TYPE_CHECKING:
+    from kvoffload.arena import Table
     from kvoffload.books import Flight
     from kvoffload.engine import OffloadEngine
     from kvoffload.streams import LaneStream
+    from kvoffload.tuning import Way
 
 
 class State(enum.Enum):
@@ -56,7 +58,7 @@ class TransferResult(NamedTuple):
         nbytes: payload bytes.
         seconds: from the transfer's start to its end on the GPU's clock, without what it waited for before; NaN if
             unknown. A transfer too long for the driver's queues also waits between its pieces, for room and for a call.
-        copier: what carried it: "strided", "batch", "loop"; "none" for an empty transfer.
+        copier: what carried it: "strided", "gather", "split", "batch", "loop"; "none" for an empty transfer.
         error: None, or why it failed.
     """
 
@@ -85,13 +87,16 @@ class Listener(Protocol):
 
 
 class Piece:
-    """A part of a job on a stream: its places in the driver's queue, and the event at its end, once recorded."""
+    """Operations of a job on a stream: their places in the driver's queue, the table that they read, and the event at
+    their end, once recorded."""
 
-    __slots__ = ("event", "places", "stream")
+    __slots__ = ("event", "part", "places", "stream", "table")
 
-    def __init__(self, stream: LaneStream, places: int) -> None:
+    def __init__(self, part: int, stream: LaneStream, places: int) -> None:
+        self.part = part
         self.stream = stream
         self.places = places
+        self.table: Table | None = None
         self.event: int | None = None
 
 
@@ -105,18 +110,19 @@ class Job:
         id: unique within the engine, rising in the order of submission.
         direction: `Direction.STORE` or `Direction.LOAD`.
         nbytes: payload bytes.
-        copier, reason: what carries it and why that was chosen.
+        way, reason: what carries it, with how many programs of a kernel, and why that was chosen; `way` is None for an
+            empty transfer.
     """
 
-    # engine bookkeeping: `sequence` counts jobs of one direction; `pieces` are queued and have not ended; `queued`
-    # counts operations, `launched` says that no more will be, `followed` that its waits are queued; `start` and `end`
-    # are timing events, `markers` plain ones
+    # engine bookkeeping: `sequence` counts jobs of one direction; `pieces` are queued and have not ended; `part` is the
+    # one being queued, `queued` counts its operations, `launched` says that no more will be, `followed` that the job's
+    # waits are queued; `start` and `end` are timing events, `markers` plain ones
 
     def __init__(self, engine: OffloadEngine, job_id: int, direction: Direction, nbytes: int) -> None:
         self.id = job_id
         self.direction = direction
         self.nbytes = nbytes
-        self.copier = "none"
+        self.way: Way | None = None
         self.reason = "nothing to copy"
         self.state = State.NEW
         self.error: TransferError | None = None
@@ -124,6 +130,7 @@ class Job:
         self.sequence = 0
         self.flight: Flight | None = None  # while in flight
         self.pieces: deque[Piece] = deque()
+        self.part = 0
         self.queued = 0
         self.followed = False
         self.launched = False
@@ -158,6 +165,11 @@ class Job:
                 f"{self.direction} {self.id} ({self.nbytes} bytes, {self.copier}) failed: {str(cause) or repr(cause)}"
             )
             self.error.__cause__ = cause.with_traceback(None)  # its frames would keep the engine alive
+
+    @property
+    def copier(self) -> str:
+        """The name of the copier; "none" for an empty transfer."""
+        return "none" if self.way is None else self.way.copier
 
     @property
     def finished(self) -> bool:

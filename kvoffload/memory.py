@@ -76,6 +76,7 @@ class PinnedMemory:
     ) -> None:
         self._driver = driver
         self._registered: list[int] = []
+        self._device_offsets: npt.NDArray[np.int64] | None = None
         self.array = _map(nbytes)
         self.address = address_of(self.array)
         done = 0
@@ -100,6 +101,17 @@ class PinnedMemory:
     @property
     def nbytes(self) -> int:
         return self.array.nbytes
+
+    def device_addresses(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Host addresses in this memory as a kernel sees them, int64; a driver may map registered memory elsewhere."""
+        if self._device_offsets is None:
+            mapped = [self._driver.host_device_address(start) - start for start in self._registered]
+            self._device_offsets = np.array(mapped[:1] if len(set(mapped)) == 1 else mapped, dtype=np.int64)
+        offsets = self._device_offsets
+        if len(offsets) == 1:
+            return addresses + offsets if offsets[0] else addresses
+        piece = np.searchsorted(np.array(self._registered), addresses, side="right") - 1
+        return addresses + offsets[piece]
 
     def release(self) -> None:
         """Unpin. The bytes stay where they are. Nothing on the GPU may still use the memory. Idempotent."""

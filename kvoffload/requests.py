@@ -13,6 +13,7 @@ from kvoffload.jobs import Listener
 from kvoffload.layout import Int64Array, KVLayout, as_ids
 from kvoffload.plan import Direction
 from kvoffload.streams import NO_WAIT, stream_handle
+from kvoffload.tuning import Way
 
 SOURCE_ORDERS = ("auto", "stream", "any")
 
@@ -26,7 +27,7 @@ class Request(NamedTuple):
     blocks: Int64Array
     first_sub_block: int
     after: int | None
-    copier: str | None
+    copier: str | Way | None
     source_order: str
     listener: Listener | None
 
@@ -37,11 +38,10 @@ def make_request(
     direction: Direction,
     blocks: Any,
     slots: Any,
-    *,
     group: Any,
     first_sub_block: Any,
     after: Any,
-    copier: str | None,
+    copier: str | Way | None,
     source_order: str,
     listener: Listener | None,
 ) -> Request:

@@ -4,8 +4,8 @@ How much can be queued. Measured on driver 580 (CUDA 13.0): for each direction a
 places, which all its streams share (with CUDA_DEVICE_MAX_CONNECTIONS at its default); when they are full, submission
 blocks until the GPU has made progress, however long that takes. A cuMemcpyAsync takes a place, so does every operation
 of a strided batch and every record of a timing event; about 23 copies of a flat batch take one; waits and records of
-plain events take none. Making a stream can block behind queued work as well. So a lane makes its four streams at once,
-fills each to `QUEUE_LIMIT`, and has no room when they are full.
+plain events take none. Making a stream can block behind queued work as well. So a lane makes its streams at once, fills
+each to `QUEUE_LIMIT`, and has no room when they are full.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import CapacityError, DriverError, TransferError
 from kvoffload.teardown import run_all
 
-STREAMS_PER_LANE = 4
+STREAMS_PER_LANE = 4  # for copies
 QUEUE_LIMIT = 768
 PIECE_LIMIT = 380  # operations of a transfer that are queued together: two such pieces and their events fill a stream
 EVENT_COST = 2  # places that a piece's timing events may take
@@ -83,13 +83,16 @@ class LaneStream:
 
 
 class Lane:
-    """The streams of one direction, filled one after the other and round again."""
+    """The streams of one direction: for copies, filled one after the other and round again, and one for kernels.
+
+    A kernel has a stream of its own so that it runs beside the copies of the same transfer.
+    """
 
     def __init__(self, driver: Driver, priority: int) -> None:
         self._driver = driver
         self.streams: list[LaneStream] = []
         try:
-            for _ in range(STREAMS_PER_LANE):
+            for _ in range(STREAMS_PER_LANE + 1):
                 self.streams.append(LaneStream(driver.stream_create(priority)))
         except BaseException:
             self.close()
@@ -101,18 +104,26 @@ class Lane:
         """Streams with work on them."""
         return sum(stream.queued > 0 for stream in self.streams)
 
-    def take(self, places: int) -> LaneStream | None:
+    def take(self, places: int, *, kernel: bool = False) -> LaneStream | None:
         """The stream for the lane's next work, with so many more places counted as taken; None if there is no room.
 
         Work ends in the order in which it was queued, so the next stream round is the one that drains first.
         """
-        for position in (self._tail, (self._tail + 1) % len(self.streams)):
-            stream = self.streams[position]
-            if stream.queued + places <= QUEUE_LIMIT:
+        if kernel:
+            return self._take_at(STREAMS_PER_LANE, places)
+        for position in (self._tail, (self._tail + 1) % STREAMS_PER_LANE):
+            stream = self._take_at(position, places)
+            if stream is not None:
                 self._tail = position
-                stream.queued += places
                 return stream
         return None
+
+    def _take_at(self, position: int, places: int) -> LaneStream | None:
+        stream = self.streams[position]
+        if stream.queued + places > QUEUE_LIMIT:
+            return None
+        stream.queued += places
+        return stream
 
     def clear(self) -> None:
         """Nothing is queued on any stream: forget places that an interrupt may have left counted."""

@@ -27,6 +27,7 @@ from kvoffload.layout import KVLayout, Plane
 from kvoffload.memory import DeviceBuffer, UInt8Array
 from kvoffload.plan import Direction
 from kvoffload.streams import NO_WAIT
+from kvoffload.tuning import Way
 
 __all__ = [
     "POISON",
@@ -239,7 +240,8 @@ def check_copier_conformance(
 ) -> list[ConformanceCase]:
     """Store and load through every copier, over layouts of every kind, and compare every byte with a naive loop.
 
-    Takes about a second and 8 MiB on a GPU.
+    Takes about a second and 8 MiB on a GPU, longer the first time, when kernels are compiled, and on a simulated
+    device, where they are interpreted.
 
     Args:
         device: any open device.
@@ -252,14 +254,26 @@ def check_copier_conformance(
     Raises:
         AssertionError: a copier moved other bytes than the loop, or touched a byte that it should not have.
     """
-    names = [name for name, missing in why_not(device.capabilities).items() if missing is None]
+    names = _copiers_of(device) if copiers is None else copiers
     cases = []
     for kind, make in _LAYOUTS.items():
         for factor in (1, 3):
-            for copier in names if copiers is None else copiers:
+            for copier in names:
                 nbytes = _check_copier(device, make, factor, copier, seed)
                 cases.append(ConformanceCase(kind, factor, copier, nbytes))
     return cases
+
+
+# Kernels by as many programs as no default has, and a split of which both parts are there; others take no kernel.
+_WAYS = {"gather": Way("gather", 3, 1.0), "split": Way("split", 2, 0.4)}
+
+
+def _copiers_of(device: Device) -> list[str]:
+    """Whether a kernel can run is known for certain when an engine has loaded one."""
+    with device.allocate(64) as buffer:
+        layout = KVLayout([[Plane(buffer.address, block_bytes=64, num_blocks=1, owner=buffer)]])
+        with OffloadEngine(layout, device=device, num_slots=1) as engine:
+            return [name for name in why_not(device.capabilities) if name not in engine.missing_copiers]
 
 
 def _check_copier(
@@ -275,7 +289,8 @@ def _check_copier(
         scramble(buffer, seed)
     layout = KVLayout([planes], blocks_per_slot=factor)
     num_slots = 16
-    with OffloadEngine(layout, device=device, num_slots=num_slots) as engine:
+    way = _WAYS.get(copier, copier)
+    with OffloadEngine(layout, device=device, num_slots=num_slots, sm_limit=4 if copier in _WAYS else 0) as engine:
         poison(engine.slots)
         mirror = Mirror(engine, buffers)
         nbytes = 0
@@ -286,12 +301,15 @@ def _check_copier(
             blocks[: count // 2].sort()  # neighbours, so that some rows merge
             slots = chance.permutation(num_slots)[:places]
             for ids in (blocks, chance.permutation(blocks)):
-                job = engine.store(ids, slots, first_sub_block=first_sub_block, after=NO_WAIT, copier=copier)
-                mirror.expect(Direction.STORE, ids.tolist(), slots.tolist(), first_sub_block=first_sub_block)
-                targets = ids[::-1]
-                engine.load(slots, targets, first_sub_block=first_sub_block, after=NO_WAIT, copier=copier).wait(60)
-                mirror.expect(Direction.LOAD, targets.tolist(), slots.tolist(), first_sub_block=first_sub_block)
-                nbytes += 2 * job.wait(60).nbytes
+                for direction, each in ((Direction.STORE, ids), (Direction.LOAD, ids[::-1])):
+                    job = engine.submit(
+                        direction, each, slots, first_sub_block=first_sub_block, after=NO_WAIT, copier=way
+                    )
+                    mirror.expect(direction, each.tolist(), slots.tolist(), first_sub_block=first_sub_block)
+                    nbytes += job.nbytes
+            engine.drain(timeout=60)
+            failed = [result.error for result in engine.poll() if result.error is not None]
+            assert not failed, f"{copier}: {failed[0]}"
         mirror.check()
     for buffer in buffers:
         buffer.close()
@@ -302,8 +320,14 @@ _Memory = tuple[list[Plane], list[DeviceBuffer]]
 _MARGIN = 256  # guard bytes around every plane
 
 
-def _slab(device: Device, block_bytes: int = 4096, padding: int = 0, order: Callable[[int], Any] = range) -> _Memory:
-    num_blocks, count = 20, 6
+def _slab(
+    device: Device,
+    block_bytes: int = 4096,
+    padding: int = 0,
+    order: Callable[[int], Any] = range,
+    num_blocks: int = 20,
+    count: int = 6,
+) -> _Memory:
     stride = block_bytes + padding
     pitch = stride * num_blocks + _MARGIN
     buffer = device.allocate(pitch * count + _MARGIN)
@@ -320,8 +344,7 @@ def _slab(device: Device, block_bytes: int = 4096, padding: int = 0, order: Call
     return planes, [buffer]
 
 
-def _separate(device: Device) -> _Memory:
-    sizes = [4096, 1024, 48, 17, 1]
+def _separate(device: Device, *sizes: int) -> _Memory:
     buffers = [device.allocate(size * 20 + 2 * _MARGIN) for size in sizes]
     planes = [
         Plane(buffer.address + _MARGIN, block_bytes=size, num_blocks=20, owner=buffer)
@@ -348,8 +371,13 @@ def _interleaved(device: Device) -> _Memory:
 
 _LAYOUTS: dict[str, Callable[[Device], _Memory]] = {
     "slab": _slab,
-    "slab of odd blocks with padding": lambda device: _slab(device, block_bytes=1001, padding=23),
+    "slab of 18 KiB blocks": lambda device: _slab(device, block_bytes=18 << 10, num_blocks=5, count=3),
+    "slab with padding": lambda device: _slab(device, block_bytes=1536, padding=512),
+    "slab of blocks aligned to 8 bytes": lambda device: _slab(device, block_bytes=1000, count=3),
+    "slab of blocks aligned to 4 bytes": lambda device: _slab(device, block_bytes=1004, padding=4, count=3),
+    "slab of odd blocks with padding": lambda device: _slab(device, block_bytes=1001, padding=22, count=2),
     "slab in shuffled order": lambda device: _slab(device, order=lambda count: [3, 0, 5, 1, 4, 2][:count]),
-    "separate allocations of several sizes": _separate,
+    "separate allocations of several sizes": lambda device: _separate(device, 4096, 1024, 48),
+    "separate allocations of odd sizes": lambda device: _separate(device, 160, 17, 1),
     "interleaved planes": _interleaved,
 }

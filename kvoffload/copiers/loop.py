@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+
+from kvoffload.copiers.base import Staged
 from kvoffload.driver import Driver, SourceOrder
-from kvoffload.plan import TransferPlan
+from kvoffload.plan import BlockPlan, TransferPlan
 from kvoffload.streams import PIECE_LIMIT
 
 
 class LoopCopier:
     """cuMemcpyAsync for every row. Always in stream order, whatever source order was asked for."""
 
-    name = "loop"
     piece_operations = PIECE_LIMIT
+    is_kernel = False
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    def prepare(self, plan: TransferPlan) -> TransferPlan:
-        return plan.flat()
+    def prepare(self, plan: BlockPlan) -> TransferPlan:
+        return plan.operations().flat()
 
     def queue_cost(self, operations: int) -> int:
         return operations
 
-    def stage(self, plan: TransferPlan, order: SourceOrder) -> Callable[[int], None]:  # noqa: ARG002
-        copies = list(zip(plan.target.tolist(), plan.source.tolist(), plan.width.tolist(), strict=True))
-        return partial(self._submit, copies)
+    def stage(self, work: TransferPlan, order: SourceOrder) -> Staged:  # noqa: ARG002
+        width = np.broadcast_to(work.width, work.target.shape)
+        copies = list(zip(work.target.tolist(), work.source.tolist(), width.tolist(), strict=True))
+        return Staged(partial(self._submit, copies))
 
-    def _submit(self, copies: list[tuple[int, int, int]], stream: int) -> None:
+    def _submit(self, copies: list[tuple[int, int, int]], stream: int, start: int | None = None) -> None:
         copy = self._driver.copy
+        if start is not None:
+            self._driver.event_record(start, stream)
         for target, source, nbytes in copies:
             copy(target, source, nbytes, stream)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
+from kvoffload.copiers.base import Staged
 from kvoffload.driver import Driver, SourceOrder, StridedTable
-from kvoffload.plan import TransferPlan
+from kvoffload.plan import BlockPlan, TransferPlan
 from kvoffload.streams import PIECE_LIMIT
 
 
@@ -16,35 +16,37 @@ class StridedCopier:
     2D copies are as fast on the GPU and cost 3 to 3.6 us each to submit instead of 1.3.
     """
 
-    name = "strided"
     piece_operations = PIECE_LIMIT
+    is_kernel = False
 
     def __init__(self, driver: Driver, *, batched: bool) -> None:
         self._driver = driver
         self._batched = batched
         self._table = StridedTable(PIECE_LIMIT, batched=batched)
 
-    def prepare(self, plan: TransferPlan) -> TransferPlan:
-        return plan
+    def prepare(self, plan: BlockPlan) -> TransferPlan:
+        return plan.operations()
 
     def queue_cost(self, operations: int) -> int:
         return operations
 
-    def stage(self, plan: TransferPlan, order: SourceOrder) -> Callable[[int], None]:
+    def stage(self, work: TransferPlan, order: SourceOrder) -> Staged:
         self._table.fill(
             {
-                "source": plan.source,
-                "target": plan.target,
-                "source_pitch": plan.source_pitch,
-                "target_pitch": plan.target_pitch,
-                "width": plan.width,
-                "height": plan.height,
+                "source": work.source,
+                "target": work.target,
+                "source_pitch": work.source_pitch,
+                "target_pitch": work.target_pitch,
+                "width": work.width,
+                "height": work.height,
             },
             order,
         )
-        return partial(self._submit, len(plan))
+        return Staged(partial(self._submit, len(work)))
 
-    def _submit(self, count: int, stream: int) -> None:
+    def _submit(self, count: int, stream: int, start: int | None = None) -> None:
+        if start is not None:
+            self._driver.event_record(start, stream)
         if self._batched:
             self._driver.copy_strided_batch(self._table, count, stream)
         else:

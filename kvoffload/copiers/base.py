@@ -1,0 +1,73 @@
+"""What every copier offers, and what a flight carries."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from kvoffload.arena import Table
+from kvoffload.driver import SourceOrder
+from kvoffload.plan import BlockPlan
+
+
+class Work(Protocol):
+    """A plan in the shape that a copier carries, and how many operations it has: `TransferPlan` or `BlockPlan`."""
+
+    def __len__(self) -> int: ...
+
+    def part(self, start: int, stop: int) -> Any:
+        """Operations `[start, stop)`."""
+
+
+class Submit(Protocol):
+    """Queues what was staged on a stream, with nothing but driver calls, behind a record of `start` if there is one.
+
+    Raises:
+        DriverError: the driver refused; what was queued before that still runs.
+    """
+
+    def __call__(self, stream: int, start: int | None = None, /) -> None: ...
+
+
+class Staged(NamedTuple):
+    """What is ready to be queued.
+
+    Attributes:
+        submit: queues it.
+        table: the pinned memory that the GPU reads meanwhile; whoever queues it gives it back when it has ended.
+    """
+
+    submit: Submit
+    table: Table | None = None
+
+
+class Copier(Protocol):
+    """A way of carrying plans out. Belongs to one engine and is called under its lock.
+
+    Attributes:
+        piece_operations: how many operations of a prepared plan to submit at a time at most, so that a driver queue
+            holds them.
+        is_kernel: runs on multiprocessors, on the lane's stream for kernels.
+    """
+
+    piece_operations: int
+    is_kernel: bool
+
+    def prepare(self, plan: BlockPlan) -> Work:
+        """The plan in the shape that this copier carries."""
+
+    def queue_cost(self, operations: int) -> int:
+        """Places that so many operations of a prepared plan take in a driver queue."""
+
+    def stage(self, work: Any, order: SourceOrder) -> Staged | None:
+        """Write down prepared work of at most `piece_operations`; None while there is no room for its table.
+
+        Apart from queueing it, so that nothing but a driver call lies between a transfer's start event and its first
+        copy. What is staged is valid until something else is. What is queued may not be touched until it has ended.
+        """
+
+
+class Part(NamedTuple):
+    """A share of a transfer's blocks and what carries it; the parts of a transfer run at the same time."""
+
+    work: Work
+    copier: Copier

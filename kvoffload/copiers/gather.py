@@ -1,0 +1,235 @@
+"""Blocks that a kernel carries: for planes that do not fold, and for blocks too small for the copy engine.
+
+The kernel is given planes and blocks, never an address per copy, so the host writes 16 bytes per block. Planes are cut
+into *rows* of up to one power of two, 2 KiB where they are long enough, of which the last may be shorter. The rows are
+written down once, in device memory; the blocks of a transfer in pinned memory, which the kernel reads over the link
+while it copies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffload.arena import TableArena
+from kvoffload.copiers.base import Staged
+from kvoffload.driver import Capabilities, Driver, SourceOrder
+from kvoffload.kernels import THREADS_PER_WARP, KernelSpec, LoadedKernel, load_kernel
+from kvoffload.layout import Group, Int64Array, KVLayout
+from kvoffload.memory import PinnedMemory, address_of
+from kvoffload.plan import BlockPlan, Direction
+from kvoffload.teardown import run_all
+
+_ROW_BYTES = 2048
+_WORDS_PER_THREAD = 8
+_UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a row of its own, whose addresses take registers
+# Threads of a program, of which each has 8 words under way at a time. Two programs of 1024 fill PCIe Gen5 x16 with
+# loads. Stores of several such programs are more than the link takes; what it does not take backs up on the way of
+# other programs to their memory. Measured on an H200, GB/s alone, and how many times as long a bf16 matrix product
+# takes beside them: 2 of 1024 threads, loads 50, 1.03; stores 51, 1.3 to 1.6; 4 of 256 threads, stores 51, 1.12; 1 of
+# 1024, stores 35, 1.02. (Waiting for the stores of each tile, membar.sys, came to 33 GB/s with 4 of 1024.)
+_WARPS = 32
+_WARPS_OF_SEVERAL_STORING = 8
+_MAX_TILE_ROWS = 1024
+_MAX_IDLE = 1 / 8  # of the threads, for what shorter rows leave empty, for the sake of longer ones
+_SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
+_MAX_TABLE_BLOCKS = 16384
+_ARENA_BYTES = 1 << 20  # for each direction
+_MAX_ITEMS = (1 << 31) - (1 << 22)  # rows of one launch: the kernel counts them in 32 bits, and one step beyond
+_LAUNCH_PLACES = 2
+
+
+class Tiling(NamedTuple):
+    """How a group is cut: rows of at most `row_bytes`, in words of `word_bytes`, at multiples of `alignment` bytes.
+
+    Attributes:
+        uniform: every row has `row_bytes`.
+    """
+
+    row_bytes: int
+    word_bytes: int
+    alignment: int
+    uniform: bool = True
+
+    def tile_rows(self, warps: int) -> int:
+        """Rows that a program of so many warps moves at a time."""
+        return min(_MAX_TILE_ROWS, _tile_bytes(self.alignment, warps) // self.row_bytes)
+
+
+def _tile_bytes(alignment: int, warps: int) -> int:
+    words = _WORDS_PER_THREAD if alignment == 16 else _UNALIGNED_WORDS_PER_THREAD
+    return warps * THREADS_PER_WARP * words * min(8, alignment)
+
+
+def kernel_spec(tiling: Tiling, direction: Direction, programs: int) -> KernelSpec:
+    """The kernel for a tiling and so many programs."""
+    several_storing = direction is Direction.STORE and programs > 1
+    warps = _WARPS_OF_SEVERAL_STORING if several_storing else _WARPS
+    return KernelSpec(
+        module="kvoffload.kernels.gather",
+        function="gather",
+        parameters=(("row_table", "i64"), ("block_table", "i64"), ("num_rows", "i32"), ("num_blocks", "i32")),
+        constants=(
+            ("STORE", int(direction is Direction.STORE)),
+            ("WORD_BITS", 8 * tiling.word_bytes),
+            ("WORDS", tiling.row_bytes // tiling.word_bytes),
+            ("ROWS", tiling.tile_rows(warps)),
+            ("ALIGNMENT", tiling.alignment),
+            ("UNIFORM", int(tiling.uniform)),
+            ("SUB_BLOCK_SHIFT", _SUB_BLOCK_SHIFT),
+        ),
+        warps=warps,
+    )
+
+
+def tiling_of(group: Group, slot_bytes: int, pool_address: int) -> Tiling:
+    """The longest rows that leave few threads idle, and the widest words that all addresses are aligned to."""
+    alignment = math.gcd(16, slot_bytes, pool_address)
+    for plane, offset in zip(group.planes, group.host_offsets.tolist(), strict=True):
+        alignment = math.gcd(alignment, plane.address, plane.block_stride, plane.block_bytes, offset)
+    alignment = alignment if alignment >= 4 else 1
+    widths = [plane.block_bytes for plane in group.planes]
+    longest = min(_ROW_BYTES, _tile_bytes(alignment, _WARPS_OF_SEVERAL_STORING))
+    row_bytes = min(longest, 1 << (max(widths).bit_length() - 1))
+    while row_bytes > alignment and _idle(widths, row_bytes) > _MAX_IDLE:
+        row_bytes //= 2
+    return Tiling(row_bytes, min(8, alignment), alignment, uniform=_idle(widths, row_bytes) == 0)
+
+
+def _idle(widths: list[int], row_bytes: int) -> float:
+    """The share of the threads that have nothing to copy."""
+    return 1 - sum(widths) / sum(-(-width // row_bytes) * row_bytes for width in widths)
+
+
+def row_table(group: Group, tiling: Tiling) -> Int64Array:
+    """Rows of a group, int64, (5, rows): address in block 0, block stride, offset in slot, bytes between sub-blocks,
+    words.
+    """
+    columns: list[Int64Array] = []
+    for plane, offset in zip(group.planes, group.host_offsets.tolist(), strict=True):
+        start = np.arange(0, plane.block_bytes, tiling.row_bytes)
+        words = np.minimum(tiling.row_bytes, plane.block_bytes - start) // tiling.word_bytes
+        stride, step = np.full(start.shape, plane.block_stride), np.full(start.shape, plane.block_bytes)
+        columns.append(np.stack([plane.address + start, stride, offset + start, step, words]))
+    return np.ascontiguousarray(np.concatenate(columns, axis=1))
+
+
+class _GroupKernels(NamedTuple):
+    """A group's rows in device memory, how many of them, and by direction and whether several programs run: the kernel,
+    and how many rows a program of it moves at a time.
+    """
+
+    rows: int
+    row_table: int
+    kernels: dict[tuple[Direction, bool], tuple[LoadedKernel, int]]
+
+
+class GatherKernels:
+    """What the gather copiers of an engine share: kernels, row tables, and pinned memory for tables of blocks.
+
+    Args:
+        driver: its context must be current.
+        capabilities: what the device can do.
+        layout: whose groups are copied.
+        memory: the slot pool.
+
+    Raises:
+        CapabilityError: no kernel can run here, and why.
+        CapacityError, DriverError: memory is short, or the driver failed. Nothing is left behind in either case.
+    """
+
+    def __init__(self, driver: Driver, capabilities: Capabilities, layout: KVLayout, memory: PinnedMemory) -> None:
+        self.driver = driver
+        self._memory = memory
+        self._pool_address = int(memory.device_addresses(np.array([memory.address]))[0])
+        self._undo: list[Callable[[], None]] = []
+        self._loaded: dict[KernelSpec, LoadedKernel] = {}
+        try:
+            self.groups = [self._prepare(capabilities, group, layout.slot_bytes) for group in layout.groups]
+            tables = PinnedMemory(driver, len(Direction) * _ARENA_BYTES)
+            self._undo.append(tables.release)
+            self._tables = tables
+            self.arenas = {
+                direction: TableArena(half, driver.host_device_address(address_of(half)))
+                for direction, half in zip(Direction, tables.array.reshape(len(Direction), -1), strict=True)
+            }
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, capabilities: Capabilities, group: Group, slot_bytes: int) -> _GroupKernels:
+        tiling = tiling_of(group, slot_bytes, self._pool_address)
+        kernels = {}
+        for direction, several in itertools.product(Direction, (False, True)):
+            kernel = self._load(capabilities, kernel_spec(tiling, direction, 1 + several))
+            kernels[direction, several] = kernel, kernel.spec.constant("ROWS")
+        rows = row_table(group, tiling)
+        address = self.driver.allocate(rows.nbytes)
+        self._undo.append(partial(self.driver.free, address))
+        self.driver.copy_to_device(address, address_of(rows), rows.nbytes)
+        return _GroupKernels(rows.shape[1], address, kernels)
+
+    def _load(self, capabilities: Capabilities, spec: KernelSpec) -> LoadedKernel:
+        if spec not in self._loaded:
+            self._loaded[spec] = load_kernel(self.driver, capabilities, spec)
+            self._undo.append(self._loaded[spec].close)
+        return self._loaded[spec]
+
+    def slot_addresses(self, addresses: Int64Array) -> Int64Array:
+        """Host addresses in the pool as a kernel sees them."""
+        return self._memory.device_addresses(addresses)
+
+    def clear(self, direction: Direction) -> None:
+        """Nothing of a direction is in flight: take back tables that an interrupt may have left out."""
+        self.arenas[direction].clear()
+
+    def keep(self) -> None:
+        """The context is lost: leave everything where it is."""
+        self._tables.keep()
+
+    def close(self) -> None:
+        """Give everything back; nothing on the GPU may still use it."""
+        undo, self._undo = self._undo[::-1], []
+        run_all(undo)
+
+
+class GatherCopier:
+    """A persistent grid of at most `programs` programs, each on a multiprocessor of its own."""
+
+    is_kernel = True
+
+    def __init__(self, shared: GatherKernels, programs: int) -> None:
+        self.piece_operations = min(_MAX_TABLE_BLOCKS, _MAX_ITEMS // max(group.rows for group in shared.groups))
+        self._shared = shared
+        self._programs = programs
+
+    def prepare(self, plan: BlockPlan) -> BlockPlan:
+        return plan
+
+    def queue_cost(self, operations: int) -> int:  # noqa: ARG002
+        return _LAUNCH_PLACES
+
+    def stage(self, work: BlockPlan, order: SourceOrder) -> Staged | None:  # noqa: ARG002
+        count = len(work)
+        table = self._shared.arenas[work.direction].take(2 * count)
+        if table is None:
+            return None
+        table.words[:count] = work.blocks
+        if work.sub_block is not None:
+            table.words[:count] |= work.sub_block << _SUB_BLOCK_SHIFT
+        table.words[count:] = self._shared.slot_addresses(work.slot_address)
+        group = self._shared.groups[work.group_index]
+        kernel, tile_rows = group.kernels[work.direction, self._programs > 1]
+        kernel.pack((group.row_table, table.device_address, group.rows, count))
+        grid = min(self._programs, -(-group.rows * count // tile_rows))
+        return Staged(partial(self._submit, kernel, grid), table)
+
+    def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None = None) -> None:
+        if start is not None:
+            self._shared.driver.event_record(start, stream)
+        kernel.queue(stream, grid)

@@ -1,0 +1,160 @@
+"""The copiers of an engine: which of them can run here, and the parts in which they carry a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvoffload import kernels
+from kvoffload.cachefiles import warn_once
+from kvoffload.choice import choose
+from kvoffload.copiers.base import Copier, Part
+from kvoffload.copiers.batch import BatchCopier
+from kvoffload.copiers.gather import GatherCopier, GatherKernels
+from kvoffload.copiers.loop import LoopCopier
+from kvoffload.copiers.strided import StridedCopier
+from kvoffload.driver import Capabilities, Driver
+from kvoffload.errors import CapabilityError, DriverError
+from kvoffload.layout import KVLayout
+from kvoffload.memory import PinnedMemory
+from kvoffload.plan import BlockPlan, Direction
+from kvoffload.teardown import run_all
+from kvoffload.tuning import Profile, Shape, Way
+
+_KERNELS = ("gather", "split")
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY: the device has no room for the table of rows
+NAMES = ("strided", "gather", "split", "batch", "loop")
+
+
+def why_not(capabilities: Capabilities, sm_limit: int = 1) -> dict[str, str | None]:
+    """For every copier: None if it can run here as far as is known without trying, else the reason."""
+    no_kernel = "sm_limit=0 forbids kernels" if sm_limit == 0 else kernels.why_not(capabilities)
+    return {
+        "strided": None,
+        "gather": no_kernel,
+        "split": no_kernel,
+        "batch": None if capabilities.flat_batch else capabilities.missing["cuMemcpyBatchAsync"],
+        "loop": None,
+    }
+
+
+def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
+    """Raise ValueError if `name` names no copier, CapabilityError if that one cannot run here; None is right."""
+    if name is None:
+        return
+    if isinstance(name, Way):
+        name = name.copier
+    if not isinstance(name, str) or name not in NAMES:
+        raise ValueError(f"copier must be one of {', '.join(NAMES)} or None, got {name!r}")
+    if missing[name] is not None:
+        raise CapabilityError(f"copier={name!r} cannot run here: {missing[name]}; the loop copier works")
+
+
+class Toolbox:
+    """The copiers that can run for one layout and pool on one device.
+
+    Args:
+        driver: its context must be current.
+        capabilities: what the device can do.
+        layout: whose groups are copied.
+        memory: the slot pool.
+        sm_limit: programs of a kernel at most; 0 forbids kernels.
+
+    Attributes:
+        missing: for every copier None, or why it cannot run here.
+    """
+
+    def __init__(
+        self, driver: Driver, capabilities: Capabilities, layout: KVLayout, memory: PinnedMemory, sm_limit: int
+    ) -> None:
+        self.missing = why_not(capabilities, sm_limit)
+        self._sm_limit = sm_limit
+        self._interpreted = driver.simulated  # 2 ms a tile: kernels run there when they are asked for
+        self._strided = StridedCopier(driver, batched=capabilities.strided_batch)
+        self._batch = BatchCopier(driver)
+        self._loop = LoopCopier(driver)
+        self._gather: dict[int, GatherCopier] = {}
+        self._kernels: GatherKernels | None = None
+        if sm_limit > 0:
+            try:
+                self._load_kernels(driver, capabilities, layout, memory)
+            except BaseException:
+                self._batch.close()
+                raise
+
+    def _load_kernels(self, driver: Driver, capabilities: Capabilities, layout: KVLayout, memory: PinnedMemory) -> None:
+        try:
+            self._kernels = GatherKernels(driver, capabilities, layout, memory)
+        except (CapabilityError, DriverError) as error:
+            if isinstance(error, DriverError) and error.code != _OUT_OF_MEMORY:
+                raise
+            self.missing["gather"] = self.missing["split"] = str(error)
+            warn_once(
+                f"no copy kernels: {error}. Transfers that they would carry take the copy engine; sm_limit=0 says that "
+                "this is meant, `kvoffload doctor` says more",
+                cause="no kernels",
+            )
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """The copiers to choose from: those that can run; on the simulated device no kernels."""
+        able = tuple(name for name in NAMES if self.missing[name] is None)
+        return tuple(name for name in able if name not in _KERNELS) if self._interpreted else able
+
+    def choose(self, plan: BlockPlan, wanted: str | Way | None, profile: Profile, prefer: str) -> tuple[Way, str]:
+        """The way for a plan, and why: what is wanted, see `check_copier`, completed; or what the profile says."""
+        blocks, (operations, rows) = len(plan), plan.count()
+        shape = Shape(plan.direction, blocks, blocks * plan.group.planes, operations, rows, plan.nbytes)
+        if isinstance(wanted, Way):
+            return self._complete(wanted, shape, profile), "asked for"
+        available = self.offered if wanted is None else (wanted,)
+        way, reason, _ = choose(shape, available, profile, prefer, self._sm_limit)
+        return way, reason if wanted is None else "asked for by name"
+
+    def _complete(self, wanted: Way, shape: Shape, profile: Profile) -> Way:
+        if wanted.copier not in ("gather", "split"):
+            return Way(wanted.copier)
+        programs = min(max(1, wanted.programs), self._sm_limit)
+        if wanted.copier == "gather":
+            return Way("gather", programs, 1.0)
+        return Way("split", programs, wanted.share or profile.split_share(shape, programs))
+
+    def parts(self, way: Way, plan: BlockPlan) -> tuple[Part, ...]:
+        """The plan as `way` carries it. A split of too few blocks to share is left to the copy engine."""
+        if way.copier == "gather":
+            return (self._by_kernel(way, plan),)
+        if way.copier == "split":
+            return self._split(way, plan)
+        by_engine: dict[str, Copier] = {"strided": self._strided, "batch": self._batch, "loop": self._loop}
+        copier = by_engine[way.copier]
+        return (Part(copier.prepare(plan), copier),)
+
+    def _split(self, way: Way, plan: BlockPlan) -> tuple[Part, ...]:
+        by_engine = len(plan) - round(len(plan) * way.share)
+        if by_engine == 0:
+            return (self._by_kernel(way, plan),)
+        strided = Part(self._strided.prepare(plan.part(0, by_engine)), self._strided)
+        if by_engine == len(plan):
+            return (strided,)
+        return (self._by_kernel(way, plan.part(by_engine, len(plan))), strided)  # quicker to queue, so it comes first
+
+    def _by_kernel(self, way: Way, plan: BlockPlan) -> Part:
+        assert self._kernels is not None
+        copier = self._gather.get(way.programs)
+        if copier is None:
+            copier = self._gather[way.programs] = GatherCopier(self._kernels, way.programs)
+        return Part(copier.prepare(plan), copier)
+
+    def clear(self, direction: Direction) -> None:
+        """Nothing of a direction is in flight: forget what an interrupt may have left taken."""
+        if self._kernels is not None:
+            self._kernels.clear(direction)
+
+    def keep(self) -> None:
+        """The context is lost: the GPU may still use what the kernels used."""
+        if self._kernels is not None:
+            self._kernels.keep()
+
+    def close(self) -> None:
+        """Give back what the copiers used; nothing may be in flight."""
+        run_all((self._batch.close, *(() if self._kernels is None else (self._kernels.close,))))
