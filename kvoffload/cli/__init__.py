@@ -3,8 +3,17 @@
     doctor          what is here, what can run, and what to do about the rest      doctor.py
     demo            a made chat workload, every byte verified                      demo.py
     replay          a recorded trace, every byte verified                          replay.py, trace.py, verified.py
-    bench transfer  copiers against bare driver calls and the big copy             bench.py, transfer.py, latency.py
-    bench marshal   Python's share of a batch call                                 marshal.py
+    bench           the parser of what follows                                     bench.py
+      transfer      every way of copying, by model                     transfer.py, latency.py, frameworks.py
+      sweep         bytes of a copy x number of copies                 sweep.py
+      interference  what the computation beside a transfer loses       interference.py, backgrounds.py
+      submit        host time of a call                                submit.py
+      marshal       Python's share of a batch call                     marshal.py
+      plot          figures of saved results                           plots.py
+    tune            what transfers cost here, for the engine's choice              tune.py
+
+Of `bench`, also: cases.py (clock, rounds, the big copy), bed.py (addresses and bytes), baselines.py (what others do),
+rows.py, summary.py, tables.py, report.py.
 
 Exit codes: 0 done, 1 a byte was wrong, 2 it could not be done (the message says why), 130 interrupted.
 """
@@ -15,7 +24,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvoffload.cli import bench, demo, doctor, replay
+from kvoffload.cli import bench, demo, doctor, replay, tune
 from kvoffload.cli.console import CommandError
 from kvoffload.errors import KVOffloadError
 
@@ -43,6 +52,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Move blocks of a paged KV cache between the GPU and pinned host memory: look, try, measure.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (doctor, demo, replay, bench):
+    for command in (doctor, demo, replay, bench, tune):
         command.add_parser(commands)
     return parser

@@ -1,36 +1,40 @@
-"""What `bench transfer` moves: planes, a pool, and one set of addresses that every way of copying is given.
+"""What every benchmark needs: a clock on the GPU, the big copy, exact comparison, and interleaved rounds.
 
-Blocks are random and never adjacent beyond the runs of a row, slots are random; planes of 16 MiB lie in one slab.
+In a round every case runs once: its targets are poisoned, it is timed, and all that it had to move is compared with
+what must be there. Figures are medians over the rounds after the first. Just before it is timed, the same way of
+copying moves a few blocks elsewhere: a CPU that has compared 32 MiB has cold caches, one that serves has not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvoffload import hostinfo
 from kvoffload.device import Device
-from kvoffload.driver import binding_types
-from kvoffload.engine import OffloadEngine
-from kvoffload.errors import DriverError
-from kvoffload.layout import Int64Array, KVLayout
-from kvoffload.memory import PinnedMemory, UInt8Array, address_of
-from kvoffload.models import ModelGeometry
+from kvoffload.memory import PAGE_BYTES, DeviceBuffer, PinnedMemory, UInt8Array
 from kvoffload.plan import Direction
-from kvoffload.streams import NO_WAIT
 
-_POISON = 0xA5
-_SHIFT_BYTES = 65_544  # between the windows of two planes: not a multiple of any block size, so planes differ
-_MAX_SPARE_POOL_BYTES = 512 << 20
+POISON = 0xA5
+WARM_UP = 1  # rounds that are not counted
+BIG_COPY = "big copy"
+_THREADED_BYTES = 1 << 20
+_TILE_BYTES = 8 << 20  # of the big copy's pattern: repeated, so that it stays in the CPU's caches
 
 
 class Size(NamedTuple):
     """How big the cases are.
 
     Attributes:
-        payload_bytes: of a transfer, about.
-        plane_bytes: from one plane to the next, about.
+        payload_bytes: of a transfer, at least.
+        plane_bytes: of a plane, about.
         big_bytes: of the big copy.
         scale: of block bytes.
         descriptors: of the flat batches that are compared at one number of descriptors.
@@ -43,8 +47,8 @@ class Size(NamedTuple):
     descriptors: int
 
 
-FULL = Size(64 << 20, 16 << 20, 1 << 30, 1.0, 4096)
-SMALL = Size(256 << 10, 64 << 10, 1 << 20, 1 / 64, 256)  # for the simulated device
+FULL = Size(32 << 20, 16 << 20, 256 << 20, 1.0, 4096)
+SMALL = Size(8 << 10, 32 << 10, 1 << 20, 1 / 64, 128)  # for the simulated device
 
 
 class GpuTimer:
@@ -74,231 +78,176 @@ class GpuTimer:
             self._driver.event_destroy(self._end)
 
 
-class BigCopy:
-    """One contiguous pinned copy: what the link gives. Close it before the device."""
-
-    def __init__(self, device: Device, timer: GpuTimer, nbytes: int, seed: int) -> None:
-        self._device, self._timer, self.nbytes = device, timer, nbytes
-        with device.current():
-            self._host = PinnedMemory(device.driver, nbytes)
-        self._gpu = device.allocate(nbytes)
-        self._tile = np.random.default_rng(seed).integers(0, 256, min(nbytes, 32 << 20), dtype=np.uint8)
-
-    def seconds(self, direction: Direction) -> float:
-        host, gpu = self._host.address, self._gpu.address
-        target, source = (host, gpu) if direction is Direction.STORE else (gpu, host)
-        copy = self._device.driver.copy
-        return self._timer.seconds(lambda: copy(target, source, self.nbytes, self._timer.stream))
-
-    def wrong(self) -> int:
-        """Bytes that differ after a copy there and back over poison."""
-        tiles = self._host.array.reshape(-1, len(self._tile))
-        tiles[:] = self._tile
-        fill = self._device.driver.fill
-        self._timer.seconds(lambda: fill(self._gpu.address, _POISON, self.nbytes, self._timer.stream))
-        self.seconds(Direction.LOAD)
-        tiles[:] = _POISON
-        self.seconds(Direction.STORE)
-        return sum(int(np.count_nonzero(tile != self._tile)) for tile in tiles)
-
-    def close(self) -> None:
-        self._gpu.close()
-        with self._device.current():
-            self._host.release()
-
-
-class Bed:
-    """Planes of one geometry on the device, slots in a pool, and which blocks go where. A context manager.
-
-    Args:
-        geometry: of a model with several groups, one group's planes: a transfer is of one block table.
-        row_blocks: adjacent device blocks in a slot.
-        count: blocks of a transfer, or None for about `size.payload_bytes`.
+class Case(NamedTuple):
+    """Something to time.
 
     Attributes:
-        blocks: int64; runs of `row_blocks` adjacent ids, no two runs adjacent.
-        slots: int64; one per run.
-        pitch: bytes from plane to plane.
-        row_bytes: of one row of a strided operation.
+        run: does it once, and waits; seconds.
+        poison: overwrites what it has to write.
+        wrong: how many rows of bytes are not what they must be.
+        nbytes: what it moves.
+        warm: does the like, of other bytes.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        timer: GpuTimer,
-        geometry: ModelGeometry,
-        *,
-        row_blocks: int,
-        count: int | None,
-        size: Size,
-        seed: int,
-    ) -> None:
-        self._device, self._timer = device, timer
-        self.model, self.row_blocks = geometry.name, row_blocks
-        planes, block_bytes = geometry.planes_per_group[0], geometry.block_bytes
-        wanted = count or max(1, round(size.payload_bytes / (planes * block_bytes)))
-        runs = -(-wanted // row_blocks)
-        num_blocks = row_blocks * max(size.plane_bytes // (block_bytes * row_blocks), 2 * runs)
-        self._planes = device.allocate_planes(planes, block_bytes=block_bytes, num_blocks=num_blocks)
-        self.layout = KVLayout([self._planes], blocks_per_slot=row_blocks)
-        spare = min(4 * runs, _MAX_SPARE_POOL_BYTES // self.layout.slot_bytes)
-        self.engine = OffloadEngine(self.layout, device=device, num_slots=max(runs, spare))
-        self._random = np.random.default_rng(seed)
-        self._choose(runs, num_blocks // row_blocks)
-        self.pitch = self._planes[1].address - self._planes[0].address
-        self.row_bytes = row_blocks * block_bytes
-        self.nbytes = len(self.blocks) * planes * block_bytes
-        self._content = self._random.integers(
-            0, 256, self._planes[0].span_bytes + planes * _SHIFT_BYTES, dtype=np.uint8
-        )
-        self._plane_buffer = np.empty(self._planes[0].span_bytes, dtype=np.uint8)
+    run: Callable[[], float]
+    poison: Callable[[], None]
+    wrong: Callable[[], int]
+    nbytes: int
+    warm: Callable[[], object] = lambda: None
 
-    def _choose(self, runs: int, available: int) -> None:
-        starts = self._random.permutation(np.arange(0, available - available % 2, 2))[:runs] * self.row_blocks
-        self.starts: Int64Array = starts.astype(np.int64)
-        self.blocks: Int64Array = (self.starts[:, np.newaxis] + np.arange(self.row_blocks)).reshape(-1)
-        self.slots: Int64Array = self._random.permutation(self.engine.num_slots)[:runs].astype(np.int64)
+
+@dataclass(frozen=True)
+class Timing:
+    """What came out of the rounds of one case.
+
+    Attributes:
+        nbytes: moved each time.
+        seconds: of each counted round.
+        wrong: rows of bytes that were wrong, over all rounds.
+    """
+
+    nbytes: int
+    seconds: list[float] = field(default_factory=list)
+    wrong: int = 0
 
     @property
-    def plane_count(self) -> int:
-        return len(self._planes)
+    def median(self) -> float:
+        return statistics.median(self.seconds)
 
     @property
-    def block_bytes(self) -> int:
-        return self._planes[0].block_bytes
+    def gb_per_s(self) -> float:
+        return self.nbytes / self.median / 1e9
 
-    # ways of copying, each returning seconds on the GPU clock -----------------------------------------------------
 
-    def engine_seconds(self, direction: Direction, copier: str) -> float:
-        if direction is Direction.STORE:
-            job = self.engine.store(self.blocks, self.slots, after=NO_WAIT, copier=copier)
-        else:
-            job = self.engine.load(self.slots, self.blocks, after=NO_WAIT, copier=copier)
-        while not job.done:  # wait() sleeps between looks, which a wall clock around this would see
-            pass
-        return job.wait().seconds
+def run_rounds(cases: Mapping[str, Case], repeats: int) -> dict[str, Timing]:
+    """Every case once a round; each round begins with another one."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    wrong = dict.fromkeys(cases, 0)
+    names = list(cases)
+    for number in range(WARM_UP + repeats):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            case = cases[name]
+            case.poison()
+            case.warm()
+            seconds[name].append(case.run())
+            wrong[name] += case.wrong()
+    return {name: Timing(cases[name].nbytes, seconds[name][WARM_UP:], wrong[name]) for name in names}
 
-    def bare_strided(self, direction: Direction) -> Callable[[], float]:
-        """The same operations, built here and now from Python attributes, in one bare driver call."""
-        device = self._planes[0].address + self.starts * self.block_bytes
-        host = address_of(self.engine.slots) + self.slots * self.layout.slot_bytes
-        ends = ((device, self.pitch), (host, self.row_bytes))
-        source, target = ends if direction is Direction.STORE else ends[::-1]
-        operations = [
-            _operation((int(s), source[1]), (int(t), target[1]), self.row_bytes, self.plane_count)
-            for s, t in zip(source[0], target[0], strict=True)
-        ]
-        call = self._device.driver.api.cuMemcpy3DBatchAsync
-        stream = self._timer.stream
-        return lambda: self._timer.seconds(lambda: _check(call(len(operations), operations, 0, stream)))
 
-    def bare_flat(self, direction: Direction) -> Callable[[], float]:
-        """The same rows, one descriptor each, in one bare driver call on an idle stream."""
-        device, host = self.row_addresses()
-        source, target = (device, host) if direction is Direction.STORE else (host, device)
-        sources, targets = (_pointers(addresses) for addresses in (source, target))
-        sizes, attributes = [self.row_bytes] * len(sources), _stream_order()
-        call, stream = self._device.driver.api.cuMemcpyBatchAsync, self._timer.stream
+class Lab:
+    """A device with what benchmarks share. A context manager.
 
-        def submit() -> None:
-            _check(call(targets, sources, sizes, len(sizes), [attributes], [0], 1, stream))
+    Attributes:
+        big: the big copy.
+        timer: of what is not the engine's; also for whatever has to be queued and waited for.
+    """
 
-        return lambda: self._timer.seconds(submit)
+    def __init__(self, device: Device, size: Size, *, repeats: int, seed: int) -> None:
+        self.device, self.size, self.repeats, self.seed = device, size, repeats, seed
+        self.driver = device.driver
+        with ExitStack() as stack:
+            self._threads = stack.enter_context(ThreadPoolExecutor(min(16, hostinfo.usable_cpus())))
+            self.timer = stack.enter_context(closing(GpuTimer(device)))
+            self.big = stack.enter_context(closing(BigCopy(self, size.big_bytes)))
+            self._stack = stack.pop_all()
 
-    def row_addresses(self) -> tuple[Any, Any]:
-        """Device and host address of every row, uint64, slot by slot and plane by plane."""
-        plane = np.arange(self.plane_count)
-        device = self._planes[0].address + self.starts[:, np.newaxis] * self.block_bytes + plane * self.pitch
-        host = address_of(self.engine.slots) + self.slots[:, np.newaxis] * self.layout.slot_bytes
-        return device.reshape(-1).astype(np.uint64), (host + plane * self.row_bytes).reshape(-1).astype(np.uint64)
+    def wrong_rows(self, pairs: Sequence[tuple[UInt8Array, UInt8Array]], row_bytes: int) -> int:
+        """In how many rows of `row_bytes` (a multiple of 8) bytes differ, between contiguous 1-D arrays."""
+        if sum(found.nbytes for found, _ in pairs) < _THREADED_BYTES:
+            return sum(_wrong_rows(pair, row_bytes) for pair in pairs)
+        return sum(self._threads.map(partial(_wrong_rows, row_bytes=row_bytes), pairs))
 
-    # bytes --------------------------------------------------------------------------------------------------------
-
-    def prepare(self, direction: Direction) -> None:
-        """Give the sources of a direction their bytes."""
-        for index, plane in enumerate(self._planes):
-            if direction is Direction.STORE:
-                with self._device.current():
-                    source = self._window(index)
-                    self._device.driver.copy_to_device(plane.address, address_of(source), source.nbytes)
-            else:
-                self._rows(index)[self.slots] = self._expected(index)
-
-    def poison(self, direction: Direction) -> None:
-        """Overwrite the targets of a direction."""
-        if direction is Direction.STORE:
-            self.engine.slots[self.slots] = _POISON
-            return
-        slab = self._planes[0].owner
-        address, nbytes = slab.address, slab.nbytes  # type: ignore[attr-defined]
-        fill, stream = self._device.driver.fill, self._timer.stream
-        self._timer.seconds(lambda: fill(address, _POISON, nbytes, stream))
-
-    def wrong(self, direction: Direction) -> int:
-        """How many of the rows that a transfer has moved do not hold the bytes they must."""
-        found = self._rows if direction is Direction.STORE else self._read_plane
-        picked = self.slots if direction is Direction.STORE else self.starts // self.row_blocks
-        count = 0
-        for index in range(self.plane_count):
-            count += int((found(index)[picked] != self._expected(index)).any(axis=1).sum())
-        return count
-
-    def _window(self, index: int) -> UInt8Array:
-        begin = index * _SHIFT_BYTES
-        return self._content[begin : begin + self._planes[index].span_bytes]
-
-    def _expected(self, index: int) -> UInt8Array:
-        """What the rows of a plane hold, in the order of `slots`: uint8, (runs, row_bytes)."""
-        rows: UInt8Array = self._window(index).reshape(-1, self.row_bytes)[self.starts // self.row_blocks]
-        return rows
-
-    def _rows(self, index: int) -> UInt8Array:
-        begin = index * self.row_bytes
-        return self.engine.slots[:, begin : begin + self.row_bytes]
-
-    def _read_plane(self, index: int) -> UInt8Array:
-        plane = self._planes[index]
-        with self._device.current():
-            self._device.driver.copy_to_host(address_of(self._plane_buffer), plane.address, plane.span_bytes)
-        return self._plane_buffer.reshape(-1, self.row_bytes)
+    def in_threads(self, work: Callable[[Any], object], items: Iterable[Any]) -> None:
+        list(self._threads.map(work, items))
 
     def close(self) -> None:
-        """Close the engine and free the planes."""
-        self.engine.close()
-        self._planes[0].owner.close()  # type: ignore[attr-defined]
+        self._stack.close()
 
-    def __enter__(self) -> Bed:
+    def __enter__(self) -> Lab:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
 
-def _operation(source: tuple[int, int], target: tuple[int, int], width: int, height: int) -> Any:
-    """A strided operation of `height` rows of `width` bytes; ends are (address, pitch)."""
-    driver = binding_types()
-    operation = driver.CUDA_MEMCPY3D_BATCH_OP()
-    for end, (address, pitch) in ((operation.src, source), (operation.dst, target)):
-        end.type = driver.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
-        end.op.ptr.ptr = address
-        end.op.ptr.rowLength = pitch
-    operation.extent.width, operation.extent.height, operation.extent.depth = width, height, 1
-    operation.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    return operation
+def _wrong_rows(pair: tuple[UInt8Array, UInt8Array], row_bytes: int) -> int:
+    words, right = (array.view(np.uint64) for array in pair)
+    if np.array_equal(words, right):
+        return 0
+    return int((words != right).reshape(-1, row_bytes // 8).any(axis=1).sum())
 
 
-def _pointers(addresses: Iterable[int]) -> list[Any]:
-    pointer = binding_types().CUdeviceptr
-    return [pointer(int(address)) for address in addresses]
+class BigCopy:
+    """One contiguous pinned copy: what the link gives. Close it before the device."""
 
+    def __init__(self, lab: Lab, nbytes: int) -> None:
+        self._lab, self.nbytes = lab, -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self._tile = np.random.default_rng(lab.seed).integers(0, 256, min(self.nbytes, _TILE_BYTES), dtype=np.uint8)
+        self._buffers: list[DeviceBuffer] = []
+        self._pinned: list[PinnedMemory] = []
+        try:
+            for _ in range(2):
+                with lab.device.current():
+                    self._pinned.append(PinnedMemory(lab.driver, self.nbytes))
+                self._buffers.append(lab.device.allocate(self.nbytes))
+            self._host, self._check = self._pinned
+            self._gpu, self._spoiled = self._buffers
+            lab.in_threads(lambda tile: np.copyto(tile, self._tile[: len(tile)]), self._tiles(self._host))
+            self._queue(lambda stream: lab.driver.fill(self._spoiled.address, POISON, self.nbytes, stream))
+            self._copy(self._gpu.address, self._host.address)
+        except BaseException:
+            self.close()
+            raise
 
-def _stream_order() -> Any:
-    driver = binding_types()
-    attributes = driver.CUmemcpyAttributes()
-    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    return attributes
+    def case(self, direction: Direction) -> Case:
+        """There is nothing to prepare: what one direction has written right is the source of the other."""
+        if direction is Direction.STORE:
+            return Case(
+                lambda: self._copy(self._host.address, self._gpu.address),
+                lambda: self._spoil(self._host),
+                lambda: self._wrong(self._host),
+                self.nbytes,
+            )
+        return Case(lambda: self._copy(self._gpu.address, self._host.address), self._fill, self._read_back, self.nbytes)
 
+    def queue(self, direction: Direction, stream: int) -> None:
+        """Queue the copy, without a look at its bytes."""
+        target, source = self._host.address, self._gpu.address
+        if direction is Direction.LOAD:
+            target, source = source, target
+        self._lab.driver.copy(target, source, self.nbytes, stream)
 
-def _check(result: tuple[Any, ...]) -> None:
-    if int(result[0]):
-        raise DriverError("a bare batch call", result[0].name, int(result[0]))
+    def _queue(self, submit: Callable[[int], object]) -> float:
+        timer = self._lab.timer
+        return timer.seconds(lambda: submit(timer.stream))
+
+    def _copy(self, target: int, source: int) -> float:
+        return self._queue(lambda stream: self._lab.driver.copy(target, source, self.nbytes, stream))
+
+    def _fill(self) -> None:
+        self._queue(lambda stream: self._lab.driver.fill(self._gpu.address, POISON, self.nbytes, stream))
+
+    def _spoil(self, host: PinnedMemory) -> None:
+        self._copy(host.address, self._spoiled.address)
+
+    def _read_back(self) -> int:
+        self._spoil(self._check)
+        self._copy(self._check.address, self._gpu.address)
+        return self._wrong(self._check)
+
+    def _wrong(self, host: PinnedMemory) -> int:
+        """Rows of a page that are wrong."""
+        pairs = [(tile, self._tile[: tile.nbytes]) for tile in self._tiles(host)]
+        return self._lab.wrong_rows(pairs, PAGE_BYTES)
+
+    def _tiles(self, host: PinnedMemory) -> list[UInt8Array]:
+        step = len(self._tile)
+        return [host.array[start : start + step] for start in range(0, self.nbytes, step)]
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            buffer.close()
+        with self._lab.device.current():
+            for memory in self._pinned:
+                memory.release()

@@ -46,7 +46,7 @@ class Output:
     def result(self, fields: dict[str, Any]) -> None:
         """The JSON object, if that is what was asked for."""
         if self.as_json:
-            print(json.dumps(_plain(fields)))
+            print(as_json(fields))
 
     def banner(self, simulated: bool) -> None:
         """Say on stdout that nothing here was measured on a GPU."""
@@ -88,6 +88,11 @@ class Output:
 
 def _no_progress(done: int, total: int) -> None:
     pass
+
+
+def as_json(fields: dict[str, Any]) -> str:
+    """One line."""
+    return json.dumps(_plain(fields))
 
 
 def _plain(value: Any) -> Any:

@@ -7,13 +7,16 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from kvoffload import hostinfo
-from kvoffload.cli.bench import describe_device
+from kvoffload import cachefiles, hostinfo
 from kvoffload.cli.console import Output, add_common_options, mib, open_backend
-from kvoffload.copiers import why_not
+from kvoffload.cli.report import describe_device
+from kvoffload.copiers import Tiling, kernel_spec, why_not
 from kvoffload.device import Device
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError
+from kvoffload.kernels import load_kernel
+from kvoffload.plan import Direction
+from kvoffload.tuning import profile_for
 
 _PACKAGES = ("kvoffload", "numpy", "cuda-python", "cuda-bindings", "cuda-core", "platformdirs", "triton")
 _EXTRAS = ("rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax")
@@ -42,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         "gpus": gpus,
         "problem": problem,
         "memory": _memory(),
+        "cache_folder": str(cachefiles.cache_folder()),
+        "cache_folder_problem": cachefiles.why_not_writable(),
     }
     fields |= _device_fields(arguments, output)
     fields["advice"] = _advice(fields)
@@ -81,10 +86,12 @@ def _capabilities(device: Device) -> dict[str, Any]:
         "compute_capability": ".".join(map(str, capabilities.compute_capability)),
         "multiprocessors": capabilities.multiprocessors,
         "copy_engines": capabilities.copy_engines,
-        "copiers": why_not(capabilities),
+        "copiers": _copiers(device),
         "missing": capabilities.missing,
         "stream_memory_operations": capabilities.stream_memory_operations,
     }
+    profile = profile_for(device)
+    fields |= {"profile": profile.source, "profile_is_measured": profile.key is not None}
     if device.simulated:
         return fields
     return fields | {
@@ -98,6 +105,19 @@ def _capabilities(device: Device) -> dict[str, Any]:
         "numa_node": pci.numa_node,
         "numa_cpus": len(hostinfo.numa_node_cpus(pci.numa_node)) or None,
     }
+
+
+def _copiers(device: Device) -> dict[str, str | None]:
+    """Why each copier cannot run, if so; a kernel is tried by loading one."""
+    missing = why_not(device.capabilities)
+    if missing["gather"] is None:
+        spec = kernel_spec(Tiling(row_bytes=2048, word_bytes=8, alignment=16), Direction.LOAD, programs=1)
+        try:
+            with device.current():
+                load_kernel(device.driver, device.capabilities, spec).close()
+        except CapabilityError as error:
+            missing["gather"] = missing["split"] = str(error)
+    return missing
 
 
 def _memory() -> dict[str, Any]:
@@ -140,6 +160,13 @@ def _advice(fields: dict[str, Any]) -> list[str]:
             for name, reason in fields["copiers"].items()
             if reason
         ]
+        if not fields["profile_is_measured"]:
+            advice.append("copiers are chosen by figures of another machine: `kvoffload tune` measures this one")
+    if fields["cache_folder_problem"]:
+        advice.append(
+            "compiled kernels and profiles are not kept, and are made again each time: set "
+            f"{cachefiles.FOLDER_VARIABLE} to a folder that can be written"
+        )
     return advice
 
 
@@ -152,6 +179,8 @@ def _print(fields: dict[str, Any], output: Output) -> None:
     rows = [("GPUs", _gpu_list(fields["gpus"]))]
     if simulated is not None:
         rows += _device_rows(fields)
+    problem = fields["cache_folder_problem"]
+    rows.append(("cache folder", fields["cache_folder"] + (f", cannot be written: {problem}" if problem else "")))
     rows += _memory_rows(fields["memory"])
     rows.append(("Python", f"{fields['python']} on {fields['platform']}"))
     rows += [(name, version or "not installed") for name, version in fields["packages"].items()]
@@ -179,6 +208,7 @@ def _device_rows(fields: dict[str, Any]) -> list[tuple[str, str]]:
     for name, reason in fields["copiers"].items():
         rows.append((f"{name} copier", "can run" if reason is None else f"cannot run: {reason}"))
     rows += [(name, reason) for name, reason in fields["missing"].items()]
+    rows.append(("profile", fields["profile"]))
     rows.append(("stream memory operations", "yes" if fields["stream_memory_operations"] else "no"))
     return rows
 

@@ -8,115 +8,92 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from kvoffload.cli.cases import Bed, BigCopy, GpuTimer, Size
-from kvoffload.cli.transfer import WARM_UP
-from kvoffload.device import Device
+from kvoffload.cli.baselines import FLAT_BATCH, flat_batch
+from kvoffload.cli.bed import Bed
+from kvoffload.cli.cases import BIG_COPY, WARM_UP, Case, Lab, run_rounds
+from kvoffload.cli.console import Output
+from kvoffload.cli.report import number
+from kvoffload.cli.rows import bed_case, size_text, warm_engine
 from kvoffload.models import ModelGeometry, find_model
 from kvoffload.plan import Direction
 
-_LATENCY_CASES = (("llama-3.1-8b", 32), ("llama-3.1-70b-tp4", 512))
-_CALLS_PER_ROUND = 5  # after the 20 ms of a big copy the first call finds a cold CPU; a server calls more often
+_LATENCY_CASES = (("llama-3.1-8b", 32), ("llama-3.1-70b-tp4", 256))
+_ROUNDS = 3  # for each that was asked for: host times scatter more than those of the GPU
 _DESCRIPTOR_PLANES = 64
-_DESCRIPTOR_BYTES = (8192, 16384, 24576)
+_DESCRIPTOR_BYTES = (8 << 10, 16 << 10, 24 << 10, 32 << 10, 64 << 10)
 
 
-@dataclass(frozen=True)
-class Latency:
-    """One transfer through the engine, medians.
-
-    Attributes:
-        call_seconds: until `store()` or `load()` has returned; None on the simulated device, like the others.
-        wall_seconds: from the call until `poll()` has given the result out.
-        big_copy_gb_per_s: of the big copy, GPU clock, in the same rounds.
-        wrong: rows of bytes that were wrong.
-    """
-
-    model: str
-    direction: Direction
-    planes: int
-    block_bytes: int
-    blocks: int
-    nbytes: int
-    call_seconds: float | None
-    wall_seconds: float | None
-    big_copy_gb_per_s: float | None
-    wrong: int
-
-    @property
-    def ratio(self) -> float | None:
-        """Payload over wall clock, against the big copy."""
-        if self.wall_seconds is None or self.big_copy_gb_per_s is None:
-            return None
-        return self.nbytes / self.wall_seconds / 1e9 / self.big_copy_gb_per_s
+def geometry_of(planes: int, block_bytes: int, scale: float) -> ModelGeometry:
+    """So many planes of blocks of so many bytes (a multiple of 32)."""
+    return ModelGeometry(f"{planes} planes", planes, 1, block_bytes // 32, kv_split=False, scale=scale)
 
 
-def measure_latency(
-    device: Device, timer: GpuTimer, big: BigCopy, size: Size, repeats: int, seed: int
-) -> list[Latency]:
+# latency --------------------------------------------------------------------------------------------------------------
+
+
+def measure_latency(lab: Lab) -> list[dict[str, Any]]:
     """Stores and loads of a small and of a big transfer, interleaved with the big copy."""
     found = []
     for name, blocks in _LATENCY_CASES:
-        count = max(1, round(blocks * size.payload_bytes / (64 << 20)))
-        geometry = find_model(name).scaled(size.scale)
-        with Bed(device, timer, geometry, row_blocks=1, count=count, size=size, seed=seed) as bed:
-            found += _latency(bed, big, repeats, device.simulated)
+        count = max(1, round(blocks * lab.size.payload_bytes / (32 << 20)))
+        with Bed(lab, find_model(name).scaled(lab.size.scale), count=count) as bed, bed.twin() as twin:
+            found += _latency(bed, twin)
     return found
 
 
-def _latency(bed: Bed, big: BigCopy, repeats: int, simulated: bool) -> list[Latency]:
-    """Stores come first in every round and have ended before the loads, so loads may read their slots at any time."""
-    bed.prepare(Direction.STORE)
-    calls: dict[Direction, list[float]] = {direction: [] for direction in Direction}
-    walls: dict[Direction, list[float]] = {direction: [] for direction in Direction}
-    bigs: dict[Direction, list[float]] = {direction: [] for direction in Direction}
-    wrong = dict.fromkeys(Direction, 0)
+def _latency(bed: Bed, twin: Bed) -> list[dict[str, Any]]:
+    for direction in Direction:
+        bed.prepare(direction)
     bed.engine.poll()
-    for number in range(WARM_UP + repeats):
-        for direction in Direction:
-            last = number == WARM_UP + repeats - 1
-            if last:
-                bed.poison(direction)
-            bigs[direction].append(big.seconds(direction))
-            for _ in range(_CALLS_PER_ROUND):
-                call, wall = _once(bed, direction)
-                calls[direction].append(call)
-                walls[direction].append(wall)
-            if last:
-                wrong[direction] = bed.wrong(direction)
+    rounds, big = _ROUNDS * bed.lab.repeats, bed.lab.big
+    calls: dict[Direction, list[float]] = {direction: [] for direction in Direction}
 
-    def median(values: list[float]) -> float:
-        warm_up = WARM_UP * len(values) // (WARM_UP + repeats)
-        return statistics.median(values[warm_up:])
+    def once(direction: Direction) -> float:
+        call, wall = _once(bed, direction)
+        calls[direction].append(call)
+        return wall
 
-    return [
-        Latency(
-            bed.model,
-            direction,
-            bed.plane_count,
-            bed.block_bytes,
-            len(bed.blocks),
-            bed.nbytes,
-            None if simulated else median(calls[direction]),
-            None if simulated else median(walls[direction]),
-            None if simulated else big.nbytes / median(bigs[direction]) / 1e9,
-            wrong[direction],
-        )
-        for direction in Direction
-    ]
+    cases: dict[str, Case] = {}
+    for direction in Direction:
+        warm = partial(warm_engine, twin, bed, direction, None, "overlap")
+        cases[direction] = bed_case(bed, direction, partial(once, direction), warm)
+        cases[f"{BIG_COPY}, {direction}"] = big.case(direction)
+    timings = run_rounds(cases, rounds)
+    found = []
+    for direction in Direction:
+        wall, link = timings[direction], timings[f"{BIG_COPY}, {direction}"]
+        fields = {
+            "model": bed.model,
+            "direction": str(direction),
+            "planes": bed.plane_count,
+            "block_bytes": bed.block_bytes,
+            "blocks": bed.block_count,
+            "nbytes": bed.nbytes,
+            "wrong": wall.wrong + link.wrong,
+        }
+        if not bed.lab.device.simulated:
+            fields |= {
+                "call_seconds": statistics.median(calls[direction][WARM_UP:]),
+                "wall_seconds": wall.median,
+                "big_copy_gb_per_s": link.gb_per_s,
+                "wall/big copy": wall.gb_per_s / link.gb_per_s,
+            }
+        found.append(fields)
+    return found
 
 
 def _once(bed: Bed, direction: Direction) -> tuple[float, float]:
     """Seconds until the call has returned, and until `poll` has reported its job."""
-    engine = bed.engine
+    engine, part = bed.engine, bed.parts[0]
     begin = time.perf_counter()
     if direction is Direction.STORE:
-        engine.store(bed.blocks, bed.slots)
+        engine.store(part.blocks, part.slots)
     else:
-        engine.load(bed.slots, bed.blocks)
+        engine.load(part.slots, part.blocks)
     returned = time.perf_counter()
     while not (results := engine.poll()):
         pass
@@ -126,49 +103,102 @@ def _once(bed: Bed, direction: Direction) -> tuple[float, float]:
     return returned - begin, ended - begin
 
 
-def measure_descriptors(device: Device, timer: GpuTimer, size: Size, repeats: int, seed: int) -> list[dict[str, Any]]:
+def print_latencies(fields: Mapping[str, Any], output: Output) -> None:
+    simulated = fields["simulated"]
+    columns = ["transfer", "direction", "wrong rows"]
+    columns += [] if simulated else ["call us", "wall us", "GB/s, wall", "big copy GB/s", "wall/big copy"]
+    lines = []
+    for each in fields["latencies"]:
+        name = f"{each['model']}: {each['blocks']} blocks, {each['planes']} x {each['block_bytes']}"
+        line = [name, each["direction"], each["wrong"]]
+        if not simulated:
+            line += [f"{each['call_seconds'] * 1e6:.0f}", f"{each['wall_seconds'] * 1e6:.0f}"]
+            line += [number(each["nbytes"] / each["wall_seconds"] / 1e9), number(each["big_copy_gb_per_s"])]
+            line += [number(each["wall/big copy"], 2)]
+        lines.append(line)
+    output.table("the whole engine, from the call to poll()" + (", SIMULATED" if simulated else ""), columns, lines)
+
+
+# descriptors ----------------------------------------------------------------------------------------------------------
+
+
+def measure_descriptors(lab: Lab) -> list[dict[str, Any]]:
     """Loads of `size.descriptors` rows: the batch copier and one flat batch, wall clock and GPU clock."""
     rows = []
-    for block_bytes in _DESCRIPTOR_BYTES if device.capabilities.flat_batch else ():
-        geometry = ModelGeometry(
-            f"{_DESCRIPTOR_PLANES} planes", _DESCRIPTOR_PLANES, 1, block_bytes // 32, kv_split=False, scale=size.scale
-        )
-        count = size.descriptors // _DESCRIPTOR_PLANES
-        with Bed(device, timer, geometry, row_blocks=1, count=count, size=size, seed=seed) as bed:
-            rows.append(_descriptors(bed, repeats, device.simulated))
+    for block_bytes in _DESCRIPTOR_BYTES if lab.device.capabilities.flat_batch else ():
+        geometry = geometry_of(_DESCRIPTOR_PLANES, block_bytes, lab.size.scale)
+        with Bed(lab, geometry, count=lab.size.descriptors // _DESCRIPTOR_PLANES) as bed, bed.twin() as twin:
+            rows.append(_descriptors(bed, twin))
     return rows
 
 
-def _descriptors(bed: Bed, repeats: int, simulated: bool) -> dict[str, Any]:
+def _runs(bed: Bed, direction: Direction) -> dict[str, Callable[[], float]]:
+    return {
+        "batch": lambda: bed.seconds(bed.submit(direction, "batch")),
+        FLAT_BATCH: flat_batch(bed, direction),
+    }
+
+
+def _descriptors(bed: Bed, twin: Bed) -> dict[str, Any]:
     direction = Direction.LOAD
     bed.prepare(direction)
-    cases: dict[str, Callable[[], float]] = {
-        "batch": lambda: bed.engine_seconds(direction, "batch"),
-        "flat batch": bed.bare_flat(direction),
-    }
-    gpu: dict[str, list[float]] = {name: [] for name in cases}
-    wall: dict[str, list[float]] = {name: [] for name in cases}
-    wrong = {}
-    for number in range(WARM_UP + repeats):
-        for name, run in cases.items():
-            last = number == WARM_UP + repeats - 1
-            if last:
-                bed.poison(direction)
-            begin = time.perf_counter()
-            gpu[name].append(run())
-            wall[name].append(time.perf_counter() - begin)
-            if last:
-                wrong[name] = bed.wrong(direction)
+    runs, warm = _runs(bed, direction), _runs(twin, direction)
+    walls: dict[str, list[float]] = {name: [] for name in runs}
+
+    def timed(name: str) -> float:
+        begin = time.perf_counter()
+        seconds = runs[name]()
+        walls[name].append(time.perf_counter() - begin)
+        return seconds
+
+    cases = {name: bed_case(bed, direction, partial(timed, name), warm[name]) for name in runs}
+    timings = run_rounds(cases, bed.lab.repeats)
     row: dict[str, Any] = {
         "direction": str(direction),
-        "descriptors": len(bed.blocks) * bed.plane_count,
+        "descriptors": bed.copies,
         "row_bytes": bed.row_bytes,
-        "pitch": bed.pitch,
-        "wrong": wrong,
+        "wrong": {name: timing.wrong for name, timing in timings.items()},
     }
-    if not simulated:
-        for clock, samples in (("gpu", gpu), ("wall", wall)):
-            rates = {name: bed.nbytes / statistics.median(values[WARM_UP:]) / 1e9 for name, values in samples.items()}
+    if not bed.lab.device.simulated:
+        wall = {name: bed.nbytes / statistics.median(walls[name][WARM_UP:]) / 1e9 for name in runs}
+        gpu = {name: timing.gb_per_s for name, timing in timings.items()}
+        for clock, rates in (("gpu", gpu), ("wall", wall)):
             row |= {f"{name.replace(' ', '_')}_{clock}_gb_per_s": rate for name, rate in rates.items()}
-            row[f"batch/flat batch, {clock}"] = rates["batch"] / rates["flat batch"]
+            row[f"batch/flat batch, {clock}"] = rates["batch"] / rates[FLAT_BATCH]
     return row
+
+
+def other_ratios(
+    descriptors: Sequence[Mapping[str, Any]], latencies: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What sums these up, as `summary.ratios`; nothing from the simulated device."""
+    found = []
+    for row in descriptors:
+        for clock in ("gpu", "wall"):
+            if f"batch/flat batch, {clock}" in row:
+                name = f"batch / flat batch, n = {row['descriptors']}, {size_text(row['row_bytes'])}, load"
+                value, at = row[f"batch/flat batch, {clock}"], f"{'GPU' if clock == 'gpu' else 'wall'} clock"
+                found.append({"ratio": name, "which": "median", "value": value, "at": at})
+    for each in latencies:
+        if "wall/big copy" in each:
+            name = f"wall clock to poll() / big copy, {each['blocks']} blocks of {each['model']}, {each['direction']}"
+            at = f"the call itself {each['call_seconds'] * 1e6:.0f} us"
+            found.append({"ratio": name, "which": "median", "value": each["wall/big copy"], "at": at})
+    return found
+
+
+def print_descriptors(fields: Mapping[str, Any], output: Output) -> None:
+    rows, simulated = fields["descriptors"], fields["simulated"]
+    if not rows:
+        return
+    columns = ["row bytes", "descriptors", "wrong rows"]
+    clocks = () if simulated else ("wall", "gpu")
+    columns += [f"{name}, {clock}" for clock in clocks for name in ("batch", "flat batch", "ratio")]
+    lines = []
+    for row in rows:
+        line = [row["row_bytes"], row["descriptors"], sum(row["wrong"].values())]
+        for clock in clocks:
+            line += [number(row[f"{name}_{clock}_gb_per_s"]) for name in ("batch", "flat_batch")]
+            line.append(number(row[f"batch/flat batch, {clock}"], 2))
+        lines.append(line)
+    output.table("load, one number of descriptors" + (", SIMULATED" if simulated else ", GB/s"), columns, lines)

@@ -1,49 +1,41 @@
-"""`kvoffload bench transfer`: every way of copying the same addresses, against the big copy."""
+"""`kvoffload bench transfer`: every way of copying, over the geometries of models, against the big copy."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kvoffload.cli.cases import Bed, BigCopy, GpuTimer, Size
-from kvoffload.copiers import why_not
-from kvoffload.device import Device
-from kvoffload.models import ModelGeometry
+from kvoffload.cli.bed import Bed, Placement
+from kvoffload.cli.cases import Lab
+from kvoffload.cli.console import Advance, Output, models, numbers
+from kvoffload.cli.frameworks import measure_frameworks
+from kvoffload.cli.latency import measure_descriptors, measure_latency, other_ratios, print_descriptors, print_latencies
+from kvoffload.cli.report import Fields, add_bench_options, conduct
+from kvoffload.cli.rows import Measurer, Row, describe, wrong_rows
+from kvoffload.cli.summary import ratios
+from kvoffload.cli.tables import cases_of, figures, heads, took, way_text, what
+from kvoffload.errors import KVOffloadError
+from kvoffload.models import MODELS, ModelGeometry
 from kvoffload.plan import Direction
+from kvoffload.tuning import Way
 
-WARM_UP = 2
-RATIOS = (
-    ("strided/bare", "strided", "bare strided"),
-    ("strided/big copy", "strided", "big copy"),
-    ("strided/flat batch", "strided", "flat batch"),
-    ("batch/flat batch", "batch", "flat batch"),
-)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One geometry, one row width, one direction.
-
-    Attributes:
-        planes, block_bytes, row_blocks, blocks, pitch, nbytes: what was moved; see `Bed`.
-        gb_per_s: payload over the median seconds on the GPU clock, by case; empty on the simulated device.
-        ratios: of those, by name.
-        wrong: rows of bytes that were wrong, by case; 0 each when all is well.
-    """
-
-    model: str
-    direction: Direction
-    planes: int
-    block_bytes: int
-    row_blocks: int
-    blocks: int
-    pitch: int
-    nbytes: int
-    gb_per_s: dict[str, float] = field(default_factory=dict)
-    ratios: dict[str, float] = field(default_factory=dict)
-    wrong: dict[str, int] = field(default_factory=dict)
+_WAYS = (Way("gather", 4, 1.0), Way("split", 2), Way("split", 1))
+_DESCRIPTION = """\
+Copy random, non-adjacent blocks between planes and random slots of the pinned pool, in both directions and in every
+way: by the engine's choice (prefer "overlap" and "latency"), by each of its copiers ("gather 4": with 4 programs), and
+by what others do: "bare strided", the same operations built once and given to cuMemcpy3DBatchAsync; "flat batch", one
+cuMemcpyBatchAsync on an idle stream; "copy loop", cuMemcpyAsync; "grid-stride 12", a kernel of 12 programs of 4 warps,
+three address arrays copied to the GPU at each call, from ordinary or from pinned memory; "big copy", one contiguous
+pinned copy of 256 MiB. All of a line use the same addresses, in interleaved rounds; figures are medians on the GPU
+clock. Targets are poisoned before, and all bytes verified after, every timed transfer; just before it, the same way
+moves a few blocks elsewhere, as a CPU that has just compared 32 MiB has cold caches. Planes are folded (in one slab),
+scattered (an allocation each) or interleaved (blocks, planes, ...). Then: loads of 4096 descriptors through the batch
+copier and as one flat batch; how long store() and load() take on the host, and how long until poll() gives out the
+result; and at last CuPy (indexing and get/set, pinned) and JAX (gather and device_put, by wall clock), where they are
+installed, on arrays of their own.
+On the simulated device: small sizes, verified, and no times."""
 
 
 @dataclass(frozen=True)
@@ -51,125 +43,126 @@ class Plan:
     """What to measure.
 
     Attributes:
-        models, row_blocks: geometries, and adjacent blocks in a row.
-        blocks: of a transfer; None for about `size.payload_bytes`.
-        repeats: timed rounds; every round runs every case once.
+        models, row_blocks, placements: geometries, adjacent blocks in a slot, and where planes lie.
+        blocks: of a transfer; None for 32 MiB.
     """
 
     models: list[ModelGeometry]
     row_blocks: list[int]
+    placements: list[Placement]
     blocks: list[int] | None
-    repeats: int
-    size: Size
-    seed: int = 0
 
-    @property
-    def beds(self) -> list[tuple[ModelGeometry, int, int | None]]:
+    def beds(self, scale: float) -> list[tuple[ModelGeometry, Placement, int, int | None]]:
         counts: list[int | None] = [None] if self.blocks is None else [*self.blocks]
         return [
-            (model.scaled(self.size.scale), row_blocks, count)
+            (model.scaled(scale), placement, row_blocks, count)
             for model in self.models
-            for row_blocks in self.row_blocks
+            for placement in self.placements
+            for row_blocks in (self.row_blocks if placement is not Placement.INTERLEAVED else [1])
             for count in counts
         ]
 
 
-def measure_all(
-    plan: Plan, device: Device, timer: GpuTimer, big: BigCopy, progress: Callable[[int, int], None]
-) -> Iterator[Row]:
-    """Every bed in both directions."""
-    beds = plan.beds
-    for number, (model, row_blocks, count) in enumerate(beds, start=1):
-        with Bed(device, timer, model, row_blocks=row_blocks, count=count, size=plan.size, seed=plan.seed) as bed:
+def add_parser(benches: Any) -> None:
+    parser = benches.add_parser("transfer", help="every way of copying, per geometry", description=_DESCRIPTION)
+    parser.add_argument(
+        "--model",
+        type=models,
+        nargs="+",
+        default=[list(MODELS.values())],
+        metavar="NAME",
+        help=f"geometries, or all (the default): {', '.join(MODELS)}",
+    )
+    parser.add_argument("--blocks", type=numbers, metavar="N,...", help="blocks of a transfer (default: 32 MiB)")
+    parser.add_argument(
+        "--rows", type=numbers, default=[1, 8], metavar="N,...", help="adjacent blocks in a slot (default 1,8)"
+    )
+    parser.add_argument(
+        "--planes",
+        type=Placement,
+        nargs="+",
+        choices=list(Placement),
+        default=list(Placement),
+        help="where planes lie (default: all)",
+    )
+    parser.add_argument("--no-frameworks", action="store_true", help="leave CuPy and JAX out")
+    add_bench_options(parser, 5)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    chosen = [model for group in arguments.model for model in group]
+    plan = Plan(chosen, arguments.rows, arguments.planes, arguments.blocks)
+
+    def measure(lab: Lab, output: Output) -> Fields:
+        fields = _measure(plan, lab, output)
+        if not arguments.no_frameworks and not lab.device.simulated:
+            _add_frameworks(fields, chosen, lab, output)
+        return fields
+
+    return conduct(arguments, "transfer", measure, _show)
+
+
+def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
+    measurer = Measurer(_WAYS)
+    with output.progress("geometries") as progress:
+        rows = list(_rows(plan, lab, measurer, progress))
+    descriptors, latencies = measure_descriptors(lab), measure_latency(lab)
+    wrong = wrong_rows(rows) + sum(sum(row["wrong"].values()) for row in descriptors)
+    return {
+        "transfers": describe(rows),
+        "descriptors": descriptors,
+        "latencies": latencies,
+        "ratios": ratios(rows) + other_ratios(descriptors, latencies),
+        "not_run": measurer.not_run,
+        "profile": measurer.profile,
+        "wrong_rows": wrong + sum(each["wrong"] for each in latencies),
+    }
+
+
+def _rows(plan: Plan, lab: Lab, measurer: Measurer, progress: Advance) -> Iterator[Row]:
+    beds = plan.beds(lab.size.scale)
+    for number, (model, placement, row_blocks, count) in enumerate(beds, start=1):
+        with Bed(lab, model, placement=placement, row_blocks=row_blocks, count=count) as bed, measurer.on(bed) as one:
             for direction in Direction:
-                yield _measure(bed, direction, plan.repeats, device, big)
+                yield one(direction, len(bed.parts[0].slots))
         progress(number, len(beds))
 
 
-def _measure(bed: Bed, direction: Direction, repeats: int, device: Device, big: BigCopy) -> Row:
-    cases = _cases(bed, direction, device)
-    bed.prepare(direction)
-    seconds, wrong = run_rounds(bed, direction, cases, repeats, lambda: big.seconds(direction))
-    row = Row(
-        bed.model,
-        direction,
-        bed.plane_count,
-        bed.block_bytes,
-        bed.row_blocks,
-        len(bed.blocks),
-        bed.pitch,
-        bed.nbytes,
-        wrong=wrong,
-    )
-    if not device.simulated:
-        rates = {name: bed.nbytes / value / 1e9 for name, value in seconds.items() if name != "big copy"}
-        rates["big copy"] = big.nbytes / seconds["big copy"] / 1e9
-        row.gb_per_s.update(rates)
-        row.ratios.update(ratios_of(rates))
-    return row
+def _add_frameworks(fields: Fields, models: Sequence[ModelGeometry], lab: Lab, output: Output) -> None:
+    try:
+        with output.progress("frameworks") as progress:
+            rows, missing = measure_frameworks(lab, models, progress)
+    except KVOffloadError:
+        raise
+    except Exception as error:  # other people's code, after minutes of measuring that must not be lost
+        fields["not_run"]["frameworks"] = f"{type(error).__name__}: {error}"
+        return
+    fields["frameworks"] = describe(rows)
+    fields["not_run"] |= missing
+    fields["wrong_rows"] += wrong_rows(rows)
 
 
-def _cases(bed: Bed, direction: Direction, device: Device) -> dict[str, Callable[[], float]]:
-    def by_engine(copier: str) -> Callable[[], float]:
-        return lambda: bed.engine_seconds(direction, copier)
-
-    cases = {name: by_engine(name) for name, missing in why_not(device.capabilities).items() if missing is None}
-    if device.capabilities.strided_batch:
-        cases["bare strided"] = bed.bare_strided(direction)
-    if device.capabilities.flat_batch:
-        cases["flat batch"] = bed.bare_flat(direction)
-    return cases
+# tables ---------------------------------------------------------------------------------------------------------------
 
 
-def run_rounds(
-    bed: Bed,
-    direction: Direction,
-    cases: dict[str, Callable[[], float]],
-    repeats: int,
-    big_seconds: Callable[[], float],
-) -> tuple[dict[str, float], dict[str, int]]:
-    """Run every case once a round, and the big copy with them: median seconds and wrong rows, by case.
-
-    Targets are poisoned before and verified after each case's timed transfer of the last round.
-    """
-    samples: dict[str, list[float]] = {name: [] for name in (*cases, "big copy")}
-    wrong = {}
-    for number in range(WARM_UP + repeats):
-        samples["big copy"].append(big_seconds())
-        for name, run in cases.items():
-            last = number == WARM_UP + repeats - 1
-            if last:
-                bed.poison(direction)
-            samples[name].append(run())
-            if last:
-                wrong[name] = bed.wrong(direction)
-    return {name: statistics.median(values[WARM_UP:]) for name, values in samples.items()}, wrong
+def _show(fields: Fields, output: Output) -> None:
+    for direction in Direction:
+        for placement in dict.fromkeys(row["placement"] for row in fields["transfers"]):
+            kind = direction, placement
+            rows = [row for row in fields["transfers"] if (row["direction"], row["placement"]) == kind]
+            _show_rows(f"{direction} ({way_text(direction)}), {placement}", rows, fields["simulated"], output)
+    if fields.get("frameworks"):
+        _show_rows("beside frameworks, on arrays of their own", fields["frameworks"], fields["simulated"], output)
+    print_descriptors(fields, output)
+    print_latencies(fields, output)
 
 
-def ratios_of(rates: dict[str, float]) -> dict[str, float]:
-    return {name: rates[over] / rates[under] for name, over, under in RATIOS if over in rates and under in rates}
-
-
-def lowest_ratios(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """For each ratio and direction its lowest and median value, and where it is lowest."""
-    rows = list(rows)
-    found = []
-    for name, *_ in RATIOS:
-        for direction in Direction:
-            values = sorted(
-                (row.ratios[name], index)
-                for index, row in enumerate(rows)
-                if name in row.ratios and row.direction is direction
-            )
-            if values:
-                where = rows[values[0][1]]
-                found.append(
-                    {
-                        "ratio": name,
-                        "direction": str(direction),
-                        "lowest": values[0][0],
-                        "median": statistics.median(value for value, _ in values),
-                        "lowest_at": f"{where.model}, rows of {where.row_blocks}",
-                    }
-                )
-    return found
+def _show_rows(title: str, rows: Sequence[Mapping[str, Any]], simulated: bool, output: Output) -> None:
+    cases = cases_of(rows)
+    columns = ("model", "planes x bytes", "rows of", "blocks", *heads(cases), "took")
+    lines = []
+    for row in rows:
+        line = [row["model"], f"{row['planes']} x {row['block_bytes']}", row["row_blocks"]]
+        lines.append([*line, row["blocks"], *figures(row, cases, simulated), took(row)])
+    output.table(f"{title}, {what(simulated)}", columns, lines)

@@ -1,0 +1,100 @@
+"""How a benchmark runs and ends: the device, its figures as tables, JSON and plots, and what was wrong."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvoffload.cli import plots
+from kvoffload.cli.cases import FULL, SMALL, Lab
+from kvoffload.cli.console import CommandError, Output, add_common_options, as_json, open_backend, whole
+from kvoffload.device import Device
+
+Fields = dict[str, Any]
+
+
+def add_bench_options(parser: argparse.ArgumentParser, repeats: int) -> None:
+    parser.add_argument("--repeats", type=whole(1), metavar="N", help=f"timed rounds (default {repeats}; simulated 1)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the bytes and of where blocks lie (default 0)")
+    parser.add_argument("--save", metavar="FILE", help="write all figures to FILE, as JSON, for `bench plot`")
+    parser.add_argument("--plot", metavar="FOLDER", help="draw the figures, as PNGs in FOLDER; needs matplotlib")
+    add_common_options(parser)
+    parser.set_defaults(default_repeats=repeats)
+
+
+def conduct(
+    arguments: argparse.Namespace,
+    name: str,
+    measure: Callable[[Lab, Output], Fields],
+    show: Callable[[Fields, Output], None],
+) -> int:
+    """Measure, print, draw; 0 if every byte was right, else 1.
+
+    Args:
+        arguments: with the options of `add_bench_options`.
+        measure: gives figures that JSON can hold, among them `wrong_rows`.
+        show: prints tables of them.
+    """
+    output = Output(arguments.json)
+    if arguments.plot:
+        plots.require()
+    save = _save_to(arguments.save)
+    with open_backend(arguments, output, arguments.seed) as device:
+        if arguments.plot and device.simulated:
+            raise CommandError("--plot draws times, and the simulated device has none")
+        repeats = arguments.repeats or (1 if device.simulated else arguments.default_repeats)
+        size = SMALL if device.simulated else FULL
+        fields: Fields = {"benchmark": name, **describe_device(device), "repeats": repeats}
+        with Lab(device, size, repeats=repeats, seed=arguments.seed) as lab:
+            fields |= measure(lab, output)
+    output.banner(fields["simulated"])
+    show(fields, output)
+    print_end(fields, output)
+    output.result(fields)
+    save(fields)
+    if arguments.plot:
+        for path in plots.draw([fields], arguments.plot):
+            output.note(f"kvoffload: wrote {path}")
+    return 1 if fields["wrong_rows"] else 0
+
+
+def _save_to(name: str | None) -> Callable[[Fields], object]:
+    """What writes results to a file; CommandError now if that cannot be, and not after minutes of measuring."""
+    if name is None:
+        return lambda _: None
+    path = Path(name)
+    try:
+        path.write_text("")
+    except OSError as error:
+        raise CommandError(f"--save {name}: {error.strerror}") from error
+    return lambda fields: path.write_text(as_json(fields) + "\n")
+
+
+def describe_device(device: Device) -> dict[str, Any]:
+    """What a figure was measured on."""
+    capabilities, pci = device.capabilities, device.pci
+    return {
+        "simulated": device.simulated,
+        "device": device.name,
+        "driver": ".".join(map(str, capabilities.driver_version)),
+        "bindings": ".".join(map(str, capabilities.bindings_version)),
+        "link": "made up" if device.simulated else f"{pci.link_speed or 'speed unknown'} x{pci.link_width or '?'}",
+    }
+
+
+def print_end(fields: Mapping[str, Any], output: Output) -> None:
+    """The ratios, what did not run, where this was, and how many rows were wrong."""
+    for name, reason in fields.get("not_run", {}).items():
+        output.line(f"not run: {name}: {reason}")
+    output.line(f"{fields['device']}, driver {fields['driver']}, bindings {fields['bindings']}, link {fields['link']}")
+    if "profile" in fields:
+        output.line(f"profile: {fields['profile']}")
+    for each in fields.get("ratios", []):
+        output.line(f"{each['ratio']}: {each['which']} {each['value']:.2f} ({each['at']})")
+    output.line(f"rows of bytes that were wrong: {fields['wrong_rows']}")
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
