@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from helpers import Rig, number_blocks, rig, simulated
+from helpers import COPY_ENGINE_ONLY, Rig, number_blocks, rig, simulated
 
 import kvoffload
 from kvoffload import BlockCache, KVLayout, OffloadEngine
@@ -27,7 +27,7 @@ def grouped(capacity: int = 4, seed: int = 0) -> Iterator[tuple[Rig, BlockCache,
         other = device.allocate_planes(3, block_bytes=32, num_blocks=40)
         number_blocks(other, 101)
         layout = KVLayout([bench.planes, other], blocks_per_slot=2)
-        with OffloadEngine(layout, device=device, num_slots=2 * capacity + 1) as engine:
+        with OffloadEngine(layout, device=device, num_slots=2 * capacity + 1, **COPY_ENGINE_ONLY) as engine:
             try:
                 yield bench, BlockCache(engine), [bench.planes, other]
             finally:

@@ -25,6 +25,14 @@ LEVELS = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder of the session's own: what was measured on this machine before decides no test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVOFFLOAD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A number of this test's own. KVOFFLOAD_TEST_SEED chooses others; it is printed when the test fails."""

@@ -18,6 +18,7 @@ import pytest
 
 import kvoffload
 from kvoffload import streams
+from kvoffload.copiers import gather, toolbox
 from kvoffload.driver.simulator import SimulatedDriver
 from kvoffload.memory import PAGE_BYTES, PinnedMemory, address_of
 
@@ -31,8 +32,13 @@ LEVELS = {
     "raw": ((13, 0), (13, 5)),
 }
 LEGACY, PER_THREAD = 1, 2
+COPIERS = toolbox.NAMES
+LANE_STREAMS = streams.STREAMS_PER_LANE + 1  # those for copies, and one for kernels
 ORDERING_SEEDS = range(int(os.environ.get("KVOFFLOAD_ORDERING_SEEDS", "20")))
 BLOCKING, NON_BLOCKING = 0, 1
+# Of engines in tests about streams, order, pieces and faults: without a kernel, those go the copy engine's way on every
+# run, and cost nothing: interpreting one takes 4 ms, and 2 ms more for each of its tiles.
+COPY_ENGINE_ONLY: dict[str, Any] = {"sm_limit": 0}
 
 
 def simulated(seed: int = 0, level: str = "batch", **options: Any) -> kvoffload.Device:
@@ -168,11 +174,16 @@ class Rig:
 def rig(
     device: kvoffload.Device, *, planes: int = 4, block_bytes: int = 64, num_blocks: int = 16, **options: Any
 ) -> Iterator[Rig]:
-    """A rig with one group in one slab; block `b` is filled with `b + 1`, slot `s` with `100 + s`."""
+    """A rig with one group in one slab; block `b` is filled with `b + 1`, slot `s` with `100 + s`.
+
+    Transfers take the copy engine unless `sm_limit` says otherwise.
+    """
     made = device.allocate_planes(planes, block_bytes=block_bytes, num_blocks=num_blocks)
     slab = made[0].owner
     assert isinstance(slab, kvoffload.DeviceBuffer)
-    engine = kvoffload.OffloadEngine(kvoffload.KVLayout([made]), device=device, **{"num_slots": 16, **options})
+    engine = kvoffload.OffloadEngine(
+        kvoffload.KVLayout([made]), device=device, **{"num_slots": 16, **COPY_ENGINE_ONLY, **options}
+    )
     every = Rig(device, engine, slab, made)
     paint(every)
     try:
@@ -187,6 +198,11 @@ def paint(rig: Rig) -> None:
     rig.engine.slots[:] = (100 + np.arange(rig.engine.num_slots)).astype(np.uint8)[:, np.newaxis]
 
 
+def copiers_in(engine: kvoffload.OffloadEngine) -> list[str]:
+    """The copiers that an engine has."""
+    return [name for name in COPIERS if name not in engine.missing_copiers]
+
+
 def warm_up(rig: Rig) -> None:
     """Do each kind of work once. The driver may synchronise when it does something first: for ever behind a gate."""
     nbytes = sum(plane.block_bytes for plane in rig.planes)
@@ -195,7 +211,7 @@ def warm_up(rig: Rig) -> None:
     rig.copy_block(stream, scratch.address, 0)
     rig.synchronize(stream)
     rig.gate(stream).open()
-    for copier in rig.engine._copiers:
+    for copier in copiers_in(rig.engine):
         for transfer in (rig.engine.store, rig.engine.load):
             transfer([0, 1], [0, 1], copier=copier).wait(30)
     rig.engine.poll()
@@ -247,20 +263,27 @@ def settled_rig(device: kvoffload.Device) -> Iterator[Rig]:
 
 
 def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every piece of every transfer queued on another stream than the one before it in its direction."""
+    """Have every piece of every transfer queued on another stream than the one before it in its direction.
 
-    def take(lane: streams.Lane, places: int) -> streams.LaneStream:
-        lane._tail = (lane._tail + 1) % len(lane.streams)
-        lane.streams[lane._tail].queued += places
-        return lane.streams[lane._tail]
+    Kernels have the one stream of their lane.
+    """
+
+    def take(lane: streams.Lane, places: int, *, kernel: bool = False) -> streams.LaneStream:
+        if not kernel:
+            lane._tail = (lane._tail + 1) % streams.STREAMS_PER_LANE
+        stream = lane.streams[streams.STREAMS_PER_LANE if kernel else lane._tail]
+        stream.queued += places
+        return stream
 
     monkeypatch.setattr(streams.Lane, "take", take)
 
 
-def cut_pieces(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngine) -> None:
-    """At most one operation at a time."""
-    for copier in engine._copiers.values():
-        monkeypatch.setattr(copier, "piece_operations", 1)
+def cut_pieces(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngine, operations: int = 1) -> None:
+    """At most so many operations at a time, of a kernel so many blocks."""
+    made = engine._toolbox
+    monkeypatch.setattr(gather, "_MAX_TABLE_BLOCKS", operations)  # for gather copiers that are made later
+    for copier in (made._strided, made._batch, made._loop, *made._gather.values()):
+        monkeypatch.setattr(copier, "piece_operations", operations)
 
 
 def in_threads(*works: Callable[[], object]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from helpers import COPY_ENGINE_ONLY
 from hypothesis import strategies as st
 
 import kvoffload
@@ -36,7 +37,8 @@ class LayoutSpec(NamedTuple):
 
 
 class TransferSpec(NamedTuple):
-    """One call of `store` or `load`; `copier` indexes the copiers at hand, with None as the last."""
+    """One call of `store` or `load`; `copier` indexes the copiers of the engine, with None as the last, and begins
+    again."""
 
     direction: Direction
     group: int
@@ -51,10 +53,12 @@ class Case(NamedTuple):
 
     layout: LayoutSpec
     num_slots: int
+    sm_limit: int
     transfers: tuple[TransferSpec, ...]
 
 
 NUM_SLOTS = 6
+MOST_INTERPRETED_BYTES = 32 << 10
 BLOCK_BYTES = (1, 3, 16, 48, 100, 256, 1000, 4096, 18 * 1024)
 
 
@@ -159,14 +163,21 @@ def transfers(draw: st.DrawFn, layout: LayoutSpec) -> TransferSpec:
     storing = direction is Direction.STORE
     blocks = draw(ids(num_blocks, count, distinct=not storing))
     slots = draw(ids(NUM_SLOTS, spanned, distinct=storing))
-    return TransferSpec(direction, group, blocks, slots, first, draw(st.integers(0, 3)))
+    return TransferSpec(direction, group, blocks, slots, first, draw(st.integers(0, 5)))
 
 
 @st.composite
 def cases(draw: st.DrawFn, most_transfers: int = 5) -> Case:
     layout = draw(layouts())
     several = tuple(draw(transfers(layout)) for _ in range(draw(st.integers(1, most_transfers))))
-    return Case(layout, NUM_SLOTS, several)
+    return Case(layout, NUM_SLOTS, draw(sm_limits(layout, several)), several)
+
+
+@st.composite
+def sm_limits(draw: st.DrawFn, layout: LayoutSpec, several: tuple[TransferSpec, ...]) -> int:
+    """Kernels for small transfers only: interpreting one takes 2 ms for a tile, which may hold no more than 1 KiB."""
+    nbytes = sum(len(each.blocks) * plane.block_bytes for each in several for plane in layout.groups[each.group])
+    return draw(st.sampled_from((0, 1, 4))) if nbytes <= MOST_INTERPRETED_BYTES else 0
 
 
 def place(device: kvoffload.Device, spec: LayoutSpec, seed: int) -> tuple[KVLayout, list[DeviceBuffer]]:
@@ -203,6 +214,6 @@ def copiers_of(device: kvoffload.Device) -> list[str]:
 
 
 def engine_on(device: kvoffload.Device, **options: Any) -> OffloadEngine:
-    """A small engine over a slab of its own."""
+    """A small engine over a slab of its own, whose transfers take the copy engine unless `sm_limit` says otherwise."""
     layout = KVLayout([device.allocate_planes(4, block_bytes=64, num_blocks=8)])
-    return OffloadEngine(layout, device=device, num_slots=8, **options)
+    return OffloadEngine(layout, device=device, num_slots=8, **{**COPY_ENGINE_ONLY, **options})

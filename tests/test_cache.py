@@ -261,12 +261,18 @@ def test_counts_do_not_depend_on_when_copies_end(seed: int, monkeypatch: pytest.
         cache.check()
 
 
-@pytest.mark.parametrize("call", ["cuMemcpy3DBatchAsync", "cuMemcpyBatchAsync"], ids=["first", "second"])
-def test_a_key_is_visible_only_if_every_group_was_stored(call: str) -> None:
-    """Group 0 is copied by strided copies, group 1, of three planes, by flat ones."""
+@pytest.mark.parametrize("group", [0, 1], ids=["first", "second"])
+def test_a_key_is_visible_only_if_every_group_was_stored(group: int) -> None:
+    """The copies of either group are refused."""
     with grouped() as (bench, cache, _):
-        assert bench.device.simulator is not None
-        bench.device.simulator.faults.fail_call(call)
+        simulator: Any = bench.device.simulator
+        simulator.faults.calls = []
+        cache.store(keys(0), [[1, 2], [11, 12]]).wait(10)
+        copies = [name for name, _ in simulator.faults.calls if "Batch" in name]
+    assert len(copies) == 2, "a call for each group"
+    with grouped() as (bench, cache, _):
+        simulator = bench.device.simulator
+        simulator.faults.fail_call(copies[group], nth=copies[: group + 1].count(copies[group]))
         job = cache.store(keys(0), [[1, 2], [11, 12]])
         cache._engine.drain(10)
         assert sorted(each.error is None for each in job.jobs) == [False, True]
@@ -326,10 +332,10 @@ def test_a_refusal_after_the_first_group_spends_its_slots_until_they_are_free(mo
         gate = bench.gate(held)
         submit = cache._engine.submit
 
-        def only_first(*arguments: Any, group: int, **options: Any) -> Any:
-            if group:
+        def only_first(*arguments: Any, **options: Any) -> Any:
+            if options["group"]:
                 raise CapacityError("no room for the second group")
-            return submit(*arguments, group=group, **options)
+            return submit(*arguments, **options)
 
         monkeypatch.setattr(cache._engine, "submit", only_first)
         with pytest.raises(CapacityError, match="second group"):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from capture_probe import GLOBAL, RELAXED, THREAD_LOCAL, Capturing, pushed
+from helpers import copiers_in
 from strategies import engine_on, slab_of
 
 import kvoffload
@@ -44,13 +45,16 @@ def test_pitfall_07_transfers_and_a_capture_do_not_disturb_each_other(
     before = scramble(slab_of(planes), seed)
     with OffloadEngine(KVLayout([planes]), device=any_device, num_slots=8) as engine:
         capture = Capturing(any_device, mode, other_thread=other_thread)
-        job = engine.store(range(8), range(8))
-        job.order_before(1)
-        assert job.wait(10).error is None
-        second = engine.load(range(8), range(7, -1, -1), after=NO_WAIT)
-        while not second.done:
+        for copier in copiers_in(engine):
+            job = engine.store(range(8), range(8), copier=copier)
+            job.order_before(1)
+            assert job.wait(10).error is None
+            second = engine.load(range(8), range(8), after=NO_WAIT, copier=copier)
+            while not second.done:
+                pass
+            assert [result.error for result in engine.poll()] == [None]
+        with OffloadEngine(engine.layout, device=any_device, num_slots=1):
             pass
-        assert [result.error for result in engine.poll()] == [None]
         third = engine.load(range(8), range(8))
         engine.drain(10)
         assert third.result().error is None
@@ -100,8 +104,11 @@ def entry_points(device: kvoffload.Device, engine: OffloadEngine) -> dict[str, C
         "copy_from": lambda: buffer.copy_from(np.zeros(64, np.uint8)),
         "to_numpy": buffer.to_numpy,
         "engine": lambda: engine_on(device).close(),
+        "engine with kernels": lambda: engine_on(device, sm_limit=2).close(),
         "store": lambda: engine.store([1], [1]),
         "load": lambda: engine.load([1], [1]),
+        "gather": lambda: engine.store(range(8), range(8), copier="gather"),
+        "split": lambda: engine.load(range(8), range(8), copier="split"),
         "order_before": lambda: job.order_before(1),
         "done": lambda: job.done,
         "wait": lambda: job.wait(10),
@@ -122,7 +129,7 @@ def test_every_entry_point_is_relaxed_inside_and_restores_the_callers_mode(devic
             with device.current():
                 assert mode_of(device) == RELAXED
             assert mode_of(device) == RELAXED
-        for name, call in entry_points(device, engine_on(device)).items():
+        for name, call in entry_points(device, engine_on(device, sm_limit=2)).items():
             call()
             assert mode_of(device) == mode, name
     finally:

@@ -18,7 +18,7 @@ from kvoffload.cli import demo as demo_module
 from kvoffload.cli.console import Output
 from kvoffload.cli.verified import VerifiedCache
 
-SMALL_TRANSFER = ("bench", "transfer", "--model", "gpt-oss-20b", "--rows", "1,4", "--blocks", "8")
+SMALL_TRANSFER = ("bench", "transfer", "--model", "gpt-oss-20b", "--planes", "folded", "--rows", "2", "--blocks", "2")
 COMMANDS = [("doctor",), ("demo", "--turns", "2"), SMALL_TRANSFER]
 GPU_FIGURES = re.compile(r"GB/s|gb_per_s|GPU clock", re.IGNORECASE)
 
@@ -165,7 +165,7 @@ def test_doctor_without_a_gpu_says_what_is_missing_and_how_to_go_on(
     assert "no driver library here" in fields["problem"]
     assert any("nvidia-smi" in line for line in fields["advice"])
     assert any("kvoffload demo" in line for line in fields["advice"])
-    assert fields["copiers"] == {"strided": None, "batch": None, "loop": None}
+    assert fields["copiers"] == dict.fromkeys(("strided", "gather", "split", "batch", "loop"))
     assert fields["memory"]["usable_cpus"] >= 1
     assert fields["packages"]["numpy"] == np.__version__
 

@@ -14,7 +14,7 @@ from cuda.bindings import driver as bindings
 
 import kvoffload
 from kvoffload import CapabilityError, DriverError, KVLayout, KVOffloadError, OffloadEngine
-from kvoffload.copiers import make_copiers, why_not
+from kvoffload.copiers import why_not
 from kvoffload.driver import Driver, StridedTable, cuda, functions
 from kvoffload.testing import SimulatedDriver, check_clean_close
 
@@ -177,7 +177,10 @@ def test_pitfall_14_capabilities_at_every_level(level: str) -> None:
     assert found.stream_memory_operations
     expected = set() if raw else {"raw addresses"}
     assert set(found.missing) == expected | (set() if batch else {"cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync"})
-    assert set(make_copiers(device.driver, found)) == {"strided", "loop"} | ({"batch"} if batch else set())
+    assert (found.kernels, found.max_shared_bytes) == (True, 232448)
+    assert {name for name, missing in why_not(found).items() if missing is not None} == (set() if batch else {"batch"})
+    kernels = {name: reason for name, reason in why_not(found, sm_limit=0).items() if name in ("gather", "split")}
+    assert set(kernels.values()) == {"sm_limit=0 forbids kernels"}
     check_clean_close(device)
 
 
@@ -192,7 +195,9 @@ def test_why_not_names_what_is_needed_and_what_is_there() -> None:
             CapabilityError, match=r"copier='batch' cannot run here: cuda-bindings 13.3 need .* >= 13.0"
         ):
             engine.store([0], [0], copier="batch")
-        with pytest.raises(ValueError, match="copier must be one of strided, batch, loop or None, got 'fast'"):
+        with pytest.raises(
+            ValueError, match="copier must be one of strided, gather, split, batch, loop or None, got 'fast'"
+        ):
             engine.store([0], [0], copier="fast")
     check_clean_close(device)
 

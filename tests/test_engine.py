@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import LEVELS, Rig, number_blocks, rig, simulated, whole
+from helpers import COPY_ENGINE_ONLY, LEVELS, Rig, number_blocks, rig, simulated, whole
 
 import kvoffload
 from kvoffload import (
@@ -53,7 +53,7 @@ WRONG: list[tuple[str, Callable[[OffloadEngine], object], type[Exception], str]]
     ("group", lambda e: e.store([1], [0], group=1), LayoutError, "group"),
     ("group negative", lambda e: e.store([1], [0], group=-1), LayoutError, "group"),
     ("sub-block", lambda e: e.load([1], [0], first_sub_block=1), LayoutError, "first_sub_block"),
-    ("copier", lambda e: e.store([1], [0], copier="gather"), ValueError, "strided, batch, loop"),
+    ("copier", lambda e: e.store([1], [0], copier="fast"), ValueError, "strided, gather, split, batch, loop or None"),
     ("source order", lambda e: e.load([1], [0], source_order="never"), ValueError, "auto, stream, any"),
     ("after", lambda e: e.store([1], [0], after="stream"), TypeError, "after must be a stream handle"),
     ("after a bool", lambda e: e.store([1], [0], after=True), TypeError, "after"),
@@ -153,12 +153,40 @@ def test_a_copier_asked_for_by_name_is_used_or_refused(bench: Rig, copier: str) 
     assert (bench.slot(1) == 2).all()
 
 
-def test_few_rows_go_flat() -> None:
-    with simulated(1) as device, rig(device, planes=2) as bench:
-        assert bench.engine.store([1], [1]).wait(10).copier == "batch"
-    for planes, copier in ((1, "loop"), (2, "strided"), (8, "strided")):
-        with simulated(1, "no-batch") as device, rig(device, planes=planes) as bench:
-            assert bench.engine.store([1], [1]).wait(10).copier == copier
+@pytest.mark.parametrize("copier", ["gather", "split"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copier_with_a_kernel_is_used_where_kernels_are_allowed(level: str, copier: str) -> None:
+    with simulated(11, level) as device, rig(device, sm_limit=2) as bench:
+        job = bench.engine.store(range(8), range(8), copier=copier)
+        assert (job.wait(10).copier, job.copier, job.reason) == (copier, copier, "asked for by name")
+        assert job.way is not None
+        assert 1 <= job.way.programs <= 2
+        bench.engine.load(range(8), range(8, 16), copier=copier).wait(10)
+        for number in range(8):
+            assert (bench.slot(number) == number + 1).all()
+            assert (bench.block(8 + number) == number + 1).all()
+
+
+@pytest.mark.parametrize("copier", ["gather", "split"])
+def test_a_copier_with_a_kernel_is_refused_where_kernels_are_forbidden(bench: Rig, copier: str) -> None:
+    before = busy(bench)
+    with pytest.raises(CapabilityError, match=f"copier='{copier}' cannot run here: sm_limit=0 forbids kernels"):
+        bench.engine.store([1], [1], copier=copier)
+    assert busy(bench) == before
+    assert bench.engine.missing_copiers[copier] == "sm_limit=0 forbids kernels"
+
+
+def test_without_kernels_the_choice_is_among_the_others(bench: Rig) -> None:
+    """One block, whose planes fold and so make one operation; and a plane alone, which the profile finds no better."""
+    job = bench.engine.store([1], [1])
+    assert (job.wait(10).copier, bench.engine.sm_limit) == ("strided", 0)
+    assert job.reason.startswith("strided: ")
+    assert " expected, " in job.reason
+    assert job.way == kvoffload.tuning.Way("strided")
+    with rig(bench.device, planes=1, num_blocks=64, num_slots=64) as alone:
+        available = {"strided", "loop"} | ({"batch"} if bench.device.capabilities.flat_batch else set())
+        for count in (1, 8, 64):
+            assert alone.engine.store(range(count), range(count)).wait(10).copier in available
 
 
 # streams of other libraries
@@ -271,7 +299,7 @@ def test_groups_have_block_tables_of_their_own() -> None:
         second = device.allocate_planes(2, block_bytes=32, num_blocks=20)
         number_blocks(first, 1)
         number_blocks(second, 51)
-        with OffloadEngine(KVLayout([first, second]), device=device, num_slots=4) as engine:
+        with OffloadEngine(KVLayout([first, second]), device=device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
             engine.store([3], [0], group=0)
             engine.store([19], [1], group=1).wait(10)
             engine.drain(10)
@@ -287,7 +315,9 @@ def test_sub_blocks_of_partial_slots_stay_as_they_are(first_sub_block: int) -> N
     with simulated(1) as device:
         planes = device.allocate_planes(2, block_bytes=16, num_blocks=16)
         number_blocks(planes, 1)
-        with OffloadEngine(KVLayout([planes], blocks_per_slot=4), device=device, num_slots=4) as engine:
+        with OffloadEngine(
+            KVLayout([planes], blocks_per_slot=4), device=device, num_slots=4, **COPY_ENGINE_ONLY
+        ) as engine:
             engine.slots[:] = 99
             blocks = [5, 6, 7, 2, 11]
             slots = [2, 0, 3][: engine.layout.slots_for(5, first_sub_block)]

@@ -10,14 +10,17 @@ import pytest
 from helpers import keys, leaks_of, release, rig, simulated, whole
 from workload import program, several_streams
 
-from kvoffload import NO_WAIT, BlockCache, TransferError
+from kvoffload import NO_WAIT, BlockCache, Direction, TransferError
+from kvoffload.arena import Table, TableArena
 from kvoffload.cache_jobs import CacheTransfer
-from kvoffload.copiers.strided import StridedCopier
+from kvoffload.copiers import GatherCopier, StridedCopier
 from kvoffload.driver import Driver
 from kvoffload.flight import FlightDeck
 from kvoffload.jobs import Job, State
+from kvoffload.launch import Launcher
 from kvoffload.ordering import Ordering
 from kvoffload.streams import EventPool, Lane
+from kvoffload.tuning import Way
 
 
 @pytest.fixture
@@ -56,7 +59,7 @@ SUBMITTING: list[tuple[type, str, int, bool]] = [
     (Ordering, "record", 1, True),
     (FlightDeck, "launch", 2, False),
     (Lane, "take", 1, False),
-    (FlightDeck, "_launch_piece", 1, False),
+    (Launcher, "_launch_piece", 1, False),
     (Driver, "stream_wait_event", 1, False),
     (Driver, "stream_wait_event", 1, True),
     (Driver, "event_record", 2, False),  # the start
@@ -65,7 +68,7 @@ SUBMITTING: list[tuple[type, str, int, bool]] = [
     (StridedCopier, "stage", 1, True),
     (Driver, "event_record", 3, False),  # the end
     (Driver, "event_record", 3, True),
-    (FlightDeck, "_launch_piece", 1, True),
+    (Launcher, "_launch_piece", 1, True),
     (FlightDeck, "launch", 2, True),
 ]
 LANDING: list[tuple[type, str, int, bool]] = [
@@ -115,6 +118,63 @@ def test_an_interrupted_submission_loses_no_job(
         cache.load(keys(1, 2, 3), [10, 11, 12]).wait(10)
         assert [int(bench.block(block)[0]) for block in (10, 11, 12)] == [2, 3, 4]
     assert leaks_of(device) == {}
+
+
+OF_A_SPLIT: list[tuple[type, str, int, bool]] = [
+    (GatherCopier, "stage", 1, False),
+    (TableArena, "take", 1, True),  # somebody has the table and nobody knows
+    (GatherCopier, "stage", 1, True),
+    (Driver, "launch", 1, False),
+    (Driver, "launch", 1, True),
+    (Launcher, "_mark", 1, False),  # the end of the kernel's part
+    (Launcher, "_mark", 1, True),
+    (Launcher, "_launch_piece", 1, True),
+    (StridedCopier, "stage", 1, False),
+    (StridedCopier, "stage", 1, True),
+    (Driver, "stream_wait_event", 2, False),  # the start of the copies' part
+    (Driver, "stream_wait_event", 2, True),
+    (Launcher, "_join", 1, False),
+    (Launcher, "_join", 1, True),
+    (Launcher, "_launch_piece", 2, True),
+    (Table, "release", 1, False),  # when it lands
+    (Table, "release", 1, True),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "nth", "after"), OF_A_SPLIT, ids=_id)
+def test_an_interrupted_split_loses_no_job_and_no_table(
+    interrupt: Callable[..., Any], owner: type, name: str, nth: int, after: bool
+) -> None:
+    with simulated(1) as device, rig(device, sm_limit=1) as bench:
+        engine, held = bench.engine, bench.stream()
+        way = Way("split", 1, 0.5)
+
+        def store(first: int, after: Any) -> Job:
+            return engine.submit(Direction.STORE, range(first, first + 4), range(4), copier=way, after=after)
+
+        gate = bench.gate(held)
+        left = interrupt(owner, name, nth, after=after)
+
+        def store_and_land() -> None:
+            store(0, held)
+            gate.open()
+            engine.drain(10)
+
+        with pytest.raises(KeyboardInterrupt):
+            store_and_land()
+        assert left[0] <= 0
+        follower = store(8, NO_WAIT)
+        release(bench)
+        follower.wait(10)
+        assert [int(bench.slot(slot)[0]) for slot in range(4)] == [9, 10, 11, 12]
+        statistics = engine.statistics()
+        assert (statistics.in_flight, statistics.streams_in_use) == (0, 0)
+        lost = 1 if owner is Table else 0  # of events there are some to spare for that
+        assert statistics.events_in_use <= lost
+        assert engine._toolbox._kernels is not None
+        assert [arena.in_use for arena in engine._toolbox._kernels.arenas.values()] == [0, 0]
+        assert len(engine.poll()) in (0, 1), "the job that was interrupted"
+    assert leaks_of(device) in ({}, {"events": lost})
 
 
 @pytest.mark.parametrize("failed", [False, True], ids=["well", "failed"])
@@ -185,7 +245,7 @@ def test_an_interrupted_submission_of_one_group_among_two(monkeypatch: pytest.Mo
             raise KeyboardInterrupt
 
         for name in ("strided", "batch"):
-            copier: Any = made.cache_engine._copiers[name]
+            copier: Any = getattr(made.cache_engine._toolbox, f"_{name}")
             monkeypatch.setattr(copier, "_submit", partial(interrupted, copier._submit))
         with pytest.raises(KeyboardInterrupt):
             made.cache.store([b"a"], [[1], [1]], after=NO_WAIT)

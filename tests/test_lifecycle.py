@@ -140,11 +140,12 @@ def test_closing_from_two_threads_at_once() -> None:
 # forgetting
 
 
-def test_a_forgotten_engine_gives_everything_back_and_is_told_of() -> None:
+@pytest.mark.parametrize(("sm_limit", "copier"), [(0, "strided"), (4, "gather"), (4, "split")])
+def test_a_forgotten_engine_gives_everything_back_and_is_told_of(sm_limit: int, copier: str) -> None:
     with simulated(1) as device:
         planes = device.allocate_planes(2, block_bytes=64, num_blocks=4)
-        engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4)
-        engine.store([1], [1]).wait(10)
+        engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4, sm_limit=sm_limit)
+        engine.store([1], [1], copier=copier).wait(10)
         watch = weakref.ref(engine)
         del engine
         gc.collect()
@@ -157,31 +158,37 @@ def test_a_forgotten_engine_gives_everything_back_and_is_told_of() -> None:
     assert leaks_of(device) == {}
 
 
-def test_a_forgotten_device_is_freed_by_the_next_one_and_is_told_of() -> None:
+@pytest.mark.parametrize(("sm_limit", "copier"), [(0, "strided"), (4, "gather"), (4, "split")])
+def test_a_forgotten_device_is_freed_by_the_next_one_and_is_told_of(sm_limit: int, copier: str) -> None:
     device = simulated(1)
     simulator = device.simulator
+    assert simulator is not None
     planes = device.allocate_planes(2, block_bytes=64, num_blocks=4)
-    engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4)
-    engine.store([1], [1]).wait(10)
+    engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4, sm_limit=sm_limit)
+    engine.store([1], [1], copier=copier).wait(10)
+    made = simulator.leaks()
+    # the pool, and what kernels read their blocks from; planes, and what kernels find their rows in, and scratch
+    assert (made["registered_ranges"], made["device_allocations"]) == ((2, 3) if sm_limit else (1, 2))
+    assert (made["modules"] > 0) == (sm_limit > 0)
     del device, engine, planes
     gc.collect()
-    assert simulator is not None
-    assert simulator.leaks()["registered_ranges"] == 1, "a finalizer calls no driver"
+    assert simulator.leaks() == made, "a finalizer calls no driver"
     with pytest.warns(ResourceWarning, match="was never closed") as told, simulated(2):
         pass
     assert sorted(str(each.message).split(" was")[0] for each in told) == ["a Device", "an OffloadEngine"]
     no_leaks(simulator)
 
 
+@pytest.mark.parametrize("call", ["cuMemcpy3DBatchAsync", "cuLaunchKernel"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_engine_forgotten_with_work_in_flight_lives_until_it_has_ended(fails: bool) -> None:
+def test_an_engine_forgotten_with_work_in_flight_lives_until_it_has_ended(fails: bool, call: str) -> None:
     with simulated(1) as device:
         planes = device.allocate_planes(4, block_bytes=64, num_blocks=4)
         assert device.simulator is not None
         if fails:
-            device.simulator.faults.fail_call("cuMemcpy3DBatchAsync")
+            device.simulator.faults.fail_call(call)
         engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4)
-        job = engine.store([1], [1])
+        job = engine.store([1], [1], copier="gather" if call == "cuLaunchKernel" else "strided")
         assert (job.error is not None) == fails
         watch = weakref.ref(engine)
         del engine, job

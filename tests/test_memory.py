@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import COPY_ENGINE_ONLY, copiers_in
 
 import kvoffload
-from kvoffload import NO_WAIT, CapacityError, ClosedError, KVLayout, OffloadEngine, hostinfo, memory
+from kvoffload import NO_WAIT, CapacityError, ClosedError, Direction, KVLayout, OffloadEngine, hostinfo, memory
+from kvoffload.copiers import gather
 from kvoffload.memory import PAGE_BYTES, PinnedMemory, touch
 from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
 
 PIECE = 16 * PAGE_BYTES
+TABLES_BYTES = len(Direction) * gather._ARENA_BYTES  # which an engine with kernels pins besides its pool
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def test_pitfall_17_exactly_the_bytes_asked_for_are_pinned(device: kvoffload.Dev
 def test_pitfall_17_a_pool_takes_its_slots_and_no_more(device: kvoffload.Device) -> None:
     layout = KVLayout([device.allocate_planes(3, block_bytes=1000, num_blocks=4)], blocks_per_slot=3)
     device.simulator.faults.calls = []
-    with OffloadEngine(layout, device=device, num_slots=11) as engine:
+    with OffloadEngine(layout, device=device, num_slots=11, **COPY_ENGINE_ONLY) as engine:
         assert layout.slot_bytes == 12288
         assert engine.slots.shape == (11, 12288)
         assert sum(nbytes for _, nbytes in registered(device)) == 11 * 12288
@@ -150,17 +153,23 @@ def test_pitfall_19_a_progress_callback_that_raises_rolls_back_too(device: kvoff
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("slot_pages", [1, 3, 5, 7, 16, 17, 40])
-def test_pitfall_20_no_slot_spans_two_registered_ranges(device: kvoffload.Device, slot_pages: int) -> None:
+@pytest.mark.parametrize(
+    ("slot_pages", "sm_limit"), [(1, 0), (3, 0), (5, 0), (7, 0), (16, 0), (17, 0), (40, 0), (1, 4), (7, 4), (17, 4)]
+)
+def test_pitfall_20_no_slot_spans_two_registered_ranges(
+    device: kvoffload.Device, slot_pages: int, sm_limit: int
+) -> None:
     planes = device.allocate_planes(slot_pages, block_bytes=PAGE_BYTES, num_blocks=12)
-    with OffloadEngine(KVLayout([planes]), device=device, num_slots=12) as engine:
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=12, sm_limit=sm_limit) as engine:
         engine.slots[:] = np.arange(12, dtype=np.uint8)[:, np.newaxis]
-        for copier in ("strided", "batch", "loop"):
+        for copier in copiers_in(engine):
             engine.load(range(12), range(12), after=NO_WAIT, copier=copier).wait(10)
             engine.store(range(12), range(11, -1, -1), after=NO_WAIT, copier=copier).wait(10)
             engine.slots[:] = engine.slots[::-1].copy()
         assert (engine.slots == np.arange(12)[:, np.newaxis]).all()
-        assert device.simulator.leaks()["registered_ranges"] == -(-12 // max(1, 16 // slot_pages))
+        of_the_pool = -(-12 // max(1, PIECE // PAGE_BYTES // slot_pages))
+        of_the_tables = TABLES_BYTES // PIECE if sm_limit else 0
+        assert device.simulator.leaks()["registered_ranges"] == of_the_pool + of_the_tables
 
 
 def test_pitfall_20_the_simulated_driver_refuses_a_copy_that_spans_two_ranges(device: kvoffload.Device) -> None:
@@ -184,8 +193,8 @@ def test_pitfall_18_a_pool_that_cannot_be_pinned_is_not_used_unpinned() -> None:
     device = kvoffload.open_device(backend=simulator)
     layout = KVLayout([device.allocate_planes(1, block_bytes=16, num_blocks=4)])
     with leak_check(device), pytest.raises(CapacityError, match=r"cannot pin .* of host memory"):
-        OffloadEngine(layout, device=device, num_slots=9)
-    with OffloadEngine(layout, device=device, num_slots=8) as engine:
+        OffloadEngine(layout, device=device, num_slots=9, **COPY_ENGINE_ONLY)
+    with OffloadEngine(layout, device=device, num_slots=8, **COPY_ENGINE_ONLY) as engine:
         engine.store([0], [7]).wait(10)
     assert simulator.pageable_copies == 0
     check_clean_close(device)

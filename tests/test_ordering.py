@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers import (
     BLOCKING,
+    COPY_ENGINE_ONLY,
     LEGACY,
     NON_BLOCKING,
     ORDERING_SEEDS,
@@ -297,7 +298,7 @@ def _two_groups(device: kvoffload.Device, kind: str) -> tuple[Rig, list[Plane], 
         "partial": [Plane(p.address, block_bytes=32, num_blocks=32, owner=slab) for p in planes[1:]],
     }[kind]
     first = planes[:2] if kind == "apart" else planes
-    engine = OffloadEngine(KVLayout([first, others]), device=device, num_slots=16)
+    engine = OffloadEngine(KVLayout([first, others]), device=device, num_slots=16, **COPY_ENGINE_ONLY)
     slab.copy_from(np.full(slab.nbytes, 1, np.uint8))
     return Rig(device, engine, slab, first), first, others
 
@@ -351,7 +352,7 @@ def test_groups_apart_share_slots_only(device: kvoffload.Device) -> None:
 def test_groups_over_the_same_planes_with_different_counts(device: kvoffload.Device) -> None:
     planes = device.allocate_planes(2, block_bytes=64, num_blocks=16)
     fewer = [Plane(plane.address, block_bytes=64, num_blocks=8, owner=plane.owner) for plane in planes]
-    with OffloadEngine(KVLayout([fewer, planes]), device=device, num_slots=8) as engine:
+    with OffloadEngine(KVLayout([fewer, planes]), device=device, num_slots=8, **COPY_ENGINE_ONLY) as engine:
         engine.store([12], [0], group=1).wait(10)
         engine.load([0], [7], group=0).wait(10)
         whole(engine)

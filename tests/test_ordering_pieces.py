@@ -14,6 +14,7 @@ from helpers import (
     Rig,
     all_are,
     change_streams,
+    copiers_in,
     cut_pieces,
     levelled,
     release,
@@ -55,7 +56,7 @@ def changing_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("changing_streams")
 @pytest.mark.parametrize("copier", COPIERS)
 def test_every_piece_of_a_store_waits(bench: Rig, monkeypatch: pytest.MonkeyPatch, copier: str) -> None:
-    copier = copier if copier in bench.engine._copiers else "loop"
+    copier = copier if copier in copiers_in(bench.engine) else "loop"
     cut_pieces(monkeypatch, bench.engine)
     held = bench.stream()
     bench.gate(held)
@@ -109,7 +110,7 @@ def _fail_in_the_middle(bench: Rig, held: int) -> kvoffload.Job:
 def test_stores_follow_what_a_failed_one_left_queued(
     bench: Rig, monkeypatch: pytest.MonkeyPatch, piece_operations: int
 ) -> None:
-    monkeypatch.setattr(bench.engine._copiers["loop"], "piece_operations", piece_operations)
+    cut_pieces(monkeypatch, bench.engine, piece_operations)
     held = bench.stream()
     bench.gate(held)
     failed = _fail_in_the_middle(bench, held)

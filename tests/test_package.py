@@ -20,17 +20,18 @@ ROOT = Path(kvoffload.__file__).parent
 # From the bottom up. A module imports from lower rows only, at its top level; its own package counts as one module.
 LAYERS = (
     {"checks", "errors", "metrics", "policies", "teardown", "hostinfo", "models"},
-    {"layout"},
-    {"plan", "interop"},
+    {"layout", "cachefiles"},
+    {"plan", "interop", "arena"},
     {"jobs", "hazards"},
-    {"driver"},
-    {"memory", "ownership", "streams"},
+    {"driver", "tuning"},
+    {"memory", "ownership", "streams", "kernels", "choice"},
     {"cache_jobs", "copiers", "requests", "patterns"},
     {"books"},
+    {"launch"},
     {"device", "flight"},
-    {"ordering"},
+    {"ordering", "compute"},
     {"engine"},
-    {"cache"},
+    {"cache", "tuner"},
     {"testing", "__init__"},
     {"cli"},
     {"__main__"},
@@ -167,7 +168,10 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
     wrong = [
         str(each)
         for each in imports()
-        if each.module.split(".")[0] in LAZY_ONLY and each.where == "top" and simulator not in each.path.parents
+        if each.module.split(".")[0] in LAZY_ONLY
+        and each.where == "top"
+        and simulator not in each.path.parents
+        and not (each.module.split(".")[0] == "triton" and each.path in kernel_files())
     ]
     wrong += [
         str(each)
@@ -177,6 +181,39 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
         and simulator not in each.path.parents
         and unit_of(each.path) != "testing"
     ]
+    assert wrong == []
+
+
+def kernel_files() -> list[Path]:
+    """The modules with Triton kernels, which need Triton to be imported themselves."""
+    return [path for path in sources() if "@triton.jit" in path.read_text().splitlines()]
+
+
+def test_modules_with_kernels_are_imported_by_nobody() -> None:
+    """They are named as text in a KernelSpec, and imported when a kernel is compiled or interpreted."""
+    names = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in kernel_files()}
+    assert "kvoffload.kernels.gather" in names
+    wrong = [str(each) for each in imports() if any(f"{each.module}.".startswith(f"{name}.") for name in names)]
+    for path in sources():
+        package = ".".join(path.relative_to(ROOT.parent).parent.parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                module = node.module or package
+                wrong += [f"{path}:{node.lineno}" for alias in node.names if f"{module}.{alias.name}" in names]
+    assert wrong == []
+
+
+def test_modules_with_kernels_hold_nothing_else() -> None:
+    """They are imported where there is Triton only, so nobody may need a constant of theirs."""
+    wrong = []
+    for path in kernel_files():
+        for node in ast.parse(path.read_text()).body:
+            kernel = isinstance(node, ast.FunctionDef) and [ast.unparse(d) for d in node.decorator_list] == [
+                "triton.jit"
+            ]
+            text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            if not (kernel or text or isinstance(node, ast.Import | ast.ImportFrom)):
+                wrong.append(f"{path}:{node.lineno}: {ast.unparse(node):.60}")
     assert wrong == []
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 from cuda.bindings import runtime
+from helpers import COPY_ENGINE_ONLY, LANE_STREAMS
 from strategies import slab_of
 
 import kvoffload
@@ -31,7 +32,7 @@ def driver(device: kvoffload.Device) -> Iterator[Driver]:
 @pytest.fixture
 def engine(device: kvoffload.Device) -> Iterator[OffloadEngine]:
     layout = KVLayout([device.allocate_planes(4, block_bytes=64, num_blocks=8)])
-    with OffloadEngine(layout, device=device, num_slots=8) as made:
+    with OffloadEngine(layout, device=device, num_slots=8, **COPY_ENGINE_ONLY) as made:
         yield made
 
 
@@ -81,8 +82,8 @@ def test_only_timing_events_can_be_measured(driver: Driver, timing: bool) -> Non
 
 def test_a_lane_makes_its_streams_at_once_and_destroys_them_all(driver: Driver, device: kvoffload.Device) -> None:
     lane = Lane(driver, priority=-2)
-    assert len({stream.handle for stream in lane.streams}) == STREAMS_PER_LANE
-    assert device.simulator.leaks()["streams"] == STREAMS_PER_LANE
+    assert len({stream.handle for stream in lane.streams}) == LANE_STREAMS
+    assert device.simulator.leaks()["streams"] == LANE_STREAMS
     assert lane.in_use == 0
     device.simulator.faults.fail_call("cuStreamDestroy", nth=2, after=True)
     with pytest.raises(kvoffload.DriverError):
@@ -91,7 +92,7 @@ def test_a_lane_makes_its_streams_at_once_and_destroys_them_all(driver: Driver, 
     assert device.simulator.leaks()["streams"] == 0
 
 
-@pytest.mark.parametrize("nth", range(1, STREAMS_PER_LANE + 1))
+@pytest.mark.parametrize("nth", range(1, LANE_STREAMS + 1))
 def test_a_lane_that_cannot_have_all_its_streams_keeps_none(driver: Driver, device: kvoffload.Device, nth: int) -> None:
     device.simulator.faults.fail_call("cuStreamCreateWithPriority", nth=nth)
     with pytest.raises(kvoffload.DriverError, match="cuStreamCreateWithPriority"):
@@ -116,7 +117,7 @@ def test_a_lane_fills_a_stream_before_it_takes_the_next(driver: Driver) -> None:
 def test_a_full_lane_says_no_and_goes_round_to_the_stream_that_drains_first(driver: Driver) -> None:
     lane = Lane(driver, priority=0)
     streams = [lane.take(500) for _ in range(STREAMS_PER_LANE)]
-    assert streams == lane.streams
+    assert streams == lane.streams[:-1]
     before = [stream.queued for stream in lane.streams]
     assert lane.take(300) is None
     assert [stream.queued for stream in lane.streams] == before
@@ -126,6 +127,20 @@ def test_a_full_lane_says_no_and_goes_round_to_the_stream_that_drains_first(driv
     assert lane.take(300) is lane.streams[0]
     assert lane.take(200) is lane.streams[0]
     assert max(stream.queued for stream in lane.streams) <= QUEUE_LIMIT
+    lane.close()
+
+
+def test_the_stream_for_kernels_is_apart_from_those_for_copies(driver: Driver) -> None:
+    lane = Lane(driver, priority=0)
+    kernels = lane.take(QUEUE_LIMIT, kernel=True)
+    assert kernels is lane.streams[-1]
+    assert [lane.take(500) for _ in range(STREAMS_PER_LANE)] == lane.streams[:-1]
+    assert lane.take(500) is None
+    assert kernels is not None
+    assert lane.take(1, kernel=True) is None, "it is full as others are"
+    kernels.queued -= 1
+    assert lane.take(1, kernel=True) is kernels
+    assert lane.take(500) is None, "room there is none for copies"
     lane.close()
 
 
@@ -161,10 +176,11 @@ def test_pitfall_06_what_finds_no_room_is_held_on_the_host_and_ends_in_order(
     planes = device.allocate_planes(1, block_bytes=16, num_blocks=1024)
     content = scramble(slab_of(planes), 5)
     simulator = device.simulator
-    with OffloadEngine(KVLayout([planes]), device=device, num_slots=1025) as engine, Held(engine) as held:
+    options = {"num_slots": 1025, **COPY_ENGINE_ONLY}
+    with OffloadEngine(KVLayout([planes]), device=device, **options) as engine, Held(engine) as held:
         jobs = [engine.store(range(1024), range(1024), after=held.stream, copier=copier) for _ in range(12)]
         statistics = engine.statistics()
-        assert (statistics.in_flight, statistics.streams) == (12, 2 * STREAMS_PER_LANE)
+        assert (statistics.in_flight, statistics.streams) == (12, 2 * LANE_STREAMS)
         deepest = max(stream.occupied for stream in simulator.streams.values())
         assert deepest <= QUEUE_LIMIT + 2
         assert simulator.blocked_submissions == 0
@@ -189,7 +205,8 @@ def test_pitfall_06_a_load_follows_a_store_that_is_held(device: kvoffload.Device
     """The store into slots 0 to 1023 is not on the GPU yet when the load from them is submitted."""
     planes = device.allocate_planes(1, block_bytes=16, num_blocks=2048)
     content = scramble(slab_of(planes), 6)
-    with OffloadEngine(KVLayout([planes]), device=device, num_slots=1025) as engine, Held(engine) as held:
+    options = {"num_slots": 1025, **COPY_ENGINE_ONLY}
+    with OffloadEngine(KVLayout([planes]), device=device, **options) as engine, Held(engine) as held:
         for _ in range(6):
             engine.store(range(1024), range(1024), after=held.stream, copier="loop")
         engine.slots[:1024] = 0
@@ -206,7 +223,8 @@ def test_pitfall_06_no_transfer_is_too_long(device: kvoffload.Device) -> None:
     """Through every copier, and as its own choice: more operations than all queues hold, in pieces as room is made."""
     many = 110_000
     planes = device.allocate_planes(4, block_bytes=1, num_blocks=4)
-    with OffloadEngine(KVLayout([planes], blocks_per_slot=4096), device=device, num_slots=many // 4096 + 1) as engine:
+    layout, num_slots = KVLayout([planes], blocks_per_slot=4096), many // 4096 + 1
+    with OffloadEngine(layout, device=device, num_slots=num_slots, **COPY_ENGINE_ONLY) as engine:
         blocks, slots = np.arange(many) % 4, np.arange(many // 4096 + 1)
         for copier in ("strided", None):
             job = engine.store(blocks, slots, copier=copier)
@@ -223,7 +241,7 @@ def test_streams_are_made_with_the_priority_asked_for(device: kvoffload.Device, 
     with OffloadEngine(layout, device=device, num_slots=4, stream_priority=priority) as engine:
         engine.store([0], [0]).wait(10)
     made = [args for name, args in device.simulator.faults.calls if name == "cuStreamCreateWithPriority"]
-    assert made == [(1, priority)] * (2 * STREAMS_PER_LANE)  # non-blocking
+    assert made == [(1, priority)] * (2 * LANE_STREAMS)  # non-blocking
 
 
 def test_a_priority_out_of_range_is_refused(device: kvoffload.Device) -> None:
@@ -289,13 +307,14 @@ def test_pitfall_07_no_copy_call_ever_gets_a_default_stream(any_device: kvoffloa
     with any_device.current():
         own = any_device.driver.stream_create(0)
     with OffloadEngine(layout, device=any_device, num_slots=8) as engine:
-        for copier in ("strided", "loop", None):
+        for copier in ("strided", "loop", "gather", "split", None):
             job = engine.store([1, 2], [1, 2], after=own if after == "own" else after, copier=copier)
             job.order_before(own if after in ("own", NO_WAIT, None) else after)
             job.wait(10)
     with any_device.current():
         any_device.driver.stream_destroy(own)
-    submitted = {int(args[-1]) for name, args in calls if "memcpy" in name.lower()}
+    submitted = {int(args[-1]) for name, args in calls if "memcpy" in name.lower() and "async" in name.lower()}
+    submitted |= {int(args[8]) for name, args in calls if name == "cuLaunchKernel"}
     assert submitted
     assert not {0, LEGACY, PER_THREAD} & submitted
     named = {int(args[1]) for name, args in calls if name == "cuEventRecord"}

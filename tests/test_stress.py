@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import LEVELS, Rig, held_by_process, no_leaks, rig, simulated, whole
+from helpers import LANE_STREAMS, LEVELS, Rig, copiers_in, held_by_process, no_leaks, rig, simulated, whole
 
-from kvoffload import NO_WAIT, CapacityError, TransferError
+from kvoffload import NO_WAIT, CapacityError, Direction, TransferError
 from kvoffload.driver import functions
-from kvoffload.streams import STREAMS_PER_LANE
+from kvoffload.tuning import Way
 
 
 def submit_gated(bench: Rig, count: int, blocks_each: int, copier: str | None) -> list[float]:
@@ -45,7 +45,7 @@ def test_pitfall_06_submission_never_meets_a_full_queue(level: str, copier: str 
         seconds = submit_gated(bench, 2000, blocks_each=3, copier=copier)
         assert simulator.blocked_submissions == 0
         assert bench.engine.statistics().in_flight == 2000
-        assert bench.engine.statistics().streams == 2 * STREAMS_PER_LANE
+        assert bench.engine.statistics().streams == 2 * LANE_STREAMS
         assert averages.median(seconds) < 5e-3
         assert averages.median(seconds[-200:]) < 20 * averages.median(seconds[:200])
         bench.gates[0].open()
@@ -97,7 +97,7 @@ def test_a_hundred_thousand_queued_small_loads() -> None:
         counts = bench.engine.statistics()
         assert (counts.load.jobs, counts.load.failed) == (total, 0)
         assert counts.events <= 2 * 1024 + 4 * 1024 + 1024
-        assert counts.streams == 2 * STREAMS_PER_LANE
+        assert counts.streams == 2 * LANE_STREAMS
         assert (bench.block(target) == 100 + (total - 1) % 16).all()
         whole(bench.engine)
         assert time.perf_counter() - began < 100  # about 20 on two cores of their own
@@ -140,14 +140,16 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing() -> None:
     no_leaks(simulator)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "kernels"), [*((level, False) for level in LEVELS), ("batch", True), ("raw", True)])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_mixed_load_gives_the_bytes_of_doing_one_after_the_other(level: str, seed: int) -> None:
+def test_a_mixed_load_gives_the_bytes_of_doing_one_after_the_other(level: str, kernels: bool, seed: int) -> None:
     """Random transfers over few slots and blocks, all queued without waiting: the result is that of program order."""
     rng = np.random.default_rng(seed)
-    with simulated(seed, level) as device, rig(device) as bench:
+    with simulated(seed, level) as device, rig(device, sm_limit=2 if kernels else 0) as bench:
         blocks, slots = np.arange(1, 17), np.arange(100, 116)
-        copiers = [*bench.engine._copiers, None]
+        copiers: list[str | Way | None] = [*copiers_in(bench.engine), None]
+        if kernels:
+            copiers = [Way("gather", 2, 1.0), Way("split", 1, 0.4), "strided", None]
         streams = [bench.stream(), bench.stream(), 0, 2]
         for _ in range(120):
             count = int(rng.integers(1, 6))
@@ -155,10 +157,10 @@ def test_a_mixed_load_gives_the_bytes_of_doing_one_after_the_other(level: str, s
             copier = copiers[int(rng.integers(len(copiers)))]
             after = NO_WAIT if rng.random() < 0.5 else streams[int(rng.integers(4))]
             if rng.random() < 0.5:
-                job = bench.engine.store(some_blocks, some_slots, after=after, copier=copier)
+                job = bench.engine.submit(Direction.STORE, some_blocks, some_slots, after=after, copier=copier)
                 slots[some_slots] = blocks[some_blocks]
             else:
-                job = bench.engine.load(some_slots, some_blocks, after=after, copier=copier)
+                job = bench.engine.submit(Direction.LOAD, some_blocks, some_slots, after=after, copier=copier)
                 blocks[some_blocks] = slots[some_slots]
             if rng.random() < 0.2:
                 stream = streams[int(rng.integers(4))]
@@ -180,9 +182,10 @@ def test_nothing_runs_that_the_seam_does_not_list() -> None:
     """Whatever the engine calls is in the table of functions."""
     with simulated(4) as device:
         simulator: Any = device.simulator
-        with rig(device) as bench:
-            bench.engine.store([1], [1]).wait(10)
-            bench.engine.load([1], [2]).wait(10)
+        with rig(device, sm_limit=2) as bench:
+            for copier in (*copiers_in(bench.engine), None):
+                bench.engine.store([1], [1], copier=copier).wait(10)
+                bench.engine.load([1], [2], copier=copier).wait(10)
         listed = {*functions.REQUIRED, *functions.OPTIONAL, *functions.RAW}
         rigs_own = {"cuCtxSynchronize"}
         assert set(simulator.faults.call_count) - rigs_own <= listed

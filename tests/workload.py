@@ -8,11 +8,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import Rig, change_streams, rig, simulated, whole
+from helpers import COPY_ENGINE_ONLY, Rig, change_streams, copiers_in, rig, simulated, whole
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, KVLayout, KVOffloadError, OffloadEngine
+from kvoffload import NO_WAIT, BlockCache, Direction, KVLayout, KVOffloadError, OffloadEngine
 from kvoffload.copiers import loop, strided
+from kvoffload.tuning import Way
+
+WITH_KERNELS = (Way("gather", 2, 1.0), Way("split", 1, 0.4))
 
 
 def several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,14 +36,19 @@ class Check(NamedTuple):
 
 
 class Program:
-    """A caller's program over one device: an engine, streams of its own, and a cache over two groups."""
+    """A caller's program over one device: an engine, streams of its own, and a cache over two groups.
 
-    def __init__(self, bench: Rig) -> None:
+    Args:
+        ways: to carry transfers by; none: every copier of the engine.
+    """
+
+    def __init__(self, bench: Rig, ways: tuple[Way, ...] = ()) -> None:
         self.bench = bench
+        self.ways: tuple[str | Way, ...] = ways or tuple(copiers_in(bench.engine))
         self.streams = [bench.stream(), bench.stream()]
         planes = [bench.device.allocate_planes(2, block_bytes=48, num_blocks=8) for _ in range(2)]
         self.cache_planes = planes
-        self.cache_engine = OffloadEngine(KVLayout(planes), device=bench.device, num_slots=6)
+        self.cache_engine = OffloadEngine(KVLayout(planes), device=bench.device, num_slots=6, **COPY_ENGINE_ONLY)
         self.cache = BlockCache(self.cache_engine)
         self.errors: list[Exception] = []
         self.stored: dict[bytes, kvoffload.CacheJob] = {}
@@ -60,11 +68,10 @@ class Program:
     def run(self, offset: int = 0) -> list[Check]:
         """Stores and loads by every copier, chained, ordered with streams; `offset` picks fresh slots and blocks."""
         engine = self.bench.engine
-        copiers = [name for name in ("strided", "batch", "loop") if name in engine._copiers]
         checks = [
             check
-            for index, copier in enumerate(copiers)
-            for check in self.there_and_back(copier, 4 * index + offset, 2 * index + offset)
+            for index, way in enumerate(self.ways)
+            for check in self.there_and_back(way, 4 * index + offset, 2 * index + offset)
         ]
         self.attempt(engine.poll)
         self.run_cache(offset)
@@ -73,12 +80,11 @@ class Program:
         self.attempt(engine.poll)
         return checks
 
-    def there_and_back(self, copier: str, low: int, slot: int) -> list[Check]:
+    def there_and_back(self, way: str | Way, low: int, slot: int) -> list[Check]:
         """Store blocks `low` and `low + 1`; load the first of them, and a slot of old, into the next two."""
-        bench, engine = self.bench, self.bench.engine
-        store = self.attempt(engine.store, [low, low + 1, 30], [slot, slot + 1, 30], copier=copier)
-        after = self.streams[0]
-        load = self.attempt(engine.load, [slot, 20], [low + 2, low + 3], after=after, copier=copier)
+        bench, submit, after = self.bench, self.bench.engine.submit, self.streams[0]
+        store = self.attempt(submit, Direction.STORE, [low, low + 1, 30], [slot, slot + 1, 30], copier=way)
+        load = self.attempt(submit, Direction.LOAD, [low + 2, low + 3], [slot, 20], after=after, copier=way)
         if load is not None:
             self.attempt(load.order_before, self.streams[1])
         return [
@@ -127,11 +133,12 @@ class Program:
 
 
 @contextmanager
-def program(level: str = "batch", **options: Any) -> Iterator[Program]:
+def program(level: str = "batch", ways: tuple[Way, ...] = (), **options: Any) -> Iterator[Program]:
+    """A program on a device of its own; `options` as for `simulated`."""
     device = simulated(3, level, **options)
     try:
-        with rig(device, num_blocks=40, num_slots=40) as bench:
-            made = Program(bench)
+        with rig(device, num_blocks=40, num_slots=40, sm_limit=max((way.programs for way in ways), default=0)) as bench:
+            made = Program(bench, ways)
             try:
                 yield made
             finally:

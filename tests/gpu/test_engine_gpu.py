@@ -14,6 +14,7 @@ from helpers import (
     Rig,
     all_are,
     change_streams,
+    cut_pieces,
     paint,
     release,
     rig,
@@ -27,14 +28,14 @@ from kvoffload import NO_WAIT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-COPIERS = ("strided", "batch", "loop")
+COPIERS = ("strided", "gather", "split", "batch", "loop")
 KIB = 1024
 
 
 @pytest.fixture
 def bench(gpu_device: kvoffload.Device) -> Iterator[Rig]:
     """Blocks of 16 planes of 64 KiB: 1 MiB each, long enough to be overtaken."""
-    with rig(gpu_device, planes=16, block_bytes=64 * KIB, num_blocks=32, num_slots=32) as made:
+    with rig(gpu_device, planes=16, block_bytes=64 * KIB, num_blocks=32, num_slots=32, sm_limit=2) as made:
         warm_up(made)
         yield made
         made.engine.drain(30)
@@ -180,10 +181,10 @@ def test_order_before_in_both_directions(bench: Rig) -> None:
     assert all_are(scratch.to_numpy(), 107)
 
 
-@pytest.mark.parametrize("copier", ["strided", "loop"])
+@pytest.mark.parametrize("copier", ["strided", "gather", "split", "loop"])
 def test_pieces_on_several_streams(bench: Rig, copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change_streams(monkeypatch)
-    monkeypatch.setattr(bench.engine._copiers[copier], "piece_operations", 4)
+    cut_pieces(monkeypatch, bench.engine, 4)
     held = bench.stream()
     bench.gate(held)
     bench.fill(held, 33)
@@ -201,7 +202,7 @@ def test_many_random_transfers_give_the_bytes_of_program_order(bench: Rig) -> No
     for _ in range(300):
         count = int(rng.integers(1, 9))
         some_blocks, some_slots = rng.permutation(32)[:count], rng.permutation(32)[:count]
-        copier = COPIERS[int(rng.integers(3))]
+        copier = COPIERS[int(rng.integers(len(COPIERS)))]
         after = NO_WAIT if rng.random() < 0.5 else own[int(rng.integers(4))]
         if rng.random() < 0.5:
             job = bench.engine.store(some_blocks, some_slots, after=after, copier=copier)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import PER_THREAD, Rig, all_are, held_by_process, in_threads, rig, warm_up, whole
+from helpers import COPY_ENGINE_ONLY, PER_THREAD, Rig, all_are, held_by_process, in_threads, rig, warm_up, whole
 from programs import run_program
 
 import kvoffload
@@ -25,14 +25,14 @@ from kvoffload.plan import build, fold
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-COPIERS = ("strided", "batch", "loop")
+COPIERS = ("strided", "gather", "split", "batch", "loop")
 KIB = 1024
 
 
 @pytest.fixture
 def small(gpu_device: kvoffload.Device) -> Iterator[Rig]:
     """Blocks of 4 planes of 4 KiB."""
-    with rig(gpu_device, planes=4, block_bytes=4 * KIB, num_blocks=64, num_slots=64) as made:
+    with rig(gpu_device, planes=4, block_bytes=4 * KIB, num_blocks=64, num_slots=64, sm_limit=2) as made:
         warm_up(made)
         yield made
         made.engine.drain(60)
@@ -127,7 +127,9 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.De
     def transfers(count: int) -> None:
         for number in range(count):
             ids = rng.choice(64, 3, replace=False)
-            (engine.store if number % 2 else engine.load)(ids, ids, after=NO_WAIT, copier=COPIERS[number % 3])
+            (engine.store if number % 2 else engine.load)(
+                ids, ids, after=NO_WAIT, copier=COPIERS[number % len(COPIERS)]
+            )
             if number % 100 == 0:
                 engine.drain(30)
                 engine.poll()
@@ -145,10 +147,13 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.De
     assert engine.statistics().events - counts.events <= 100
 
 
-def test_engines_and_buffers_give_their_memory_back(gpu_device: kvoffload.Device) -> None:
+@pytest.mark.parametrize("copier", ["strided", "batch", "gather", "split"])
+def test_engines_and_buffers_give_their_memory_back(gpu_device: kvoffload.Device, copier: str) -> None:
+    sm_limit = 2 if copier in ("gather", "split") else 0
+
     def use() -> None:
-        with rig(gpu_device, planes=4, block_bytes=1 << 20, num_blocks=16, num_slots=16) as bench:
-            bench.engine.store(range(16), range(16)).wait(30)
+        with rig(gpu_device, block_bytes=1 << 20, num_blocks=16, num_slots=16, sm_limit=sm_limit) as bench:
+            bench.engine.store(range(16), range(16), copier=copier).wait(30)
 
     assert _least_loss(gpu_device, use, 4) <= 0
 
@@ -235,7 +240,8 @@ def _bare_store(device: kvoffload.Device, engine: OffloadEngine, blocks: Any, sl
     """The driver's part of a store and nothing else, on a stream that is passed in."""
     layout = engine.layout
     address = address_of(engine.slots)
-    plan = build(fold(layout)[0], layout, Direction.STORE, pool_address=address, slots=slots, blocks=blocks)
+    group = fold(layout)[0]
+    plan = build(group, layout, Direction.STORE, pool_address=address, slots=slots, blocks=blocks).operations()
     table = StridedTable(len(plan), batched=True)
     columns = ("source", "target", "source_pitch", "target_pitch", "width", "height")
     table.fill({name: getattr(plan, name) for name in columns}, SourceOrder.STREAM)
@@ -246,15 +252,16 @@ def _bare_store(device: kvoffload.Device, engine: OffloadEngine, blocks: Any, sl
 def test_submissions_return_at_once(gpu_device: kvoffload.Device, planes: int, blocks: int, limit: float) -> None:
     made = gpu_device.allocate_planes(planes, block_bytes=8 * KIB, num_blocks=1024)
     order = np.random.default_rng(4).permutation(1024)[:blocks]
-    with OffloadEngine(KVLayout([made]), device=gpu_device, num_slots=blocks) as engine:
+    with OffloadEngine(KVLayout([made]), device=gpu_device, num_slots=blocks, **COPY_ENGINE_ONLY) as engine:
         slots = np.arange(blocks)
         bare = _bare_store(gpu_device, engine, order, slots)
         taken: dict[str, list[float]] = {"store": [], "load": [], "driver call": []}
         with gpu_device.current(), no_garbage_collection():
             stream = gpu_device.driver.stream_create(0)
             for _ in range(100):
-                taken["store"].append(_seconds(lambda: engine.store(order, slots), partial(engine.drain, 30)))
-                taken["load"].append(_seconds(lambda: engine.load(slots, order), partial(engine.drain, 30)))
+                drain = partial(engine.drain, 30)
+                taken["store"].append(_seconds(lambda: engine.store(order, slots, copier="strided"), drain))
+                taken["load"].append(_seconds(lambda: engine.load(slots, order, copier="strided"), drain))
                 end = partial(gpu_device.driver.stream_synchronize, stream)
                 taken["driver call"].append(_seconds(partial(bare, stream), end))
             gpu_device.driver.stream_destroy(stream)

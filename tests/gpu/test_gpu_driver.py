@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from capture_probe import GLOBAL, RELAXED, THREAD_LOCAL, Capturing, Probe
+from helpers import copiers_in
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, DriverError, KVLayout, LayoutError, OffloadEngine, Plane, TransferError
-from kvoffload.copiers import make_copiers
+from kvoffload.copiers import BatchCopier, Copier, LoopCopier, StridedCopier
 from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable
 from kvoffload.memory import PAGE_BYTES, PinnedMemory, address_of
 from kvoffload.plan import build, fold
@@ -195,32 +196,47 @@ def test_pitfall_32_host_memory_and_wild_addresses_are_refused_as_planes(gpu_dev
                 OffloadEngine(wrong, device=gpu_device, num_slots=2)
 
 
+def made_copier(bench: Bench, name: str) -> Copier:
+    if name == "batch":
+        return BatchCopier(bench.driver)
+    if name == "loop":
+        return LoopCopier(bench.driver)
+    return StridedCopier(bench.driver, batched=bench.device.capabilities.strided_batch)
+
+
 @pytest.mark.parametrize("name", ["strided", "batch", "loop"])
 def test_pitfall_15_a_bad_pointer_raises_with_every_copier_and_the_context_lives(bench: Bench, name: str) -> None:
     if name == "batch" and not bench.device.capabilities.flat_batch:
         pytest.skip("no batch calls here")
-    copier = make_copiers(bench.driver, bench.device.capabilities)[name]
+    copier = made_copier(bench, name)
     # Wholly outside an allocation, an address counts as pageable host memory and the driver crashes when it reads it.
     for offset, fine in ((0, True), (PAGE_BYTES // 2, False)):  # the last block ends past the end of the allocation
         planes = [Plane(bench.buffer.address + offset, block_bytes=PAGE_BYTES, num_blocks=4)]
         layout = KVLayout([planes], blocks_per_slot=1)
         last = np.array([3])
-        plan = copier.prepare(
-            build(
-                fold(layout)[0],
-                layout,
-                Direction.STORE,
-                pool_address=bench.pinned.address,
-                slots=np.array([0]),
-                blocks=last,
-            )
+        blocks = build(
+            fold(layout)[0],
+            layout,
+            Direction.STORE,
+            pool_address=bench.pinned.address,
+            slots=np.array([0]),
+            blocks=last,
         )
+        plan = copier.prepare(blocks)
         if fine:
-            copier.stage(plan, SourceOrder.STREAM)(bench.stream)
+            submit(copier, plan, bench.stream)
         else:
             with pytest.raises(DriverError, match="INVALID_VALUE"):
-                copier.stage(plan, SourceOrder.STREAM)(bench.stream)
+                submit(copier, plan, bench.stream)
     bench.finish()
+    if isinstance(copier, BatchCopier):
+        copier.close()
+
+
+def submit(copier: Copier, work: Any, stream: int) -> None:
+    staged = copier.stage(work, SourceOrder.STREAM)
+    assert staged is not None
+    staged.submit(stream)
 
 
 # contexts
@@ -280,7 +296,7 @@ def test_pitfall_07_every_default_stream_and_a_capturing_one(gpu_device: kvofflo
     layout = KVLayout([gpu_device.allocate_planes(6, block_bytes=4096, num_blocks=8)])
     with OffloadEngine(layout, device=gpu_device, num_slots=4) as engine:
         for after in (None, 0, 1, 2, NO_WAIT):
-            for copier in ("strided", "loop", None):
+            for copier in ("strided", "gather", "split", "loop", None):
                 engine.store([1], [1], after=after, copier=copier).wait(10)
         with gpu_device.current():
             stream = gpu_device.driver.stream_create(0)
@@ -315,12 +331,13 @@ def test_pitfall_07_transfers_leave_a_capture_of_another_stream_alone(
     layout = KVLayout([gpu_device.allocate_planes(4, block_bytes=4096, num_blocks=8)])
     with OffloadEngine(layout, device=gpu_device, num_slots=8) as engine:
         capture = Capturing(gpu_device, GLOBAL, other_thread=other_thread)
-        job = engine.store(range(8), range(8))
-        assert job.wait(10).error is None
-        second = engine.load(range(8), range(8), after=NO_WAIT)
-        while not second.done:
-            pass
-        assert [result.error for result in engine.poll()] == [None]
+        for copier in (*copiers_in(engine), None):
+            job = engine.store(range(8), range(8), copier=copier)
+            assert job.wait(10).error is None
+            second = engine.load(range(8), range(8), after=NO_WAIT, copier=copier)
+            while not second.done:
+                pass
+            assert [result.error for result in engine.poll()] == [None]
         with gpu_device.allocate(64) as buffer:
             buffer.copy_from(np.arange(64, dtype=np.uint8))
             assert buffer.to_numpy()[9] == 9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import copiers_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import Case, TransferSpec, cases, copiers_of, place
@@ -12,11 +13,11 @@ import kvoffload
 from kvoffload import NO_WAIT, Direction, Job, KVLayout, OffloadEngine, Plane
 from kvoffload.testing import Mirror, check_copier_conformance, leak_check, poison, scramble
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]  # dozens of kernels are compiled, about a second each
 
 
 def run_transfer(engine: OffloadEngine, transfer: TransferSpec) -> Job:
-    copiers = [*copiers_of(engine.device), None]
+    copiers = [*copiers_in(engine), None]
     copier = copiers[transfer.copier % len(copiers)]
     group, first = transfer.group, transfer.first_sub_block
     if transfer.direction is Direction.STORE:
@@ -37,7 +38,7 @@ def test_any_transfers_move_the_bytes_of_a_naive_loop_and_no_others(
     gpu_device: kvoffload.Device, case: Case, seed: int
 ) -> None:
     layout, buffers = place(gpu_device, case.layout, seed)
-    with OffloadEngine(layout, device=gpu_device, num_slots=case.num_slots) as engine:
+    with OffloadEngine(layout, device=gpu_device, num_slots=case.num_slots, sm_limit=case.sm_limit) as engine:
         poison(engine.slots)
         mirror = Mirror(engine, buffers)
         jobs = [run_transfer(engine, transfer) for transfer in case.transfers]
@@ -68,7 +69,7 @@ def test_pitfall_16_100_000_descriptors_pass(gpu_device: kvoffload.Device, num_b
     for index, buffer in enumerate(buffers):
         scramble(buffer, index)
     planes = [Plane(buffer.address, block_bytes=512, num_blocks=num_blocks, owner=buffer) for buffer in buffers]
-    copiers = [name for name in copiers_of(gpu_device) if name != "strided"]
+    copiers = [name for name in copiers_of(gpu_device) if name not in ("strided", "split")]
     with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=num_blocks) as engine:
         mirror = Mirror(engine, buffers)
         ids = np.random.default_rng(0).permutation(num_blocks)

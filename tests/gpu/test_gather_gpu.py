@@ -1,0 +1,341 @@
+"""The copy kernel and split transfers on a GPU: bytes, order, tables, leaks, compiled kernels, the time of a call."""
+
+from __future__ import annotations
+
+import gc
+import statistics as averages
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gathering import (
+    Move,
+    Seeded,
+    check_moves,
+    expect,
+    fill_slots,
+    layout_spec,
+    load,
+    move,
+    overwrite_on_release,
+    record_launches,
+    separate,
+    small_tables,
+    store,
+    submit,
+)
+from helpers import Rig, held_by_process, paint, rig, warm_up, whole
+from splitting import PROGRAMS
+
+import kvoffload
+from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
+from kvoffload.arena import Table
+from kvoffload.copiers import GatherCopier
+from kvoffload.driver import SourceOrder
+from kvoffload.kernels import store as kernel_store
+from kvoffload.plan import build
+from kvoffload.testing import Mirror, check_copier_conformance, scramble
+from kvoffload.tuning import Way
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+KIB = 1024
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@pytest.fixture
+def bench(gpu_device: kvoffload.Device) -> Iterator[Rig]:
+    """Blocks of 16 planes of 64 KiB: 1 MiB each, long enough to be overtaken. Every kernel has run."""
+    with rig(gpu_device, planes=16, block_bytes=64 * KIB, num_blocks=40, num_slots=40, sm_limit=4) as made:
+        warm_up(made)
+        run_every_kernel(made)
+        yield made
+        for gate in made.gates:
+            gate.open()
+        made.engine.drain(30)
+        whole(made.engine)
+
+
+def run_every_kernel(bench: Rig) -> None:
+    """One program and several, both ways: loading one for the first time may wait for the GPU to be idle."""
+    for programs in (1, 4):
+        way = Way("gather", programs, 1.0)
+        submit(bench.engine, store(range(4), range(4), way)).wait(30)
+        submit(bench.engine, load(range(4), range(4), way)).wait(30)
+    bench.engine.poll()
+    paint(bench)
+
+
+# bytes
+
+
+def test_conformance(gpu_device: kvoffload.Device) -> None:
+    cases = check_copier_conformance(gpu_device, ["gather", "split"])
+    print(f"{len(cases)} cases")
+    assert {case.copier for case in cases} == {"gather", "split"}
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_any_layout_and_transfers_move_the_bytes_of_a_naive_loop(
+    gpu_device: kvoffload.Device, number: int, seed: int
+) -> None:
+    """Blocks of all alignments, planes apart or padded in one allocation, partial slots, one program to eight."""
+    chance = Seeded(seed)
+    spec = layout_spec(chance)
+    moves = []
+    for index in range(8):
+        programs = chance.number(1, 8)
+        gather, split = Way("gather", programs, 1.0), Way("split", programs, chance.number(1, 99) / 100)
+        moves.append(move(chance, spec, split if index % 2 else gather))
+    check_moves(gpu_device, spec, moves, seed + number)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 4, 8, 32, 132])
+def test_any_number_of_programs_carries_scattered_planes(gpu_device: kvoffload.Device, programs: int) -> None:
+    planes, buffers = separate(gpu_device, 16, 18 * KIB, 96, 16)
+    for index, buffer in enumerate(buffers):
+        scramble(buffer, index)
+    rng = np.random.default_rng(programs)
+    with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=96, sm_limit=programs) as engine:
+        fill_slots(engine, 1)
+        mirror = Mirror(engine, buffers)
+        way = Way("gather", programs, 1.0)
+        for each in (
+            store(rng.integers(0, 96, 96).tolist(), rng.permutation(96).tolist(), way),
+            load(rng.integers(0, 96, 96).tolist(), rng.permutation(96).tolist(), way),
+        ):
+            result = submit(engine, each).wait(30)
+            expect(mirror, each)
+            print(f"{each.direction}, {programs} programs: {result.nbytes / result.seconds / 1e9:.1f} GB/s")
+        mirror.check()
+    for buffer in buffers:
+        buffer.close()
+
+
+@pytest.mark.parametrize(("block_bytes", "offset"), [(4096, 16), (656, 0), (24, 8), (20, 4), (5, 3), (1, 0)])
+@pytest.mark.parametrize("factor", [1, 4])
+def test_pitfall_33_any_alignment_gives_the_right_bytes(
+    gpu_device: kvoffload.Device, block_bytes: int, offset: int, factor: int
+) -> None:
+    planes, buffers = separate(gpu_device, 8, block_bytes, 200, offset)
+    for index, buffer in enumerate(buffers):
+        scramble(buffer, index)
+    rng = np.random.default_rng(block_bytes)
+    layout = KVLayout([planes], blocks_per_slot=factor)
+    used = layout.slots_for(150, factor - 1)
+    with OffloadEngine(layout, device=gpu_device, num_slots=used, sm_limit=4) as engine:
+        fill_slots(engine, 1)
+        mirror = Mirror(engine, buffers)
+        for direction in Direction:
+            blocks, slots = rng.permutation(200)[:150].tolist(), rng.permutation(used).tolist()
+            each = Move(direction, 0, blocks, slots, factor - 1, Way("gather", 2, 1.0))
+            submit(engine, each).wait(30)
+            expect(mirror, each)
+        mirror.check()
+    for buffer in buffers:
+        buffer.close()
+
+
+# tables
+
+
+def test_pitfall_05_tables_belong_to_a_transfer_until_its_end(
+    gpu_device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 transfers behind a gate; every table that is given back is overwritten with block 0 and slot 0 at once."""
+    small_tables(monkeypatch, blocks=8)
+    with rig(gpu_device, planes=4, block_bytes=16 * KIB, num_blocks=64, num_slots=64, sm_limit=4) as bench:
+        run_every_kernel(bench)
+        starts = overwrite_on_release(monkeypatch, 0, bench.engine._memory.address)
+        held = bench.stream()
+        gate = bench.gate(held)
+        mirror = Mirror(bench.engine, [bench.slab])
+        rng = np.random.default_rng(5)
+        moves = []
+        for number in range(100):
+            blocks, slots = (1 + rng.permutation(63)[:16] for _ in range(2))  # neither block 0 nor slot 0
+            way = Way("gather", 1 + number % 4, 1.0)
+            moves.append(store(blocks, slots, way) if number % 3 else load(slots, blocks, way))
+        jobs = [submit(bench.engine, each, after=held) for each in moves]
+        for each in moves:
+            expect(mirror, each)
+        bench.settle()
+        assert not any(job.done for job in jobs)
+        assert bench.engine.statistics().held > 50, "tables are used again before all are through"
+        gate.open()
+        bench.engine.drain(60)
+        assert [job.error for job in jobs] == [None] * 100
+        mirror.check()
+        assert len(starts) == 200
+        assert len(set(starts)) <= 16
+
+
+def test_long_transfers_in_many_tables(gpu_device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tables(monkeypatch, blocks=32)
+    launches = record_launches(monkeypatch)
+    with rig(gpu_device, planes=8, block_bytes=4 * KIB, num_blocks=1000, num_slots=1000, sm_limit=4) as bench:
+        rng = np.random.default_rng(6)
+        mirror = Mirror(bench.engine, [bench.slab])
+        for way in (Way("gather", 4, 1.0), Way("split", 2, 0.5)):
+            for call in (store, load):
+                each = call(rng.permutation(1000), rng.permutation(1000), way)
+                submit(bench.engine, each)
+                expect(mirror, each)
+        bench.engine.drain(60)
+        assert all(result.error is None for result in bench.engine.poll())
+        mirror.check()
+    assert len(launches) == 2 * (32 + 16)
+
+
+# order
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_both_parts_of_a_split_wait_and_are_waited_for(
+    bench: Rig, monkeypatch: pytest.MonkeyPatch, program: Callable[[Rig, pytest.MonkeyPatch], bool]
+) -> None:
+    """Behind a stream that is slow, or with a kernel that is."""
+    assert program(bench, monkeypatch)
+
+
+def test_a_split_is_one_job_whose_time_covers_both_parts(bench: Rig) -> None:
+    seconds = {}
+    for way in (Way("strided"), Way("gather", 1, 1.0), Way("split", 1, 0.5)):
+        each = store(range(40), range(40), way)
+        seconds[way.copier] = min(submit(bench.engine, each).wait(30).seconds for _ in range(5))
+    print({name: f"{40 / 1024 / taken:.1f} GiB/s" for name, taken in seconds.items()})
+    assert seconds["split"] > 0.4 * max(seconds.values()), "half of the blocks at least, by either"
+    assert seconds["split"] < 1.3 * max(seconds.values())
+
+
+# leaks, the cache, the time of a call
+
+
+def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.Device) -> None:
+    planes, buffers = separate(gpu_device, 4, 4 * KIB, 64)
+    rng = np.random.default_rng(5)
+    ways = [Way("gather", 1, 1.0), Way("gather", 4, 1.0), Way("split", 2, 0.5)]
+    with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=64, sm_limit=4) as engine:
+
+        def transfers(count: int) -> int:
+            """Free bytes of GPU memory after so many."""
+            for number in range(count):
+                ids = rng.choice(64, 3, replace=False)
+                submit(engine, (load if number % 2 else store)(ids, ids, ways[number % 3]))
+                if number % 100 == 0:
+                    engine.drain(30)
+                    engine.poll()
+            engine.drain(30)
+            engine.poll()
+            gc.collect()
+            with gpu_device.current():
+                return gpu_device.driver.free_and_total_bytes()[0]
+
+        free = [transfers(1000)]
+        (files, threads), events = held_by_process(), engine.statistics().events
+        free += [transfers(3000) for _ in range(3)]
+        assert min(before - after for before, after in pairwise(free)) <= 0, free
+        files_after, threads_after = held_by_process()
+        assert (files_after - files <= 4, threads_after) == (True, threads)
+        assert engine.statistics().events - events <= 100
+        whole(engine)
+        assert engine._toolbox._kernels is not None
+        assert [arena.in_use for arena in engine._toolbox._kernels.arenas.values()] == [0, 0]
+    for buffer in buffers:
+        buffer.close()
+
+
+def test_a_second_engine_takes_its_kernels_from_the_cache(
+    gpu_device: kvoffload.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_CACHE", str(tmp_path))
+    layout = KVLayout([gpu_device.allocate_planes(4, block_bytes=4 * KIB, num_blocks=16)])
+    seconds = []
+    for number in range(2):
+        began = time.perf_counter()
+        with OffloadEngine(layout, device=gpu_device, num_slots=16, sm_limit=4) as engine:
+            seconds.append(time.perf_counter() - began)
+            assert engine.missing_copiers == {}
+            engine.slots[:] = 7 + number
+            for direction in (Direction.LOAD, Direction.STORE):
+                engine.submit(direction, range(16), range(16), copier=Way("gather", 1, 1.0)).wait(30)
+            assert (engine.slots[:, : 16 * KIB] == 7 + number).all()
+        files = {path.name for path in (tmp_path / "kernels").iterdir()}
+        assert len(files) >= 2
+        monkeypatch.setattr(kernel_store, "compile_kernel", None)
+    print(
+        f"an engine takes {seconds[0]:.2f} s to make when its kernels are compiled, {seconds[1]:.3f} s from the cache"
+    )
+    assert seconds[1] < seconds[0]
+
+
+class Submissions:
+    """Stores or loads of the same blocks, by a gather copier alone on a stream of its own, and by an engine."""
+
+    def __init__(self, engine: OffloadEngine, direction: Direction, blocks: Ids, slots: Ids) -> None:
+        assert engine._toolbox._kernels is not None
+        self.engine, self.direction, self.blocks, self.slots = engine, direction, blocks, slots
+        group, address = engine._groups[0], engine._memory.address
+        self.plan = build(group, engine.layout, direction, pool_address=address, slots=slots, blocks=blocks)
+        self.copier = GatherCopier(engine._toolbox._kernels, 4)
+        self.driver = engine.device.driver
+        self.stream = self.driver.stream_create(0)
+        self.tables: list[Table] = []
+
+    def by_copier(self) -> None:
+        staged = self.copier.stage(self.copier.prepare(self.plan), SourceOrder.STREAM)
+        assert staged is not None
+        assert staged.table is not None
+        staged.submit(self.stream)
+        self.tables.append(staged.table)
+
+    def end_by_copier(self) -> None:
+        self.driver.stream_synchronize(self.stream)
+        self.tables.pop().release()
+
+    def by_engine(self) -> None:
+        way = Way("gather", 4, 1.0)
+        self.engine.submit(self.direction, self.blocks, self.slots, after=NO_WAIT, copier=way)
+
+    def end_by_engine(self) -> None:
+        self.engine.drain(30)
+
+
+def median_seconds(call: Callable[[], object], end: Callable[[], object]) -> float:
+    """Host time of `call`; `end` waits for its work."""
+    taken = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(300):
+            began = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - began)
+            end()
+    finally:
+        gc.enable()
+    return averages.median(taken[50:])
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_submitting_128_blocks_of_64_planes_takes_microseconds(
+    gpu_device: kvoffload.Device, direction: Direction
+) -> None:
+    planes, buffers = separate(gpu_device, 64, 8 * KIB, 256)
+    rng = np.random.default_rng(7)
+    blocks, slots = rng.permutation(256)[:128], rng.permutation(128)
+    with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=128, sm_limit=4) as engine:
+        with gpu_device.current():
+            calls = Submissions(engine, direction, blocks, slots)
+            alone = median_seconds(calls.by_copier, calls.end_by_copier)
+            gpu_device.driver.stream_destroy(calls.stream)
+        whole_call = median_seconds(calls.by_engine, calls.end_by_engine)
+    print(f"{direction}: the copier {alone * 1e6:.1f} us, the whole call {whole_call * 1e6:.1f} us")
+    assert alone < 60e-6
+    assert whole_call < 300e-6
+    for buffer in buffers:
+        buffer.close()
