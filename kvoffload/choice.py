@@ -19,6 +19,7 @@ _ALIKE = 0.02  # slow-downs nearer to each other than that are one: about what m
 _GATHER_PROGRAMS = (1, 2, 3, 4)
 _MOST_PROGRAMS = 8  # 2 to 4 fill the link; more only slow the computation
 _SPLIT_PROGRAMS = (1, 2)
+_LINK_BOUND = 1.15  # times what a big copy takes
 _MANTISSA_BITS = 5
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
 _BY_DEFAULT = ("strided", "batch", "loop", "gather", "split")  # where no way was measured
@@ -38,11 +39,19 @@ class Choice(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a way would take, and how many times as long a matrix product beside it."""
+    """What a way would take.
+
+    Attributes:
+        slowdown: how many times as long a matrix product takes beside it; 1.0 for the copy engine, whose ways differ
+            in that only as much as in bandwidth.
+        cautious: seconds, and more by the copier's median error where the link is not what bounds it. So a copier that
+            is as fast as the host happens to be must promise more.
+    """
 
     way: Way
     seconds: float
     slowdown: float
+    cautious: float
 
 
 def check_prefer(prefer: Any) -> str:
@@ -96,19 +105,23 @@ def _choose(shape: Shape, available: frozenset[str], profile: Profile, prefer: s
 
 def rank(shape: Shape, available: Collection[str], profile: Profile, prefer: str, sm_limit: int) -> list[Expected]:
     """All ways, the best first; at least one. Arguments as for `choose`."""
-    found = [
-        Expected(way, profile.seconds(way, shape), profile.slowdown(way))
-        for way in _ways(shape, available, profile, sm_limit)
-    ]
+    found = [_expect(way, shape, profile) for way in _ways(shape, available, profile, sm_limit)]
     if all(each.seconds == inf for each in found):
         return sorted(found, key=lambda each: _BY_DEFAULT.index(each.way.copier))
-    found.sort(key=lambda each: each.seconds)
+    found.sort(key=lambda each: each.cautious)
     return found if prefer == "latency" else _least_disturbing_first(found, shape)
+
+
+def _expect(way: Way, shape: Shape, profile: Profile) -> Expected:
+    seconds = cautious = profile.seconds(way, shape)
+    if seconds > _LINK_BOUND * shape.nbytes / profile.costs[shape.direction].link and way.copier in profile.errors:
+        cautious *= 1 + profile.errors[way.copier].median
+    return Expected(way, seconds, profile.slowdown(way) if way.programs else 1.0, cautious)
 
 
 def _least_disturbing_first(found: list[Expected], shape: Shape) -> list[Expected]:
     """Of ways by time: those near the fastest by what they cost the computation, then the host; then the others."""
-    near = [each for each in found if each.seconds <= TOLERANCE * found[0].seconds]
+    near = [each for each in found if each.cautious <= TOLERANCE * found[0].cautious]
     ordered = []
     rest = near
     while rest:
@@ -128,9 +141,8 @@ def _ways(shape: Shape, available: Collection[str], profile: Profile, sm_limit: 
     """What could carry a transfer; at least one way."""
     folds = shape.rows > shape.operations
     flat = [name for name in ("batch", "loop") if name in available]
-    names = (
-        flat if flat and not folds else ["strided", *flat]
-    )  # a strided copy of a single row takes 4 us, a flat one 2
+    # a strided copy of a single row takes 4 us, a flat one 2 at most
+    names = flat if flat and not folds else ["strided", *flat]
     ways = [Way(name) for name in names if name in available]
     if "gather" in available:
         ways += [Way("gather", programs, 1.0) for programs in _programs(_GATHER_PROGRAMS, sm_limit)]

@@ -102,6 +102,22 @@ def _wrong(bed: Bed, found: Elements, right: Elements) -> int:
     return bed.lab.wrong_rows([(a.view(np.uint8), b.view(np.uint8)) for a, b in planes], bed.block_bytes)
 
 
+class _Stream:
+    """A stream as `__cuda_stream__` hands it over."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _foreign_stream(cupy: Any, handle: int) -> Any:
+    """A CuPy stream over a handle, in the way that this CuPy does not deprecate."""
+    adopt = getattr(cupy.cuda.Stream, "from_external", None)
+    return cupy.cuda.ExternalStream(handle) if adopt is None else adopt(_Stream(handle))
+
+
 class CupyArrays:
     """Indexing and `get`; `set` and indexed assignment; pinned memory, everything queued on one stream."""
 
@@ -110,7 +126,7 @@ class CupyArrays:
 
         self._bed, self._cupy = bed, cupy
         self._right = _right(bed)
-        self._stream = cupy.cuda.ExternalStream(bed.lab.timer.stream)
+        self._stream = _foreign_stream(cupy, bed.lab.timer.stream)
         num_blocks = bed.parts[0].planes[0].num_blocks
         with bed.lab.device.current(), self._stream:
             self._ids = cupy.asarray(bed.parts[0].blocks)
