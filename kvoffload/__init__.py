@@ -1,12 +1,14 @@
-"""Move the blocks of a paged KV cache between the GPU and pinned host memory, without PyTorch and without compiling.
+"""Move the blocks of a paged KV cache between the GPU and pinned host memory: no PyTorch, no compiled extension.
 
     open_device      a GPU, or the simulated device        device.py, ownership.py, driver/
     KVLayout, Plane  where the blocks lie                  layout.py, interop.py; what a transfer copies: plan.py
-    OffloadEngine    store, load, poll, order_before       engine.py, flight.py, books.py, ordering.py, jobs.py
+    OffloadEngine    store, load, poll, order_before       engine.py, flight.py, launch.py, books.py, ordering.py, ...
     BlockCache       keys to slots                         cache.py, cache_jobs.py, policies.py
-    copiers/         strided, batch, loop, and choose()    on streams.py, memory.py
+    copiers/         strided, gather, split, batch, loop   on streams.py, memory.py, arena.py
+    kernels/         Triton without PyTorch                gather.py; what loads it, and keeps it: cachefiles.py
+    tuning/          what transfers cost on a machine      measured by tuner/; which copier takes one: choice.py
     testing          the simulated driver, byte patterns   testing.py
-    cli/             doctor, demo, replay, bench           python -m kvoffload
+    cli/             doctor, demo, replay, tune, bench     python -m kvoffload
 
 Importing this package touches no GPU and loads no CUDA library.
 """

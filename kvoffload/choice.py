@@ -72,6 +72,7 @@ def choose(shape: Shape, available: Collection[str], profile: Profile, prefer: s
         profile: what they cost.
         prefer: "latency": the fastest; "overlap": of the ways within 1.1x of the fastest, the one that slows
             computation least; of those alike in that, one that the host need not submit copy by copy, and the fastest.
+            For this, a way whose bound is not the link counts as slower by its copier's median error.
         sm_limit: programs of a kernel at most.
     """
     alike, scale = _class_of(shape)
@@ -173,8 +174,11 @@ def _explain(best: Expected, others: list[Expected], shape: Shape) -> str:
     fastest = min(known, key=lambda each: each.seconds)
     if best.seconds <= fastest.seconds:
         return f"{text}, the fastest; next is {fastest.way} with {_rate(fastest, shape)}"
-    gain = "slows computation less" if best.slowdown < fastest.slowdown - _ALIKE else "costs the host less"
-    return f"{text}, within {TOLERANCE}x of {fastest.way} ({_rate(fastest, shape)}), and {gain}"
+    if best.slowdown < fastest.slowdown - _ALIKE:
+        gain = "slows computation less"
+    else:
+        gain = "costs the host less" if best.cautious >= fastest.cautious else "is surer"
+    return f"{text}, {best.seconds / fastest.seconds:.2f}x of {fastest.way} ({_rate(fastest, shape)}), and {gain}"
 
 
 def _rate(expected: Expected, shape: Shape) -> str:

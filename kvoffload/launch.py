@@ -60,6 +60,7 @@ class Launcher:
         if flight.rival is not None and not (flight.rival.launched or flight.rival.finished):
             return False
         ahead: dict[int, Staged] = {}
+        cleared = False
         while not job.launched:
             work, copier = flight.parts[job.part]
             stop = min(job.queued + copier.piece_operations, len(work))
@@ -76,7 +77,11 @@ class Launcher:
                 staged = ahead.pop(job.part, None) or copier.stage(work.part(job.queued, stop), flight.order)
                 if staged is None:
                     self.give_back(job, job.pieces.pop())
-                    return False
+                    if cleared or not self._is_alone(job):
+                        return False
+                    copier.clear(job.direction)  # an interrupt has lost tables
+                    cleared = True
+                    continue
                 piece.table = staged.table
                 self._launch_piece(job, flight, stop, piece, last, staged.submit)
             except BaseException as error:
@@ -84,6 +89,10 @@ class Launcher:
                 if not isinstance(error, KVOffloadError):
                     raise
         return True
+
+    def _is_alone(self, job: Job) -> bool:
+        """Whether nothing of the job's direction is queued."""
+        return not job.pieces and self._books[job.direction].jobs[0] is job
 
     def _launch_piece(
         self, job: Job, flight: Flight, stop: int, piece: Piece, last: Piece | None, submit: Submit
@@ -182,7 +191,7 @@ class Launcher:
         piece.stream.queued -= piece.places
         if piece.event is not None and piece.event != job.end:
             self._markers.release(piece.event)
-        if piece.table is not None:  # last: a table that an interrupt loses comes back with the next `clear`
+        if piece.table is not None:  # last: tables that an interrupt loses come back when there is no room for others
             piece.table.release()
 
 

@@ -21,6 +21,7 @@ from kvoffload.cli.baselines import GridStride
 from kvoffload.cli.bed import Bed, Placement
 from kvoffload.cli.cases import SMALL, Case, Lab
 from kvoffload.cli.latency import geometry_of
+from kvoffload.cli.report import require_writable, write_whole
 from kvoffload.cli.submit import _Spent, _watched
 from kvoffload.compute import MATMUL
 from kvoffload.compute import SMALL as SMALL_PRODUCT
@@ -85,6 +86,33 @@ def test_results_are_saved_beside_the_tables(tmp_path: Path, capsys: pytest.Capt
     assert (fields["benchmark"], len(fields["transfers"])) == ("sweep", 2)
     assert main(["bench", "sweep", *options, "--save", str(tmp_path)]) == 2
     assert f"--save {tmp_path}: Is a directory" in capsys.readouterr().err
+
+
+def test_what_was_saved_before_is_kept_until_there_is_something_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "sweep.json"
+    saved.write_text("older")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvoffload.cli.report.describe_device", interrupted)
+    assert main(["bench", "sweep", "--backend", "simulated", "--save", str(saved)]) == 130
+    assert saved.read_text() == "older"
+    write_whole("--save", saved, b"newer")
+    assert saved.read_text() == "newer"
+    assert list(tmp_path.iterdir()) == [saved]
+
+
+def test_a_file_is_written_through_a_link_and_keeps_its_device(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    for path, option in ((link, "--save"), (Path("/dev/null"), "--output")):
+        require_writable(option, path)
+        write_whole(option, path, b"text")
+    assert (target.read_bytes(), link.is_symlink()) == (b"text", True)
+    assert Path("/dev/null").is_char_device()
 
 
 def test_bench_sweep_refuses_sizes_that_no_block_has(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,13 +225,58 @@ def test_a_background_is_topped_up_and_finished(lab: Lab) -> None:
         source, target = (int(end[0]) for end in bed.ends(Direction.LOAD))
         bare = StreamBackground(lab, lambda stream: lab.driver.copy(target, source, 256, stream), 256)
         for background in (engine, bare):
-            for _ in range(50):
+            while len(background.seconds) < 3:
                 background.top_up()
             background.finish()
-            assert len(background.seconds) >= 3
             assert background.nbytes == (bed.nbytes if background is engine else 256)
         assert engine.reason
         bare.close()
+
+
+def test_what_a_failed_transfer_had_queued_is_waited_for_and_given_back(lab: Lab) -> None:
+    ends = lab.device.allocate(512)
+    lab.timer.seconds(lambda: lab.driver.fill(ends.address, 1, 256, lab.timer.stream))
+
+    def queue(stream: int) -> None:
+        lab.driver.copy(ends.address + 256, ends.address, 256, stream)
+        raise RuntimeError("half of it")
+
+    bare = StreamBackground(lab, queue, 256)
+    with pytest.raises(RuntimeError, match="half of it"):
+        bare.submit()
+    bare.close()
+    assert (ends.to_numpy() == 1).all()
+    ends.close()
+
+
+@pytest.mark.parametrize("kind", ["engine", "bare"])
+def test_transfers_that_outlast_the_computation_are_not_counted(lab: Lab, kind: str) -> None:
+    with Bed(lab, geometry_of(4, 256, 1.0), count=2) as bed, lab.device.current():
+        bed.prepare(Direction.LOAD)
+        held = lab.driver.stream_create(0)
+        source, target = (int(end[0]) for end in bed.ends(Direction.LOAD))
+        with closing(StreamBackground(lab, lambda stream: lab.driver.copy(target, source, 256, stream), 256)) as bare:
+            background = bare if kind == "bare" else EngineBackground(bed, Direction.LOAD, "strided")
+            for _ in range(200):
+                lab.driver.fill(target, 7, 256, held)
+            background.submit(after=held)
+            background.finish()
+            assert background.seconds == []
+        lab.driver.stream_destroy(held)
+
+
+def test_bench_interference_goes_on_without_the_grid_stride_kernel(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise kvoffload.CapabilityError("it cannot be compiled")
+
+    one = [(MATMUL.name, SMALL_PRODUCT, (Direction.STORE,))]
+    monkeypatch.setattr("kvoffload.cli.interference._computations", lambda _: one)
+    monkeypatch.setattr("kvoffload.cli.interference.GridStride", refuse)
+    fields = run_json(capsys, "bench", "interference", "--backend", "simulated")
+    assert fields["not_run"] == dict.fromkeys(("grid-stride 12", "grid-stride 20"), "it cannot be compiled")
+    assert {"strided", "big copy", "alone"} <= {row["way"] for row in fields["interference"]}
 
 
 def test_a_background_waits_for_the_stream_that_it_follows(lab: Lab) -> None:

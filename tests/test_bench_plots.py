@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffload.cli import main, plots
+from kvoffload.cli.console import CommandError
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not here")
 
@@ -89,6 +90,12 @@ def test_bench_plot_draws_every_result(tmp_path: Path, capsys: pytest.CaptureFix
         ("{", "cannot be read as JSON"),
         ("[]", "is no result of"),
         (json.dumps(sweep() | {"simulated": True}), "has no times to draw"),
+        ("", "cannot be read as JSON"),
+        (json.dumps({"benchmark": ["sweep"]}), "is no result of"),
+        (json.dumps({"benchmark": "sweep", **MADE_UP}), "KeyError: 'transfers'"),
+        (json.dumps(sweep() | {"transfers": []}), "is no complete result of `bench sweep`"),
+        (json.dumps(transfer() | {"transfers": [1]}), "result.json is no complete result of `bench transfer`"),
+        (json.dumps(interference() | {"interference": None}), "is no complete result of `bench interference`"),
         (json.dumps({"benchmark": "submit", **MADE_UP}), "there is nothing to draw in results of: submit"),
     ],
 )
@@ -108,6 +115,26 @@ def test_bench_plot_names_a_folder_that_cannot_be_written(tmp_path: Path, capsys
     assert taken in capsys.readouterr().err
 
 
+@needs_matplotlib
+def test_bench_plot_refuses_two_results_of_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = save(tmp_path, one=sweep(), two=interference(), three=sweep())
+    assert main(["bench", "plot", *files, "--output", str(tmp_path / "out")]) == 2
+    assert f"{files[0]} and {files[2]} are both results of `bench sweep`" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_bench_submit_has_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "submit", "--backend", "simulated", "--plot", str(tmp_path)]) == 2
+    assert "--plot" in capsys.readouterr().err
+
+
+def test_a_folder_for_figures_is_tried(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert list(plots.require_folder(str(tmp_path / "new")).iterdir()) == []
+    with pytest.raises(CommandError, match="no figures can be written into"):
+        plots.require_folder(str(tmp_path / "file" / "new"))
+
+
 def test_without_matplotlib_the_command_says_what_to_install_before_it_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,11 +145,47 @@ def test_without_matplotlib_the_command_says_what_to_install_before_it_measures(
         assert "pip install 'kvoffload[plot]'" in capsys.readouterr().err
 
 
+def points(figure: Any) -> dict[str, list[tuple[float, float]]]:
+    return {
+        drawn.get_label(): [(float(x), float(y)) for x, y in drawn.get_offsets()]
+        for drawn in figure.axes[0].collections
+    }
+
+
+@needs_matplotlib
+def test_models_show_the_largest_transfer_and_say_so() -> None:
+    rows = [transfer_row(blocks=blocks, gb_per_s={"choice, overlap": rate, "big copy": 50.0})
+            for blocks, rate in ((16, 20.0), (128, 40.0), (4, 10.0))]  # fmt: skip
+    beside = transfer_row(blocks=512, gb_per_s={"choice, overlap": 33.0, "CuPy": 20.0, "big copy": 50.0})
+    fields = {"benchmark": "transfer", "transfers": rows, "frameworks": [beside], **MADE_UP}
+    figure = plots._by_model(fields, "store")
+    assert points(figure) == {"kvoffload, planes fold": [(40.0, 0.0)], "CuPy indexing + get/set": [(20.0, 0.0)]}
+    (label,) = (tick.get_text() for tick in figure.axes[0].get_yticklabels())
+    assert label == "m\n64 x 4 KiB, 128 or 512 blocks"
+
+
+@needs_matplotlib
+def test_bars_of_what_was_not_measured_say_so_and_gains_are_drawn() -> None:
+    rows = [
+        {"computation": "a", "direction": "load", "way": "strided", "slowdown": 0.98},
+        {"computation": "a", "direction": "load", "way": "batch", "slowdown": 1.0},
+        {"computation": "b", "direction": "load", "way": "strided", "slowdown": 0.99},
+    ]
+    left, right = plots._slowdowns({"interference": rows, **MADE_UP}, "load").axes
+    assert [text.get_text() for text in left.texts] == ["-2%", "0%"]
+    assert [text.get_text() for text in right.texts] == ["-1%", "not measured"]
+    assert (len(left.patches), len(right.patches)) == (2, 1)
+    for panel in (left, right):
+        low, high = panel.get_xlim()
+        assert low < 0 < high
+
+
 @needs_matplotlib
 def test_a_figure_names_the_gpu_and_labels_every_line() -> None:
     figure = plots._by_size(sweep(), "load")
     texts = [text.get_text() for text in figure.texts]
     assert any("A GPU" in text and "fast x16" in text for text in texts)
+    assert any("medians of 5 runs or more" in text for text in texts)
     assert "host to GPU (load): 4096 copies" in figure.get_suptitle()
     for panel in figure.axes:
         labels = {text.get_text() for text in panel.texts}

@@ -227,6 +227,7 @@ def test_a_failed_job_keeps_its_slots_until_nothing_of_it_is_left() -> None:
 KERNEL_CALLS = {"cuModuleLoadData", "cuModuleGetFunction", "cuFuncGetAttribute", "cuFuncSetAttribute"}
 
 
+@pytest.mark.filterwarnings("ignore:no copy kernels")
 @pytest.mark.parametrize("sm_limit", [0, 4])
 @pytest.mark.parametrize("after", [False, True], ids=["instead", "afterwards"])
 def test_every_call_of_making_an_engine_fails_once(sm_limit: int, after: bool) -> None:

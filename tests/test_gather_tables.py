@@ -155,6 +155,21 @@ def test_an_interrupt_that_loses_a_table_does_not_stop_the_ring(
         whole(bench.engine)
 
 
+def test_a_lost_table_does_not_stop_transfers_that_wait_for_room(
+    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring is never idle: there is always a transfer that waits behind the lost table."""
+    small_tables(monkeypatch, blocks=32)
+    with rig(device, num_blocks=400, num_slots=400, sm_limit=4) as bench:
+        kernels = bench.engine._toolbox._kernels
+        assert kernels is not None
+        assert kernels.arenas[Direction.STORE].take(64) is not None  # and nobody knows of it
+        jobs = [submit(bench.engine, store(range(400), range(400))) for _ in range(3)]
+        bench.engine.drain(10)
+        assert [job.error for job in jobs] == [None] * 3
+        whole(bench.engine)
+
+
 # memory that is not pinned
 
 

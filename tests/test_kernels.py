@@ -7,11 +7,13 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ import kvoffload
 from kvoffload import CapabilityError, DriverError, cachefiles
 from kvoffload.driver import Driver, functions, probe
 from kvoffload.errors import KVOffloadWarning
-from kvoffload.kernels import Compiled, KernelSpec, compile_kernel, load_kernel, loader, store, why_not
+from kvoffload.kernels import Compiled, KernelSpec, compile_kernel, compiler, load_kernel, loader, store, why_not
 from kvoffload.testing import SimulatedDriver, check_clean_close
 
 TESTS = Path(__file__).parent
@@ -134,6 +136,29 @@ def test_what_cannot_be_compiled_is_named_and_the_line_that_says_why(capsys: pyt
     with pytest.raises(CapabilityError, match=r"read_word\(\) for compute capability 99\.0: ptxas.* fatal .*sm_99"):
         compile_kernel(READ_WORD, (99, 0))
     assert capsys.readouterr().out == "", "standard output belongs to the program"
+
+
+def test_a_result_that_cannot_be_used_is_a_lack_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(*_: Any) -> Any:
+        return SimpleNamespace(asm={}, metadata=None)
+
+    monkeypatch.setattr(compiler, "_build", odd)
+    with pytest.raises(CapabilityError, match=r"cannot compile kernel_for_tests\.read_word\(\) .* 9\.0: 'ptx'$"):
+        compile_kernel(READ_WORD, (9, 0))
+
+
+def test_a_triton_that_breaks_while_it_is_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text("print('hello')\nraise RuntimeError('many\\nlines, and no such symbol')")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from kvoffload import CapabilityError; from kvoffload.kernels import KernelSpec, compile_kernel\n"
+        "try: compile_kernel(KernelSpec('kernel_for_tests', 'read_word', (), (), 4), (9, 0))\n"
+        "except CapabilityError as error: print(error)"
+    )
+    assert run(program) == (
+        "kernels need Triton, which cannot be imported (lines, and no such symbol); "
+        "install it: pip install 'triton>=3.2'"
+    )
 
 
 def test_triton_needs_no_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,9 +292,32 @@ def _renamed(content: bytes) -> bytes:
     return json.dumps({"sha256": store._digest(fields), "kernel": fields}).encode()
 
 
+def _with(**changes: Any) -> Callable[[bytes], bytes]:
+    """Whole, with its checksum, but with other fields."""
+
+    def change(content: bytes) -> bytes:
+        fields = json.loads(content)["kernel"] | changes
+        return json.dumps({"sha256": store._digest(fields), "kernel": fields}).encode()
+
+    return change
+
+
 @pytest.mark.parametrize(
     "damage",
     [
+        lambda _: b"[" * 200_000,
+        _with(made_for="0" * 64),
+        _with(cubin=[1]),
+        _with(cubin="~~~~"),
+        _with(ptx=None),
+        _with(name=5),
+        _with(shared_bytes=-1),
+        _with(shared_bytes="65536"),
+        _with(parameter_count=1),
+        _with(parameter_count=10**12),
+        _with(parameter_count=5.0),
+        _with(threads=256),
+        _with(threads=True),
         lambda _: b"",
         lambda content: content[: len(content) // 2],
         lambda content: content[:-1],
@@ -292,6 +340,61 @@ def test_a_damaged_file_is_ignored_and_made_again(
     assert len(compilations) == 2
     assert path.read_bytes() == content
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_the_file_of_another_kernel_is_ignored(tmp_path: Path, compilations: list[KernelSpec]) -> None:
+    wider = READ_WORD._replace(constants=(("WORDS", 8),))
+    one, other = (store.kernel_path(spec, (9, 0), tmp_path) for spec in (READ_WORD, wider))
+    for spec in (READ_WORD, wider):
+        store.compiled_kernel(spec, (9, 0), tmp_path)
+    content = other.read_bytes()
+    other.write_bytes(one.read_bytes())
+    store.compiled_kernel(wider, (9, 0), tmp_path)
+    assert compilations == [READ_WORD, wider, wider]
+    assert other.read_bytes() == content
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_can_write_is_ignored_and_made_again(
+    tmp_path: Path, compilations: list[KernelSpec], mode: int
+) -> None:
+    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    path = store.kernel_path(READ_WORD, (9, 0), tmp_path)
+    path.chmod(mode)
+    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    assert len(compilations) == 2
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    assert len(compilations) == 2, "others may read it"
+
+
+@pytest.mark.parametrize(("owner", "count"), [(0, 1), (12345, 1), (54321, 2)])
+def test_a_file_of_another_user_is_ignored(
+    tmp_path: Path, compilations: list[KernelSpec], monkeypatch: pytest.MonkeyPatch, owner: int, count: int
+) -> None:
+    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    real = os.fstat
+
+    def owned(handle: int) -> os.stat_result:
+        fields = list(real(handle))
+        fields[4] = owner
+        return os.stat_result(fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        patch.setattr(os, "fstat", owned)
+        store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    assert len(compilations) == count
+
+
+def test_folders_for_cached_files_are_made_for_one_user(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "kernels" / "file"
+    assert cachefiles.write(path, b"content")
+    assert {folder.stat().st_mode & 0o777 for folder in (path.parent, path.parent.parent)} == {0o700}
+    path.parent.parent.chmod(0o755)
+    assert cachefiles.write(path, b"more")
+    assert path.parent.parent.stat().st_mode & 0o777 == 0o755, "a folder that is there stays as it is"
 
 
 @pytest.mark.usefixtures("no_warning_yet")
@@ -347,6 +450,28 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
             cachefiles.write(path, b"after")
     assert cachefiles.read(path) == b"before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("no_warning_yet")
+def test_an_error_without_a_text_of_its_own_is_told_and_a_lost_file_is_no_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(name: str, _: Path) -> None:
+        os.unlink(name)
+        raise OSError("somebody tidied up")
+
+    monkeypatch.setattr(os, "replace", lose)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.warns(KVOffloadWarning, match=r"cannot be written \(somebody tidied up\)"):
+        assert not cachefiles.write(tmp_path / "file", b"content")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+    def refuse(**_: Any) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setenv("KVOFFLOAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert cachefiles.why_not_writable() == "no room"
 
 
 def test_processes_that_write_the_same_file_leave_one_whole_file(tmp_path: Path) -> None:
@@ -517,13 +642,31 @@ def _memory(address: int, nbytes: int) -> bytes:
     return space.view(address, nbytes).tobytes()
 
 
-@pytest.mark.parametrize(
-    "call", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncGetAttribute", "cuFuncSetAttribute"]
-)
-def test_a_failure_while_a_kernel_is_loaded_leaves_nothing_behind(device: kvoffload.Device, call: str) -> None:
+LOADING = ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncGetAttribute", "cuFuncSetAttribute"]
+
+
+@pytest.mark.parametrize("call", LOADING)
+@pytest.mark.parametrize("error", ["NO_BINARY_FOR_GPU", "INVALID_IMAGE", "UNSUPPORTED_PTX_VERSION", "UNKNOWN"])
+def test_a_kernel_that_cuda_refuses_is_a_lack_of_this_gpu_and_leaves_nothing_behind(
+    device: kvoffload.Device, call: str, error: str
+) -> None:
+    refusal = getattr(bindings.CUresult, f"CUDA_ERROR_{error}")
     with device.current():
-        device.simulator.faults.fail_call(call)
-        with pytest.raises(DriverError, match=f"{call} returned CUDA_ERROR_UNKNOWN"):
+        device.simulator.faults.fail_call(call, error=refusal)
+        with pytest.raises(CapabilityError, match=rf"copy_rows\(.*\) cannot .*{call} returned CUDA_ERROR_{error} \("):
+            load_kernel(device.driver, device.capabilities, COPY_ROWS)
+        assert device.simulator.leaks()["modules"] == 0
+        load_kernel(device.driver, device.capabilities, COPY_ROWS).close()
+
+
+@pytest.mark.parametrize("call", LOADING)
+@pytest.mark.parametrize("error", ["OUT_OF_MEMORY", "ILLEGAL_ADDRESS"])
+def test_a_lost_context_or_no_memory_while_a_kernel_is_loaded_is_a_driver_error(
+    device: kvoffload.Device, call: str, error: str
+) -> None:
+    with device.current():
+        device.simulator.faults.fail_call(call, error=getattr(bindings.CUresult, f"CUDA_ERROR_{error}"))
+        with pytest.raises(DriverError, match=f"{call} returned CUDA_ERROR_{error}"):
             load_kernel(device.driver, device.capabilities, COPY_ROWS)
         assert device.simulator.leaks()["modules"] == 0
         kernel = load_kernel(device.driver, device.capabilities, COPY_ROWS)

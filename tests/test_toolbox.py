@@ -300,6 +300,7 @@ def test_a_gpu_without_room_for_the_prelude_copies_without(device: kvoffload.Dev
     assert "cuMemcpy2DAsync" not in {name for name, _ in simulator.faults.calls}
 
 
+@pytest.mark.filterwarnings("ignore:no copy kernels")
 def test_every_call_of_making_and_closing_an_engine_with_kernels_fails_once() -> None:
     with simulated(2) as device:
         simulator: Any = device.simulator

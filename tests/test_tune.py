@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,10 @@ import pytest
 import kvoffload
 from kvoffload import cachefiles
 from kvoffload.cli import main
+from kvoffload.cli.console import CommandError
+from kvoffload.cli.tune import _require_kept, decisions
 from kvoffload.compute import MATMUL, SKINNY, SMALL, Computation, kernel_spec
+from kvoffload.copiers import NAMES
 from kvoffload.engine import OffloadEngine
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.kernels import compile_kernel
@@ -283,6 +287,34 @@ def test_an_output_that_cannot_be_written_is_said_before_anything_is_measured(
     assert "--output" in capsys.readouterr().err
 
 
+def test_an_output_keeps_what_it_holds_until_there_is_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("older")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvoffload.cli.tune.tune", interrupted)
+    assert main(["tune", "--backend", "simulated", "--output", str(path)]) == 130
+    assert path.read_text() == "older"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_cache_folder_that_cannot_be_written_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: kvoffload.Device
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(cachefiles.FOLDER_VARIABLE, str(tmp_path / "file" / "cache"))
+    gpu: Any = SimpleNamespace(simulated=False)
+    with pytest.raises(CommandError, match=f"{cachefiles.FOLDER_VARIABLE}.*--output"):
+        _require_kept(gpu, None)
+    _require_kept(gpu, tmp_path / "profile.json")
+    _require_kept(device, None)
+    assert not (tmp_path / "profile.json").exists()
+
+
 def test_what_cannot_run_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     old = kvoffload.open_device(backend="simulated", seed=seed, driver_version=(12, 4), bindings_version=(13, 3))
     monkeypatch.setattr("kvoffload.kernels.loader.triton_version", lambda: None)
@@ -339,9 +371,12 @@ def test_show_follows_its_options_and_the_profile(
 ) -> None:
     monkeypatch.setattr("kvoffload.cli.tune.profile_for", lambda _: default_profile(H200))
     kernels = {"gather 1", "gather 2", "gather 4", "split 1", "split 2"}
+    assert {each.way for each in decisions(default_profile(H200), frozenset(NAMES), "latency", 4)} & kernels
     fields = show(capsys, "--prefer", "latency")
     assert fields["profile"] == default_profile(H200).source
-    assert {each["way"] for each in fields["decisions"]} & kernels
+    assert fields["not_offered"] == ["gather", "split"]
+    assert fields["not_available"] == {}
+    assert not {way for each in fields["decisions"] for way in (each["way"], each["runner_up"])} & kernels
     fields = show(capsys, "--sm-limit", "0")
     assert not {each["way"] for each in fields["decisions"]} & kernels
     assert fields["not_available"] == dict.fromkeys(("gather", "split"), "sm_limit=0 forbids kernels")
@@ -350,6 +385,17 @@ def test_show_follows_its_options_and_the_profile(
     out = capsys.readouterr().out
     assert f"expectations, from this profile: {default_profile(H200).source}" in " ".join(out.split())
     assert "strided " in out
+    assert "gather and split are kernels: on the simulated device" in " ".join(out.split())
+
+
+def test_show_leaves_out_a_kernel_that_cannot_be_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise kvoffload.CapabilityError("no room for it")
+
+    monkeypatch.setattr("kvoffload.cli.report.load_kernel", refuse)
+    assert show(capsys)["not_available"] == dict.fromkeys(("gather", "split"), "no room for it")
 
 
 def test_show_has_nothing_to_write(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -316,6 +316,18 @@ def edited(change: Callable[[dict[str, Any]], object]) -> bytes:
     return json.dumps(fields).encode()
 
 
+HALF = {"row_bytes": [0.5], "operation": [1.0], "row": [1.0]}
+HALF_CURVE = {"counts": [0.5], "us": [1.0]}
+
+
+def _rename(fields: dict[str, Any], before: str, after: str) -> None:
+    fields[after] = fields.pop(before)
+
+
+def _only_size(fields: dict[str, Any], size: str) -> None:
+    fields["costs"]["load"]["flat"]["batch"] = {size: {"counts": [64], "us": [1.0]}}
+
+
 BAD_FILES = {
     "empty": b"",
     "no JSON": b"\x00\xff profile",
@@ -331,6 +343,24 @@ BAD_FILES = {
     "not ascending": edited(lambda fields: fields["costs"]["store"]["strided"]["row_bytes"].reverse()),
     "no curves": edited(lambda fields: fields["costs"]["store"]["gather"].update({"4": {}})),
     "a text for a number": edited(lambda fields: fields["slowdowns"].update(strided="1.0")),
+    "deep": b"[" * 200_000,
+    "a huge link": edited(lambda fields: fields["costs"]["load"].update(link_gb_per_s=10**400)),
+    "an infinite time": edited(lambda fields: fields["costs"]["load"]["strided"].update(fixed=inf)),
+    "a time that would overflow": edited(lambda fields: fields["costs"]["load"]["strided"].update(fixed=1e300)),
+    "a huge size": edited(lambda fields: _only_size(fields, "9" * 400)),
+    "a size of 0": edited(lambda fields: _only_size(fields, "0")),
+    "a size in other digits": edited(lambda fields: _only_size(fields, "\u0664")),
+    "no programs": edited(lambda fields: _rename(fields["costs"]["load"]["gather"], "1", "0")),
+    "programs below 0": edited(lambda fields: _rename(fields["costs"]["load"]["split"], "1", "-1")),
+    "half a byte": edited(lambda fields: fields["costs"]["load"]["strided"].update(HALF)),
+    "half a copy": edited(lambda fields: fields["costs"]["load"]["flat"]["batch"].update({"4096": HALF_CURVE})),
+    "a truth for a count": edited(
+        lambda fields: fields["costs"]["load"]["flat"]["batch"].update({"4096": HALF_CURVE | {"counts": [True]}})
+    ),
+    "strided with nothing in it": edited(lambda fields: fields["costs"]["load"].update(strided={})),
+    "strided 0": edited(lambda fields: fields["costs"]["load"].update(strided=0)),
+    "strided false": edited(lambda fields: fields["costs"]["load"].update(strided=False)),
+    "strided without rows": edited(lambda fields: fields["costs"]["load"].update(strided=[])),
     "a key of other parts": edited(lambda fields: fields["key"].update(colour="green")),
 }
 
@@ -349,6 +379,49 @@ def test_a_profile_that_cannot_be_used_is_ignored_with_one_warning(folder: Path,
         warnings.simplefilter("error")
         assert load_profile(H200) is default_profile(H200)
     assert path.read_bytes() == content, "it is left for its owner to look at"
+
+
+@pytest.mark.parametrize("content", BAD_FILES.values(), ids=BAD_FILES)
+def test_whatever_is_wrong_is_a_value_error(content: bytes) -> None:
+    if content in (BAD_FILES["foreign"], BAD_FILES["simulated"]):
+        assert parse(content).key is not None, "whole, but not for this device"
+        return
+    with pytest.raises(ValueError, match=r"it is no profile|it cannot be read"):
+        parse(content)
+
+
+@pytest.mark.parametrize(
+    "label", ["gather x", "gather ", "gather 0", "gather -1", "gather 1.5", "gather 2 ", "split 01"]
+)
+@pytest.mark.parametrize("more", ["", "9" * 400])
+def test_slow_downs_of_unknown_ways_are_refused(label: str, more: str) -> None:
+    with pytest.raises(ValueError, match="it cannot be read"):
+        parse(edited(lambda fields: fields["slowdowns"].update({label + more: 1.5})))
+
+
+@pytest.mark.parametrize("label", ["", "warp", "strided 2", "batch 1", "Gather 2", " gather 2", "gather\t2"])
+def test_slow_downs_of_other_copiers_are_refused(label: str) -> None:
+    with pytest.raises(ValueError, match="is no way of carrying a transfer"):
+        parse(edited(lambda fields: fields["slowdowns"].update({label: 1.5})))
+
+
+def test_slow_downs_of_every_way_are_read() -> None:
+    labels = ["strided", "batch", "loop", "gather", "split", "gather 1", "gather 12", "split 4"]
+    found = parse(edited(lambda fields: fields.update(slowdowns=dict.fromkeys(labels, 1.5))))
+    assert found.slowdowns == dict.fromkeys(labels, 1.5)
+    assert found.slowdown(Way("gather", 20)) == 1.5
+
+
+def test_a_direction_without_strided_copies_is_read() -> None:
+    found = parse(edited(lambda fields: fields["costs"]["load"].update(strided=None)))
+    assert found.costs[Direction.LOAD].strided is None
+    assert found.seconds(Way("strided"), shape(8 * KIB, 8)) == inf
+
+
+def test_slopes_near_zero_give_a_share() -> None:
+    gather = FlatCosts((Curve(8 * KIB, (64, 4096), (1e-6, 1e-6)),))
+    costs = Costs(55e9, StridedCosts(0.0, (8 * KIB,), (0.0,), (1e-320,)), {}, {2: gather})
+    assert costs.split_share(shape(8 * KIB, 8, 1024), 2) == 1 / 8
 
 
 NEEDED = {"fixed", "row_bytes", "row", "operation", "counts", "us", "extra", "stretch", "lean", "link_gb_per_s"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from kvoffload.cli.baselines import GridStride
@@ -25,7 +26,7 @@ class Background(Protocol):
 
     Attributes:
         nbytes: of one transfer.
-        seconds: on the GPU clock, of every transfer that has ended.
+        seconds: on the GPU clock, of every transfer that had ended when `finish` was called.
     """
 
     nbytes: int
@@ -38,7 +39,7 @@ class Background(Protocol):
         """Queue more, so that some are always under way."""
 
     def finish(self) -> None:
-        """Wait until all have ended."""
+        """Wait until all have ended. Those still under way now are not counted: they have run on alone."""
 
 
 class EngineBackground:
@@ -64,21 +65,24 @@ class EngineBackground:
             self.submit()
 
     def finish(self) -> None:
-        while self._jobs:
+        while self._jobs and self._jobs[0].done:
             self._retire()
+        while self._jobs:
+            self._jobs.popleft().wait()
 
     def _retire(self) -> None:
         self.seconds.append(self._jobs.popleft().wait().seconds)
 
 
 class StreamBackground:
-    """Bare driver calls on the lab's stream; `queue` is given the stream. Close it with nothing under way."""
+    """Bare driver calls on the lab's stream; `queue` is given the stream. `close` waits for what is under way."""
 
     def __init__(self, lab: Lab, queue: Callable[[int], object], nbytes: int) -> None:
         self._lab, self._queue = lab, queue
         self.nbytes = nbytes
         self.seconds: list[float] = []
         self._driver, self._stream = lab.driver, lab.timer.stream
+        self._timers: list[int] = []
         self._free: list[tuple[int, int]] = []
         self._flying: deque[tuple[int, int]] = deque()
         with lab.device.current():
@@ -97,7 +101,8 @@ class StreamBackground:
             self._flying.append(pair)
 
     def _timer(self) -> int:
-        return self._driver.event_create(timing=True)
+        self._timers.append(self._driver.event_create(timing=True))
+        return self._timers[-1]
 
     def top_up(self) -> None:
         self._land()
@@ -105,20 +110,24 @@ class StreamBackground:
             self.submit()
 
     def finish(self) -> None:
+        self._land()
         while self._flying:
-            self._land()
+            self._land(counted=False)
 
-    def _land(self) -> None:
+    def _land(self, *, counted: bool = True) -> None:
         with self._lab.device.current():
             while self._flying and self._driver.event_query(self._flying[0][1]):
                 pair = self._flying.popleft()
-                self.seconds.append(self._driver.event_seconds(*pair))
+                if counted:
+                    self.seconds.append(self._driver.event_seconds(*pair))
                 self._free.append(pair)
 
     def close(self) -> None:
-        with self._lab.device.current():
-            for event in (self._order, *(event for pair in self._free for event in pair)):
-                self._driver.event_destroy(event)
+        """Also after a failed `submit`: what it had queued still runs on memory that others free next."""
+        with self._lab.device.current(), ExitStack() as undo:
+            for event in (self._order, *self._timers):
+                undo.callback(self._driver.event_destroy, event)
+            self._driver.stream_synchronize(self._stream)
 
 
 def grid_background(grid: GridStride, bed: Bed, direction: Direction, programs: int) -> StreamBackground:

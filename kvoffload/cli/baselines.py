@@ -13,6 +13,7 @@ All are timed on the GPU clock, on a stream of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from kvoffload import kernels
 from kvoffload.cli.bed import Bed, Placement
 from kvoffload.cli.cases import Lab
-from kvoffload.driver import binding_types
+from kvoffload.driver import FlatTable, SourceOrder, binding_types
 from kvoffload.errors import DriverError
 from kvoffload.kernels import KernelSpec, LoadedKernel
 from kvoffload.memory import PAGE_BYTES, PinnedMemory, address_of
@@ -82,16 +83,12 @@ def _operation(source: tuple[int, int], target: tuple[int, int], width: int, hei
 
 
 def flat_batch(bed: Bed, direction: Direction) -> Run:
-    driver = binding_types()
-    sources, targets = ([driver.CUdeviceptr(each) for each in end.tolist()] for end in bed.ends(direction))
-    sizes, attributes = [bed.row_bytes] * len(sources), driver.CUmemcpyAttributes()
-    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    call, timer = bed.lab.driver.api.cuMemcpyBatchAsync, bed.lab.timer
-
-    def submit() -> None:
-        _check(call(targets, sources, sizes, len(sizes), [attributes], [0], 1, timer.stream))
-
-    return lambda: timer.seconds(submit)
+    """Marshalled as the batch copier does it, before the clock starts."""
+    source, target = bed.ends(direction)
+    table, driver, timer = FlatTable(len(source)), bed.lab.driver, bed.lab.timer
+    table.fill(target, source, np.array([bed.row_bytes], dtype=np.uint64))
+    table.lists(0, len(source))  # makes the objects that the bindings take
+    return lambda: timer.seconds(lambda: driver.copy_batch(table, 0, len(source), SourceOrder.STREAM, timer.stream))
 
 
 def copy_loop(bed: Bed, direction: Direction) -> Run:
@@ -122,12 +119,15 @@ class GridStride:
         words = min(_MAX_WORDS, 1 << (row_bytes // 8).bit_length() - 1)
         parameters = (("sources", "i64"), ("targets", "i64"), ("sizes", "i64"), ("count", "i32"))
         spec = KernelSpec("kvoffload.kernels.baseline", "grid_stride", parameters, (("WORDS", words),), _WARPS)
-        with lab.device.current():
+        nbytes = -(-24 * capacity // PAGE_BYTES) * PAGE_BYTES
+        with lab.device.current(), ExitStack() as undo:
             self._kernel: LoadedKernel = kernels.load_kernel(lab.driver, lab.device.capabilities, spec)
-            nbytes = -(-24 * capacity // PAGE_BYTES) * PAGE_BYTES
+            undo.callback(self._kernel.close)
             self._pinned = PinnedMemory(lab.driver, nbytes)
+            undo.callback(self._pinned.release)
+            self._device = lab.device.allocate(nbytes)
+            undo.pop_all()
         self._ordinary = np.zeros(nbytes, dtype=np.uint8)
-        self._device = lab.device.allocate(nbytes)
 
     def run(self, bed: Bed, direction: Direction, programs: int, *, pinned: bool = False) -> Run:
         """The arrays are written before the clock starts, and copied after."""

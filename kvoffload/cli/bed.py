@@ -6,7 +6,7 @@ Blocks are random and never adjacent beyond the runs of a row; slots are random.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
@@ -221,10 +221,31 @@ class Bed:
         ]
 
     def seconds(self, jobs: Sequence[Job]) -> float:
-        """Wait; the jobs' time on the GPU clock."""
+        """Wait; the time of one job on the GPU clock, or the sum of several."""
         while not all(job.done for job in jobs):  # wait() sleeps between looks, which a wall clock would see
             pass
         return sum(job.wait().seconds for job in jobs)
+
+    def transfer_seconds(
+        self, direction: Direction, copier: str | Way | None, prefer: str, note: Callable[[Job], object]
+    ) -> float:
+        """One transfer on the GPU clock: its job's time, or of several groups that from before to after their jobs."""
+        if len(self.parts) == 1:
+            jobs = self.submit(direction, copier, prefer=prefer)
+            note(jobs[0])
+            return self.seconds(jobs)
+        timer = self.lab.timer
+
+        def submit() -> None:
+            jobs = self.submit(direction, copier, prefer=prefer, after=timer.stream)
+            note(jobs[0])
+            for job in jobs:
+                job.order_before(timer.stream)
+
+        seconds = timer.seconds(submit)
+        self.engine.drain()
+        self.engine.poll()
+        return seconds
 
     # bytes --------------------------------------------------------------------------------------------------------
 
@@ -236,9 +257,13 @@ class Bed:
             self.lab.in_threads(lambda pair: np.copyto(*pair), self._bytes.against(self._found_slots()))
 
     def poison(self, direction: Direction) -> None:
-        """Overwrite the targets of a direction; the GPU does it, so that the CPU's caches hold nothing of them."""
+        """Overwrite the targets of a direction; the GPU does it, so that the CPU's caches hold nothing of them.
+
+        Of what is to be stored, nothing stays in the GPU's cache.
+        """
         if direction is Direction.STORE:
             self._bytes.spoil([address_of(slot) for slot in self._found_slots()])
+            self.lab.flush()
             return
         driver, timer = self.lab.driver, self.lab.timer
         spans = [span for part in self.parts for span in self._spans(part.planes)]
@@ -289,13 +314,15 @@ class _Bytes:
         self._lab = lab
         words = np.random.default_rng(lab.seed + 1).integers(0, 1 << 64, (groups, runs, payload_bytes // 8), np.uint64)
         self._right: UInt8Array = words.view(np.uint8)
-        self._poison = lab.device.allocate(payload_bytes)
         self._table = FlatTable(_FLAT_COPIES)
-        with lab.device.current():
-            self._pinned = PinnedMemory(lab.driver, -(-words.nbytes // PAGE_BYTES) * PAGE_BYTES)
-        self._mirror = self._pinned.array[: words.nbytes].reshape(self._right.shape)
         fill, timer = lab.driver.fill, lab.timer
-        timer.seconds(lambda: fill(self._poison.address, POISON, payload_bytes, timer.stream))
+        with lab.device.current(), ExitStack() as undo:
+            self._poison = undo.enter_context(lab.device.allocate(payload_bytes))
+            self._pinned = PinnedMemory(lab.driver, -(-words.nbytes // PAGE_BYTES) * PAGE_BYTES)
+            undo.callback(self._pinned.release)
+            timer.seconds(lambda: fill(self._poison.address, POISON, payload_bytes, timer.stream))
+            undo.pop_all()
+        self._mirror = self._pinned.array[: words.nbytes].reshape(self._right.shape)
 
     def take(self, runs: int) -> None:
         self.expected = [run for group in self._right for run in group[:runs]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def add_parser(commands: Any) -> None:
     plot = benches.add_parser(
         "plot",
         help="figures of saved results",
-        description="Draw the figures of results that were saved with --json, on this or another machine, as PNGs.",
+        description="Draw the figures of results that were saved with --save, on this or another machine, as PNGs.",
     )
     plot.add_argument("results", nargs="+", metavar="FILE", help="JSON of `bench transfer`, `sweep` or `interference`")
     plot.add_argument("--output", required=True, metavar="FOLDER", help="where to write them")
@@ -29,9 +30,24 @@ def add_parser(commands: Any) -> None:
 
 def run_plot(arguments: argparse.Namespace) -> int:
     plots.require()
-    for path in plots.draw([_read(name) for name in arguments.results], arguments.output):
+    for path in plots.draw(_read_all(arguments.results), arguments.output):
         print(path)
     return 0
+
+
+def _read_all(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Results by file, one of a benchmark: the figures of a second would replace those of the first."""
+    found: dict[str, dict[str, Any]] = {}
+    files: dict[str, str] = {}
+    for name in names:
+        fields = _read(name)
+        kind = fields["benchmark"]
+        if kind in files:
+            raise CommandError(
+                f"{files[kind]} and {name} are both results of `bench {kind}`: draw each into a folder of its own"
+            )
+        found[name], files[kind] = fields, name
+    return found
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -39,7 +55,7 @@ def _read(name: str) -> dict[str, Any]:
         fields = json.loads(Path(name).read_text())
     except (OSError, ValueError) as error:
         raise CommandError(f"{name} cannot be read as JSON: {error}") from error
-    if not isinstance(fields, dict) or "benchmark" not in fields:
+    if not isinstance(fields, dict) or not isinstance(fields.get("benchmark"), str):
         raise CommandError(f"{name} is no result of `kvoffload bench ... --json`")
     if fields.get("simulated"):
         raise CommandError(f"{name} comes from the simulated device, which has no times to draw")

@@ -38,6 +38,7 @@ class Size(NamedTuple):
         big_bytes: of the big copy.
         scale: of block bytes.
         descriptors: of the flat batches that are compared at one number of descriptors.
+        flush_bytes: more than the GPU's cache holds.
     """
 
     payload_bytes: int
@@ -45,31 +46,40 @@ class Size(NamedTuple):
     big_bytes: int
     scale: float
     descriptors: int
+    flush_bytes: int
 
 
 # Strided copies are faster where planes lie less than 32 MiB apart; beyond that, up to 1 GiB, they are all alike.
-FULL = Size(32 << 20, 64 << 20, 256 << 20, 1.0, 4096)
-SMALL = Size(8 << 10, 32 << 10, 1 << 20, 1 / 64, 128)  # for the simulated device
+FULL = Size(32 << 20, 64 << 20, 256 << 20, 1.0, 4096, 160 << 20)
+SMALL = Size(8 << 10, 32 << 10, 1 << 20, 1 / 64, 128, 1 << 16)  # for the simulated device
 
 
 class GpuTimer:
     """A stream of its own, and what is queued on it timed by two events. Free it with `close`."""
 
     def __init__(self, device: Device) -> None:
-        self._device, self._driver = device, device.driver
-        with device.current():
-            self.stream = self._driver.stream_create(0)
-            self._start = self._driver.event_create(timing=True)
-            self._end = self._driver.event_create(timing=True)
+        self._device, driver = device, device.driver
+        self._driver = driver
+        with device.current(), ExitStack() as undo:
+            self.stream = driver.stream_create(0)
+            undo.callback(driver.stream_destroy, self.stream)
+            self._start, self._end = driver.event_create(timing=True), 0
+            undo.callback(driver.event_destroy, self._start)
+            self._end = driver.event_create(timing=True)
+            undo.pop_all()
 
     def seconds(self, submit: Callable[[], object]) -> float:
         """Seconds on the GPU clock from before to after what `submit` queues on an idle stream; waits for it."""
         with self._device.current():
-            self._driver.event_record(self._start, self.stream)
-            submit()
-            self._driver.event_record(self._end, self.stream)
-            while not self._driver.event_query(self._end):
-                pass
+            try:
+                self._driver.event_record(self._start, self.stream)
+                submit()
+                self._driver.event_record(self._end, self.stream)
+                while not self._driver.event_query(self._end):
+                    pass
+            except BaseException:  # what is queued may use memory that is given back next
+                self._driver.stream_synchronize(self.stream)
+                raise
             return self._driver.event_seconds(self._start, self._end)
 
     def close(self) -> None:
@@ -151,6 +161,7 @@ class Lab:
             self._threads = stack.enter_context(ThreadPoolExecutor(min(16, hostinfo.usable_cpus())))
             self.timer = stack.enter_context(closing(GpuTimer(device)))
             self.big = stack.enter_context(closing(BigCopy(self, size.big_bytes)))
+            self._flush = stack.enter_context(device.allocate(size.flush_bytes))
             self._stack = stack.pop_all()
 
     def wrong_rows(self, pairs: Sequence[tuple[UInt8Array, UInt8Array]], row_bytes: int) -> int:
@@ -158,6 +169,10 @@ class Lab:
         if sum(found.nbytes for found, _ in pairs) < _THREADED_BYTES:
             return sum(_wrong_rows(pair, row_bytes) for pair in pairs)
         return sum(self._threads.map(partial(_wrong_rows, row_bytes=row_bytes), pairs))
+
+    def flush(self) -> None:
+        """Drive everything else out of the GPU's cache."""
+        self.timer.seconds(lambda: self.driver.fill(self._flush.address, 0, self._flush.nbytes, self.timer.stream))
 
     def in_threads(self, work: Callable[[Any], object], items: Iterable[Any]) -> None:
         list(self._threads.map(work, items))

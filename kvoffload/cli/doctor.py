@@ -9,13 +9,10 @@ from typing import Any
 
 from kvoffload import cachefiles, hostinfo
 from kvoffload.cli.console import Output, add_common_options, mib, open_backend
-from kvoffload.cli.report import describe_device
-from kvoffload.copiers import Tiling, kernel_spec, why_not
+from kvoffload.cli.report import describe_device, missing_copiers
 from kvoffload.device import Device
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError
-from kvoffload.kernels import load_kernel
-from kvoffload.plan import Direction
 from kvoffload.tuning import profile_for
 
 _PACKAGES = ("kvoffload", "numpy", "cuda-python", "cuda-bindings", "cuda-core", "platformdirs", "triton")
@@ -86,7 +83,7 @@ def _capabilities(device: Device) -> dict[str, Any]:
         "compute_capability": ".".join(map(str, capabilities.compute_capability)),
         "multiprocessors": capabilities.multiprocessors,
         "copy_engines": capabilities.copy_engines,
-        "copiers": _copiers(device),
+        "copiers": missing_copiers(device),
         "missing": capabilities.missing,
         "stream_memory_operations": capabilities.stream_memory_operations,
     }
@@ -105,19 +102,6 @@ def _capabilities(device: Device) -> dict[str, Any]:
         "numa_node": pci.numa_node,
         "numa_cpus": len(hostinfo.numa_node_cpus(pci.numa_node)) or None,
     }
-
-
-def _copiers(device: Device) -> dict[str, str | None]:
-    """Why each copier cannot run, if so; a kernel is tried by loading one."""
-    missing = why_not(device.capabilities)
-    if missing["gather"] is None:
-        spec = kernel_spec(Tiling(row_bytes=2048, word_bytes=8, alignment=16), Direction.LOAD, programs=1)
-        try:
-            with device.current():
-                load_kernel(device.driver, device.capabilities, spec).close()
-        except CapabilityError as error:
-            missing["gather"] = missing["split"] = str(error)
-    return missing
 
 
 def _memory() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from kvoffload.cli.report import Fields, add_bench_options, conduct, number
 from kvoffload.cli.rows import choice, shared_ways
 from kvoffload.cli.tables import way_text
 from kvoffload.compute import MATMUL, SKINNY, SMALL, Computation, Product
+from kvoffload.errors import CapabilityError
 from kvoffload.plan import Direction
 from kvoffload.tuning import Way
 
@@ -41,8 +42,9 @@ Time a computation alone and beside each way of copying, in interleaved rounds: 
 steps of 32 skinny products, each followed by a store of 32 MiB, as when nothing is ever hit. Beside the products,
 transfers of 64 planes of 8 KiB blocks that fold go on without a break; "big copy" copies 256 MiB at a time (32 MiB in
 the loop), "grid-stride 12" and "20" are the kernels of `bench transfer`. Figures are how many times as long the
-computation took, by medians on the GPU clock, and the GB/s of the transfers beside it. Targets are poisoned before, and
-all bytes verified after, every timed run. On the simulated device: small, verified, no times."""
+computation took, by medians on the GPU clock, and the GB/s of the transfers that ended before it did. Targets
+are poisoned before, and all bytes verified after, every timed run.
+On the simulated device: small, verified, no times."""
 
 
 class Effort(NamedTuple):
@@ -83,7 +85,7 @@ def _measure(lab: Lab, output: Output) -> Fields:
         count = _SMALL_BLOCKS if simulated else None
         bed = stack.enter_context(Bed(lab, geometry, count=count, sm_limit=_PROGRAMS[-1]))
         not_run |= {name: reason for name, reason in bed.missing.items() if reason is not None}
-        grid = stack.enter_context(closing(GridStride(lab, bed.row_bytes, bed.copies)))
+        grid = _grid(stack, bed, not_run)
         jobs = list(_computations(simulated))
         for done, (name, product, directions) in enumerate(jobs, start=1):
             with Computation(lab.device, product) as computation:
@@ -101,6 +103,14 @@ def _measure(lab: Lab, output: Output) -> Fields:
     }
 
 
+def _grid(stack: ExitStack, bed: Bed, not_run: dict[str, str]) -> GridStride | None:
+    try:
+        return stack.enter_context(closing(GridStride(bed.lab, bed.row_bytes, bed.copies)))
+    except CapabilityError as error:
+        not_run |= {grid_stride(programs): str(error) for programs in GRID_PROGRAMS}
+        return None
+
+
 def _computations(simulated: bool) -> Iterator[tuple[str, Product, tuple[Direction, ...]]]:
     both = tuple(Direction)
     yield MATMUL.name, SMALL if simulated else MATMUL, both
@@ -115,7 +125,7 @@ class _Timed:
         self,
         bed: Bed,
         direction: Direction,
-        grid: GridStride,
+        grid: GridStride | None,
         computation: Computation,
         effort: Effort,
         *,
@@ -145,7 +155,7 @@ class _Timed:
             if not bed.lab.device.simulated:
                 row |= {"seconds": timing.median, "slowdown": timing.median / timings[ALONE].median}
                 row["samples_us"] = [round(each * 1e6, 2) for each in timing.seconds]
-                if background is not None:
+                if background is not None and background.seconds:
                     row["gb_per_s"] = background.nbytes / statistics.median(background.seconds) / 1e9
             rows.append(row)
         return rows
@@ -161,8 +171,9 @@ class _Timed:
             if bed.missing[way.copier] is None:
                 found[way.label] = EngineBackground(bed, direction, way)
         found[BIG_COPY] = bare(StreamBackground(lab, lambda stream: big.queue(direction, stream), big.nbytes))
-        for programs in GRID_PROGRAMS:
-            found[grid_stride(programs)] = bare(grid_background(self._grid, bed, direction, programs))
+        if self._grid is not None:
+            for programs in GRID_PROGRAMS:
+                found[grid_stride(programs)] = bare(grid_background(self._grid, bed, direction, programs))
         return found
 
     def _case(self, background: Background, way: str, big: BigCopy) -> Case:

@@ -9,6 +9,7 @@ slowdown-DIRECTION.png    `bench interference`: what the computation beside a tr
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,26 +57,47 @@ def require() -> None:
         raise CommandError("figures need matplotlib: pip install 'kvoffload[plot]'")
 
 
-def draw(results: Sequence[Fields], folder: str) -> list[Path]:
+def require_folder(name: str) -> Path:
+    """Make a folder if need be; CommandError unless figures can be written into it."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise CommandError(f"no figures can be written into {name}: {error.strerror}") from error
+
+
+def draw(results: Mapping[str, Fields], folder: str) -> list[Path]:
     """Write the figures of results into a folder, which is made if need be; their paths.
 
+    Args:
+        results: by what errors call them, such as the file they are from; one of a benchmark.
+        folder: where to.
+
     Raises:
-        CommandError: none of the results has figures, or the folder cannot be written.
+        CommandError: none of the results has figures, one lacks something, or the folder cannot be written.
     """
     require()
     from matplotlib import rc_context
 
-    target = Path(folder)
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        with rc_context(_STYLE):  # type: ignore[arg-type]
-            paths = [path for fields in results for path in _draw(fields, target)]
-    except OSError as error:
-        raise CommandError(f"{folder}: {error}") from error
+    target = require_folder(folder)
+    with rc_context(_STYLE):  # type: ignore[arg-type]
+        paths = [path for name, fields in results.items() for path in _drawn(name, fields, target)]
     if not paths:
-        names = ", ".join(sorted({str(fields["benchmark"]) for fields in results}))
+        names = ", ".join(sorted({str(fields["benchmark"]) for fields in results.values()}))
         raise CommandError(f"there is nothing to draw in results of: {names}")
     return paths
+
+
+def _drawn(name: str, fields: Fields, folder: Path) -> list[Path]:
+    try:
+        return list(_draw(fields, folder))
+    except OSError as error:
+        raise CommandError(f"{folder}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise CommandError(f"{name} is no complete result of `bench {fields['benchmark']}` ({problem})") from error
 
 
 _STYLE: dict[str, Any] = {
@@ -122,12 +144,14 @@ def _figure(width: float, height: float, columns: int, **options: Any) -> tuple[
 
 def _titled(figure: Any, title: str, fields: Fields) -> Any:
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=14, fontweight="bold")
-    figure.text(0.01, 0.945, _where(fields), ha="left", va="top", fontsize=10, color=_MUTED)
+    below = 0.98 - 0.2 / figure.get_figheight()  # 0.2 inches are a line of the title
+    figure.text(0.01, below, _where(fields), ha="left", va="top", fontsize=10, color=_MUTED)
     return figure
 
 
 def _where(fields: Fields) -> str:
-    return f"{fields['device']}, driver {fields['driver']}, link {fields['link']}; medians of {fields['repeats']} runs"
+    machine = f"{fields['device']}, driver {fields['driver']}, link {fields['link']}"
+    return f"{machine}; medians of {fields['repeats']} runs or more"  # short transfers get more
 
 
 # lines ----------------------------------------------------------------------------------------------------------------
@@ -252,31 +276,35 @@ _MARKS = (  # column of a result, placement, label, colour, marker
     ("choice, overlap", "scattered", "kvoffload, planes scattered", "#f783ac", "o"),
     ("grid-stride 12", "folded", "grid-stride kernel, 12 SMs", "#495057", "s"),
     ("flat batch", "folded", "one flat batch", "#868e96", "D"),
+)
+_FRAMEWORK_MARKS = (
     ("JAX, wall clock", "folded", "JAX gather + device_put", "#e67700", "^"),
     ("CuPy", "folded", "CuPy indexing + get/set", "#1c7ed6", "v"),
 )
 
 
 def _by_model(fields: Fields, direction: str) -> Any:
-    """GB/s of every model, blocks not adjacent; None without rows."""
-    every = [*fields["transfers"], *fields.get("frameworks", [])]
-    rows = [row for row in every if row["direction"] == direction and row["row_blocks"] == 1]
+    """GB/s of every model, blocks not adjacent, in the largest transfer measured; None without rows."""
+    transfers, frameworks = (_largest(fields.get(key, []), direction) for key in ("transfers", "frameworks"))
+    rows = [*transfers, *frameworks]
     order = sorted({(row["block_bytes"], row["planes"], row["model"]) for row in rows})
     if not order:
         return None
     figure, (panel,) = _figure(10.5, 1.9 + 0.42 * len(order), 1)
     heights = {model: place for place, (_, _, model) in enumerate(order)}
-    for name, placement, label, colour, marker in _MARKS:
-        points = {
-            row["model"]: row["gb_per_s"][name]
-            for row in rows
-            if row["placement"] == placement and name in row["gb_per_s"]
-        }
-        places = [heights[model] for model in points]
-        panel.scatter(list(points.values()), places, color=colour, marker=marker, s=58, label=label, zorder=3)
+    for marks, chosen in ((_MARKS, transfers), (_FRAMEWORK_MARKS, frameworks)):
+        for name, placement, label, colour, marker in marks:
+            points = {
+                row["model"]: row["gb_per_s"][name]
+                for row in chosen
+                if row["placement"] == placement and name in row["gb_per_s"]
+            }
+            if points:
+                places = [heights[model] for model in points]
+                panel.scatter(list(points.values()), places, color=colour, marker=marker, s=58, label=label, zorder=3)
     link = statistics.median(row["gb_per_s"][_LINK] for row in rows)
     panel.axvline(link, color=_MUTED, linewidth=1.2, linestyle=(0, (6, 3)), label=f"the link, {link:.0f} GB/s")
-    names = [f"{model}\n{planes} x {_size(nbytes)}" for nbytes, planes, model in order]
+    names = [f"{model}\n{planes} x {_size(nbytes)}{_amount(rows, model)}" for nbytes, planes, model in order]
     panel.set_yticks(range(len(order)), names, fontsize=9)
     panel.set_xlim(0, link * 1.08)
     panel.set_ylim(-0.6, len(order) - 0.4)
@@ -284,6 +312,19 @@ def _by_model(fields: Fields, direction: str) -> Any:
     panel.set_xlabel("GB/s on the GPU clock (JAX: wall clock)")
     panel.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9.5)
     return _titled(figure, f"KV blocks of models, {_ARROWS[direction]}", fields)
+
+
+def _largest(every: Sequence[Fields], direction: str) -> list[Fields]:
+    """Of each model and placement the row of the largest transfer."""
+    rows = [row for row in every if row["direction"] == direction and row["row_blocks"] == 1]
+    found = {(row["model"], row["placement"]): row for row in sorted(rows, key=lambda row: int(row["blocks"]))}
+    return list(found.values())
+
+
+def _amount(rows: Sequence[Fields], model: str) -> str:
+    """How many blocks a model's transfers have; others may have had more blocks, or fewer."""
+    counts = sorted({row["blocks"] for row in rows if row["model"] == model})
+    return f", {' or '.join(map(str, counts))} blocks"
 
 
 # bars -----------------------------------------------------------------------------------------------------------------
@@ -297,14 +338,15 @@ def _slowdowns(fields: Fields, direction: str) -> Any:
         return None
     ways = sorted({row["way"] for row in rows}, key=_bar_order)
     figure, panels = _figure(2.2 + 3.7 * len(computations), 1.9 + 0.31 * len(ways), len(computations), sharey=True)
-    most = max(100 * (row["slowdown"] - 1) for row in rows)
+    most = max(1.0, *(100 * (row["slowdown"] - 1) for row in rows))
     for panel, computation in zip(panels, computations, strict=True):
         lost = {row["way"]: 100 * (row["slowdown"] - 1) for row in rows if row["computation"] == computation}
-        values = [lost.get(way, 0.0) for way in ways]
-        panel.barh(range(len(ways)), values, color=[_bar_colour(way) for way in ways], height=0.68)
-        for place, value in enumerate(values):
-            shift = max(value, 0) + 0.015 * most
-            panel.text(shift, place, f"{round(value)}%", va="center", fontsize=9.5)
+        places = [place for place, way in enumerate(ways) if way in lost]
+        values = [lost[ways[place]] for place in places]
+        panel.barh(places, values, color=[_bar_colour(ways[place]) for place in places], height=0.68)
+        for place, way in enumerate(ways):
+            text = f"{round(lost[way])}%" if way in lost else "not measured"
+            panel.text(max(lost.get(way, 0), 0) + 0.015 * most, place, text, va="center", fontsize=9.5)
         panel.set_xlim(min(0, *values), 1.14 * most)
         panel.set_title(computation)
         panel.set_xlabel("% more time")

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvoffload.cli import plots
 from kvoffload.cli.cases import FULL, SMALL, Lab
 from kvoffload.cli.console import CommandError, Output, add_common_options, as_json, open_backend, whole
+from kvoffload.copiers import Tiling, kernel_spec, why_not
 from kvoffload.device import Device
+from kvoffload.errors import CapabilityError
+from kvoffload.kernels import load_kernel
+from kvoffload.plan import Direction
 
 Fields = dict[str, Any]
 
 
-def add_bench_options(parser: argparse.ArgumentParser, repeats: int) -> None:
+def add_bench_options(parser: argparse.ArgumentParser, repeats: int, *, figures: bool = True) -> None:
+    """`repeats` is the default; `figures`: whether plots.py draws this benchmark."""
     parser.add_argument("--repeats", type=whole(1), metavar="N", help=f"timed rounds (default {repeats}; simulated 1)")
     parser.add_argument("--seed", type=whole(0), default=0, help="of the bytes and of where blocks lie (default 0)")
-    parser.add_argument("--save", metavar="FILE", help="write all figures to FILE, as JSON, for `bench plot`")
-    parser.add_argument("--plot", metavar="FOLDER", help="draw the figures, as PNGs in FOLDER; needs matplotlib")
+    use = ", for `bench plot`" if figures else ""
+    parser.add_argument("--save", type=Path, metavar="FILE", help=f"write all figures to FILE, as JSON{use}")
+    if figures:
+        parser.add_argument("--plot", metavar="FOLDER", help="draw the figures, as PNGs in FOLDER; needs matplotlib")
     add_common_options(parser)
     parser.set_defaults(default_repeats=repeats)
+    if not figures:
+        parser.set_defaults(plot=None)
 
 
 def conduct(
@@ -40,10 +52,13 @@ def conduct(
     output = Output(arguments.json)
     if arguments.plot:
         plots.require()
-    save = _save_to(arguments.save)
+    if arguments.save is not None:
+        require_writable("--save", arguments.save)
     with open_backend(arguments, output, arguments.seed) as device:
         if arguments.plot and device.simulated:
             raise CommandError("--plot draws times, and the simulated device has none")
+        if arguments.plot:
+            plots.require_folder(arguments.plot)
         repeats = arguments.repeats or (1 if device.simulated else arguments.default_repeats)
         size = SMALL if device.simulated else FULL
         fields: Fields = {"benchmark": name, **describe_device(device), "repeats": repeats}
@@ -53,23 +68,63 @@ def conduct(
     show(fields, output)
     print_end(fields, output)
     output.result(fields)
-    save(fields)
+    if arguments.save is not None:
+        write_whole("--save", arguments.save, (as_json(fields) + "\n").encode())
     if arguments.plot:
-        for path in plots.draw([fields], arguments.plot):
+        for path in plots.draw({"what was measured": fields}, arguments.plot):
             output.note(f"kvoffload: wrote {path}")
     return 1 if fields["wrong_rows"] else 0
 
 
-def _save_to(name: str | None) -> Callable[[Fields], object]:
-    """What writes results to a file; CommandError now if that cannot be, and not after minutes of measuring."""
-    if name is None:
-        return lambda _: None
-    path = Path(name)
+def require_writable(option: str, path: Path) -> None:
+    """CommandError now, not after minutes of measuring, if a file cannot be written. What it holds is left alone."""
+    with _refused(option, path):
+        if path.is_dir() or _is_special(path):
+            path.open("ab").close()
+            return
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+
+
+def write_whole(option: str, path: Path, content: bytes) -> None:
+    """Write a file whole, or leave what was there; CommandError if that fails."""
+    with _refused(option, path):
+        if _is_special(path):  # such as /dev/stdout
+            path.write_bytes(content)
+            return
+        target = path.resolve()
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            part.write_bytes(content)
+            os.replace(part, target)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+@contextmanager
+def _refused(option: str, path: Path) -> Iterator[None]:
     try:
-        path.write_text("")
+        yield
     except OSError as error:
-        raise CommandError(f"--save {name}: {error.strerror}") from error
-    return lambda fields: path.write_text(as_json(fields) + "\n")
+        raise CommandError(f"{option} {path}: {error.strerror}") from error
+
+
+def missing_copiers(device: Device, sm_limit: int = 1) -> dict[str, str | None]:
+    """For every copier None, or why it cannot run on the device; a kernel is tried by loading one."""
+    missing = why_not(device.capabilities, sm_limit)
+    if missing["gather"] is None:
+        spec = kernel_spec(Tiling(row_bytes=2048, word_bytes=8, alignment=16), Direction.LOAD, programs=1)
+        try:
+            with device.current():
+                load_kernel(device.driver, device.capabilities, spec).close()
+        except CapabilityError as error:
+            missing["gather"] = missing["split"] = str(error)
+    return missing
 
 
 def describe_device(device: Device) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvoffload.cli.baselines import GRID_PROGRAMS, GridStride, Run, bare_calls, 
 from kvoffload.cli.bed import Bed, Placement
 from kvoffload.cli.cases import BIG_COPY, Case, Timing, run_rounds
 from kvoffload.errors import CapabilityError
+from kvoffload.jobs import Job
 from kvoffload.plan import Direction
 from kvoffload.tuning import Way
 
@@ -156,10 +157,12 @@ def run_engine(
     bed: Bed, direction: Direction, name: str, chosen: dict[str, str], copier: str | Way | None, prefer: str
 ) -> float:
     """One transfer; the engine's own choice is noted under `name`."""
-    jobs = bed.submit(direction, copier, prefer=prefer)
-    if copier is None:
-        chosen[name] = jobs[0].reason
-    return bed.seconds(jobs)
+
+    def note(job: Job) -> None:
+        if copier is None:
+            chosen[name] = job.reason
+
+    return bed.transfer_seconds(direction, copier, prefer, note)
 
 
 def warm_engine(twin: Bed, bed: Bed, direction: Direction, copier: str | Way | None, prefer: str) -> float:

@@ -38,7 +38,7 @@ a CPU that has just compared 32 MiB has cold caches. Then what `bench marshal` s
 
 def add_parser(benches: Any) -> None:
     parser = benches.add_parser("submit", help="host time of store() and load()", description=_DESCRIPTION)
-    add_bench_options(parser, 25)
+    add_bench_options(parser, 25, figures=False)
     parser.set_defaults(run=run)
 
 

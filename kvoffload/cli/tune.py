@@ -9,10 +9,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from kvoffload import cachefiles
 from kvoffload.choice import PREFERENCES, choose, rank
 from kvoffload.cli.console import CommandError, Output, add_common_options, open_backend, whole
-from kvoffload.cli.report import describe_device
-from kvoffload.copiers import why_not
+from kvoffload.cli.report import describe_device, missing_copiers, require_writable, write_whole
 from kvoffload.device import Device
 from kvoffload.plan import Direction
 from kvoffload.tuner import Tuning, tune
@@ -22,6 +22,7 @@ _PLANES = 64
 _BLOCK_BYTES = tuple(1 << exponent for exponent in range(11, 19))
 _BLOCKS = (1, 4, 16, 128)
 _PLACEMENTS = ("folded", "scattered")
+_INTERPRETED = ("gather", "split")  # on the simulated device, which engines therefore do not choose there
 _DESCRIPTION = """\
 Measure each way of copying: batches, loops and the gather kernel over sizes and numbers of copies, strided copies over
 sizes of rows, rows and operations, transfers shared by kernel and copy engine; then how much each slows a bf16 matrix
@@ -63,8 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tune(device: Device, output: Output, path: Path | None) -> None:
-    if path is not None:
-        _require_writable(path)
+    _require_kept(device, path)
     with output.progress("measuring") as progress:
         tuning = tune(device, progress=progress)
     written = _write(tuning.profile, path, device)
@@ -80,17 +80,20 @@ def _tune(device: Device, output: Output, path: Path | None) -> None:
     _print_tuning(tuning, fields, output)
 
 
-def _require_writable(path: Path) -> None:
+def _require_kept(device: Device, path: Path | None) -> None:
     """Before half a minute of measuring, not after it."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise CommandError(f"--output {path} cannot be written: {error.strerror}") from error
+    if path is not None:
+        require_writable("--output", path)
+    elif not device.simulated and (problem := cachefiles.why_not_writable()) is not None:
+        raise CommandError(
+            f"the profile cannot be kept in {cachefiles.cache_folder()}: {problem}; set "
+            f"{cachefiles.FOLDER_VARIABLE} to a folder that can be written, or give a file with --output"
+        )
 
 
 def _write(profile: Profile, path: Path | None, device: Device) -> Path | None:
     if path is not None:
-        path.write_bytes(render(profile))
+        write_whole("--output", path, render(profile))
         return path
     return None if device.simulated else save_profile(profile)
 
@@ -186,11 +189,13 @@ def _rate(shape: Shape, seconds: float) -> float | None:
 
 def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     profile = profile_for(device)
-    missing = why_not(device.capabilities, sm_limit)
-    available = frozenset(name for name, reason in missing.items() if reason is None)
+    missing = missing_copiers(device, sm_limit)
+    not_offered = _INTERPRETED if device.simulated else ()
+    available = frozenset(name for name, reason in missing.items() if reason is None and name not in not_offered)
     found = list(decisions(profile, available, prefer, sm_limit))
     fields = describe_device(device) | {"profile": profile.source, "prefer": prefer, "sm_limit": sm_limit}
     fields["not_available"] = {name: reason for name, reason in missing.items() if reason is not None}
+    fields["not_offered"] = list(not_offered)
     output.result(fields | _figures(profile) | {"decisions": [asdict(each) for each in found]})
     output.banner(device.simulated)
     for direction in Direction:
@@ -199,6 +204,8 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
             _print_decisions(f"{direction}, {_PLANES} planes {placement}, prefer={prefer!r}", here, output)
     for name, reason in fields["not_available"].items():
         output.line(f"not available: {name}: {reason}")
+    if not_offered:
+        output.line("gather and split are kernels: on the simulated device they run when asked for, and are not chosen")
     output.line(
         "a cell: the way chosen and the GB/s expected of it, then the runner-up; gather and split with programs"
     )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvoffload.arena import Table
 from kvoffload.driver import SourceOrder
-from kvoffload.plan import BlockPlan
+from kvoffload.plan import BlockPlan, Direction
 
 
 class Work(Protocol):
@@ -64,6 +64,9 @@ class Copier(Protocol):
         Apart from queueing it, so that nothing but a driver call lies between a transfer's start event and its first
         copy. What is staged is valid until something else is. What is queued may not be touched until it has ended.
         """
+
+    def clear(self, direction: Direction) -> None:
+        """Nothing of a direction is queued: take back tables that an interrupt may have left out."""
 
 
 class Part(NamedTuple):

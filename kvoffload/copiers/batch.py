@@ -40,16 +40,17 @@ class BatchCopier:
 
     Args:
         driver: its context must be current, here and in `close`.
+        with_prelude: False where the driver has no batch calls: nothing is allocated then.
     """
 
     piece_operations = _CAPACITY
     is_kernel = False
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, *, with_prelude: bool = True) -> None:
         self._driver = driver
         self._table: FlatTable | None = None
         self._prelude = StridedTable(1, batched=False)
-        self._scratch = _allocate(driver, 2 * _SCRATCH_BYTES)
+        self._scratch = _allocate(driver, 2 * _SCRATCH_BYTES) if with_prelude else 0
 
     def prepare(self, plan: BlockPlan) -> TransferPlan:
         return plan.operations().flat()
@@ -72,6 +73,9 @@ class BatchCopier:
         values |= {"source_pitch": _PRELUDE_PITCH, "target_pitch": _PRELUDE_PITCH}
         columns = {name: np.array([value], dtype=np.uint64) for name, value in values.items()}
         self._prelude.fill(columns, SourceOrder.STREAM)
+
+    def clear(self, direction: Direction) -> None:
+        """It has no tables."""
 
     def _submit(
         self, table: FlatTable, count: int, order: SourceOrder, prelude: bool, stream: int, start: int | None = None

@@ -229,6 +229,9 @@ class GatherCopier:
         grid = min(self._programs, -(-group.rows * count // tile_rows))
         return Staged(partial(self._submit, kernel, grid), table)
 
+    def clear(self, direction: Direction) -> None:
+        self._shared.clear(direction)
+
     def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None = None) -> None:
         if start is not None:
             self._shared.driver.event_record(start, stream)

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvoffload.copiers.base import Staged
 from kvoffload.driver import Driver, SourceOrder
-from kvoffload.plan import BlockPlan, TransferPlan
+from kvoffload.plan import BlockPlan, Direction, TransferPlan
 from kvoffload.streams import PIECE_LIMIT
 
 
@@ -31,6 +31,9 @@ class LoopCopier:
         width = np.broadcast_to(work.width, work.target.shape)
         copies = list(zip(work.target.tolist(), work.source.tolist(), width.tolist(), strict=True))
         return Staged(partial(self._submit, copies))
+
+    def clear(self, direction: Direction) -> None:
+        """It has no tables."""
 
     def _submit(self, copies: list[tuple[int, int, int]], stream: int, start: int | None = None) -> None:
         copy = self._driver.copy

@@ -6,7 +6,7 @@ from functools import partial
 
 from kvoffload.copiers.base import Staged
 from kvoffload.driver import Driver, SourceOrder, StridedTable
-from kvoffload.plan import BlockPlan, TransferPlan
+from kvoffload.plan import BlockPlan, Direction, TransferPlan
 from kvoffload.streams import PIECE_LIMIT
 
 
@@ -43,6 +43,9 @@ class StridedCopier:
             order,
         )
         return Staged(partial(self._submit, len(work)))
+
+    def clear(self, direction: Direction) -> None:
+        """It has no tables."""
 
     def _submit(self, count: int, stream: int, start: int | None = None) -> None:
         if start is not None:

@@ -43,6 +43,8 @@ def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
     if name is None:
         return
     if isinstance(name, Way):
+        if not 0.0 <= name.share <= 1.0:
+            raise ValueError(f"copier has a share of {name.share!r}; a share is from 0.0 to 1.0")
         name = name.copier
     if not isinstance(name, str) or name not in NAMES:
         raise ValueError(f"copier must be one of {', '.join(NAMES)} or None, got {name!r}")
@@ -71,7 +73,7 @@ class Toolbox:
         self._sm_limit = sm_limit
         self._interpreted = driver.simulated  # 2 ms a tile: kernels run there when they are asked for
         self._strided = StridedCopier(driver, batched=capabilities.strided_batch)
-        self._batch = BatchCopier(driver)
+        self._batch = BatchCopier(driver, with_prelude=capabilities.flat_batch)
         self._loop = LoopCopier(driver)
         self._gather: dict[int, GatherCopier] = {}
         self._kernels: GatherKernels | None = None

@@ -45,21 +45,25 @@ class Compiled(NamedTuple):
 def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled:
     """Compile: takes about a second. Nothing else of Triton's may run in another thread meanwhile.
 
+    Standard output of the whole process goes to standard error while it compiles, whichever thread writes it with
+    `print` or `sys.stdout`: Triton prints whole programs there.
+
     Raises:
         CapabilityError: Triton is missing, or cannot compile this.
     """
-    require_triton()
     from kvoffload.driver.simulator.interpreter import LOCK  # it alters triton.language while a kernel runs
 
     with LOCK, contextlib.redirect_stdout(sys.stderr):  # where Triton prints all about a failure
         try:
-            built = _build_somewhere(spec, compute_capability)
+            require_triton()
+            return _describe(_build_somewhere(spec, compute_capability))
+        except CapabilityError:
+            raise
         except Exception as error:
             raise CapabilityError(
                 f"Triton {triton_version()} cannot compile {spec} for compute capability "
                 f"{compute_capability[0]}.{compute_capability[1]}: {_essence(error)}"
             ) from error
-    return _describe(built)
 
 
 def triton_version() -> str | None:
@@ -78,8 +82,10 @@ def require_triton() -> None:
     """Import it; CapabilityError if that fails."""
     try:
         import triton  # noqa: F401
-    except ImportError as error:
-        raise CapabilityError(f"kernels need Triton, which cannot be imported ({error}); {_INSTALL}") from error
+    except Exception as error:  # a Triton that does not fit this Python or this machine raises other things, too
+        raise CapabilityError(
+            f"kernels need Triton, which cannot be imported ({_essence(error)}); {_INSTALL}"
+        ) from error
 
 
 def no_triton() -> str:

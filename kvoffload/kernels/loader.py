@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvoffload.kernels.store import compiled_kernel
 SIMULATED_SHARED_BYTES = 64 << 10  # on the simulated device nothing is compiled: made up, and more than the 48 KiB
 # that a launch gets without asking
 _FREE_SHARED_BYTES = 48 << 10
+_OUT_OF_MEMORY = 2
 
 
 def why_not(capabilities: Capabilities) -> str | None:
@@ -39,8 +40,10 @@ def load_kernel(
         cache_folder: instead of the user's.
 
     Raises:
-        CapabilityError: it cannot run here; the message says what is missing.
-        DriverError: a call failed. Nothing is left behind.
+        CapabilityError: it cannot run here; the message says what is missing, or which call CUDA refused and why.
+        DriverError: the context is lost, or memory ran out.
+
+    Nothing is left behind by any of them.
     """
     if not capabilities.kernels:
         raise CapabilityError(capabilities.missing["kernels"])
@@ -53,13 +56,25 @@ def load_kernel(
             f"{spec} needs {compiled.shared_bytes} bytes of shared memory in a block, and this GPU has "
             f"{capabilities.max_shared_bytes}"
         )
-    module = driver.module_load(compiled.cubin)
+    with _refusals(spec):
+        module = driver.module_load(compiled.cubin)
+        try:
+            return LoadedKernel(driver, spec, compiled, module)
+        except BaseException:
+            with contextlib.suppress(DriverError):
+                driver.module_unload(module)
+            raise
+
+
+@contextlib.contextmanager
+def _refusals(spec: KernelSpec) -> Iterator[None]:
+    """A refused kernel is something that this GPU and driver lack, as long as the context lives and has memory."""
     try:
-        return LoadedKernel(driver, spec, compiled, module)
-    except BaseException:
-        with contextlib.suppress(DriverError):
-            driver.module_unload(module)
-        raise
+        yield
+    except DriverError as error:
+        if error.sticky or error.code == _OUT_OF_MEMORY:
+            raise
+        raise CapabilityError(f"{spec} cannot be loaded into this GPU: {error}") from error
 
 
 class LoadedKernel:

@@ -1,6 +1,7 @@
 """Compiled kernels in the cache folder: one file for each kernel, compute capability and version of Triton.
 
-A file is checked before it is used. One that is damaged, cut off or somebody else's is made again.
+A file is checked before it is used. One that is damaged, cut off, another kernel's, or that
+somebody else has written or could write, is made again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from kvoffload.errors import CapabilityError
 from kvoffload.kernels.compiler import OPTIONS, Compiled, compile_kernel, no_triton, triton_version
 from kvoffload.kernels.spec import KernelSpec
 
-_FORMAT = 1
+_FORMAT = 2
+_MOST_PARAMETERS = 4096  # of 8 bytes each; CUDA takes fewer
 
 
 def compiled_kernel(spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None) -> Compiled:
@@ -30,12 +32,12 @@ def compiled_kernel(spec: KernelSpec, compute_capability: tuple[int, int], folde
         CapabilityError: it is not in the cache, and Triton is missing or cannot compile it; or no Triton is installed.
     """
     path = kernel_path(spec, compute_capability, folder)
-    content = cachefiles.read(path)
-    kept = None if content is None else _unpack(content)
+    content = cachefiles.read_own(path)
+    kept = None if content is None else _unpack(content, path, spec)
     if kept is not None:
         return kept
     made = compile_kernel(spec, compute_capability)
-    cachefiles.write(path, _pack(made))
+    cachefiles.write(path, _pack(made, path))
     return made
 
 
@@ -60,21 +62,31 @@ def _source(module: str) -> str:
     return str(text)
 
 
-def _pack(compiled: Compiled) -> bytes:
-    fields = compiled._asdict() | {"cubin": base64.b64encode(compiled.cubin).decode()}
+def _pack(compiled: Compiled, path: Path) -> bytes:
+    fields = compiled._asdict() | {"cubin": base64.b64encode(compiled.cubin).decode(), "made_for": path.stem}
     return json.dumps({"sha256": _digest(fields), "kernel": fields}).encode()
 
 
-def _unpack(content: bytes) -> Compiled | None:
-    """None for anything but the whole of what `_pack` made."""
+def _unpack(content: bytes, path: Path, spec: KernelSpec) -> Compiled | None:
+    """None for anything but the whole of what `_pack` made for this path."""
     try:
         document = json.loads(content)
         fields = document["kernel"]
-        if document["sha256"] != _digest(fields):
+        if document["sha256"] != _digest(fields) or fields.pop("made_for") != path.stem:
             return None
-        return Compiled(**fields | {"cubin": base64.b64decode(fields["cubin"])})
-    except (ValueError, TypeError, KeyError):
+        kept = Compiled(**fields | {"cubin": base64.b64decode(fields["cubin"], validate=True)})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+    return kept if _fits(kept, spec) else None
+
+
+def _fits(kept: Compiled, spec: KernelSpec) -> bool:
+    """Whether a launch can use it: whoever made the file may have had other rules."""
+    texts, numbers = (kept.ptx, kept.name), (kept.shared_bytes, kept.parameter_count, kept.threads)
+    if not all(isinstance(each, str) for each in texts) or not all(type(each) is int for each in numbers):
+        return False
+    counts = len(spec.parameters) <= kept.parameter_count <= _MOST_PARAMETERS
+    return counts and kept.shared_bytes >= 0 and kept.threads == spec.threads
 
 
 def _digest(fields: dict[str, Any]) -> str:

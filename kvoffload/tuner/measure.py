@@ -82,11 +82,8 @@ def _missing(device: Device, ground: Ground, scale: Scale) -> dict[str, str]:
     missing = {name: reason for name, reason in why_not(device.capabilities).items() if reason is not None}
     if "gather" not in missing:
         case = Case(Way("gather", 1, 1.0), 1)
-        try:
-            with Trials(device, ground, same_cases(False, scale.planes, scale.copy_bytes[0], [case])) as trials:
-                trials.submit(Direction.STORE, case).wait()
-        except CapabilityError as error:
-            missing["gather"] = missing["split"] = str(error)
+        with Trials(device, ground, same_cases(False, scale.planes, scale.copy_bytes[0], [case])) as trials:
+            missing |= trials.engine.missing_copiers
     return missing
 
 
@@ -172,7 +169,8 @@ class _Tuner:
         shape = self._beside_bed({}).shape(direction, scale.beside_blocks)
         ways = [Way("strided"), *([] if "batch" in self._missing else [Way("batch")]), Way("loop")]
         ways += [Way("gather", programs, 1.0) for programs in scale.gather_programs]
-        ways += [Way("split", each, costs.split_share(shape, each)) for each in scale.split_programs]
+        shares = {each: costs.split_share(shape, each) for each in scale.split_programs}
+        ways += [Way("split", each, share) for each, share in shares.items() if 0 < share < 1]
         return [Case(way, scale.beside_blocks) for way in ways]
 
 

@@ -213,7 +213,7 @@ def _splits(scale: Scale, bed: Bed, direction: Direction, costs: Costs) -> list[
     for shape in _shapes(scale, bed, direction, scale.split_blocks):
         for programs in scale.split_programs:
             shares = {costs.split_share(shape, programs, lean) for lean in _LEANS}
-            found += [Case(Way("split", programs, share), shape.blocks) for share in sorted(shares)]
+            found += [Case(Way("split", programs, share), shape.blocks) for share in sorted(shares) if 0 < share < 1]
     return found
 
 
@@ -235,11 +235,12 @@ def check_beds(scale: Scale, missing: Mapping[str, str], costs: Mapping[Directio
 
 
 def _checks(scale: Scale, bed: Bed, direction: Direction, costs: Costs, ways: list[Way]) -> list[Case]:
-    return [
+    cases = [
         Case(_with_share(way, costs, shape), shape.blocks)
         for shape in _shapes(scale, bed, direction, scale.check_blocks)
         for way in ways
     ]
+    return [case for case in cases if case.way.copier != "split" or 0 < case.way.share < 1]
 
 
 def _with_share(way: Way, costs: Costs, shape: Shape) -> Way:

@@ -131,9 +131,11 @@ class Trials:
                 seconds.append(self.seconds(direction, case))
             done += 1
         self.counted = (done - _WARM_UP) * len(cases)
+        medians = [_median(seconds[_WARM_UP:]) for seconds in found]
         return [
-            Sample(case.way, self._bed.shape(direction, case.blocks), _median(seconds[_WARM_UP:]))
-            for seconds, case in zip(found, cases, strict=True)
+            Sample(case.way, self._bed.shape(direction, case.blocks), median)
+            for median, case in zip(medians, cases, strict=True)
+            if median is not None
         ]
 
     def close(self) -> None:
@@ -146,6 +148,6 @@ class Trials:
         self.close()
 
 
-def _median(seconds: Sequence[float]) -> float:
+def _median(seconds: Sequence[float]) -> float | None:
     known = [max(value, _LEAST_SECONDS) for value in seconds if not math.isnan(value)]
-    return statistics.median(known)
+    return statistics.median(known) if known else None

@@ -20,6 +20,9 @@ from typing import NamedTuple
 
 from kvoffload.plan import Direction
 
+COPIERS = ("strided", "batch", "loop", "gather", "split")
+WITH_PROGRAMS = ("gather", "split")  # those for which a kernel runs
+
 _LEAST_SECONDS = 1e-7  # whatever a profile says, no transfer takes no time
 
 
@@ -200,8 +203,8 @@ class Costs:
         if lean is None:
             costs = self.split.get(programs)
             lean = 1.0 if costs is None else costs.lean_at(shape.nbytes / shape.rows)
-        blocks = round((alone - start) / slopes * lean * shape.blocks)
-        return min(max(blocks, 1), shape.blocks - 1) / shape.blocks
+        share = min(max((alone - start) / slopes * lean, 0.0), 1.0)  # a slope near 0 makes it infinite
+        return min(max(round(share * shape.blocks), 1), shape.blocks - 1) / shape.blocks
 
     def ideal_split(self, shape: Shape, programs: int, share: float) -> float:
         """Seconds if neither part slowed the other down, and the link were the only bound on both."""

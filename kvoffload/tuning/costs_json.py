@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from typing import Any
 
-from kvoffload.tuning.costs import Costs, Curve, FlatCosts, SplitCosts, StridedCosts
+from kvoffload.tuning.costs import COPIERS, WITH_PROGRAMS, Costs, Curve, FlatCosts, SplitCosts, StridedCosts
 
 _SIGNIFICANT = 5  # digits kept of a measured value
 _LINE = 110
+_MOST = 10**15  # of any number in a profile: far beyond all that is measured, and nothing overflows
 
 
 def pretty(value: Any, indent: int = 0) -> str:
@@ -67,19 +67,34 @@ def short(value: float) -> float:
 
 
 def parse_costs(fields: dict[str, Any]) -> Costs:
+    """ValueError, KeyError, TypeError or AttributeError for what `render_costs` does not make."""
     strided = fields["strided"]
     return Costs(
         link=number(fields["link_gb_per_s"], above=0.0) * 1e9,
-        strided=strided
-        and StridedCosts(
-            number(strided["fixed"]) * 1e-6,
-            _ascending(strided["row_bytes"]),
-            _seconds(strided["operation"], len(strided["row_bytes"])),
-            _seconds(strided["row"], len(strided["row_bytes"])),
-        ),
+        strided=None if strided is None else _parse_strided(strided),
         flat={str(name): _parse_flat(flat) for name, flat in fields["flat"].items()},
-        gather={int(programs): _parse_flat(flat) for programs, flat in fields["gather"].items()},
-        split={int(programs): _parse_split(split) for programs, split in fields["split"].items()},
+        gather={_whole(programs): _parse_flat(flat) for programs, flat in fields["gather"].items()},
+        split={_whole(programs): _parse_split(split) for programs, split in fields["split"].items()},
+    )
+
+
+def parse_label(text: str) -> str:
+    """A `Way.label`; ValueError for anything else."""
+    copier, space, programs = text.partition(" ")
+    if copier not in (WITH_PROGRAMS if space else COPIERS):
+        raise ValueError(f"{text!r:.40} is no way of carrying a transfer")
+    if space:
+        _whole(programs)
+    return text
+
+
+def _parse_strided(fields: dict[str, Any]) -> StridedCosts:
+    sizes = _ascending(fields["row_bytes"])
+    return StridedCosts(
+        number(fields["fixed"]) * 1e-6,
+        sizes,
+        _seconds(fields["operation"], len(sizes)),
+        _seconds(fields["row"], len(sizes)),
     )
 
 
@@ -93,7 +108,7 @@ def _parse_split(fields: dict[str, Any]) -> SplitCosts:
 
 
 def _parse_flat(fields: dict[str, Any]) -> FlatCosts:
-    sizes = _ascending([int(nbytes) for nbytes in fields])
+    sizes = _ascending([_whole(nbytes) for nbytes in fields])
     each = [fields[str(nbytes)] for nbytes in sizes]
     return FlatCosts(
         tuple(
@@ -104,7 +119,7 @@ def _parse_flat(fields: dict[str, Any]) -> FlatCosts:
 
 
 def _ascending(values: list[Any]) -> tuple[int, ...]:
-    numbers = tuple(int(number(value, above=0.0)) for value in values)
+    numbers = tuple(_count(value) for value in values)
     if not numbers or any(later <= earlier for earlier, later in itertools.pairwise(numbers)):
         raise ValueError(f"{values!r:.80} are not ascending")
     return numbers
@@ -120,9 +135,26 @@ def _of_length(values: list[Any], length: int) -> list[Any]:
     return values
 
 
+def _count(value: Any) -> int:
+    """A JSON integer from 1 on."""
+    if not isinstance(value, int):
+        raise ValueError(f"{value!r:.40} is no whole number")
+    number(value, above=0.0)
+    return value
+
+
+def _whole(text: str) -> int:
+    """An integer from 1 on, as `str` writes it: JSON's names are texts."""
+    if not (text.isascii() and text.isdecimal()) or text.startswith("0"):
+        raise ValueError(f"{text!r:.40} is no whole number from 1 on")
+    return _count(int(text))
+
+
 def number(value: Any, above: float | None = None) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise ValueError(f"{value!r:.40} is no number")
     if value < 0 or (above is not None and value <= above):
-        raise ValueError(f"{value!r} is too small")
+        raise ValueError(f"{value!r:.40} is too small")
+    if value > _MOST:
+        raise ValueError(f"{value!r:.40} is too large")
     return float(value)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvoffload import cachefiles
 from kvoffload.plan import Direction
 from kvoffload.tuning.costs import Costs, Curve, FlatCosts, Shape, Way
-from kvoffload.tuning.costs_json import number, parse_costs, pretty, render_costs, short
+from kvoffload.tuning.costs_json import number, parse_costs, parse_label, pretty, render_costs, short
 
 if TYPE_CHECKING:
     from kvoffload.device import Device
@@ -263,11 +263,13 @@ def parse(content: bytes) -> Profile:
             source=str(fields["source"]),
             simulated=bool(fields["simulated"]),
             costs={direction: parse_costs(fields["costs"][str(direction)]) for direction in Direction},
-            slowdowns={str(label): max(1.0, number(value)) for label, value in fields["slowdowns"].items()},
+            slowdowns={parse_label(label): max(1.0, number(value)) for label, value in fields["slowdowns"].items()},
             errors={str(name): _deviation(*each) for name, each in fields["errors"].items()},
         )
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"it is no profile: {error!r}") from error
+    except RecursionError as error:
+        raise ValueError("it is no profile: it is nested too deeply") from error
     except ValueError as error:  # of json, too
         raise ValueError(f"it cannot be read: {error}") from error
 
