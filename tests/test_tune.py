@@ -427,21 +427,21 @@ def test_tuning_takes_less_than_30_seconds_and_is_kept(
 
 @pytest.mark.gpu
 def test_the_tuned_choice_is_not_slower_than_the_default_by_more_than_5_percent(gpu_device: kvoffload.Device) -> None:
-    """By medians of 15 rounds in turns, over sizes and counts, folded and scattered; 8% where a transfer is so short
-    that a microsecond is a lot.
+    """By medians of 15 rounds in turns, over sizes and counts, folded and scattered, as `tune` measures: from memory, not
+    from the GPU's cache. Less than 5 us is no difference: as much as a launch takes longer or shorter from run to run.
     """
     profiles = {"tuned": tune(gpu_device).profile, "default": default_profile(key_of(gpu_device))}
     slower = []
-    with Ground(gpu_device, 64, 4 << 20, 16 << 20) as ground:
+    with Ground(gpu_device, 64, 4 << 20, 32 << 20) as ground:
         for block_bytes in (2048, 4096, 8192, 16384, 32768, 65536):
             for folds in (True, False):
                 bed = same_cases(folds, 64, block_bytes, [Case(Way("gather", 4, 1.0), 32)])
                 with Trials(gpu_device, ground, bed) as trials:
-                    slower += _slower(trials, profiles, bed)
+                    slower += _slower(ground, trials, profiles, bed)
     assert slower == []
 
 
-def _slower(trials: Trials, profiles: dict[str, Any], bed: Bed) -> list[str]:
+def _slower(ground: Ground, trials: Trials, profiles: dict[str, Any], bed: Bed) -> list[str]:
     found = []
     for direction in Direction:
         for blocks in (1, 4, 32):
@@ -450,12 +450,13 @@ def _slower(trials: Trials, profiles: dict[str, Any], bed: Bed) -> list[str]:
             for _ in range(15):
                 for name, profile in profiles.items():
                     trials.engine.profile, trials.engine.prefer = profile, "latency"
+                    ground.flush()
                     job = trials.submit(direction, Case(None, blocks))  # type: ignore[arg-type]
                     while not job.done:
                         pass
                     seconds[name].append(job.wait().seconds)
                     ways[name] = job.reason
             tuned, default = (statistics.median(seconds[name]) for name in profiles)
-            if tuned > 1.05 * default and tuned - default > 2e-6:
+            if tuned > 1.05 * default and tuned - default > 5e-6:
                 found.append(f"{direction} {bed.block_bytes} x {blocks}: {tuned / default:.2f} {ways}")
     return found

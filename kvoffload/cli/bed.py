@@ -229,7 +229,10 @@ class Bed:
     def transfer_seconds(
         self, direction: Direction, copier: str | Way | None, prefer: str, note: Callable[[Job], object]
     ) -> float:
-        """One transfer on the GPU clock: its job's time, or of several groups that from before to after their jobs."""
+        """One transfer on the GPU clock: its job's time, or of several groups that from the first call to the end.
+
+        (So that holds some of the host's time, too: an engine times jobs, not what they make up together.)
+        """
         if len(self.parts) == 1:
             jobs = self.submit(direction, copier, prefer=prefer)
             note(jobs[0])

@@ -41,6 +41,7 @@ class Row:
         samples_us: microseconds of every counted round, by case; empty on the simulated device.
         wrong: rows of bytes that were wrong, by case, over all rounds; 0 each when all is well.
         chosen: what the engine chose and why, by preference.
+        groups: of the model, each a job of the engine's.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Row:
     samples_us: dict[str, list[float]] = field(default_factory=dict)
     wrong: dict[str, int] = field(default_factory=dict)
     chosen: dict[str, str] = field(default_factory=dict)
+    groups: int = 1
 
     def ratio(self, over: str, under: str) -> float | None:
         """Of two bandwidths; None if one was not measured."""
@@ -200,6 +202,7 @@ def row_of(bed: Bed, direction: Direction, timings: Mapping[str, Timing], chosen
         bed.nbytes,
         wrong={name: timing.wrong for name, timing in timings.items()},
         chosen=chosen,
+        groups=len(bed.parts),
     )
     if not bed.lab.device.simulated:
         row.gb_per_s.update({name: timing.gb_per_s for name, timing in timings.items()})

@@ -28,12 +28,13 @@ from kvoffload.tuning import Way
 _KINDS = (StridedCopier, BatchCopier, LoopCopier, GatherCopier)
 _STAGE = "stage"
 _BLOCKS, _PLANES, _BLOCK_BYTES = 128, 64, 4096
+_WARM_CALLS = 5
 _DESCRIPTION = """\
 Host time of a call for transfers of 128 blocks x 64 planes of 4 KiB, folded and scattered, in both directions, for
 each copier and for the engine's own choice: the whole of store() or load(); "stage", what the copier writes down
 before the transfer's start event; "queue", its driver calls. Medians; the GPU is idle before each call; targets are
-poisoned before, and all bytes verified after, every call; just before it the same copier moves 8 blocks elsewhere, as
-a CPU that has just compared 32 MiB has cold caches. Then what `bench marshal` shows."""
+poisoned before, and all bytes verified after, every call; just before it the same copier moves 8 blocks elsewhere,
+five times, as a CPU that has just compared 32 MiB has cold caches. Then what `bench marshal` shows."""
 
 
 def add_parser(benches: Any) -> None:

@@ -26,8 +26,8 @@ class Ratio(NamedTuple):
 
 
 def ratios(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """For each ratio and direction: the worst value, and where."""
-    rows = list(rows)
+    """For each ratio and direction: the worst value, and where; of transfers that are one job each."""
+    rows = [row for row in rows if row.groups == 1]
     found = []
     for ratio in _all():
         for direction in Direction:

@@ -24,17 +24,18 @@ from kvoffload.tuning import Way
 _WAYS = (Way("gather", 4, 1.0), Way("split", 2), Way("split", 1))
 _DESCRIPTION = """\
 Copy random, non-adjacent blocks between planes and random slots of the pinned pool, in both directions and in every
-way: by the engine's choice (prefer "overlap" and "latency"), by each of its copiers ("gather 4": with 4 programs), and
-by what others do: "bare strided", the same operations built once and given to cuMemcpy3DBatchAsync; "flat batch", one
-cuMemcpyBatchAsync on an idle stream; "copy loop", cuMemcpyAsync; "grid-stride 12", a kernel of 12 programs of 4 warps,
-three address arrays copied to the GPU at each call, from ordinary or from pinned memory; "big copy", one contiguous
-pinned copy of 256 MiB. All of a line use the same addresses, in interleaved rounds; figures are medians on the GPU
-clock. Targets are poisoned before, and all bytes verified after, every timed transfer; just before it, the same way
-moves a few blocks elsewhere, as a CPU that has just compared 32 MiB has cold caches. Planes are folded (in one slab),
-scattered (an allocation each) or interleaved (blocks, planes, ...). Then: loads of 4096 descriptors through the batch
-copier and as one flat batch; how long store() and load() take on the host, and how long until poll() gives out the
-result; and at last CuPy (indexing and get/set, pinned) and JAX (gather and device_put, by wall clock), where they are
-installed, on arrays of their own.
+way: by the engine's choice (prefer "overlap" and "latency"), by each of its copiers ("gather 4": with 4 programs),
+and by what others do: "bare strided", the same operations built once and given to cuMemcpy3DBatchAsync; "flat batch",
+one cuMemcpyBatchAsync on an idle stream; "copy loop", cuMemcpyAsync; "grid-stride 12", a kernel of 12 programs of 4
+warps, three address arrays copied to the GPU at each call, from ordinary or from pinned memory; "big copy", one
+contiguous pinned copy of 256 MiB. All of a line use the same addresses, in interleaved rounds; figures are medians on
+the GPU clock. Targets are poisoned before, and all bytes verified after, every timed transfer; just before it, the
+same way moves a few blocks elsewhere, as a CPU that has just compared 32 MiB has cold caches. Of models with two
+groups a transfer is two jobs, timed from before the first call on. Planes are folded (in one slab), scattered (an
+allocation each) or interleaved (blocks, planes, ...). Then: loads of 4096 descriptors through the batch copier and as
+one flat batch; how long store() and load() take on the host, and how long until poll() gives out the result; and at
+last CuPy (indexing and get/set, pinned) and JAX (gather and device_put, by wall clock), where they are installed, on
+arrays of their own.
 On the simulated device: small sizes, verified, and no times."""
 
 
