@@ -427,8 +427,8 @@ def test_tuning_takes_less_than_30_seconds_and_is_kept(
 
 @pytest.mark.gpu
 def test_the_tuned_choice_is_not_slower_than_the_default_by_more_than_5_percent(gpu_device: kvoffload.Device) -> None:
-    """By medians of 15 rounds in turns, over sizes and counts, folded and scattered, as `tune` measures: from memory, not
-    from the GPU's cache. Less than 5 us is no difference: as much as a launch takes longer or shorter from run to run.
+    """By medians of 15 rounds in turns, over sizes and counts, folded and scattered, as `tune` measures: from memory,
+    not from the GPU's cache. Less than 5 us is no difference: so much longer or shorter does a launch take.
     """
     profiles = {"tuned": tune(gpu_device).profile, "default": default_profile(key_of(gpu_device))}
     slower = []

@@ -267,7 +267,7 @@ def test_for_an_unknown_gpu_nothing_is_faster_than_pcie_gen4_nor_than_on_an_h200
     ways = [Way("strided"), Way("batch"), Way("loop"), *(Way("gather", each, 1.0) for each in (1, 2, 4, 8))]
     for way in [*ways, Way("split", 1), Way("split", 2)]:
         seconds = unknown.seconds(way, where)
-        assert where.nbytes / seconds <= 25e9 * 1.03
+        assert where.nbytes / seconds <= 25e9 * 1.04
         if way.copier != "split":  # whose share differs
             assert seconds >= h200.seconds(way, where) * 0.97
 
