@@ -174,8 +174,11 @@ class Costs:
     split: dict[int, SplitCosts] = field(default_factory=dict)
 
     def seconds(self, way: Way, shape: Shape) -> float:
-        """What is expected; infinity for a way that was not measured. A split without a share has its best one."""
-        return max(self._seconds(way, shape), _LEAST_SECONDS)
+        """What is expected; infinity for a way that was not measured. A split without a share has its best one.
+
+        Nothing is faster than the link, however straight lines go on.
+        """
+        return max(self._seconds(way, shape), shape.nbytes / self.link, _LEAST_SECONDS)
 
     def _seconds(self, way: Way, shape: Shape) -> float:
         if way.copier == "strided":
