@@ -50,13 +50,14 @@ def conduct(
         show: prints tables of them.
     """
     output = Output(arguments.json)
+    if arguments.plot:
+        plots.require()
     if arguments.save is not None:
         require_writable("--save", arguments.save)
     with open_backend(arguments, output, arguments.seed) as device:
         if arguments.plot and device.simulated:
             raise CommandError("--plot draws times, and the simulated device has none")
         if arguments.plot:
-            plots.require()
             plots.require_folder(arguments.plot)
         repeats = arguments.repeats or (1 if device.simulated else arguments.default_repeats)
         size = SMALL if device.simulated else FULL
