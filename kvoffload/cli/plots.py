@@ -82,7 +82,7 @@ def draw(results: Mapping[str, Fields], folder: str) -> list[Path]:
     from matplotlib import rc_context
 
     target = require_folder(folder)
-    with rc_context(_STYLE):  # type: ignore[arg-type]
+    with rc_context(_STYLE):
         paths = [path for name, fields in results.items() for path in _drawn(name, fields, target)]
     if not paths:
         names = ", ".join(sorted({str(fields["benchmark"]) for fields in results.values()}))
@@ -100,7 +100,7 @@ def _drawn(name: str, fields: Fields, folder: Path) -> list[Path]:
         raise CommandError(f"{name} is no complete result of `bench {fields['benchmark']}` ({problem})") from error
 
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # matplotlib types the keys of its settings one by one
     "font.family": "sans-serif",
     "font.size": 10.5,
     "text.color": _INK,
