@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvoffload.engine import OffloadEngine
 
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _ALLOCATION_ALIGNMENT = 512  # what cuMemAlloc aligns to, at least; planes of a slab keep it
 
 _open_devices: weakref.WeakSet[Device] = weakref.WeakSet()
@@ -169,7 +168,7 @@ class Device:
             with self.lifecycle:
                 return DeviceBuffer(self, nbytes)
         except DriverError as error:
-            if error.code != _OUT_OF_MEMORY:
+            if not error.out_of_memory:
                 raise
             with self.current():
                 free, total = self.driver.free_and_total_bytes()

@@ -58,10 +58,16 @@ class DriverError(KVOffloadError):
         return type(self), (self.call, self.name, self.code, self._detail)
 
     @property
+    def out_of_memory(self) -> bool:
+        """Whether the device or the host had too little memory, and nothing else is wrong."""
+        return self.code == _OUT_OF_MEMORY
+
+    @property
     def sticky(self) -> bool:
         """Whether the CUDA context is lost: every later call in it returns the same error."""
         return self.code in _STICKY_CODES
 
 
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 # CUDA driver API reference, enum CUresult: the errors after which "the process must be terminated and relaunched".
 _STICKY_CODES = frozenset({214, 700, 702, 709, 714, 715, 716, 717, 718, 719, 721})

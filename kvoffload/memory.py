@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload import hostinfo
-from kvoffload.driver import Driver
+from kvoffload.driver import Driver, address_of
 from kvoffload.errors import CapacityError, ClosedError, DriverError, KVOffloadError
 
 if TYPE_CHECKING:
@@ -36,11 +36,6 @@ _SPARE_BYTES = 256 << 20  # left to the rest of the machine
 
 
 _still_registered: list[PinnedMemory] = []  # what the driver would not unregister, kept mapped
-
-
-def address_of(array: npt.NDArray[Any]) -> int:
-    """The address of an array's first element."""
-    return int(array.__array_interface__["data"][0])
 
 
 class PinnedMemory:

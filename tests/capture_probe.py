@@ -11,7 +11,7 @@ import numpy as np
 from cuda.bindings import driver as cuda
 
 import kvoffload
-from kvoffload.memory import address_of
+from kvoffload.driver import address_of
 
 MODE = cuda.CUstreamCaptureMode
 GLOBAL = MODE.CU_STREAM_CAPTURE_MODE_GLOBAL

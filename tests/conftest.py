@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 import kvoffload
+from kvoffload.cli.cases import SMALL, Lab
 from kvoffload.testing import check_clean_close
 
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
@@ -48,6 +49,13 @@ def device(seed: int) -> Iterator[kvoffload.Device]:
     opened = kvoffload.open_device(backend="simulated", seed=seed)
     yield opened
     check_clean_close(opened)
+
+
+@pytest.fixture
+def lab(device: kvoffload.Device, seed: int) -> Iterator[Lab]:
+    """What benches measure with, small."""
+    with Lab(device, SMALL._replace(big_bytes=1 << 16), repeats=1, seed=seed) as lab:
+        yield lab
 
 
 @pytest.fixture(params=LEVELS)

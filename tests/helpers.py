@@ -19,8 +19,9 @@ import pytest
 import kvoffload
 from kvoffload import streams
 from kvoffload.copiers import gather, toolbox
+from kvoffload.driver import address_of
 from kvoffload.driver.simulator import SimulatedDriver
-from kvoffload.memory import PAGE_BYTES, PinnedMemory, address_of
+from kvoffload.memory import PAGE_BYTES, PinnedMemory
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -329,6 +330,21 @@ def shuttles(rig: Rig, count: int, turns: int, *, between: Callable[[], object] 
 def held_by_process() -> tuple[int, int]:
     """Open file descriptors and threads of this process."""
     return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+
+def make_and_close(device: kvoffload.Device, layout: kvoffload.KVLayout, **options: Any) -> None:
+    """An engine on a simulated device, whichever driver call was told to fail; the fault must have happened."""
+    faults = device.simulator.faults
+    engine = None
+    try:
+        engine = kvoffload.OffloadEngine(layout, device=device, **options)
+        engine.close()
+    except kvoffload.KVOffloadError:
+        faults.clear()
+        if engine is not None:
+            engine.close()
+    assert faults.pending == 0
+    device.reclaim()
 
 
 def leaks_of(device: kvoffload.Device) -> dict[str, int]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvoffload.arena import Table, TableArena
-from kvoffload.memory import address_of
+from kvoffload.driver import address_of
 
 NBYTES = 1024
 DEVICE_ADDRESS = 0x7000_0000

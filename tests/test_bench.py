@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
+from benching import run_json
 
 import kvoffload
 from kvoffload.cli import main
@@ -30,20 +30,6 @@ MODEL = MODELS["gpt-oss-20b"].scaled(0.01)  # two groups of 24 planes
 SMALL_TRANSFER = ("bench", "transfer", "--model", "gpt-oss-20b", "--blocks", "4", "--rows", "1", "--planes", "folded")
 BARE = {"flat batch", "copy loop", "grid-stride 12", "big copy"}
 CHOICES = {"choice, overlap", "choice, latency"}
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main([*arguments, "--json"]) == code
-    fields = json.loads(capsys.readouterr().out)
-    assert isinstance(fields, dict)
-    return fields
-
-
-@pytest.fixture
-def lab(device: kvoffload.Device, seed: int) -> Iterator[Lab]:
-    with Lab(device, SMALL._replace(big_bytes=1 << 16), repeats=1, seed=seed) as lab:
-        yield lab
 
 
 # bench transfer -------------------------------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from benching import run_json
 
 import kvoffload
 from kvoffload.cli import frameworks, main
@@ -31,20 +32,6 @@ from kvoffload.kernels import KernelSpec, compile_kernel
 from kvoffload.models import MODELS
 from kvoffload.plan import Direction
 from kvoffload.tuning import Way
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main([*arguments, "--json"]) == code
-    fields = json.loads(capsys.readouterr().out)
-    assert isinstance(fields, dict)
-    return fields
-
-
-@pytest.fixture
-def lab(device: kvoffload.Device, seed: int) -> Iterator[Lab]:
-    with Lab(device, SMALL._replace(big_bytes=1 << 16), repeats=1, seed=seed) as lab:
-        yield lab
 
 
 def times_in(value: Any, path: str = "") -> list[str]:

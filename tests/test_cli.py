@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benching import run_json
 
 import kvoffload
 from kvoffload.cli import build_parser, main
@@ -30,14 +31,6 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         raise kvoffload.CapabilityError("no driver library here; install one")
 
     monkeypatch.setattr("kvoffload.driver.cuda.load", no_driver)
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main([*arguments, "--json"]) == 0
-    fields = json.loads(capsys.readouterr().out)
-    assert isinstance(fields, dict)
-    return fields
 
 
 # every command --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from strategies import engine_on
 
 import kvoffload
 from kvoffload import CapacityError, ClosedError, KVLayout, OffloadEngine
+from kvoffload.driver import address_of
 from kvoffload.driver.simulator import space
-from kvoffload.memory import address_of
 from kvoffload.testing import SimulatedDriver, SimulatorError, check_clean_close, leak_check
 
 DEVICE_WARNING = "a Device was never closed"

@@ -24,7 +24,7 @@ from kvoffload import (
     OffloadEngine,
     Plane,
 )
-from kvoffload.memory import address_of
+from kvoffload.driver import address_of
 from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from helpers import COPY_ENGINE_ONLY, LEVELS, leaks_of, no_leaks, rig, simulated, whole
+from helpers import COPY_ENGINE_ONLY, LEVELS, leaks_of, make_and_close, no_leaks, rig, simulated, whole
 from workload import WITH_KERNELS, program, several_streams
 
 import kvoffload
@@ -245,16 +245,7 @@ def test_every_call_of_making_an_engine_fails_once(sm_limit: int, after: bool) -
             if after and name in (*PUSH_POP, "cuMemHostRegister", "cuMemcpyHtoD"):
                 continue  # what they did goes on although they deny it: pages stay registered, memory is being written
             simulator.faults.fail_nth(nth, after=after)
-            engine = None
-            try:
-                engine = OffloadEngine(layout, device=device, num_slots=2, sm_limit=sm_limit)
-                engine.close()
-            except KVOffloadError:
-                simulator.faults.clear()
-                if engine is not None:
-                    engine.close()
-            assert simulator.faults.pending == 0
-            device.reclaim()
+            make_and_close(device, layout, num_slots=2, sm_limit=sm_limit)
             left = sum(simulator.leaks().values()) - sum(before.values())
             assert left == (1 if name in (CREATE if after else LETTING_GO) else 0), (name, nth)
             before = simulator.leaks()

@@ -13,8 +13,8 @@ from helpers import Rig, rig, simulated, whole
 import kvoffload
 from kvoffload import CapacityError, Direction, KVLayout, OffloadEngine, TransferError
 from kvoffload.copiers import GatherCopier, Staged
+from kvoffload.driver import address_of
 from kvoffload.driver.simulator.memory import Kind
-from kvoffload.memory import address_of
 from kvoffload.plan import BlockPlan
 from kvoffload.testing import Mirror
 from kvoffload.tuning import Way

@@ -17,6 +17,7 @@ from helpers import COPY_ENGINE_ONLY, copiers_in
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, ClosedError, Direction, KVLayout, OffloadEngine, hostinfo, memory
 from kvoffload.copiers import gather
+from kvoffload.driver import address_of
 from kvoffload.memory import PAGE_BYTES, PinnedMemory, touch
 from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
 
@@ -176,7 +177,7 @@ def test_pitfall_20_the_simulated_driver_refuses_a_copy_that_spans_two_ranges(de
     """Else the test above could not fail."""
     buffer = device.allocate(2 * PAGE_BYTES)
     mapping = np.frombuffer(mmap.mmap(-1, 2 * PAGE_BYTES), dtype=np.uint8)
-    address = memory.address_of(mapping)
+    address = address_of(mapping)
     with device.current():
         for page in range(2):
             device.driver.host_register(address + page * PAGE_BYTES, PAGE_BYTES)

@@ -17,7 +17,7 @@ import kvoffload
 from kvoffload.cli import main
 from kvoffload.cli.trace import read_trace
 from kvoffload.cli.verified import VerifiedCache
-from kvoffload.memory import address_of
+from kvoffload.driver import address_of
 from kvoffload.models import MODELS
 from kvoffload.testing import check_clean_close
 

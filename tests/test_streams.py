@@ -14,8 +14,7 @@ from strategies import slab_of
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, KVLayout, OffloadEngine, TransferError
-from kvoffload.driver import Driver
-from kvoffload.memory import address_of
+from kvoffload.driver import Driver, address_of
 from kvoffload.streams import QUEUE_LIMIT, STREAMS_PER_LANE, EventPool, Lane, refuse_capturing, stream_handle
 from kvoffload.testing import scramble
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 from gathering import record_launches, separate
-from helpers import all_are, leaks_of, no_leaks, rig, simulated
+from helpers import all_are, leaks_of, make_and_close, no_leaks, rig, simulated
 from strategies import slab_of
 
 import kvoffload
@@ -22,7 +22,6 @@ from kvoffload import (
     CapabilityError,
     Direction,
     KVLayout,
-    KVOffloadError,
     OffloadEngine,
     cachefiles,
 )
@@ -312,16 +311,7 @@ def test_every_call_of_making_and_closing_an_engine_with_kernels_fails_once() ->
         assert names.count("cuModuleLoadData") == names.count("cuModuleUnload") >= 2
         for nth, name in enumerate(names, start=1):
             simulator.faults.fail_nth(nth)
-            engine = None
-            try:
-                engine = OffloadEngine(layout, device=device, num_slots=2, sm_limit=4)
-                engine.close()
-            except KVOffloadError:
-                simulator.faults.clear()
-                if engine is not None:
-                    engine.close()
-            assert simulator.faults.pending == 0
-            device.reclaim()
+            make_and_close(device, layout, num_slots=2, sm_limit=4)
             left = sum(simulator.leaks().values()) - sum(before.values())
             letting_go = name in ("cuStreamDestroy", "cuEventDestroy", "cuMemFree", "cuModuleUnload")
             assert left == letting_go, (name, nth, simulator.leaks())

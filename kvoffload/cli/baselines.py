@@ -21,10 +21,10 @@ import numpy as np
 from kvoffload import kernels
 from kvoffload.cli.bed import Bed, Placement
 from kvoffload.cli.cases import Lab
-from kvoffload.driver import FlatTable, SourceOrder, binding_types
+from kvoffload.driver import FlatTable, SourceOrder, address_of, binding_types
 from kvoffload.errors import DriverError
 from kvoffload.kernels import KernelSpec, LoadedKernel
-from kvoffload.memory import PAGE_BYTES, PinnedMemory, address_of
+from kvoffload.memory import PAGE_BYTES, PinnedMemory
 from kvoffload.plan import Direction
 
 Run = Callable[[], float]

@@ -15,11 +15,11 @@ import numpy as np
 from kvoffload.choice import choose
 from kvoffload.cli.cases import POISON, Lab
 from kvoffload.copiers import NAMES
-from kvoffload.driver import FlatTable, SourceOrder
+from kvoffload.driver import FlatTable, SourceOrder, address_of
 from kvoffload.engine import OffloadEngine
 from kvoffload.jobs import Job
 from kvoffload.layout import Int64Array, KVLayout, Plane
-from kvoffload.memory import PAGE_BYTES, PinnedMemory, UInt8Array, address_of
+from kvoffload.memory import PAGE_BYTES, PinnedMemory, UInt8Array
 from kvoffload.models import ModelGeometry
 from kvoffload.plan import Direction, UInt64Array
 from kvoffload.streams import NO_WAIT

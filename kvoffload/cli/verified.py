@@ -16,9 +16,10 @@ import numpy as np
 from kvoffload.cache import BlockCache
 from kvoffload.cache_jobs import CacheJob
 from kvoffload.device import Device
+from kvoffload.driver import address_of
 from kvoffload.engine import OffloadEngine
 from kvoffload.layout import Int64Array, KVLayout
-from kvoffload.memory import Progress, UInt8Array, address_of
+from kvoffload.memory import Progress, UInt8Array
 from kvoffload.models import ModelGeometry
 from kvoffload.patterns import KeyPatterns
 from kvoffload.streams import NO_WAIT

@@ -23,7 +23,6 @@ _PRELUDE_MIN_COPIES = 8
 _PRELUDE_ROWS_PER_COPY = 512
 _PRELUDE_PITCH = 2
 _SCRATCH_BYTES = _PRELUDE_PITCH * _PRELUDE_ROWS_PER_COPY * _FIRST_CHUNK
-_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class BatchCopier:
@@ -49,8 +48,8 @@ class BatchCopier:
     def __init__(self, driver: Driver, *, with_prelude: bool = True) -> None:
         self._driver = driver
         self._table: FlatTable | None = None
-        self._prelude = StridedTable(1, batched=False)
         self._scratch = _allocate(driver, 2 * _SCRATCH_BYTES) if with_prelude else 0
+        self._preludes = _preludes(self._scratch)
 
     def prepare(self, plan: BlockPlan) -> TransferPlan:
         return plan.operations().flat()
@@ -64,15 +63,7 @@ class BatchCopier:
         self._table.fill(work.target, work.source, work.width)
         small = work.direction is Direction.LOAD and int(work.width.min()) < _CPU_COPY_BYTES
         prelude = small and len(work) >= _PRELUDE_MIN_COPIES and self._scratch != 0
-        if prelude:
-            self._stage_prelude(_PRELUDE_ROWS_PER_COPY * min(len(work), _FIRST_CHUNK))
         return Staged(partial(self._submit, self._table, len(work), order, prelude))
-
-    def _stage_prelude(self, rows: int) -> None:
-        values = {"source": self._scratch, "target": self._scratch + _SCRATCH_BYTES, "width": 1, "height": rows}
-        values |= {"source_pitch": _PRELUDE_PITCH, "target_pitch": _PRELUDE_PITCH}
-        columns = {name: np.array([value], dtype=np.uint64) for name, value in values.items()}
-        self._prelude.fill(columns, SourceOrder.STREAM)
 
     def clear(self, direction: Direction) -> None:
         """It has no tables."""
@@ -83,7 +74,7 @@ class BatchCopier:
         if start is not None:
             self._driver.event_record(start, stream)
         if prelude:
-            self._driver.copy_strided(self._prelude, 0, stream)
+            self._driver.copy_strided(self._preludes, min(count, _FIRST_CHUNK) - 1, stream)
         first, stop = 0, _FIRST_CHUNK
         while first < count:
             self._driver.copy_batch(table, first, min(stop, count), order, stream)
@@ -96,11 +87,22 @@ class BatchCopier:
             self._driver.free(scratch)
 
 
+def _preludes(scratch: int) -> StridedTable:
+    """The preludes of 1 to `_FIRST_CHUNK` copies, between the two halves of the scratch memory."""
+    table = StridedTable(_FIRST_CHUNK, batched=False)
+    values = {"source": scratch, "target": scratch + _SCRATCH_BYTES, "width": 1}
+    values |= {"source_pitch": _PRELUDE_PITCH, "target_pitch": _PRELUDE_PITCH}
+    columns = {name: np.full(_FIRST_CHUNK, value, dtype=np.uint64) for name, value in values.items()}
+    columns["height"] = np.arange(1, _FIRST_CHUNK + 1, dtype=np.uint64) * np.uint64(_PRELUDE_ROWS_PER_COPY)
+    table.fill(columns, SourceOrder.STREAM)
+    return table
+
+
 def _allocate(driver: Driver, nbytes: int) -> int:
     """Scratch memory on the device, or 0 if it is full: then there is no prelude."""
     try:
         return driver.allocate(nbytes)
     except DriverError as error:
-        if error.code != _OUT_OF_MEMORY:
+        if not error.out_of_memory:
             raise
         return 0

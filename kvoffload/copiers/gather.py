@@ -18,10 +18,10 @@ import numpy as np
 
 from kvoffload.arena import TableArena
 from kvoffload.copiers.base import Staged
-from kvoffload.driver import Capabilities, Driver, SourceOrder
+from kvoffload.driver import Capabilities, Driver, SourceOrder, address_of
 from kvoffload.kernels import THREADS_PER_WARP, KernelSpec, LoadedKernel, load_kernel
 from kvoffload.layout import Group, Int64Array, KVLayout
-from kvoffload.memory import PinnedMemory, address_of
+from kvoffload.memory import PinnedMemory
 from kvoffload.plan import BlockPlan, Direction
 from kvoffload.teardown import run_all
 

@@ -22,7 +22,6 @@ from kvoffload.teardown import run_all
 from kvoffload.tuning import Profile, Shape, Way
 
 _KERNELS = ("gather", "split")
-_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY: the device has no room for the table of rows
 NAMES = ("strided", "gather", "split", "batch", "loop")
 
 
@@ -88,7 +87,7 @@ class Toolbox:
         try:
             self._kernels = GatherKernels(driver, capabilities, layout, memory)
         except (CapabilityError, DriverError) as error:
-            if isinstance(error, DriverError) and error.code != _OUT_OF_MEMORY:
+            if isinstance(error, DriverError) and not error.out_of_memory:  # that is: no room for the table of rows
                 raise
             self.missing["gather"] = self.missing["split"] = str(error)
             warn_once(

@@ -8,6 +8,6 @@ cuda.bindings.
 from kvoffload.driver.capabilities import Capabilities, probe
 from kvoffload.driver.core import Driver
 from kvoffload.driver.cuda import binding_types
-from kvoffload.driver.tables import FlatTable, SourceOrder, StridedTable
+from kvoffload.driver.tables import FlatTable, SourceOrder, StridedTable, address_of
 
-__all__ = ["Capabilities", "Driver", "FlatTable", "SourceOrder", "StridedTable", "binding_types", "probe"]
+__all__ = ["Capabilities", "Driver", "FlatTable", "SourceOrder", "StridedTable", "address_of", "binding_types", "probe"]

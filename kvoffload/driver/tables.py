@@ -48,7 +48,8 @@ _MAX_SLICES = 256
 _MEMORY_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is host or device; uses the *Device fields
 
 
-def _address(array: npt.NDArray[Any]) -> int:
+def address_of(array: npt.NDArray[Any]) -> int:
+    """The address of an array's first element."""
     return int(array.__array_interface__["data"][0])
 
 
@@ -66,7 +67,7 @@ class StridedTable:
 
     @property
     def address_3d(self) -> int:
-        return _address(self._rows)
+        return address_of(self._rows)
 
     def fill(self, columns: dict[str, npt.NDArray[np.uint64]], order: SourceOrder) -> None:
         """Refill from the front. `columns`: source, target, their pitches, width, height; uint64, (n,) or (1,)."""
@@ -150,14 +151,14 @@ class FlatTable:
     def raw_arrays(self, start: int) -> tuple[int, int, int]:
         """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""
         at = 8 * start
-        return _address(self._targets) + at, _address(self._sources) + at, _address(self._sizes) + at
+        return address_of(self._targets) + at, address_of(self._sources) + at, address_of(self._sizes) + at
 
     def raw_attributes(self, order: SourceOrder) -> tuple[int, int]:
         """Addresses of the attributes with that source order, and of the array that says: from the first copy on."""
-        return _address(self._attribute_rows) + order * self._attribute_rows.strides[0], _address(self._indices)
+        return address_of(self._attribute_rows) + order * self._attribute_rows.strides[0], address_of(self._indices)
 
 
 def _views(kind: Any, rows: npt.NDArray[Any]) -> list[Any]:
     """One bindings object over each row of `rows`."""
-    base, step = _address(rows), rows.strides[0]
+    base, step = address_of(rows), rows.strides[0]
     return [kind(_ptr=base + index * step) for index in range(len(rows))]

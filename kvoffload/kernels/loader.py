@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.driver import Capabilities, Driver
+from kvoffload.driver import Capabilities, Driver, address_of
 from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.kernels.compiler import Compiled, no_triton, require_triton, triton_version
 from kvoffload.kernels.spec import KernelSpec
@@ -19,7 +19,6 @@ from kvoffload.kernels.store import compiled_kernel
 SIMULATED_SHARED_BYTES = 64 << 10  # on the simulated device nothing is compiled: made up, and more than the 48 KiB
 # that a launch gets without asking
 _FREE_SHARED_BYTES = 48 << 10
-_OUT_OF_MEMORY = 2
 
 
 def why_not(capabilities: Capabilities) -> str | None:
@@ -72,7 +71,7 @@ def _refusals(spec: KernelSpec) -> Iterator[None]:
     try:
         yield
     except DriverError as error:
-        if error.sticky or error.code == _OUT_OF_MEMORY:
+        if error.sticky or error.out_of_memory:
             raise
         raise CapabilityError(f"{spec} cannot be loaded into this GPU: {error}") from error
 
@@ -98,8 +97,8 @@ class LoadedKernel:
         self._pack_into = spec.arguments.pack_into
         values = np.zeros(compiled.parameter_count, np.uint64)
         self._room = values.data
-        self._pointers = _address(values) + 8 * np.arange(compiled.parameter_count, dtype=np.uint64)
-        self._pointers_address = _address(self._pointers)
+        self._pointers = address_of(values) + 8 * np.arange(compiled.parameter_count, dtype=np.uint64)
+        self._pointers_address = address_of(self._pointers)
 
     def _require_threads(self) -> None:
         most = self._driver.function_max_threads(self._function)
@@ -159,7 +158,3 @@ def _simulated(spec: KernelSpec) -> Compiled:
         parameter_count=len(spec.parameters),
         threads=spec.threads,
     )
-
-
-def _address(array: np.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])

@@ -14,8 +14,8 @@ from helpers import copiers_in
 import kvoffload
 from kvoffload import NO_WAIT, Direction, DriverError, KVLayout, LayoutError, OffloadEngine, Plane, TransferError
 from kvoffload.copiers import BatchCopier, Copier, LoopCopier, StridedCopier
-from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable
-from kvoffload.memory import PAGE_BYTES, PinnedMemory, address_of
+from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable, address_of
+from kvoffload.memory import PAGE_BYTES, PinnedMemory
 from kvoffload.plan import build, fold
 from kvoffload.testing import leak_check, scramble
 
