@@ -428,7 +428,8 @@ def test_tuning_takes_less_than_30_seconds_and_is_kept(
 @pytest.mark.gpu
 def test_the_tuned_choice_is_not_slower_than_the_default_by_more_than_5_percent(gpu_device: kvoffload.Device) -> None:
     """By medians of 15 rounds in turns, over sizes and counts, folded and scattered, as `tune` measures: from memory,
-    not from the GPU's cache. Less than 5 us is no difference: so much longer or shorter does a launch take.
+    not from the GPU's cache. Less than 5 us is no difference: so much longer or shorter does a launch take. Where both
+    profiles choose alike, medians differ by the clock's spread alone: those cases are passed over.
     """
     profiles = {"tuned": tune(gpu_device).profile, "default": default_profile(key_of(gpu_device))}
     slower = []
@@ -455,8 +456,9 @@ def _slower(ground: Ground, trials: Trials, profiles: dict[str, Any], bed: Bed) 
                     while not job.done:
                         pass
                     seconds[name].append(job.wait().seconds)
-                    ways[name] = job.reason
+                    ways[name] = (job.way, job.reason)
             tuned, default = (statistics.median(seconds[name]) for name in profiles)
-            if tuned > 1.05 * default and tuned - default > 5e-6:
+            alike = ways["tuned"][0] == ways["default"][0]
+            if not alike and tuned > 1.05 * default and tuned - default > 5e-6:
                 found.append(f"{direction} {bed.block_bytes} x {blocks}: {tuned / default:.2f} {ways}")
     return found
