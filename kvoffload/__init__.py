@@ -13,8 +13,10 @@
 Importing this package touches no GPU and loads no CUDA library.
 """
 
+from kvoffload.admission import Namespace
 from kvoffload.cache import BlockCache
 from kvoffload.cache_jobs import CacheJob
+from kvoffload.cacheindex import CacheIndex
 from kvoffload.device import Device, open_device
 from kvoffload.engine import OffloadEngine
 from kvoffload.errors import (
@@ -29,15 +31,21 @@ from kvoffload.errors import (
     TransferError,
 )
 from kvoffload.jobs import Job, TransferResult
+from kvoffload.keys import chain_keys
 from kvoffload.layout import KVLayout, Plane
 from kvoffload.memory import DeviceBuffer
+from kvoffload.metrics import CacheEvent, CacheStatistics
 from kvoffload.plan import Direction
+from kvoffload.reservations import Lease, Reservation, Status
 from kvoffload.streams import NO_WAIT
 
 __all__ = [
     "NO_WAIT",
     "BlockCache",
+    "CacheEvent",
+    "CacheIndex",
     "CacheJob",
+    "CacheStatistics",
     "CapabilityError",
     "CapacityError",
     "ClosedError",
@@ -50,11 +58,16 @@ __all__ = [
     "KVOffloadError",
     "KVOffloadWarning",
     "LayoutError",
+    "Lease",
     "MissingKeyError",
+    "Namespace",
     "OffloadEngine",
     "Plane",
+    "Reservation",
+    "Status",
     "TransferError",
     "TransferResult",
+    "chain_keys",
     "open_device",
 ]
 

@@ -2,64 +2,76 @@
 
 A key becomes visible to `lookup` after its copy has completed, never before; a store that fails is never visible. A
 slot is given to another key only when no transfer uses it. Where a call raises, nothing has changed.
-
-    free ──store──> pending ──copy ended──> ready ──evicted──> free
-                       └──copy failed──────────────────────────^
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kvoffload.admission import Namespace
 from kvoffload.cache_jobs import CacheJob, CacheTransfer
+from kvoffload.cacheindex import CacheIndex
 from kvoffload.engine import OffloadEngine
-from kvoffload.errors import CapacityError, LayoutError, MissingKeyError
-from kvoffload.jobs import Job, Listener
+from kvoffload.entries import check_keys
+from kvoffload.errors import CapacityError, LayoutError
+from kvoffload.jobs import Job
 from kvoffload.layout import Int64Array, as_ids
-from kvoffload.metrics import CacheStatistics
+from kvoffload.metrics import CacheEvent, CacheStatistics
 from kvoffload.plan import Direction
-from kvoffload.policies import Policy, make_policy
+from kvoffload.policies import DEFAULT_POLICY, Policy
+from kvoffload.reservations import Lease, Reservation, Stage, Status
 
 _owners: weakref.WeakKeyDictionary[OffloadEngine, weakref.ref[BlockCache]] = weakref.WeakKeyDictionary()
-
-
-class _Entry:
-    """One key's place: entry `index` owns slot `index * num_groups + g` of group `g`."""
-
-    __slots__ = ("index", "pending", "pins")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.pending = True  # being stored
-        self.pins = 0  # loads that have not ended
-
-    @property
-    def movable(self) -> bool:
-        return not self.pending and self.pins == 0
 
 
 class BlockCache:
     """A prefix cache over the slots of an engine, which it takes for itself. Usable from any thread.
 
-    A key stands for `blocks_per_slot` blocks of every group of the layout. With several groups it takes one slot for
-    each, and `blocks` is a sequence with one list of ids per group.
+    A key stands for `blocks_per_slot` blocks of every group of the layout; see `kvoffload.chain_keys`. With several
+    groups it takes one slot for each, and `blocks` is a sequence with one list of ids per group.
+
+    A server's request:
+
+        hits = cache.lookup(keys)
+        cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
+        ...                                                            # compute what is missing
+        cache.store(keys, blocks, after=stream)                        # skips what is there
+        cache.touch(keys)                                              # once, at its end
+
+    Who moves the bytes by other means reserves slots, fills them and commits; or acquires a lease, reads, releases it.
 
     Args:
         engine: its slots must not be used otherwise.
-        policy: "lru", or an object with the methods of `policies.Policy`.
+        policy: what gives way when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a
+            function that makes one for so many keys.
+        namespaces: quotas and priorities by namespace; see `Namespace`.
+        store_after: a key is stored only after so many lookups that missed it; 0: at once.
+        max_load_blocks: `lookup` reports no more hits than this; None: all. (Loading a very long prefix delays whatever
+            else waits for the link.)
+        on_event: is called with a `CacheEvent` for what has happened, in the order in which it did, by whichever
+            thread's call of this cache comes next to its end, outside all locks.
 
     Raises:
         CapacityError: the engine has fewer slots than groups, or belongs to another cache.
+        ValueError, TypeError: bad arguments.
     """
 
-    def __init__(self, engine: OffloadEngine, policy: str | Policy = "lru") -> None:
-        self._engine = engine
-        self._lock = engine.lock
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        policy: str | Policy | Callable[[int], Policy] = DEFAULT_POLICY,
+        *,
+        namespaces: Mapping[str, Namespace] | None = None,
+        store_after: int = 0,
+        max_load_blocks: int | None = None,
+        on_event: Callable[[CacheEvent], None] | None = None,
+    ) -> None:
+        self.engine = engine
         self._groups = engine.layout.num_groups
         self.capacity = engine.num_slots // self._groups
         if self.capacity == 0:
@@ -68,153 +80,175 @@ class BlockCache:
             raise CapacityError(
                 f"a key of {self._groups} groups takes as many jobs, but max_in_flight is {engine.max_in_flight}"
             )
-        self._policy = make_policy(policy)
+        self._index = CacheIndex(
+            self.capacity,
+            policy=policy,
+            namespaces=namespaces,
+            store_after=store_after,
+            max_load_blocks=max_load_blocks,
+            on_event=on_event,
+            lock=engine.lock,
+            num_groups=self._groups,
+        )
         self._claim_slots()
-        self._entries: dict[bytes, _Entry] = {}
-        self._free: list[int] = []  # given up before
-        self._doomed: set[int] = set()  # never published, and still being written
-        self._never_used = 0  # entries from here on have never been used
-        self._lookups = self._hits = self._stored = self._loaded = self._evicted = self._failed = 0
 
     def _claim_slots(self) -> None:
-        with self._lock:
-            other = _owners.get(self._engine, lambda: None)()
+        with self.engine.lock:
+            other = _owners.get(self.engine, lambda: None)()
             if other is not None:
                 raise CapacityError(
                     "the engine's slots belong to another BlockCache: delete that one first, or make a second engine"
                 )
-            _owners[self._engine] = weakref.ref(self)
+            _owners[self.engine] = weakref.ref(self)
+
+    # asking -------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys are present and ready. Changes no recency: see `touch`."""
-        _check_keys(keys)
-        self._engine.advance()
-        with self._lock:
-            found = 0
-            for key in keys:
-                entry = self._entries.get(key)
-                if entry is None or entry.pending:
-                    break
-                found += 1
-            self._lookups += len(keys)
-            self._hits += found
-            return found
+        """How many leading keys are present and ready, at most `max_load_blocks`. Changes no recency: see `touch`."""
+        self.engine.advance()
+        return self._index.lookup(keys)
 
-    def store(self, keys: Sequence[bytes], blocks: Any, after: Any = None) -> CacheJob:
+    def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
+        """`lookup` for each of several requests, at one moment."""
+        self.engine.advance()
+        return self._index.lookup_many(requests)
+
+    def status(self, keys: Sequence[bytes]) -> list[Status]:
+        """Of each key whether it is missing, can be loaded, or is on its way."""
+        self.engine.advance()
+        return self._index.status(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that a request with these keys has ended.
+
+        Call it once per request, at its end, with all of its keys in their order, also those that were not found: then
+        recency and frequency follow requests, not the order in which copies happened to complete.
+        """
+        self.engine.device.check_process()
+        self._index.touch(keys)
+
+    # moving bytes -------------------------------------------------------------------------------------------------
+
+    def store(self, keys: Sequence[bytes], blocks: Any, after: Any = None, namespace: str = "") -> CacheJob:
         """Store the blocks of those keys that are neither present nor on their way; they can be loaded once it has
         ended.
 
-        Never-used slots go first, then the policy gives up keys: as many as are needed or none. Keys among `keys`, keys
-        being stored and keys being loaded are not given up. New keys count as used, from last to first.
+        Entries that hold nothing go first, then the policy gives up keys: as many as are needed or none. Keys among
+        `keys`, keys being stored and keys being loaded are not given up. Of new keys, those may be declined that are
+        worth less than what they would displace, that were not looked up often enough, or that are beyond a quota.
 
         Args:
-            keys: bytes, no repeats. May be a whole request's keys: what is present is skipped, and kept.
+            keys: bytes, no repeats, in the order of the request. May be a whole request's keys: what is present is
+                skipped, and kept.
             blocks: source ids, `blocks_per_slot` per key in the order of the keys (for each group).
             after: as for `OffloadEngine.store`.
+            namespace: whose quota and priority the keys have.
+
+        Returns:
+            The job; its `keys` are those being stored.
 
         Raises:
-            CapacityError: not enough keys can be given up, or the engine has no room for the transfer.
+            CapacityError: not enough keys may be given up, or the engine has no room for the transfer.
             LayoutError, and what `OffloadEngine.store` raises. Nothing has changed in any of these cases, but for one:
                 if the driver fails between two groups of one call, the keys given up for it are gone.
         """
-        per_group = self._block_ids(keys, blocks)
-        if len(set(keys)) != len(keys):
-            raise LayoutError("keys repeats a key; each key of a store must be given once")
-        self._engine.advance()
-        with self._lock:
-            new = [position for position, key in enumerate(keys) if key not in self._entries]
-            if not new:
+        per_group = self._block_ids(keys, blocks, repeats=False)
+        self.engine.advance()
+        with self._index.guarded():
+            proposal = self._index.propose(keys, namespace)
+            if not proposal.keys:
+                self._index.take(proposal).commit()
                 return CacheJob((), ())
-            self._engine.check_room(self._groups)
-            victims = self._victims(len(new), set(keys))
-            never_used, drawn = self._never_used, self._draw(len(new) - len(victims))
-            indices = [self._entries[key].index for key in victims] + drawn
-            entries = {keys[position]: _Entry(index) for position, index in zip(new, indices, strict=True)}
-            transfer = CacheTransfer(partial(self._store_ended, entries))
+            self.engine.check_room(self._groups)
+            transfer = CacheTransfer()
+            indices = tuple(proposal.draw.indices)
             try:
-                jobs = [
-                    self._submit(Direction.STORE, group, list(entries.values()), ids[new].reshape(-1), after, transfer)
-                    for group, ids in enumerate(per_group)
-                ]
+                jobs = self._submit(
+                    Direction.STORE, indices, [ids[proposal.positions] for ids in per_group], after, transfer
+                )
             except BaseException:
-                if transfer.any_boarded:  # those slots are spent: they become free when the copies into them have ended
-                    self._evict(victims)
-                    self._doomed.update(indices)
-                    transfer.submitted(failed=True)
-                else:
-                    self._undraw(drawn, never_used)
+                if transfer.any_boarded:  # the slots are spent: they become free when the copies into them have ended
+                    transfer.submitted(partial(self._stored, self._index.take(proposal)), failed=True)
                 raise
-            self._evict(victims)
-            self._publish(entries)
-            transfer.submitted()
-            return CacheJob(tuple(entries), tuple(jobs))
+            reservation = self._index.take(proposal)
+            reservation.stage, reservation.jobs = Stage.SETTLING, jobs
+            transfer.submitted(partial(self._stored, reservation))
+            return CacheJob(reservation.keys, jobs)
 
-    def load(self, keys: Sequence[bytes], blocks: Any, after: Any = None) -> CacheJob:
+    def load(self, keys: Sequence[bytes], blocks: Any, after: Any = None, *, pending: bool = False) -> CacheJob:
         """Load the blocks of keys that are all present and ready. Until it has ended they are not given up.
-
-        Counts as a use of the keys, from last to first: a prefix stays longer than what needs it.
 
         Args:
             keys: bytes; repeats are legal.
             blocks: target ids, `blocks_per_slot` per key in the order of the keys (for each group), no repeats.
             after: as for `OffloadEngine.load`.
+            pending: also load keys whose store has been submitted and has not ended: the GPU waits for it, the host
+                does not. If such a store fails, so does the job's `wait`, and what was loaded is nobody's.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
             LayoutError, and what `OffloadEngine.load` raises. Nothing has changed in any of these cases.
         """
         per_group = self._block_ids(keys, blocks)
-        self._engine.advance()
-        with self._lock:
-            entries = [self._ready_entry(position, key) for position, key in enumerate(keys)]
-            if not entries:
-                return CacheJob((), ())
-            self._engine.check_room(self._groups)
-            transfer = CacheTransfer(partial(self._load_ended, entries))
-            for entry in entries:
-                entry.pins += 1
+        self.engine.advance()
+        with self._index.guarded():
+            lease = self._index.acquire(keys, pending=pending)
+            transfer = CacheTransfer()
             try:
-                jobs = [
-                    self._submit(Direction.LOAD, group, entries, ids.reshape(-1), after, transfer)
-                    for group, ids in enumerate(per_group)
-                ]
+                self.engine.check_room(self._groups if keys else 0)
+                jobs = self._submit(Direction.LOAD, lease.indices, per_group, after, transfer) if keys else ()
             except BaseException:
-                transfer.submitted(failed=True)
+                transfer.submitted(partial(self._loaded, lease), failed=True)
                 raise
-            transfer.submitted()
-            self.touch(keys)
-            return CacheJob(tuple(keys), tuple(jobs))
+            transfer.submitted(partial(self._loaded, lease))
+            self._index.load(keys)
+            return CacheJob(lease.keys, jobs, lease.pending)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Note a use of those keys that are present, from last to first, so that the first is the most recent.
+    # entries for other hands --------------------------------------------------------------------------------------
 
-        Call it once per request, at its end, with all of its keys: then recency follows requests, not the order in
-        which copies happened to complete.
+    def reserve(self, keys: Sequence[bytes], namespace: str = "") -> Reservation:
+        """Take slots for those keys that are neither present nor on their way; see `store`, which also copies.
+
+        Whoever has the reservation writes `reservation.slots()` of every group, by `engine.store`, by `engine.slots` or
+        otherwise, and commits it (`reservation.commit(job)`), or aborts it.
+
+        Raises:
+            CapacityError: not enough keys may be given up.
+            LayoutError: `keys` repeats a key, or is not a list of bytes.
+            ClosedError: the engine is closed.
+            Nothing has changed in any of these cases.
         """
-        _check_keys(keys)
-        self._engine.device.check_process()
-        with self._lock:
-            for key in reversed(keys):
-                if key in self._entries:
-                    self._policy.touch(key)
+        self.engine.advance()
+        self.engine.check_room(0)
+        return self._index.reserve(keys, namespace)
+
+    def acquire(self, keys: Sequence[bytes], *, pending: bool = False) -> Lease:
+        """Hold the slots of keys that are all present and ready, until the lease is released; `pending` as for `load`.
+
+        With `pending`, whoever reads the slots on the GPU first calls `lease.order_before(stream)`.
+
+        Raises:
+            MissingKeyError: a key is absent or not ready. Nothing has changed.
+        """
+        self.engine.advance()
+        return self._index.acquire(keys, pending=pending)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Take keys out; how many were there. At once nobody finds them; slots in use are free when that has ended."""
+        self.engine.advance()
+        return self._index.remove(keys)
+
+    def clear(self) -> int:
+        """Take all keys out, as `remove` does."""
+        self.engine.advance()
+        return self._index.clear()
+
+    # looking ------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> CacheStatistics:
         """Counts now and since the cache was made."""
-        self._engine.advance()
-        with self._lock:
-            entries = self._entries.values()
-            return CacheStatistics(
-                capacity=self.capacity,
-                resident=sum(not entry.pending for entry in entries),
-                pending=sum(entry.pending for entry in entries),
-                pinned=sum(entry.pins > 0 for entry in entries),
-                lookups=self._lookups,
-                hits=self._hits,
-                stored=self._stored,
-                loaded=self._loaded,
-                evicted=self._evicted,
-                failed=self._failed,
-            )
+        self.engine.advance()
+        return self._index.statistics()
 
     def check(self) -> None:
         """Verify the cache's invariants; meant for tests and for a bad day.
@@ -222,30 +256,30 @@ class BlockCache:
         Raises:
             AssertionError: one does not hold; the message says which.
         """
-        self._engine.device.check_process()
-        with self._lock:
-            used = [entry.index for entry in self._entries.values()] + list(self._doomed)
-            every = sorted(used + self._free)
-            assert every == list(range(self._never_used)), "every index is used, free or never used, exactly once"
-            assert self._never_used <= self.capacity, "no more entries than capacity"
-            assert set(self._policy) == set(self._entries), "the policy knows exactly the resident keys"
-            assert all(entry.pins >= 0 for entry in self._entries.values()), "pins are counted"
-            if self._engine.statistics().in_flight == 0:
-                assert all(entry.movable for entry in self._entries.values()), "nothing is held without a transfer"
-                assert not self._doomed, "no slot is held without a transfer"
+        self.engine.device.check_process()
+        with self._index.guarded():
+            self._index.check()
+            if self.engine.statistics().in_flight == 0:
+                assert not self._index.settling, "nothing is on its way without a transfer"
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._index)
 
     def __repr__(self) -> str:
-        return f"BlockCache({len(self._entries)} of {self.capacity} keys, {type(self._policy).__name__})"
+        return f"BlockCache({self._index.describe()})"
 
-    # inner workings, under the lock -------------------------------------------------------------------------------
+    # inner workings -----------------------------------------------------------------------------------------------
 
-    def _block_ids(self, keys: Sequence[bytes], blocks: Any) -> list[Int64Array]:
+    def _stored(self, reservation: Reservation, failed: bool) -> None:
+        self._index.settle(reservation, well=not failed)
+
+    def _loaded(self, lease: Lease, failed: bool) -> None:
+        self._index.end(lease, loaded=not failed)
+
+    def _block_ids(self, keys: Sequence[bytes], blocks: Any, *, repeats: bool = True) -> list[Int64Array]:
         """Per group an array of shape (keys, blocks_per_slot)."""
-        _check_keys(keys)
-        layout = self._engine.layout
+        check_keys(keys, repeats=repeats)
+        layout = self.engine.layout
         lists = [blocks] if self._groups == 1 else list(blocks)
         if len(lists) != self._groups:
             raise LayoutError(f"blocks must hold one list of ids per group ({self._groups}), got {len(lists)}")
@@ -261,91 +295,16 @@ class BlockCache:
             per_group.append(array.reshape(len(keys), layout.blocks_per_slot))
         return per_group
 
-    def _victims(self, wanted: int, protected: set[bytes]) -> list[bytes]:
-        """The keys to give up so that `wanted` entries are to be had; changes nothing."""
-        count = wanted - len(self._free) - (self.capacity - self._never_used)
-        if count <= 0:
-            return []
-
-        def may_go(key: bytes) -> bool:
-            return key not in protected and self._entries[key].movable
-
-        victims = self._policy.victims(count, may_go)
-        if victims is None:
-            raise CapacityError(
-                f"{wanted} keys need {count} to be given up, and too few of {len(self._entries)} may go: the others "
-                f"are among the keys given, or being stored or loaded (capacity {self.capacity})"
-            )
-        return victims
-
-    def _draw(self, count: int) -> list[int]:
-        """Take `count` entries that hold no key, never-used ones first."""
-        fresh = min(count, self.capacity - self._never_used)
-        drawn = list(range(self._never_used, self._never_used + fresh))
-        self._never_used += fresh
-        return drawn + [self._free.pop() for _ in range(count - fresh)]
-
-    def _undraw(self, drawn: list[int], never_used: int) -> None:
-        """Put back what `_draw` gave when `_never_used` was `never_used`."""
-        recycled = drawn[self._never_used - never_used :]
-        self._free.extend(reversed(recycled))
-        self._never_used = never_used
-
-    def _evict(self, victims: list[bytes]) -> None:
-        for key in victims:
-            del self._entries[key]
-            self._policy.remove(key)
-        self._evicted += len(victims)
-
-    def _publish(self, entries: dict[bytes, _Entry]) -> None:
-        """Make stored entries known, the first as the most recently used; `lookup` sees them when they are ready."""
-        for key in reversed(entries):
-            self._entries[key] = entries[key]
-            self._policy.insert(key)
-
-    def _store_ended(self, entries: dict[bytes, _Entry], failed: bool) -> None:
-        """Nothing on the GPU touches the slots of these entries any more."""
-        for key, entry in entries.items():
-            entry.pending = False
-            if entry.index in self._doomed:
-                self._doomed.remove(entry.index)
-                self._free.append(entry.index)
-            elif failed:
-                self._failed += 1
-                self._policy.remove(key)
-                self._free.append(self._entries.pop(key).index)
-            else:
-                self._stored += 1
-
-    def _load_ended(self, entries: list[_Entry], failed: bool) -> None:
-        for entry in entries:
-            entry.pins -= 1
-        self._loaded += 0 if failed else len(entries)
-
-    def _ready_entry(self, position: int, key: bytes) -> _Entry:
-        entry = self._entries.get(key)
-        if entry is None or entry.pending:
-            state = "not in the cache" if entry is None else "still being stored"
-            raise MissingKeyError(f"keys[{position}] ({key.hex()[:16]}) is {state}; load only what lookup() found")
-        return entry
-
     def _submit(
         self,
         direction: Direction,
-        group: int,
-        entries: list[_Entry],
-        blocks: Int64Array,
+        indices: tuple[int, ...],
+        per_group: list[Int64Array],
         after: Any,
-        listener: Listener,
-    ) -> Job:
-        slots = np.array([entry.index for entry in entries], dtype=np.int64) * self._groups + group
-        return self._engine.submit(direction, blocks, slots, group=group, after=after, listener=listener)
-
-
-def _check_keys(keys: Sequence[bytes]) -> None:
-    """Raise LayoutError unless `keys` is a sequence of bytes."""
-    if isinstance(keys, bytes | str):
-        raise LayoutError(f"keys must be a list of keys, got one: {keys!r:.80}")
-    for position, key in enumerate(keys):
-        if not isinstance(key, bytes):
-            raise LayoutError(f"keys[{position}] must be bytes, got {key!r:.80}")
+        transfer: CacheTransfer,
+    ) -> tuple[Job, ...]:
+        first = np.array(indices, dtype=np.int64) * self._groups
+        return tuple(
+            self.engine.submit(direction, ids.reshape(-1), first + group, group=group, after=after, listener=transfer)
+            for group, ids in enumerate(per_group)
+        )

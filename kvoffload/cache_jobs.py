@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvoffload.jobs import Job, TransferResult
+from kvoffload.reservations import Reservation, raise_if_aborted
 from kvoffload.teardown import run_all
 
 
@@ -16,8 +17,8 @@ class CacheTransfer:
     The submission counts as unfinished work, too: a group's job may end before the next group's has boarded.
     """
 
-    def __init__(self, finish: Callable[[bool], None]) -> None:
-        self._finish: Callable[[bool], None] | None = finish
+    def __init__(self) -> None:
+        self._finish: Callable[[bool], None] | None = None
         self._unfinished: set[int | None] = {None}  # job ids; None stands for the submission
         self._failed = False
         self.any_boarded = False  # whether copies may be under way
@@ -29,8 +30,9 @@ class CacheTransfer:
     def ended(self, job: Job) -> None:
         self._conclude(job.id, job.error is not None)
 
-    def submitted(self, *, failed: bool = False) -> None:
-        """No further job will come."""
+    def submitted(self, finish: Callable[[bool], None], *, failed: bool = False) -> None:
+        """No further job will come. `finish` is called with whether anything failed, once all have ended."""
+        self._finish = finish
         self._conclude(None, failed)
 
     def _conclude(self, job_id: int | None, failed: bool) -> None:
@@ -47,11 +49,13 @@ class CacheJob:
     Attributes:
         keys: the keys whose blocks are being copied.
         jobs: the engine's jobs.
+        sources: reservations that were pending when their keys were loaded.
     """
 
-    def __init__(self, keys: tuple[bytes, ...], jobs: tuple[Job, ...]) -> None:
+    def __init__(self, keys: tuple[bytes, ...], jobs: tuple[Job, ...], sources: tuple[Reservation, ...] = ()) -> None:
         self.keys = keys
         self.jobs = jobs
+        self.sources = sources
 
     @property
     def done(self) -> bool:
@@ -62,11 +66,12 @@ class CacheJob:
         """Wait for all of it, at most `timeout` seconds for each job; a result per job.
 
         Raises:
-            TransferError: a transfer failed; the others have ended, too.
+            TransferError: a transfer failed, or the store of what was loaded; the others have ended, too.
             TimeoutError: time is up; the transfers go on.
         """
         results: list[TransferResult] = []
         run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
+        raise_if_aborted(self.sources)
         return results
 
     def result(self) -> list[TransferResult]:

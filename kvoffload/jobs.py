@@ -86,6 +86,21 @@ class Listener(Protocol):
         """The job has ended, well or not: nothing of it is left on the GPU. Interrupted, it may be called again."""
 
 
+class _Both:
+    """Two listeners in the place of one."""
+
+    def __init__(self, first: Listener, second: Listener) -> None:
+        self._listeners = (first, second)
+
+    def boarded(self, job: Job) -> None:
+        for listener in self._listeners:
+            listener.boarded(job)
+
+    def ended(self, job: Job) -> None:
+        for listener in self._listeners:
+            listener.ended(job)
+
+
 class Piece:
     """Operations of a job on a stream: their places in the driver's queue, the table that they read, and the event at
     their end, once recorded."""
@@ -194,6 +209,14 @@ class Job:
         self._engine.forget_report(self)
         self.raise_error()
         return self.outcome()
+
+    def tell(self, listener: Listener) -> None:
+        """Have `listener.ended` called when the job ends, or now if it has ended."""
+        with self._engine.lock:
+            if self.finished:
+                listener.ended(self)
+            else:
+                self.listener = listener if self.listener is None else _Both(self.listener, listener)
 
     def raise_error(self) -> None:
         """Raise the job's error, if it has one: a copy each time, so that the stored one holds nobody's frames."""

@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -168,8 +172,8 @@ class KVLayout:
         groups: one list of planes per group (per block table).
         blocks_per_slot: `f`, device blocks in a host slot. Adjacent device blocks in one slot are copied as rows `f`
             times as wide, which is what planes with small blocks need.
-        dtype: of the cache's elements; kept as a description, never used to interpret bytes.
-        tokens_per_block: kept as a description.
+        dtype: of the cache's elements; a description that keys depend on, never used to interpret bytes.
+        tokens_per_block: a description that keys depend on.
 
     Attributes:
         groups: tuple of `Group`.
@@ -237,6 +241,27 @@ class KVLayout:
     def num_groups(self) -> int:
         return len(self.groups)
 
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that say what a key's bytes mean: equal where one cache could load what another has stored.
+
+        Over dtype, tokens_per_block, blocks_per_slot and every group's block_bytes, plane by plane; not over where the
+        planes lie, how many blocks they have, or padding. Computed once; docs/keys.md has the byte layout.
+
+        Raises:
+            LayoutError: dtype or tokens_per_block is None, or dtype names no type of one element.
+        """
+        for missing in ("dtype", "tokens_per_block"):
+            if getattr(self, missing) is None:
+                remedy = "KVLayout(..., dtype=..., tokens_per_block=...)"
+                raise LayoutError(f"{missing} of the layout is None, and keys depend on it: {remedy}")
+        name = dtype_name(self.dtype).encode()
+        words = [self.tokens_per_block, self.blocks_per_slot, len(self.groups)]
+        for group in self.groups:
+            words += [len(group.planes), *(plane.block_bytes for plane in group.planes)]
+        message = struct.pack("<Q", len(name)) + name + struct.pack(f"<{len(words)}Q", *words)
+        return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
+
     def slots_for(self, num_blocks: int, first_sub_block: int = 0) -> int:
         """Slots that a transfer of `num_blocks` blocks spans when its first block is sub-block `first_sub_block`."""
         return -(-(num_blocks + first_sub_block) // self.blocks_per_slot) if num_blocks else 0
@@ -256,6 +281,31 @@ def describe_groups(layout: KVLayout) -> str:
         shown = "/".join(str(size) for size in sizes[:3]) + ("/..." if len(sizes) > 3 else "")
         parts.append(f"{len(group.planes)} planes x {shown} B x {group.num_blocks} blocks")
     return " + ".join(parts) + f", blocks_per_slot={layout.blocks_per_slot}"
+
+
+_ABBREVIATIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def dtype_name(dtype: Any) -> str:
+    """The one spelling of an element's type: numpy's name of it, with ">" before it if it is big-endian.
+
+    Args:
+        dtype: what numpy takes for a dtype, or an object or a string with a name that numpy does not know, such as
+            "bfloat16" without ml_dtypes, or PyTorch's dtypes: the last part of its text, in lower case.
+
+    Raises:
+        LayoutError: no type of one element.
+    """
+    try:
+        found = np.dtype(dtype)
+    except (TypeError, ValueError):
+        name = str(dtype).rpartition(".")[2].lower()
+        if re.fullmatch("[a-z][a-z0-9_]*", name):  # else a repr, perhaps with an address in it
+            return _ABBREVIATIONS.get(name, name)
+    else:
+        if dtype is not None and not issubclass(found.type, np.flexible | np.object_):
+            return f"{'>' if found.str[0] == '>' else ''}{found.name}"
+    raise LayoutError(f'dtype must be the type of one element, such as "bfloat16" or np.float16, got {dtype!r:.80}')
 
 
 def as_ids(name: str, ids: Any, limit: int) -> Int64Array:

@@ -13,10 +13,13 @@ from kvoffload import BlockCache, KVLayout, OffloadEngine
 
 
 @contextmanager
-def caches(capacity: int = 4, seed: int = 0, level: str = "batch", **options: Any) -> Iterator[tuple[Rig, BlockCache]]:
+def caches(
+    capacity: int = 4, seed: int = 0, level: str = "batch", policy: Any = "lru", **options: Any
+) -> Iterator[tuple[Rig, BlockCache]]:
+    """Options are the engine's."""
     device = simulated(seed, level)
     with device, rig(device, num_blocks=32, num_slots=capacity, **options) as bench:
-        yield bench, BlockCache(bench.engine)
+        yield bench, BlockCache(bench.engine, policy)
 
 
 @contextmanager
@@ -29,7 +32,7 @@ def grouped(capacity: int = 4, seed: int = 0) -> Iterator[tuple[Rig, BlockCache,
         layout = KVLayout([bench.planes, other], blocks_per_slot=2)
         with OffloadEngine(layout, device=device, num_slots=2 * capacity + 1, **COPY_ENGINE_ONLY) as engine:
             try:
-                yield bench, BlockCache(engine), [bench.planes, other]
+                yield bench, BlockCache(engine, "lru"), [bench.planes, other]
             finally:
                 for gate in bench.gates:  # one that a failed test left closed
                     gate.open()

@@ -401,15 +401,20 @@ def keys(*numbers: int) -> list[bytes]:
 
 def cache_state(cache: kvoffload.BlockCache) -> dict[str, Any]:
     """Everything that a refused call must leave as it was."""
-    entries = {k: tuple(getattr(e, slot) for slot in type(e).__slots__) for k, e in cache._entries.items()}
+    index = cache._index
+    entries = index._entries
     return {
-        "entries": list(entries.items()),
-        "policy": list(cache._policy),
-        "free": list(cache._free),
-        "doomed": set(cache._doomed),
-        "never used": cache._never_used,
-        "counts": (cache._stored, cache._loaded, cache._evicted, cache._failed),
-        "in flight": cache._engine.statistics().in_flight,
+        "entries": list(entries.of.items()),
+        "pools": list(entries.pool_of),
+        "policies": [list(pool.policy) for pool in index._pools.all],
+        "free": list(entries._free),
+        "doomed": set(entries._doomed),
+        "holds": dict(entries.holds),
+        "used": len(entries._keys),
+        "pending": list(index._pending.items()),
+        "leases": len(index._leases),
+        "statistics": index.statistics(),
+        "in flight": cache.engine.statistics().in_flight,
     }
 
 

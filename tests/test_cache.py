@@ -98,7 +98,7 @@ def test_the_cache_learns_of_completions_without_poll(pair: tuple[Rig, BlockCach
     deadline = time.monotonic() + 10
     while not cache.lookup(keys(0)):
         assert time.monotonic() < deadline
-    assert len(cache._engine.poll()) == 1
+    assert len(cache.engine.poll()) == 1
 
 
 def test_polling_the_engine_elsewhere_does_not_confuse_it(pair: tuple[Rig, BlockCache]) -> None:
@@ -248,13 +248,13 @@ def test_counts_do_not_depend_on_when_copies_end(seed: int, monkeypatch: pytest.
     """A group's copies may have ended before the next group's are submitted."""
     with grouped(seed=seed) as (bench, cache, _):
         simulator: Any = bench.device.simulator
-        submit = cache._engine.submit
+        submit = cache.engine.submit
 
         def slowly(*arguments: Any, **options: Any) -> Any:
             simulator.run_all()
             return submit(*arguments, **options)
 
-        monkeypatch.setattr(cache._engine, "submit", slowly)
+        monkeypatch.setattr(cache.engine, "submit", slowly)
         cache.store(keys(0, 1), [[1, 2, 3, 4], [5, 6, 7, 8]]).wait(10)
         assert cache.statistics().stored == 2
         assert cache.lookup(keys(0, 1)) == 2
@@ -274,7 +274,7 @@ def test_a_key_is_visible_only_if_every_group_was_stored(group: int) -> None:
         simulator = bench.device.simulator
         simulator.faults.fail_call(copies[group], nth=copies[: group + 1].count(copies[group]))
         job = cache.store(keys(0), [[1, 2], [11, 12]])
-        cache._engine.drain(10)
+        cache.engine.drain(10)
         assert sorted(each.error is None for each in job.jobs) == [False, True]
         assert cache.lookup(keys(0)) == 0
         with pytest.raises(TransferError):
@@ -322,22 +322,22 @@ def test_a_cache_job_whose_first_group_failed_is_over_only_when_the_second_is(
         assert cache.lookup(keys(0)) == 0
         opener.join()
         cache.check()
-        cache._engine.drain(10)
-        assert job.jobs[0].id not in [result.job_id for result in cache._engine.poll()], "both were waited for"
+        cache.engine.drain(10)
+        assert job.jobs[0].id not in [result.job_id for result in cache.engine.poll()], "both were waited for"
 
 
 def test_a_refusal_after_the_first_group_spends_its_slots_until_they_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with grouped() as (bench, cache, _):
         held = bench.stream()
         gate = bench.gate(held)
-        submit = cache._engine.submit
+        submit = cache.engine.submit
 
         def only_first(*arguments: Any, **options: Any) -> Any:
             if options["group"]:
                 raise CapacityError("no room for the second group")
             return submit(*arguments, **options)
 
-        monkeypatch.setattr(cache._engine, "submit", only_first)
+        monkeypatch.setattr(cache.engine, "submit", only_first)
         with pytest.raises(CapacityError, match="second group"):
             cache.store(keys(0, 1), [[1, 2, 3, 4], [1, 2, 3, 4]], after=held)
         monkeypatch.undo()
@@ -347,7 +347,7 @@ def test_a_refusal_after_the_first_group_spends_its_slots_until_they_are_free(mo
             cache.store(keys(2, 3, 4), [list(range(6)), list(range(6))], after=NO_WAIT)
         cache.store(keys(2, 3), [list(range(4)), list(range(4))], after=NO_WAIT)
         gate.open()
-        cache._engine.drain(10)
+        cache.engine.drain(10)
         cache.check()
         cache.store(keys(4, 5), [list(range(4)), list(range(4))], after=NO_WAIT).wait(10)
         assert cache.lookup(keys(2, 3, 4, 5)) == 4

@@ -30,7 +30,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.bench = self.context.__enter__()
         layout = KVLayout([self.bench.planes] * self.groups, blocks_per_slot=self.factor)
         self.engine = OffloadEngine(layout, device=self.device, num_slots=self.capacity * self.groups)
-        self.cache = BlockCache(self.engine)
+        self.cache = BlockCache(self.engine, "lru")
         self.model: dict[bytes, tuple[list[int], kvoffload.CacheJob]] = {}  # least recently used first
         self.loads: list[tuple[bytes, list[int], int, kvoffload.CacheJob]] = []
         self.gate: Any = None
@@ -162,7 +162,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.settle()
         self.cache.check()
-        assert list(self.cache._policy) == list(self.model)
+        assert list(self.cache._index._pools.all[0].policy) == list(self.model)
         for name, (_, job) in self.model.items():
             assert self.cache.lookup([name]) == int(job.done)
         statistics = self.cache.statistics()

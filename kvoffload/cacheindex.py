@@ -1,0 +1,398 @@
+"""CacheIndex: which key lies in which entry, and who may read, fill or displace it. No device, no bytes.
+
+    free ──reserve──> pending ──commit──> ready ──given up, removed──> free
+                         └──abort, removed──────────────────────────────^
+
+An entry that is leased, or being filled when its key is removed, is free only once that has ended. Where a call raises,
+nothing has changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffload.admission import Namespace, Pool, Pools, ReuseFilter
+from kvoffload.checks import at_least
+from kvoffload.entries import EntryTable, check_keys
+from kvoffload.errors import CapacityError, MissingKeyError
+from kvoffload.journal import Journal
+from kvoffload.metrics import CacheEvent, CacheStatistics
+from kvoffload.policies import DEFAULT_POLICY, Policy, Protected
+from kvoffload.reservations import Lease, Proposal, Reservation, Settlement, Stage, Status
+
+if TYPE_CHECKING:
+    from kvoffload.jobs import Job
+
+
+class CacheIndex:
+    """The bookkeeping of a prefix cache. Usable from any thread.
+
+    Args:
+        capacity: keys that it holds.
+        policy: what gives way: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a function that makes one for
+            so many keys.
+        namespaces: quotas and priorities by namespace; see `Namespace`.
+        store_after: a key is stored only after so many lookups that missed it; 0: at once.
+        max_load_blocks: `lookup` reports no more hits than this; None: all. (Loading a very long prefix delays whatever
+            else waits for the link.)
+        on_event: is called with a `CacheEvent` for what has happened, in the order in which it did, by the thread of
+            whichever call of this cache comes next to its end, outside the lock.
+        lock: to share.
+        num_groups: slots of an entry.
+
+    Raises:
+        ValueError, TypeError: bad arguments.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        policy: str | Policy | Callable[[int], Policy] = DEFAULT_POLICY,
+        namespaces: Mapping[str, Namespace] | None = None,
+        store_after: int = 0,
+        max_load_blocks: int | None = None,
+        on_event: Callable[[CacheEvent], None] | None = None,
+        lock: threading.RLock | None = None,
+        num_groups: int = 1,
+    ) -> None:
+        self.capacity = at_least("capacity", capacity, 1)
+        self.max_load_blocks = None if max_load_blocks is None else at_least("max_load_blocks", max_load_blocks, 1)
+        self.num_groups = num_groups
+        self._pools = Pools(policy, namespaces or {}, self.capacity)
+        self._filter = ReuseFilter(store_after, self.capacity)
+        self._entries = EntryTable(self.capacity)
+        self._pending: dict[bytes, Reservation] = {}
+        self._reservations: set[Reservation] = set()  # not settled
+        self._leases: set[Lease] = set()  # not released
+        self._journal = Journal(self.capacity, on_event)
+        self._lock = threading.RLock() if lock is None else lock
+        self._depth = 0  # calls of this index within each other
+
+    # asking -------------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """How many leading keys are present and ready, at most `max_load_blocks`. Changes no recency: see `touch`."""
+        check_keys(keys)
+        with self.guarded():
+            return self._lookup(keys)
+
+    def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
+        """`lookup` for each of several requests, at one moment."""
+        for keys in requests:
+            check_keys(keys)
+        with self.guarded():
+            return [self._lookup(keys) for keys in requests]
+
+    def status(self, keys: Sequence[bytes]) -> list[Status]:
+        """What is known of each key."""
+        check_keys(keys)
+        with self.guarded():
+            return [
+                Status.MISS if key not in self._entries.of else Status.PENDING if key in self._pending else Status.HIT
+                for key in keys
+            ]
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that a request with these keys has ended.
+
+        Call it once per request, at its end, with all of its keys in their order, also those that were not found: then
+        recency and frequency follow requests, not the order in which copies happened to complete.
+        """
+        check_keys(keys)
+        with self.guarded():
+            used = list(dict.fromkeys(keys))
+            entries = list(map(self._entries.of.get, used))
+            resident = [entry for entry in entries if entry is not None]
+            known = [
+                key if entry is None else self._entries.key_at(entry) for key, entry in zip(used, entries, strict=True)
+            ]
+            self._journal.note_touched(np.array(resident, dtype=np.int64), len(used))
+            for pool, mine in self._pools.split(known, self._pool_number):
+                pool.policy.touch(mine)
+
+    # filling ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, keys: Sequence[bytes], namespace: str = "") -> Reservation:
+        """Take entries for those keys that are neither present nor on their way.
+
+        Entries that hold nothing go first, then keys are given up: as many as are needed or none. Keys among `keys`,
+        pending ones and leased ones are not given up.
+
+        Args:
+            keys: bytes, no repeats, in the order of the request: each needs those before it. May be a whole request's
+                keys: what is present is skipped, and kept.
+            namespace: whose quota and priority they have.
+
+        Raises:
+            CapacityError: not enough keys may be given up.
+            LayoutError: `keys` repeats a key, or is not a list of bytes.
+            Nothing has changed in any of these cases.
+        """
+        check_keys(keys, repeats=False)
+        with self.guarded():
+            return self.take(self.propose(keys, namespace))
+
+    def propose(self, keys: Sequence[bytes], namespace: str) -> Proposal:
+        """What `reserve` would do; under the lock. Changes nothing, raises as `reserve`."""
+        of, free = self._entries.of, self._entries.num_free
+        missing = [key for key in keys if key not in of]
+        present = [key for key in keys if key in of] if len(missing) < len(keys) else []
+        new = self._filter.passing(missing)
+        pool = self._pools.of(namespace)
+        space = self._pools.make_space(pool, new, free, self._protected(present))
+        if space is None:
+            raise CapacityError(
+                f"{len(new)} keys need {len(new) - free} to be given up, and too few of {len(self)} may go: the "
+                "others are among the keys given, are being stored or loaded, or belong to a namespace of higher "
+                f"priority (capacity {self.capacity})"
+            )
+        admitted = new[: space.admitted]
+        chosen = set(admitted)
+        return Proposal(
+            pool=pool,
+            namespace=namespace,
+            keys=admitted,
+            positions=[position for position, key in enumerate(keys) if key in chosen],
+            draw=self._entries.draw(space.admitted, (key for _, victims in space.victims for key in victims)),
+            victims=space.victims,
+            declined=[key for key in missing if key not in chosen] if len(admitted) < len(missing) else [],
+            present=present,
+        )
+
+    def _protected(self, present: list[bytes]) -> Protected:
+        """What says of a resident key whether it has to stay for a request with these resident keys."""
+        of, held, request = self._entries.of, self._entries.holds, set(present)
+        if not request and not held:
+            return lambda _: False
+        return lambda key: key in request or of[key] in held
+
+    def take(self, proposal: Proposal) -> Reservation:
+        """Carry a proposal out; under the lock, and nothing may have changed since it was made."""
+        for pool, victims in proposal.victims:
+            self._evict(pool, victims)
+        self._entries.fill(proposal.keys, proposal.draw, proposal.pool.number)
+        proposal.pool.policy.insert(proposal.keys)
+        self._filter.forget(proposal.keys)
+        reservation = Reservation(
+            self,
+            keys=tuple(proposal.keys),
+            positions=tuple(proposal.positions),
+            indices=tuple(proposal.draw.indices),
+            evicted=tuple(key for _, victims in proposal.victims for key in victims),
+            declined=tuple(proposal.declined),
+            present=tuple(proposal.present),
+            namespace=proposal.namespace,
+        )
+        self._reservations.add(reservation)
+        self._pending.update(dict.fromkeys(reservation.keys, reservation))
+        self._journal.note("declined", reservation.declined, reservation.namespace)
+        return reservation
+
+    def commit(self, reservation: Reservation, jobs: tuple[Job, ...] = ()) -> None:
+        """See `Reservation.commit`."""
+        with self.guarded():
+            reservation.check_open()
+            if jobs:
+                reservation.stage = Stage.SETTLING
+                reservation.jobs = jobs
+                settlement = Settlement(self, reservation)
+                for job in jobs:
+                    job.tell(settlement)
+            else:
+                self.settle(reservation, well=True)
+
+    def abort(self, reservation: Reservation) -> None:
+        """See `Reservation.abort`."""
+        with self.guarded():
+            reservation.check_open()
+            self.settle(reservation, well=False)
+
+    def settle(self, reservation: Reservation, *, well: bool) -> None:
+        """Nothing fills these entries any more; under the lock."""
+        reservation.stage = Stage.COMMITTED if well else Stage.ABORTED
+        self._reservations.remove(reservation)
+        mine = [key for key in reservation.keys if self._pending.get(key) is reservation]  # not removed meanwhile
+        for key in mine:
+            del self._pending[key]
+        if well:
+            kept = len(mine) == len(reservation.keys)
+            entries = reservation.indices if kept else [self._entries.of[key] for key in mine]
+            self._journal.note_stored(mine, entries, reservation.namespace)
+        else:
+            self._part(mine)
+            self._journal.note("failed", mine, reservation.namespace)
+        self._entries.let_go(reservation.indices)
+
+    # reading ------------------------------------------------------------------------------------------------------
+
+    def acquire(self, keys: Sequence[bytes], *, pending: bool = False) -> Lease:
+        """Hold the entries of keys that are all present and ready, until the lease is released.
+
+        Args:
+            keys: bytes; repeats are legal.
+            pending: also take keys that are pending, if the transfers that fill them have been submitted: see
+                `Lease.order_before` and `Lease.wait`.
+
+        Raises:
+            MissingKeyError: a key is absent or not ready. Nothing has changed.
+        """
+        check_keys(keys)
+        with self.guarded():
+            awaited = [self._check_readable(position, key, pending) for position, key in enumerate(keys)]
+            indices = tuple(self._entries.of[key] for key in keys)
+            self._entries.hold(indices)
+            sources = dict.fromkeys(reservation for reservation in awaited if reservation is not None)
+            lease = Lease(self, tuple(keys), indices, tuple(sources))
+            self._leases.add(lease)
+            return lease
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        """Note that a request loads these keys, which are present: they are in use, before its `touch` says so."""
+        with self.guarded():
+            used = [self._entries.key_at(self._entries.of[key]) for key in dict.fromkeys(keys)]
+            for pool, mine in self._pools.split(used, self._pool_number):
+                pool.policy.load(mine)
+
+    def release(self, lease: Lease) -> None:
+        """See `Lease.release`."""
+        with self.guarded():
+            self.end(lease)
+
+    def end(self, lease: Lease, *, loaded: bool = False) -> None:
+        """`release` for who has the lock; `loaded`: a transfer has brought all of its blocks to the device."""
+        if not lease.released:
+            lease.released = True
+            self._leases.remove(lease)
+            self._entries.let_go(lease.indices)
+            self._journal.note_loaded(len(lease.keys) if loaded else 0)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Take keys out; how many were there. Entries in use are free when that has ended; reservations go nowhere."""
+        check_keys(keys)
+        with self.guarded():
+            gone = [key for key in dict.fromkeys(keys) if key in self._entries.of]
+            for key in gone:
+                self._pending.pop(key, None)
+            self._part(gone)
+            self._journal.note("removed", gone)
+            return len(gone)
+
+    def clear(self) -> int:
+        """Take all keys out, as `remove` does."""
+        with self.guarded():
+            return self.remove(self.keys)
+
+    def statistics(self) -> CacheStatistics:
+        """Counts now and since the cache was made."""
+        with self.guarded():
+            return CacheStatistics(
+                capacity=self.capacity,
+                resident=len(self._entries) - len(self._pending),
+                pending=len(self._pending),
+                pinned=self._pinned(),
+                residency_seconds=self._journal.residency_seconds,
+                reuse_distance_blocks=self._journal.reuse_distance_blocks,
+                **self._journal.counts(),
+            )
+
+    def check(self) -> None:
+        """Verify the invariants; meant for tests and for a bad day.
+
+        Raises:
+            AssertionError: one does not hold; the message says which.
+        """
+        with self.guarded():
+            self._entries.check()
+            self._pools.check(list(self._entries.of), self._pool_number)
+            assert self._pending.keys() <= self._entries.of.keys(), "what is pending has an entry"
+            assert set(self._pending.values()) <= self._reservations, "what is pending will be settled"
+            holders = [index for holder in self._reservations | self._leases for index in set(holder.indices)]
+            assert self._entries.holds == Counter(holders), "entries are held by reservations and leases alone"
+
+    @property
+    def keys(self) -> list[bytes]:
+        """All keys, ready or pending."""
+        with self.guarded():
+            return list(self._entries.of)
+
+    @property
+    def settling(self) -> list[Reservation]:
+        """Reservations that wait for transfers."""
+        return [each for each in self._reservations if each.stage is Stage.SETTLING]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"CacheIndex({self.describe()})"
+
+    def describe(self) -> str:
+        """The state in a line."""
+        with self.guarded():
+            counts = f"{len(self._pending)} pending, {self._pinned()} pinned"
+            return f"{len(self)} of {self.capacity} keys, {counts}; {self._pools}"
+
+    # inner workings, under the lock -------------------------------------------------------------------------------
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """The lock; what has happened is told when the outermost call that took it this way has given it back."""
+        told: list[CacheEvent] = []
+        try:
+            with self._lock:
+                self._depth += 1
+                try:
+                    yield
+                finally:
+                    self._depth -= 1
+                    if self._depth == 0:
+                        told = self._journal.take_events()
+        finally:
+            self._journal.tell(told)
+
+    def _lookup(self, keys: Sequence[bytes]) -> int:
+        of = self._entries.of
+        present = list(map(of.__contains__, keys))  # does not touch the values, which are all over the memory
+        found = present.index(False) if False in present else len(present)
+        if self._pending:
+            found = next((place for place, key in enumerate(keys[:found]) if key in self._pending), found)
+        self._filter.note(key for key in keys[found:] if key not in of)
+        found = found if self.max_load_blocks is None else min(found, self.max_load_blocks)
+        self._journal.note_lookup(keys, found)
+        return found
+
+    def _check_readable(self, position: int, key: bytes, pending: bool) -> Reservation | None:
+        """None if the key is ready, or the reservation to wait for."""
+        reservation, name = self._pending.get(key), f"keys[{position}] ({key.hex()[:16]})"
+        if key not in self._entries.of:
+            raise MissingKeyError(f"{name} is not in the cache; load only what lookup() found")
+        if reservation is not None and not pending:
+            raise MissingKeyError(f"{name} is still being stored; load only what lookup() found")
+        if reservation is not None and not reservation.jobs:
+            raise MissingKeyError(f"{name} is reserved, and no transfer that fills it is known yet")
+        return reservation
+
+    def _evict(self, pool: Pool, victims: list[bytes]) -> None:
+        if victims:
+            indices = [self._entries.of.pop(key) for key in victims]
+            pool.policy.remove(victims, evicted=True)
+            self._journal.note_evicted(victims, indices)
+
+    def _part(self, keys: Iterable[bytes]) -> None:
+        """Keys that go for another reason than eviction lose their entries."""
+        for pool, mine in self._pools.split(keys, self._pool_number):
+            pool.policy.remove([self._entries.key_at(self._entries.part(key)) for key in mine], evicted=False)
+
+    def _pool_number(self, key: bytes) -> int | None:
+        index = self._entries.of.get(key)
+        return None if index is None else self._entries.pool_of[index]
+
+    def _pinned(self) -> int:
+        return len({index for lease in self._leases for index in lease.indices})

@@ -1,0 +1,135 @@
+"""How soon blocks of each kind are asked for again, learned while the cache works.
+
+Age is counted in blocks: how many have been asked for since a block was last used. A *kind* is how often a block has
+been used (1 to 5, or more often), and, but for the last, whether it was the end of its latest request.
+
+For every kind and range of ages the model counts blocks that were asked for again at that age, blocks that were
+forgotten at that age, and blocks that have reached it. These give the chance of a use in each range of ages for a block
+that has come so far (Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations", 1958; blocks that still
+wait count as far as they have waited). From them follows a block's *worth*: uses to be had for each block of age that
+it is kept on, if it is kept as long as suits it best. That is the hit density of Beckmann, Chen and Cidon, "LHD:
+Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018), estimated from survival.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import NamedTuple
+
+MOST_USES = 6  # blocks used so often or more often are of one kind
+KINDS = 2 * (MOST_USES - 1) + 1
+_FIRST_AGE = 128
+_RANGES_PER_DOUBLING = 3
+_DOUBLINGS = 33  # beyond a capacity of 2**40 blocks no ages are told apart
+_FADING = 0.8  # what an observation weighs after another round of learning
+_FEWEST = 8.0  # observations below which nothing is concluded
+
+EDGES = (
+    0,
+    *(round(_FIRST_AGE * 2 ** (step / _RANGES_PER_DOUBLING)) for step in range(_RANGES_PER_DOUBLING * _DOUBLINGS)),
+)
+"""Where ranges of ages begin, in blocks; each ends where the next begins, and the last has no end."""
+
+
+def kind_of(uses: int, is_end: bool) -> int:
+    """The kind of a block; of two blocks of a chain the one that comes first has the same kind or a higher one."""
+    if uses >= MOST_USES:
+        return KINDS - 1
+    return 2 * (uses - 1) + (not is_end)
+
+
+class Survivors(NamedTuple):
+    """Blocks that have not been asked for again so far."""
+
+    kind: int
+    age: int
+    blocks: int
+
+
+class ReuseModel:
+    """Learns from observations; says what blocks are worth. Before it has learned, age and uses alone decide."""
+
+    def __init__(self) -> None:
+        self._reused = _table()
+        self._lost = _table()
+        self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
+        self._claims = self._worth
+        self._raise_claims()
+
+    def reused(self, kind: int, age: int, count: int = 1) -> None:
+        """So many blocks of a kind were asked for again at that age."""
+        self._reused[kind][bisect_right(EDGES, age) - 1] += count
+
+    def lost(self, kind: int, age: int, count: int = 1) -> None:
+        """So many blocks of a kind reached that age and will not be watched any longer."""
+        self._lost[kind][bisect_right(EDGES, age) - 1] += count
+
+    def worth(self, kind: int, age: int) -> float:
+        """Uses to be had for each block of age that a block is kept from now on."""
+        return self._worth[kind][bisect_right(EDGES, age) - 1]
+
+    def claim(self, kind: int, age: int) -> float:
+        """The worth of a block together with all that may need it.
+
+        What needs it was last used at the same time or earlier and not more often, so this is the highest worth of its
+        kind and lower ones at its age and above. Whoever takes the lowest claim, and of equal claims the lowest kind,
+        takes a block only after those that need it.
+        """
+        return self._claims[kind][bisect_right(EDGES, age) - 1]
+
+    def learn(self, survivors: Iterable[Survivors]) -> None:
+        """Draw conclusions from what was observed, and let it fade."""
+        waiting = _table()
+        for kind, age, blocks in survivors:
+            waiting[kind][bisect_right(EDGES, age) - 1] += blocks
+        for kind in range(KINDS):
+            _update(self._worth[kind], self._reused[kind], self._lost[kind], waiting[kind])
+            for table in (self._reused, self._lost):
+                table[kind] = [_FADING * count for count in table[kind]]
+        self._raise_claims()
+
+    def _raise_claims(self) -> None:
+        self._claims = []
+        below = [0.0] * len(EDGES)
+        for worths in self._worth:
+            claims, highest = below[:], 0.0
+            for index in reversed(range(len(EDGES))):
+                highest = max(highest, worths[index], below[index])
+                claims[index] = highest
+            self._claims.append(claims)
+            below = claims
+
+
+def _table() -> list[list[float]]:
+    return [[0.0] * len(EDGES) for _ in range(KINDS)]
+
+
+def _update(worths: list[float], reused: list[float], lost: list[float], waiting: list[float]) -> None:
+    """Put the worths of one kind in place; where too little was observed, half of the age before, or as it was."""
+    reached = [0.0] * (len(EDGES) + 1)
+    for index in reversed(range(len(EDGES))):
+        reached[index] = reached[index + 1] + reused[index] + lost[index] + waiting[index]
+    known = next((index for index, count in enumerate(reached) if count <= _FEWEST), len(EDGES))
+    chances = [
+        reused[index] / max(reached[index] - (lost[index] + waiting[index]) / 2, reused[index], 1e-9)
+        for index in range(known)
+    ]
+    for index in range(len(EDGES)):
+        if index < known:
+            worths[index] = _best_density(chances, index)
+        elif index:
+            worths[index] = worths[index - 1] / 2
+
+
+def _best_density(chances: list[float], start: int) -> float:
+    """The most uses for each block of age, over all ages until which a block that has come to `start` may be kept."""
+    best = uses = kept = 0.0
+    remaining = 1.0
+    for index in range(start, min(len(chances), len(EDGES) - 1)):
+        found = remaining * chances[index]
+        uses += found
+        kept += (EDGES[index + 1] - EDGES[index]) * (remaining - found / 2)
+        remaining -= found
+        best = max(best, uses / kept)
+    return best
