@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -108,13 +108,9 @@ class CacheIndex:
         check_keys(keys)
         with self.guarded():
             used = list(dict.fromkeys(keys))
-            entries = list(map(self._entries.of.get, used))
-            resident = [entry for entry in entries if entry is not None]
-            known = [
-                key if entry is None else self._entries.key_at(entry) for key, entry in zip(used, entries, strict=True)
-            ]
-            self._journal.note_touched(np.array(resident, dtype=np.int64), len(used))
-            for pool, mine in self._pools.split(known, self._pool_number):
+            entries = [entry for entry in map(self._entries.of.get, used) if entry is not None]
+            self._journal.note_touched(np.array(entries, dtype=np.int64), len(used))
+            for pool, mine in self._pools.split(self._entries.originals(used), self._pool_number):
                 pool.policy.touch(mine)
 
     # filling ------------------------------------------------------------------------------------------------------
@@ -154,12 +150,13 @@ class CacheIndex:
                 f"priority (capacity {self.capacity})"
             )
         admitted = new[: space.admitted]
-        chosen = set(admitted)
+        everything = len(admitted) == len(keys)
+        chosen = set[bytes]() if everything else set(admitted)
         return Proposal(
             pool=pool,
             namespace=namespace,
             keys=admitted,
-            positions=[position for position, key in enumerate(keys) if key in chosen],
+            positions=[place for place, key in enumerate(keys) if everything or key in chosen],
             draw=self._entries.draw(space.admitted, (key for _, victims in space.victims for key in victims)),
             victims=space.victims,
             declined=[key for key in missing if key not in chosen] if len(admitted) < len(missing) else [],
@@ -218,12 +215,11 @@ class CacheIndex:
         """Nothing fills these entries any more; under the lock."""
         reservation.stage = Stage.COMMITTED if well else Stage.ABORTED
         self._reservations.remove(reservation)
-        mine = [key for key in reservation.keys if self._pending.get(key) is reservation]  # not removed meanwhile
-        for key in mine:
-            del self._pending[key]
+        removed = reservation.keys_removed
+        mine = [key for key in reservation.keys if key not in removed] if removed else list(reservation.keys)
+        list(map(self._pending.pop, mine))
         if well:
-            kept = len(mine) == len(reservation.keys)
-            entries = reservation.indices if kept else [self._entries.of[key] for key in mine]
+            entries = [self._entries.of[key] for key in mine] if removed else reservation.indices
             self._journal.note_stored(mine, entries, reservation.namespace)
         else:
             self._part(mine)
@@ -247,7 +243,7 @@ class CacheIndex:
         with self.guarded():
             awaited = [self._check_readable(position, key, pending) for position, key in enumerate(keys)]
             indices = tuple(self._entries.of[key] for key in keys)
-            self._entries.hold(indices)
+            self._entries.hold(set(indices))
             sources = dict.fromkeys(reservation for reservation in awaited if reservation is not None)
             lease = Lease(self, tuple(keys), indices, tuple(sources))
             self._leases.add(lease)
@@ -256,7 +252,7 @@ class CacheIndex:
     def load(self, keys: Sequence[bytes]) -> None:
         """Note that a request loads these keys, which are present: they are in use, before its `touch` says so."""
         with self.guarded():
-            used = [self._entries.key_at(self._entries.of[key]) for key in dict.fromkeys(keys)]
+            used = self._entries.originals(dict.fromkeys(keys))
             for pool, mine in self._pools.split(used, self._pool_number):
                 pool.policy.load(mine)
 
@@ -270,7 +266,7 @@ class CacheIndex:
         if not lease.released:
             lease.released = True
             self._leases.remove(lease)
-            self._entries.let_go(lease.indices)
+            self._entries.let_go(set(lease.indices))
             self._journal.note_loaded(len(lease.keys) if loaded else 0)
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -279,7 +275,8 @@ class CacheIndex:
         with self.guarded():
             gone = [key for key in dict.fromkeys(keys) if key in self._entries.of]
             for key in gone:
-                self._pending.pop(key, None)
+                if key in self._pending:
+                    self._pending.pop(key).keys_removed.add(key)
             self._part(gone)
             self._journal.note("removed", gone)
             return len(gone)
@@ -358,12 +355,10 @@ class CacheIndex:
             self._journal.tell(told)
 
     def _lookup(self, keys: Sequence[bytes]) -> int:
-        of = self._entries.of
-        present = list(map(of.__contains__, keys))  # does not touch the values, which are all over the memory
-        found = present.index(False) if False in present else len(present)
+        found = self._entries.leading(keys)
         if self._pending:
             found = next((place for place, key in enumerate(keys[:found]) if key in self._pending), found)
-        self._filter.note(key for key in keys[found:] if key not in of)
+        self._filter.note(key for key in keys[found:] if key not in self._entries.of)
         found = found if self.max_load_blocks is None else min(found, self.max_load_blocks)
         self._journal.note_lookup(keys, found)
         return found
@@ -381,14 +376,15 @@ class CacheIndex:
 
     def _evict(self, pool: Pool, victims: list[bytes]) -> None:
         if victims:
-            indices = [self._entries.of.pop(key) for key in victims]
             pool.policy.remove(victims, evicted=True)
-            self._journal.note_evicted(victims, indices)
+            self._journal.note_evicted(victims, self._entries.give_up(victims))
 
-    def _part(self, keys: Iterable[bytes]) -> None:
+    def _part(self, keys: Sequence[bytes]) -> None:
         """Keys that go for another reason than eviction lose their entries."""
-        for pool, mine in self._pools.split(keys, self._pool_number):
-            pool.policy.remove([self._entries.key_at(self._entries.part(key)) for key in mine], evicted=False)
+        for pool, mine in self._pools.split(self._entries.originals(keys), self._pool_number):
+            pool.policy.remove(mine, evicted=False)
+        for key in keys:
+            self._entries.part(key)
 
     def _pool_number(self, key: bytes) -> int | None:
         index = self._entries.of.get(key)

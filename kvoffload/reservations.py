@@ -85,6 +85,7 @@ class Reservation:
         self.present = present
         self.namespace = namespace
         self.stage = Stage.OPEN
+        self.keys_removed: set[bytes] = set()  # by `remove`, while it was open
         self.jobs: tuple[Job, ...] = ()  # the transfers that fill it
 
     def slots(self, group: int = 0) -> Int64Array:

@@ -9,6 +9,7 @@
       interference  what the computation beside a transfer loses       interference.py, backgrounds.py
       submit        host time of a call                                submit.py
       marshal       Python's share of a batch call                     marshal.py
+      cache         what the prefix cache's bookkeeping costs          bookkeeping.py
       plot          figures of saved results                           plots.py
     tune            what transfers cost here, for the engine's choice              tune.py
 

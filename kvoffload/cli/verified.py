@@ -8,20 +8,26 @@ Some loaded blocks are also read back plane by plane with synchronous copies, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
 from kvoffload.cache import BlockCache
 from kvoffload.cache_jobs import CacheJob
+from kvoffload.cli.overlap import overlap
 from kvoffload.device import Device
 from kvoffload.driver import address_of
 from kvoffload.engine import OffloadEngine
+from kvoffload.errors import CapacityError
 from kvoffload.layout import Int64Array, KVLayout
 from kvoffload.memory import Progress, UInt8Array
 from kvoffload.models import ModelGeometry
 from kvoffload.patterns import KeyPatterns
+from kvoffload.policies import DEFAULT_POLICY, Policy, make_policy
+from kvoffload.reservations import Status
 from kvoffload.streams import NO_WAIT
 
 _STAGING_BYTES = 128 << 20
@@ -29,12 +35,21 @@ _MAX_STAGING_KEYS = 256
 _POISON = 0xA5
 SAMPLE_EVERY = 64  # one loaded block of so many is also read plane by plane
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 @dataclass
 class Counts:
-    """What has been served so far; blocks are the cache's, one per key. Seconds are on the device's clock."""
+    """What has been served so far; blocks are the cache's, one per key.
+
+    `store_seconds` and `load_seconds` are on the device's clock, added up: where transfers overlap, more than the time
+    that passed. `call_seconds` are the host's, inside the cache's calls, by request. `requests_refused` had blocks that
+    could not be stored, because too little might be given up for them.
+    """
 
     requests: int = 0
+    requests_refused: int = 0
     blocks_requested: int = 0
     blocks_hit: int = 0
     blocks_stored: int = 0
@@ -45,6 +60,21 @@ class Counts:
     corrupt_blocks: int = 0
     store_seconds: float = 0.0
     load_seconds: float = 0.0
+    call_seconds: list[float] = field(default_factory=list)
+
+
+class _Clock:
+    """Adds up the host's seconds inside the calls of one request."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def call(self, function: Callable[_P, _R], /, *arguments: _P.args, **options: _P.kwargs) -> _R:
+        begin = time.perf_counter()
+        try:
+            return function(*arguments, **options)
+        finally:
+            self.seconds += time.perf_counter() - begin
 
 
 class VerifiedCache:
@@ -54,9 +84,11 @@ class VerifiedCache:
         device: allocates the planes; stays open.
         geometry: of the planes.
         capacity: keys that the cache holds.
-        longest: keys of the longest request; the device gets so many blocks, not more than `capacity`.
+        longest: keys of the longest request; the device gets so many blocks, not more than `capacity`, for each request
+            that may be under way.
         blocks_per_key: device blocks that a key covers.
-        policy: of the cache.
+        policy: of the cache, by name.
+        in_flight: requests that may be under way at a time.
         seed: of the patterns and of where blocks lie.
         progress: called with (bytes done, bytes in all) while the cache's pool is pinned.
     """
@@ -69,14 +101,16 @@ class VerifiedCache:
         capacity: int,
         longest: int,
         blocks_per_key: int = 1,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
+        in_flight: int = 1,
         seed: int = 0,
         progress: Progress | None = None,
     ) -> None:
         self._device = device
         self._factor = blocks_per_key
-        self._places = max(1, min(longest, capacity))
-        self.layout = _make_layout(device, geometry, self._places, blocks_per_key)
+        self._lanes = in_flight
+        self._places = max(1, min(longest, capacity))  # of a lane
+        self.layout = _make_layout(device, geometry, in_flight * self._places, blocks_per_key)
         self._groups = range(self.layout.num_groups)
         self.bytes_per_key = geometry.bytes_per_block * blocks_per_key
         # room for copies that hold many operations: each takes places in the streams' queues
@@ -86,7 +120,9 @@ class VerifiedCache:
         self.engine = OffloadEngine(
             self.layout, device=device, num_slots=capacity * self.layout.num_groups, progress=progress
         )
-        self.cache = BlockCache(self.engine, policy=policy)
+        chosen = make_policy(policy, capacity)
+        self._may_decline = type(chosen).make_room is not Policy.make_room
+        self.cache = BlockCache(self.engine, policy=chosen)
         self._patterns = KeyPatterns(self.layout.groups[0].payload_bytes, seed)
         self._random = np.random.default_rng(seed)
         self.counts = Counts()
@@ -95,28 +131,56 @@ class VerifiedCache:
     def blocks_evicted(self) -> int:
         return self.cache.statistics().evicted
 
+    @property
+    def blocks_declined(self) -> int:
+        return self.cache.statistics().declined
+
     def serve(self, keys: Sequence[bytes]) -> int:
         """One request: load and verify what leads and is present, store the rest, touch all. The number of hits."""
-        counts = self.counts
+        before = self.counts.blocks_hit
+        for job in self.steps(keys):
+            job.wait()
+        return self.counts.blocks_hit - before
+
+    def serve_all(self, requests: Sequence[Sequence[bytes]], progress: Progress) -> None:
+        """Requests in order, as many at a time as may be under way.
+
+        Args:
+            requests: their keys.
+            progress: called with (requests that have ended, requests in all).
+        """
+        done = 0
+
+        def ended() -> None:
+            nonlocal done
+            done += 1
+            progress(done, len(requests))
+
+        overlap(self.steps, requests, self._lanes, ended)
+
+    def steps(self, keys: Sequence[bytes], lane: int = 0) -> Iterator[CacheJob]:
+        """One request, on the device blocks of a lane: yields the jobs that it waits for, and goes on when they have
+        ended. Others may be served meanwhile, on other lanes."""
+        counts, clock = self.counts, _Clock()
         counts.requests += 1
         counts.blocks_requested += len(keys)
         used = keys[: self.cache.capacity]
         if not used:
-            return 0
-        places = self._random.permutation(self._places)[: len(used)]
-        hits = self.cache.lookup(used)
-        counts.blocks_hit += hits
-        self._load(used[:hits], places[:hits])
-        self._store(used, hits, places)
-        self.cache.touch(used)
-        return hits
-
-    def _load(self, keys: Sequence[bytes], places: Int64Array) -> None:
-        if not keys:
             return
+        places = lane * self._places + self._random.permutation(self._places)[: len(used)]
+        hits = clock.call(self.cache.lookup, used)
+        counts.blocks_hit += hits
+        if hits:
+            yield from self._load(used[:hits], places[:hits], clock)
+        yield from self._store(used, places, clock)
+        clock.call(self.cache.touch, used)
+        counts.call_seconds.append(clock.seconds)
+
+    def _load(self, keys: Sequence[bytes], places: Int64Array, clock: _Clock) -> Iterator[CacheJob]:
         for start in range(0, len(keys), self._batch):
             self._poison(places[start : start + self._batch])
-        job = self.cache.load(keys, self._per_group(places), after=NO_WAIT)
+        job = clock.call(self.cache.load, keys, self._per_group(places), after=NO_WAIT)
+        yield job
         seconds, nbytes = _finish(job)
         self.counts.load_seconds += seconds
         self.counts.bytes_loaded += nbytes
@@ -124,19 +188,28 @@ class VerifiedCache:
             part = slice(start, start + self._batch)
             self._verify(keys[part], places[part])
 
-    def _store(self, keys: Sequence[bytes], hits: int, places: Int64Array) -> None:
-        """Store what is absent; all keys of the request are named, so that none of them is given up for another."""
+    def _store(self, keys: Sequence[bytes], places: Int64Array, clock: _Clock) -> Iterator[CacheJob]:
+        """Store what is absent, and not on its way for another request; all keys of the request are named, so that none
+        of them is given up for another."""
         position = {key: index for index, key in reversed(list(enumerate(keys)))}
-        absent = [key for key in dict.fromkeys(keys[hits:]) if not self.cache.lookup([key])]
+        unique = list(dict.fromkeys(keys))
+        known = zip(unique, self.cache.status(unique), strict=True)
+        absent = [key for key, status in known if status is Status.MISS]
         if not absent:
             return
         for start in range(0, len(absent), self._batch):
             part = absent[start : start + self._batch]
             self._write(part, places[[position[key] for key in part]])
-        unique = list(dict.fromkeys(keys))
         where = places[[position[key] for key in unique]]
-        job = self.cache.store(unique, self._per_group(where), after=NO_WAIT)
-        assert set(job.keys) == set(absent), "the cache stores exactly what it did not hold"
+        try:
+            job = clock.call(self.cache.store, unique, self._per_group(where), after=NO_WAIT)
+        except CapacityError:  # the rest is pinned by requests under way
+            self.counts.requests_refused += 1
+            return
+        stored = set(job.keys)
+        assert stored <= set(absent), "the cache stores nothing that it holds"
+        assert self._may_decline or len(stored) == len(absent), "the cache stores all that it did not hold"
+        yield job
         seconds, nbytes = _finish(job)
         self.counts.blocks_stored += len(job.keys)
         self.counts.store_seconds += seconds

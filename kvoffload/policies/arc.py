@@ -26,9 +26,9 @@ class ARC(Policy):
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        # the oldest first; the value: whether the use by a request under way is counted already
+        # the oldest first; T1's values: whether the request that brought the key has still to end
         self._t1: OrderedDict[bytes, bool] = OrderedDict()
-        self._t2: OrderedDict[bytes, bool] = OrderedDict()
+        self._t2: OrderedDict[bytes, None] = OrderedDict()
         self._b1: OrderedDict[bytes, None] = OrderedDict()
         self._b2: OrderedDict[bytes, None] = OrderedDict()
         self._target = 0  # p
@@ -37,29 +37,29 @@ class ARC(Policy):
         for key in reversed(keys):
             self._target = self._adapted(self._target, key)
             ghosts = self._b1 if key in self._b1 else self._b2
-            place = self._t2 if key in ghosts else self._t1
-            ghosts.pop(key, None)
-            place[key] = True
+            if key in ghosts:
+                del ghosts[key]
+                self._t2[key] = None
+            else:
+                self._t1[key] = True
             self._forget()
 
     def load(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):
-            self._use(key, counted=True)
+            self._use(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):
-            place = self._t1 if key in self._t1 else self._t2
-            counted = place.get(key)
-            if counted:
-                place[key] = False
-                place.move_to_end(key)
-            elif counted is not None:
-                self._use(key, counted=False)
+            if self._t1.get(key):
+                self._t1[key] = False
+                self._t1.move_to_end(key)
+            elif key in self._t1 or key in self._t2:
+                self._use(key)
 
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
         for key in keys:
-            place, ghosts = (self._t1, self._b1) if key in self._t1 else (self._t2, self._b2)
-            del place[key]
+            ghosts = self._b1 if key in self._t1 else self._b2
+            self._take(key)
             if evicted:
                 ghosts[key] = None
 
@@ -85,10 +85,13 @@ class ARC(Policy):
         sizes = f"T1 {len(self._t1)}, T2 {len(self._t2)}, B1 {len(self._b1)}, B2 {len(self._b2)}, p {self._target}"
         return f"ARC({len(self)} of {self._capacity} keys: {sizes})"
 
-    def _use(self, key: bytes, counted: bool) -> None:
+    def _use(self, key: bytes) -> None:
+        self._take(key)
+        self._t2[key] = None
+
+    def _take(self, key: bytes) -> None:
         if self._t1.pop(key, None) is None:
             del self._t2[key]
-        self._t2[key] = counted
 
     def _adapted(self, target: int, key: bytes) -> int:
         """What p becomes, if it is `target`, when this key arrives."""

@@ -123,7 +123,8 @@ class Prefix(Policy):
                     (uses, kind, stays), _Run(uses, kind, self._now, counted)
                 )
                 if stays:
-                    self._run_of.update(dict.fromkeys(same, run))
+                    for key in same:
+                        self._run_of[key] = run
                     run.keys += same
                 else:
                     self._remember(same, run)
@@ -208,11 +209,11 @@ class Prefix(Policy):
 
     def _worths(self, newcomers: Sequence[bytes]) -> list[float]:
         """What newcomers are worth on arrival; the last is the end of its request."""
-        uses = [1 if run is None else 1 + run.uses for run in self._gone.glance(newcomers)]
-        worth = [self._model.worth(kind_of(1 + count, False), 0) for count in range(MOST_USES)]
-        worths = [worth[min(count, MOST_USES) - 1] for count in uses]
+        worth = [self._model.worth(kind_of(1 + uses, False), 0) for uses in range(MOST_USES + 1)]
+        known = self._gone.glance(newcomers)
+        worths = [worth[0 if run is None else run.uses] for run in known]
         if newcomers:
-            worths[-1] = self._model.worth(kind_of(uses[-1], True), 0)
+            worths[-1] = self._model.worth(kind_of(1 if known[-1] is None else 1 + known[-1].uses, True), 0)
         return worths
 
     def _heads(self, protected: Protected) -> list[_Head]:
@@ -249,7 +250,8 @@ class _Memory:
 
     def remember(self, keys: list[bytes], run: _Run) -> list[tuple[_Run, int]]:
         """Remember that keys, not remembered now, were in a run; what is forgotten for it, as (run, number of keys)."""
-        self._run_of.update(dict.fromkeys(keys, run))
+        for key in keys:
+            self._run_of[key] = run
         self._order.append((run, keys))
         self._listed += len(keys)
         if self._listed > 2 * self._most + len(keys):
@@ -317,6 +319,6 @@ def _neighbours(runs: Iterable[_Run | None], keys: Sequence[bytes]) -> Iterator[
     """Keys that follow each other and have one run, with it."""
     begin = 0
     for run, same in groupby(runs):
-        end = begin + sum(1 for _ in same)
+        end = begin + len(list(same))
         yield run, list(keys[begin:end])
         begin = end

@@ -1,0 +1,212 @@
+"""The prefix policy once more: a record a key, no runs, no queues, everything computed anew when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from policy_oracles import Given, Oracle
+
+
+@dataclass
+class Settings:
+    """The policy's constants; tests make them small, so that all of it happens within a few steps."""
+
+    edges: tuple[int, ...] = tuple([0] + [round(128 * 2 ** (step / 3)) for step in range(99)])
+    remembered: int = 16_384
+    round: int = 8_192
+
+
+@dataclass
+class Record:
+    """What is known of a key; `call` and `place` say where in which call it was named last."""
+
+    uses: int
+    at_end: bool
+    time: int
+    counted: bool
+    call: int
+    place: int
+    stays: bool
+
+    @property
+    def kind(self) -> int:
+        return 10 if self.uses == 6 else 2 * self.uses - (2 if self.at_end else 1)
+
+    @property
+    def run(self) -> tuple[int, int, bool, bool]:
+        return self.call, self.uses, self.at_end and self.uses < 6, self.stays
+
+
+@dataclass
+class Observation:
+    kind: int
+    age: int
+    reused: bool
+    weight: float = 1.0
+
+
+@dataclass
+class PrefixOracle(Oracle):
+    capacity: int
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        self.here: dict[bytes, Record] = {}
+        self.gone: dict[bytes, tuple[int, Record]] = {}  # with the number of the chunk in which it was remembered
+        self.observations: list[Observation] = []
+        self.worths = [[(kind // 2 + 1) / (1 + edge) for edge in self.settings.edges] for kind in range(11)]
+        self.now = self.calls = self.chunks = 0
+        self.due = self.round
+
+    @property
+    def round(self) -> int:
+        return max(self.settings.round, self.capacity)
+
+    def resident(self) -> list[bytes]:
+        return self.order(set())
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        self.name(keys, counted=True, ends=True)
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        self.name(keys, counted=True, ends=False)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.name(keys, counted=False, ends=True)
+
+    def use(self, key: bytes) -> None:
+        raise NotImplementedError
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            del self.here[key]
+
+    def name(self, keys: Sequence[bytes], *, counted: bool, ends: bool) -> None:
+        asked = 0
+        before = {key: self.here.get(key) or (self.gone[key][1] if key in self.gone else None) for key in keys}
+        absent: list[tuple[bytes, Record]] = []
+        for place, key in enumerate(keys):
+            old, resident = before[key], key in self.here
+            renews = old is not None and resident and old.counted and not counted
+            if not renews:
+                asked += 1
+                if old is not None:
+                    self.observations.append(Observation(old.kind, self.now - old.time, reused=True))
+            uses = 1 if old is None else old.uses if renews else min(6, old.uses + 1)
+            at_end = ends and place == len(keys) - 1
+            record = Record(uses, at_end, self.now, counted, self.calls, place, resident or counted)
+            if resident or counted:
+                self.gone.pop(key, None)
+                self.here[key] = record
+            else:
+                absent.append((key, record))
+        self.calls += 1
+        for key, _ in absent:
+            self.gone.pop(key, None)
+        places = {key: place for place, key in enumerate(keys)}
+
+        def together(item: tuple[bytes, Record]) -> object:
+            """Neighbours of one request that were remembered alike."""
+            key, record = item
+            old = before[key]
+            leading = next((p for p in range(places[key], -1, -1) if keys[p] not in dict(absent)), -1)
+            return leading, None if old is None else old.run, record.at_end
+
+        for _, part in groupby(absent, key=together):
+            self.remember(list(part))
+        self.now += asked
+        if self.now >= self.due:
+            self.due = self.now + self.round
+            self.learn()
+
+    def remember(self, items: list[tuple[bytes, Record]]) -> None:
+        self.chunks += 1
+        for key, record in items:
+            self.gone[key] = (self.chunks, record)
+        while len(self.gone) > max(self.settings.remembered, self.capacity // 16):
+            oldest = min(chunk for chunk, _ in self.gone.values())
+            for key, (chunk, record) in list(self.gone.items()):
+                if chunk == oldest:
+                    del self.gone[key]
+                    self.observations.append(Observation(record.kind, self.now - record.time, reused=False))
+
+    # worth
+
+    def range_of(self, age: int) -> int:
+        return max(index for index, edge in enumerate(self.settings.edges) if edge <= age)
+
+    def learn(self) -> None:
+        edges = self.settings.edges
+        for kind in range(11):
+            seen = [
+                (self.range_of(each.age), each.reused, each.weight) for each in self.observations if each.kind == kind
+            ]
+            waiting = [
+                record for record in [*self.here.values(), *(r for _, r in self.gone.values())] if record.kind == kind
+            ]
+            seen += [(self.range_of(self.now - record.time), False, 1.0) for record in waiting]
+            chances = []
+            for index in range(len(edges)):
+                reached = sum(weight for at, _, weight in seen if at >= index)
+                if reached <= 8 + 1e-9:
+                    break
+                reused = sum(weight for at, found, weight in seen if at == index and found)
+                ended = sum(weight for at, found, weight in seen if at == index and not found)
+                chances.append(reused / max(reached - ended / 2, reused))
+            for index in range(len(edges)):
+                if index < len(chances):
+                    self.worths[kind][index] = self.density(chances, index)
+                elif index:
+                    self.worths[kind][index] = self.worths[kind][index - 1] / 2
+        for each in self.observations:
+            each.weight *= 0.8
+
+    def density(self, chances: list[float], start: int) -> float:
+        """The best of all ages until which it may be kept."""
+        found, edges = [0.0], self.settings.edges
+        for stop in range(start + 1, min(len(chances), len(edges) - 1) + 1):
+            alive, uses, kept = 1.0, 0.0, 0.0
+            for index in range(start, stop):
+                uses += alive * chances[index]
+                kept += (edges[index + 1] - edges[index]) * alive * (1 - chances[index] / 2)
+                alive *= 1 - chances[index]
+            found.append(uses / kept)
+        return max(found)
+
+    def worth(self, record: Record) -> float:
+        return self.worths[record.kind][self.range_of(self.now - record.time)]
+
+    def claim(self, record: Record) -> float:
+        at = self.range_of(self.now - record.time)
+        return max(worth for kind in range(record.kind + 1) for worth in self.worths[kind][at:])
+
+    # giving up
+
+    def order(self, protected: Collection[bytes]) -> list[bytes]:
+        """Who may go, the first to go first."""
+
+        def rank(key: bytes) -> tuple[float, int, int, int]:
+            record = self.here[key]
+            return self.claim(record), record.kind, record.call, -record.place
+
+        return sorted((key for key in self.here if key not in protected), key=rank)
+
+    def give_up_for(self, newcomers: Sequence[bytes], room: int, protected: Collection[bytes]) -> Given | None:
+        going, victims, admitted = self.order(protected), list[bytes](), len(newcomers)
+        while admitted - room > len(victims):
+            if admitted and going and self.arriving(newcomers, admitted - 1) < self.worth(self.here[going[0]]):
+                admitted -= 1
+            elif going:
+                victims.append(going.pop(0))
+            else:
+                return None
+        items = [(key, self.here.pop(key)) for key in victims]
+        for _, part in groupby(items, key=lambda item: item[1].run):
+            self.remember(list(part))
+        return admitted, victims
+
+    def arriving(self, newcomers: Sequence[bytes], place: int) -> float:
+        uses = min(6, 1 + (self.gone[newcomers[place]][1].uses if newcomers[place] in self.gone else 0))
+        return self.worth(Record(uses, place == len(newcomers) - 1, self.now, True, 0, 0, True))
