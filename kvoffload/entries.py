@@ -92,9 +92,10 @@ class EntryTable:
         self._free += draw.unused
         self._keys += [None] * draw.fresh
         self.pool_of.extend([0] * draw.fresh)
+        known, pool_of = self._keys, self.pool_of
         for key, index in zip(keys, draw.indices, strict=True):
-            self._keys[index] = key
-            self.pool_of[index] = pool
+            known[index] = key
+            pool_of[index] = pool
         self.of.update(zip(keys, draw.indices, strict=True))
         self.holds.update(dict.fromkeys(draw.indices, 1))
 

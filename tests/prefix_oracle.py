@@ -14,7 +14,7 @@ class Settings:
     """The policy's constants; tests make them small, so that all of it happens within a few steps."""
 
     edges: tuple[int, ...] = tuple([0] + [round(128 * 2 ** (step / 3)) for step in range(99)])
-    remembered: int = 16_384
+    remembered: int = 24_576
     round: int = 8_192
 
 
@@ -54,10 +54,10 @@ class PrefixOracle(Oracle):
 
     def __post_init__(self) -> None:
         self.here: dict[bytes, Record] = {}
-        self.gone: dict[bytes, tuple[int, Record]] = {}  # with the number of the chunk in which it was remembered
+        self.gone: dict[bytes, tuple[int, Record]] = {}  # with the generation that it was remembered in
         self.observations: list[Observation] = []
         self.worths = [[(kind // 2 + 1) / (1 + edge) for edge in self.settings.edges] for kind in range(11)]
-        self.now = self.calls = self.chunks = 0
+        self.now = self.calls = self.generation = 0
         self.due = self.round
 
     @property
@@ -122,15 +122,15 @@ class PrefixOracle(Oracle):
             self.learn()
 
     def remember(self, items: list[tuple[bytes, Record]]) -> None:
-        self.chunks += 1
         for key, record in items:
-            self.gone[key] = (self.chunks, record)
-        while len(self.gone) > max(self.settings.remembered, self.capacity // 16):
-            oldest = min(chunk for chunk, _ in self.gone.values())
-            for key, (chunk, record) in list(self.gone.items()):
-                if chunk == oldest:
+            self.gone[key] = (self.generation, record)
+        young = sum(generation == self.generation for generation, _ in self.gone.values())
+        if young > max(self.settings.remembered, self.capacity // 16) // 2:
+            for key, (generation, record) in list(self.gone.items()):
+                if generation < self.generation:
                     del self.gone[key]
                     self.observations.append(Observation(record.kind, self.now - record.time, reused=False))
+            self.generation += 1
 
     # worth
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import filterfalse, groupby, islice
+from itertools import chain, filterfalse, groupby, islice
 from typing import Any
 
 from kvoffload.policies.base import Policy, Protected, Room
 from kvoffload.policies.reuse import KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
-_FEWEST_REMEMBERED = 16_384  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
+_FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # one for so many of the capacity, in a large cache
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
 _BATCH = 128  # keys that are looked at together
@@ -59,7 +59,7 @@ class Prefix(Policy):
         self._model = ReuseModel()
         self._queues: list[deque[_Run]] = [deque() for _ in range(KINDS)]
         self._run_of: dict[bytes, _Run] = {}
-        self._gone = _Memory(max(_FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
+        self._gone = _Ghosts(max(_FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
         self._round = max(_SHORTEST_ROUND, capacity)
         self._now = 0  # blocks asked for
         self._next_round = self._round
@@ -140,8 +140,12 @@ class Prefix(Policy):
             if run is not None:
                 yield True, run, same
             else:
-                for gone, absent in _neighbours(self._gone.recall(same), same):
-                    yield False, gone, absent
+                gone = self._gone.recall(same)
+                if gone is None:
+                    yield False, None, same
+                else:
+                    for old, absent in _neighbours(gone, same):
+                        yield False, old, absent
 
     def _queue(self, runs: Iterable[_Run]) -> None:
         for run in runs:
@@ -209,12 +213,12 @@ class Prefix(Policy):
 
     def _worths(self, newcomers: Sequence[bytes]) -> list[float]:
         """What newcomers are worth on arrival; the last is the end of its request."""
-        worth = [self._model.worth(kind_of(1 + uses, False), 0) for uses in range(MOST_USES + 1)]
+        if not newcomers:
+            return []
         known = self._gone.glance(newcomers)
-        worths = [worth[0 if run is None else run.uses] for run in known]
-        if newcomers:
-            worths[-1] = self._model.worth(kind_of(1 if known[-1] is None else 1 + known[-1].uses, True), 0)
-        return worths
+        uses = [0] * len(newcomers) if known is None else [0 if run is None else run.uses for run in known]
+        worth = [self._model.worth(kind_of(1 + before, False), 0) for before in range(MOST_USES + 1)]
+        return [*map(worth.__getitem__, uses[:-1]), self._model.worth(kind_of(1 + uses[-1], True), 0)]
 
     def _heads(self, protected: Protected) -> list[_Head]:
         heads = [_Head(queue, self._run_of, protected) for queue in self._queues if queue]
@@ -225,60 +229,50 @@ class Prefix(Policy):
         return self._model.claim(run.kind, self._now - run.time), run.kind
 
 
-class _Memory:
-    """Keys that are not resident, with the run that they were in last; those remembered first are forgotten first."""
+class _Ghosts:
+    """Keys that are not resident, with the run that they were in last: at least half of `most`, the latest.
+
+    Two generations: when the young one is full, the old one is forgotten as a whole, without looking at its keys.
+    """
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._run_of: dict[bytes, _Run] = {}
-        self._order: deque[tuple[_Run, list[bytes]]] = deque()  # with keys that have been recalled since
-        self._listed = 0  # keys in `_order`
+        self._half = most // 2
+        self._young: dict[bytes, _Run] = {}
+        self._old: dict[bytes, _Run] = {}
 
-    def glance(self, keys: Sequence[bytes]) -> list[_Run | None]:
-        """The run of each key, None if it is not remembered."""
-        if self._run_of.keys().isdisjoint(keys):
-            return [None] * len(keys)
-        return list(map(self._run_of.get, keys))
+    def glance(self, keys: Sequence[bytes]) -> list[_Run | None] | None:
+        """The run of each key, None for those that are not remembered; None if none of them is."""
+        young, old = self._young, self._old
+        if young.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
+            return None
+        return [young.get(key) or old.get(key) for key in keys]
 
-    def recall(self, keys: Sequence[bytes]) -> list[_Run | None]:
+    def recall(self, keys: Sequence[bytes]) -> list[_Run | None] | None:
         """The same, and these keys are forgotten."""
         runs = self.glance(keys)
-        for key, run in zip(keys, runs, strict=True):
-            if run is not None:
-                del self._run_of[key]
+        if runs is not None:
+            for key in keys:
+                self._young.pop(key, None)
+                self._old.pop(key, None)
         return runs
 
-    def remember(self, keys: list[bytes], run: _Run) -> list[tuple[_Run, int]]:
+    def remember(self, keys: Sequence[bytes], run: _Run) -> list[tuple[_Run, int]]:
         """Remember that keys, not remembered now, were in a run; what is forgotten for it, as (run, number of keys)."""
+        young = self._young
         for key in keys:
-            self._run_of[key] = run
-        self._order.append((run, keys))
-        self._listed += len(keys)
-        if self._listed > 2 * self._most + len(keys):
-            self._tidy()
-        forgotten = []
-        while len(self._run_of) > self._most:
-            old, listed = self._order.popleft()
-            self._listed -= len(listed)
-            gone = [key for key in listed if self._run_of.get(key) is old]
-            for key in gone:
-                del self._run_of[key]
-            forgotten.append((old, len(gone)))
+            young[key] = run
+        if len(young) <= self._half:
+            return []
+        forgotten = _count_neighbours(self._old.values())
+        self._old, self._young = young, {}
         return forgotten
 
-    def _tidy(self) -> None:
-        """Drop what has been recalled."""
-        listed = [(run, [key for key in keys if self._run_of.get(key) is run]) for run, keys in self._order]
-        self._order = deque((run, keys) for run, keys in listed if keys)
-        self._listed = sum(len(keys) for _, keys in self._order)
-
-    def survivors(self) -> Iterator[tuple[_Run, int]]:
+    def survivors(self) -> list[tuple[_Run, int]]:
         """How many keys are remembered with each run; a run may come several times."""
-        for run, keys in self._order:
-            yield run, sum(self._run_of.get(key) is run for key in keys)
+        return _count_neighbours(chain(self._old.values(), self._young.values()))
 
     def __len__(self) -> int:
-        return len(self._run_of)
+        return len(self._old) + len(self._young)
 
 
 class _Head:
@@ -322,3 +316,8 @@ def _neighbours(runs: Iterable[_Run | None], keys: Sequence[bytes]) -> Iterator[
         end = begin + len(list(same))
         yield run, list(keys[begin:end])
         begin = end
+
+
+def _count_neighbours(runs: Iterable[_Run]) -> list[tuple[_Run, int]]:
+    """Runs with how often they follow each other."""
+    return [(run, len(list(same))) for run, same in groupby(runs)]
