@@ -32,14 +32,16 @@ def main() -> None:
             cache_memory.copy_from(np.zeros_like(original))
             print(engine.load([0, 1, 2], [3, 9, 60]).wait())
 
-            # by key: from here on the slots are the cache's. It publishes a key after its copy has completed, and gives
-            # up the least recently used one
+            # by key: from here on the slots are the cache's. It publishes a key after its copy has completed, and when
+            # it is full, it gives up what is least likely to be asked for again
             cache = kvoffload.BlockCache(engine)
-            conversation = [b"system prompt", b"question", b"answer"]
+            conversation = kvoffload.chain_keys(range(3 * TOKENS), layout=layout, namespace="quickstart")
             cache.store(conversation, blocks=[3, 9, 60]).wait()
+            cache.touch(conversation)
             cache_memory.copy_from(np.zeros_like(original))
-            hits = cache.lookup([*conversation, b"next question"])
-            cache.load(conversation[:hits], blocks=[3, 9, 60]).wait()
+            following = kvoffload.chain_keys(range(4 * TOKENS), layout=layout, namespace="quickstart")
+            hits = cache.lookup(following)
+            cache.load(following[:hits], blocks=[3, 9, 60]).wait()
             print(f"{hits} blocks found and loaded; {cache.statistics()}")
 
         restored = cache_memory.to_numpy()

@@ -3,7 +3,9 @@
     open_device      a GPU, or the simulated device        device.py, ownership.py, driver/
     KVLayout, Plane  where the blocks lie                  layout.py, interop.py; what a transfer copies: plan.py
     OffloadEngine    store, load, poll, order_before       engine.py, flight.py, launch.py, books.py, ordering.py, ...
-    BlockCache       keys to slots                         cache.py, cache_jobs.py, policies.py
+    BlockCache       keys to slots                         cache.py on cacheindex.py, entries.py, reservations.py, ...
+    chain_keys       tokens to keys                        keys.py
+    policies/        what gives way                        prefix, LRU, ARC, S3-FIFO; who may: admission.py
     copiers/         strided, gather, split, batch, loop   on streams.py, memory.py, arena.py
     kernels/         Triton without PyTorch                gather.py; what loads it, and keeps it: cachefiles.py
     tuning/          what transfers cost on a machine      measured by tuner/; which copier takes one: choice.py

@@ -25,7 +25,7 @@ class Namespace:
             stored without a known namespace have priority 0.
 
     Raises:
-        ValueError: `max_blocks` is less than 1.
+        ValueError, TypeError: `max_blocks` is less than 1, or a value is no integer.
     """
 
     max_blocks: int | None = None
@@ -34,6 +34,8 @@ class Namespace:
     def __post_init__(self) -> None:
         if self.max_blocks is not None:
             at_least("max_blocks", self.max_blocks, 1)
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise TypeError(f"priority must be an integer, got {self.priority!r:.80}")
 
 
 class ReuseFilter:
@@ -77,6 +79,15 @@ class Pool:
         self.priority = priority
         self.max_blocks = max_blocks
 
+    def within_quota(
+        self, newcomers: list[bytes], present: Iterable[bytes], number_of: Callable[[bytes], int | None]
+    ) -> list[bytes]:
+        """Those of a request's new keys, from the first, that fit in the quota beside those present, which stay."""
+        if self.max_blocks is None:
+            return newcomers
+        kept = sum(number_of(key) == self.number for key in present)
+        return newcomers[: self.max_blocks - kept]
+
 
 class Space(NamedTuple):
     """Where new keys go: how many of them, from the first, and what goes for them, by pool."""
@@ -98,6 +109,8 @@ class Pools:
         namespaces: Mapping[str, Namespace],
         capacity: int,
     ) -> None:
+        if not isinstance(namespaces, Mapping):
+            raise TypeError(f"namespaces must be a mapping of names to Namespace, got {namespaces!r:.80}")
         numbers = count()
         self._shared: dict[int, Pool] = {}
         self._of: dict[str, Pool] = {}
@@ -147,14 +160,13 @@ class Pools:
 
         Keys of lower priorities go first, then those of the pool with the most keys among those of the same priority.
         """
-        wanted = len(newcomers) if pool.max_blocks is None else min(len(newcomers), pool.max_blocks)
+        wanted, found = len(newcomers), 0
         taken: list[tuple[Pool, list[bytes]]] = []
-        found = 0
 
         def make_room() -> Room | None:
             room = free + found
             room = room if pool.max_blocks is None else min(room, pool.max_blocks - len(pool.policy))
-            return pool.policy.make_room(newcomers[:wanted], room, protected)
+            return pool.policy.make_room(newcomers, room, protected)
 
         own = None
         donors = self._donors(pool) if wanted > free else []

@@ -26,7 +26,8 @@ from kvoffload.plan import Direction
 from kvoffload.policies import DEFAULT_POLICY, Policy
 from kvoffload.reservations import Lease, Reservation, Stage, Status
 
-_owners: weakref.WeakKeyDictionary[OffloadEngine, weakref.ref[BlockCache]] = weakref.WeakKeyDictionary()
+_Owner = tuple[weakref.ref["BlockCache"], weakref.ref[CacheIndex]]
+_owners: weakref.WeakKeyDictionary[OffloadEngine, _Owner] = weakref.WeakKeyDictionary()
 
 
 class BlockCache:
@@ -53,8 +54,8 @@ class BlockCache:
         store_after: a key is stored only after so many lookups that missed it; 0: at once.
         max_load_blocks: `lookup` reports no more hits than this; None: all. (Loading a very long prefix delays whatever
             else waits for the link.)
-        on_event: is called with a `CacheEvent` for what has happened, in the order in which it did, by whichever
-            thread's call of this cache comes next to its end, outside all locks.
+        on_event: is called with a `CacheEvent` for what has happened, one at a time and in the order in which it did,
+            by a thread whose call of this cache has come to its end, outside all locks.
 
     Raises:
         CapacityError: the engine has fewer slots than groups, or belongs to another cache.
@@ -88,18 +89,21 @@ class BlockCache:
             max_load_blocks=max_load_blocks,
             on_event=on_event,
             lock=engine.lock,
+            check_usable=engine.device.check_process,
             num_groups=self._groups,
         )
         self._claim_slots()
 
     def _claim_slots(self) -> None:
         with self.engine.lock:
-            other = _owners.get(self.engine, lambda: None)()
-            if other is not None:
+            owner = _owners.get(self.engine)
+            cache, index = (None, None) if owner is None else (owner[0](), owner[1]())
+            if cache is not None or (index is not None and index.busy):
                 raise CapacityError(
-                    "the engine's slots belong to another BlockCache: delete that one first, or make a second engine"
+                    "the engine's slots belong to another BlockCache: delete that one first, end its reservations and "
+                    "leases, or make a second engine"
                 )
-            _owners[self.engine] = weakref.ref(self)
+            _owners[self.engine] = (weakref.ref(self), weakref.ref(self._index))
 
     # asking -------------------------------------------------------------------------------------------------------
 
@@ -124,7 +128,6 @@ class BlockCache:
         Call it once per request, at its end, with all of its keys in their order, also those that were not found: then
         recency and frequency follow requests, not the order in which copies happened to complete.
         """
-        self.engine.device.check_process()
         self._index.touch(keys)
 
     # moving bytes -------------------------------------------------------------------------------------------------
@@ -156,10 +159,10 @@ class BlockCache:
         self.engine.advance()
         with self._index.guarded():
             proposal = self._index.propose(keys, namespace)
+            self.engine.check_room(self._groups if proposal.keys else 0)
             if not proposal.keys:
                 self._index.take(proposal).commit()
                 return CacheJob((), ())
-            self.engine.check_room(self._groups)
             transfer = CacheTransfer()
             indices = tuple(proposal.draw.indices)
             try:
@@ -256,7 +259,6 @@ class BlockCache:
         Raises:
             AssertionError: one does not hold; the message says which.
         """
-        self.engine.device.check_process()
         with self._index.guarded():
             self._index.check()
             if self.engine.statistics().in_flight == 0:

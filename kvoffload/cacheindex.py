@@ -41,9 +41,10 @@ class CacheIndex:
         store_after: a key is stored only after so many lookups that missed it; 0: at once.
         max_load_blocks: `lookup` reports no more hits than this; None: all. (Loading a very long prefix delays whatever
             else waits for the link.)
-        on_event: is called with a `CacheEvent` for what has happened, in the order in which it did, by the thread of
-            whichever call of this cache comes next to its end, outside the lock.
+        on_event: is called with a `CacheEvent` for what has happened, one at a time and in the order in which it did,
+            by a thread whose call of this cache has come to its end, outside the lock.
         lock: to share.
+        check_usable: is called before the lock is taken, and may raise.
         num_groups: slots of an entry.
 
     Raises:
@@ -60,6 +61,7 @@ class CacheIndex:
         max_load_blocks: int | None = None,
         on_event: Callable[[CacheEvent], None] | None = None,
         lock: threading.RLock | None = None,
+        check_usable: Callable[[], None] = lambda: None,
         num_groups: int = 1,
     ) -> None:
         self.capacity = at_least("capacity", capacity, 1)
@@ -73,6 +75,7 @@ class CacheIndex:
         self._leases: set[Lease] = set()  # not released
         self._journal = Journal(self.capacity, on_event)
         self._lock = threading.RLock() if lock is None else lock
+        self._check_usable = check_usable
         self._depth = 0  # calls of this index within each other
 
     # asking -------------------------------------------------------------------------------------------------------
@@ -140,14 +143,13 @@ class CacheIndex:
         of, free = self._entries.of, self._entries.num_free
         missing = [key for key in keys if key not in of]
         present = [key for key in keys if key in of] if len(missing) < len(keys) else []
-        new = self._filter.passing(missing)
         pool = self._pools.of(namespace)
+        new = pool.within_quota(self._filter.passing(missing), present, self._pool_number)
         space = self._pools.make_space(pool, new, free, self._protected(present))
         if space is None:
             raise CapacityError(
-                f"{len(new)} keys need {len(new) - free} to be given up, and too few of {len(self)} may go: the "
-                "others are among the keys given, are being stored or loaded, or belong to a namespace of higher "
-                f"priority (capacity {self.capacity})"
+                f"{len(new)} keys find {free} entries free (capacity {self.capacity}), and too few of {len(self)} may "
+                "be given up: others are the request's own, in use, or of a namespace with a quota or higher priority"
             )
         admitted = new[: space.admitted]
         everything = len(admitted) == len(keys)
@@ -177,6 +179,7 @@ class CacheIndex:
         self._entries.fill(proposal.keys, proposal.draw, proposal.pool.number)
         proposal.pool.policy.insert(proposal.keys)
         self._filter.forget(proposal.keys)
+        self._journal.note_taken(proposal.draw.indices)
         reservation = Reservation(
             self,
             keys=tuple(proposal.keys),
@@ -197,9 +200,8 @@ class CacheIndex:
         with self.guarded():
             reservation.check_open()
             if jobs:
-                reservation.stage = Stage.SETTLING
-                reservation.jobs = jobs
-                settlement = Settlement(self, reservation)
+                settlement = Settlement(self, reservation, jobs)
+                reservation.stage, reservation.jobs = Stage.SETTLING, jobs
                 for job in jobs:
                     job.tell(settlement)
             else:
@@ -250,9 +252,10 @@ class CacheIndex:
             return lease
 
     def load(self, keys: Sequence[bytes]) -> None:
-        """Note that a request loads these keys, which are present: they are in use, before its `touch` says so."""
+        """Note that a request loads those of these keys that are here: they are in use, before its `touch` says so."""
+        check_keys(keys)
         with self.guarded():
-            used = self._entries.originals(dict.fromkeys(keys))
+            used = self._entries.originals(key for key in dict.fromkeys(keys) if key in self._entries.of)
             for pool, mine in self._pools.split(used, self._pool_number):
                 pool.policy.load(mine)
 
@@ -316,8 +319,12 @@ class CacheIndex:
     @property
     def keys(self) -> list[bytes]:
         """All keys, ready or pending."""
-        with self.guarded():
-            return list(self._entries.of)
+        return list(self._entries.of)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody may read or fill an entry."""
+        return bool(self._reservations or self._leases)
 
     @property
     def settling(self) -> list[Reservation]:
@@ -331,28 +338,27 @@ class CacheIndex:
         return f"CacheIndex({self.describe()})"
 
     def describe(self) -> str:
-        """The state in a line."""
-        with self.guarded():
-            counts = f"{len(self._pending)} pending, {self._pinned()} pinned"
-            return f"{len(self)} of {self.capacity} keys, {counts}; {self._pools}"
+        """The state in a line; takes no lock, so that it can be shown from anywhere."""
+        counts = f"{len(self._pending)} pending, {len(self._leases)} leases"
+        return f"{len(self)} of {self.capacity} keys, {counts}; {self._pools}"
 
     # inner workings, under the lock -------------------------------------------------------------------------------
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """The lock; what has happened is told when the outermost call that took it this way has given it back."""
-        told: list[CacheEvent] = []
+        self._check_usable()
+        depth = None
         try:
             with self._lock:
                 self._depth += 1
                 try:
                     yield
                 finally:
-                    self._depth -= 1
-                    if self._depth == 0:
-                        told = self._journal.take_events()
+                    self._depth = depth = self._depth - 1
         finally:
-            self._journal.tell(told)
+            if depth == 0:
+                self._journal.tell()
 
     def _lookup(self, keys: Sequence[bytes]) -> int:
         found = self._entries.leading(keys)

@@ -21,7 +21,7 @@ class Draw(NamedTuple):
 
     indices: list[int]
     fresh: int  # how many of them have never been used
-    recycled: int  # how many come from the free list
+    recycled: slice  # where in the free list the others are; entries that come free meanwhile are behind them
     unused: list[int]  # entries of victims that no new key takes
 
 
@@ -52,15 +52,16 @@ class EntryTable:
         Keys that were stored together mostly lie side by side: comparing them as they lie costs a tenth of looking up
         each in a large dictionary, where nearly every step misses the CPU's caches.
         """
-        wanted, found = list(keys), 0
+        wanted, found, compared = list(keys), 0, 2 * _FEW
         while found < len(wanted):
             index = self.of.get(wanted[found])
             if index is None:
                 return found
-            together = self._together(index, wanted[found:])
+            together = self._together(index, wanted[found : found + compared])
             found += together
             if together < _FEW:
                 break
+            compared = 2 * together  # so that many short runs cost no more than one long one
         return found + len(list(takewhile(self.of.__contains__, wanted[found:])))
 
     def _together(self, index: int, keys: list[bytes]) -> int:
@@ -75,8 +76,8 @@ class EntryTable:
         begin = len(self._keys)
         fresh = min(count - len(indices), self.capacity - begin)
         indices += range(begin, begin + fresh)
-        recycled = count - len(indices)
-        indices += sorted(self._free[len(self._free) - recycled :])
+        recycled = slice(len(self._free) - (count - len(indices)), len(self._free))
+        indices += sorted(self._free[recycled])
         return Draw(indices, fresh, recycled, given_up[count:])
 
     def give_up(self, keys: Iterable[bytes]) -> list[int]:
@@ -88,7 +89,7 @@ class EntryTable:
 
     def fill(self, keys: Sequence[bytes], draw: Draw, pool: int) -> None:
         """Give the keys their entries, each with one holder. The victims have lost theirs."""
-        del self._free[len(self._free) - draw.recycled :]
+        del self._free[draw.recycled]
         self._free += draw.unused
         self._keys += [None] * draw.fresh
         self.pool_of.extend([0] * draw.fresh)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +44,8 @@ class Journal:
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event must be a function of a CacheEvent, got {on_event!r:.80}")
         self._on_event = on_event
-        self._events: list[CacheEvent] = []
+        self._events = deque[CacheEvent]()  # not told yet
+        self._telling = threading.Lock()
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._asked = 0  # blocks touched
         self._stored_at = np.zeros(capacity)  # by entry, seconds
@@ -65,10 +68,12 @@ class Journal:
     def note_loaded(self, count: int) -> None:
         self._counts["loaded"] += count
 
+    def note_taken(self, entries: list[int]) -> None:
+        """These entries have new keys, which may be touched before they are stored."""
+        self._touched_at[entries] = 0
+
     def note_stored(self, keys: Sequence[bytes], entries: Sequence[int], namespace: str) -> None:
-        places = np.array(entries, dtype=np.int64)
-        self._stored_at[places] = time.monotonic()
-        self._touched_at[places] = 0
+        self._stored_at[np.array(entries, dtype=np.int64)] = time.monotonic()
         self.note("stored", keys, namespace)
 
     def note_evicted(self, keys: Sequence[bytes], entries: list[int]) -> None:
@@ -93,19 +98,22 @@ class Journal:
     def reuse_distance_blocks(self) -> Histogram:
         return self._distances.snapshot()
 
-    def take_events(self) -> list[CacheEvent]:
-        """What has not been told yet."""
-        events, self._events = self._events, []
-        return events
+    def tell(self) -> None:
+        """Call the hook for every event that has not been told; what it raises becomes a warning.
 
-    def tell(self, events: list[CacheEvent]) -> None:
-        """Call the hook; what it raises becomes a warning."""
-        assert self._on_event is not None or not events
-        for event in events:
+        If it is running, further up in this thread or in another one, whoever called it goes on with these: otherwise
+        they would be told before events that came first.
+        """
+        while self._events and self._telling.acquire(blocking=False):
             try:
-                self._on_event(event)  # type: ignore[misc]
-            except Exception as error:
-                warnings.warn(f"on_event raised {error!r}; the cache goes on", KVOffloadWarning, stacklevel=5)
+                while self._events:
+                    event = self._events.popleft()
+                    try:
+                        self._on_event(event)  # type: ignore[misc]
+                    except Exception as error:
+                        warnings.warn(f"on_event raised {error!r}; the cache goes on", KVOffloadWarning, stacklevel=5)
+            finally:
+                self._telling.release()
 
     def _announce(self, kind: str, keys: Sequence[bytes], namespace: str = "") -> None:
         if keys and self._on_event is not None:

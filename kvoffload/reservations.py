@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvoffload.errors import ClosedError, TransferError
+from kvoffload.jobs import Job
 from kvoffload.layout import Int64Array
 
 if TYPE_CHECKING:
     from kvoffload.admission import Pool
     from kvoffload.cacheindex import CacheIndex
     from kvoffload.entries import Draw
-    from kvoffload.jobs import Job
 
 
 class Status(enum.Enum):
@@ -101,6 +101,7 @@ class Reservation:
 
         Raises:
             ClosedError: it has been committed or aborted before; nothing has changed.
+            TypeError: one of `jobs` is not a job of an engine's; nothing has changed.
         """
         self._index.commit(self, jobs)
 
@@ -205,7 +206,8 @@ class Lease:
 def raise_if_aborted(reservations: tuple[Reservation, ...]) -> None:
     """Raise TransferError if one of them was aborted: what was read from its entries is not the keys' bytes."""
     for reservation in reservations:
-        if reservation.stage is Stage.ABORTED:
+        failed = any(job.error is not None for job in reservation.jobs)  # it is aborted only when these have ended
+        if failed or reservation.stage is Stage.ABORTED:
             raise TransferError(
                 f"the store of {len(reservation.keys)} keys that were pending when they were leased has failed: what "
                 "was read from their slots must not be used"
@@ -215,10 +217,13 @@ def raise_if_aborted(reservations: tuple[Reservation, ...]) -> None:
 class Settlement:
     """Settles a reservation when the transfers that fill its entries have ended. Called under the lock."""
 
-    def __init__(self, index: CacheIndex, reservation: Reservation) -> None:
+    def __init__(self, index: CacheIndex, reservation: Reservation, jobs: tuple[Job, ...]) -> None:
+        for position, job in enumerate(jobs):
+            if not isinstance(job, Job):
+                raise TypeError(f"jobs[{position}] must be what OffloadEngine.store returned, got {job!r:.80}")
         self._index = index
         self._reservation = reservation
-        self._unfinished = {job.id for job in reservation.jobs}
+        self._unfinished = {job.id for job in jobs}
         self._failed = False
 
     def boarded(self, job: Job) -> None:

@@ -56,6 +56,7 @@ class PrefixOracle(Oracle):
         self.here: dict[bytes, Record] = {}
         self.gone: dict[bytes, tuple[int, Record]] = {}  # with the generation that it was remembered in
         self.observations: list[Observation] = []
+        self.learned: set[int] = set()
         self.worths = [[(kind // 2 + 1) / (1 + edge) for edge in self.settings.edges] for kind in range(11)]
         self.now = self.calls = self.generation = 0
         self.due = self.round
@@ -155,6 +156,8 @@ class PrefixOracle(Oracle):
                 reused = sum(weight for at, found, weight in seen if at == index and found)
                 ended = sum(weight for at, found, weight in seen if at == index and not found)
                 chances.append(reused / max(reached - ended / 2, reused))
+            if chances:
+                self.learned.add(kind)
             for index in range(len(edges)):
                 if index < len(chances):
                     self.worths[kind][index] = self.density(chances, index)
@@ -196,7 +199,7 @@ class PrefixOracle(Oracle):
     def give_up_for(self, newcomers: Sequence[bytes], room: int, protected: Collection[bytes]) -> Given | None:
         going, victims, admitted = self.order(protected), list[bytes](), len(newcomers)
         while admitted - room > len(victims):
-            if admitted and going and self.arriving(newcomers, admitted - 1) < self.worth(self.here[going[0]]):
+            if admitted and going and self.arriving(newcomers, admitted - 1) <= self.worth(self.here[going[0]]):
                 admitted -= 1
             elif going:
                 victims.append(going.pop(0))
@@ -209,4 +212,5 @@ class PrefixOracle(Oracle):
 
     def arriving(self, newcomers: Sequence[bytes], place: int) -> float:
         uses = min(6, 1 + (self.gone[newcomers[place]][1].uses if newcomers[place] in self.gone else 0))
-        return self.worth(Record(uses, place == len(newcomers) - 1, self.now, True, 0, 0, True))
+        record = Record(uses, place == len(newcomers) - 1, self.now, True, 0, 0, True)
+        return self.worth(record) if record.kind in self.learned else float("inf")

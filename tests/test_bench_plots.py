@@ -197,7 +197,7 @@ def test_a_figure_names_the_gpu_and_labels_every_line() -> None:
 
 def test_labels_keep_apart_and_near_their_lines() -> None:
     ends = {"a": 50.0, "b": 50.5, "c": 10.0, "d": 49.0, "e": 0.1}
-    places = plots._spread(ends, gap=3.0, top=55.0)
+    places = plots.spread(ends, gap=3.0, top=55.0)
     heights = sorted(height for _, height in places.values())
     assert all(high - low >= 3.0 - 1e-9 for low, high in itertools.pairwise(heights))
     assert places["c"] == (10.0, 10.0)

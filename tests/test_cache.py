@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -394,6 +395,7 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
                 self.lock = threading.RLock()
                 self.num_slots = self.max_in_flight = capacity
                 self.layout = layout
+                self.device = SimpleNamespace(check_process=lambda: None)
 
             def submit(self, *_: Any, **options: Any) -> Any:
                 listener = options["listener"]
@@ -405,7 +407,7 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
 
             def check_room(self, jobs: int) -> None: ...
 
-        cache = BlockCache(NoCopies())  # type: ignore[arg-type]
+        cache = BlockCache(NoCopies(), "lru")  # type: ignore[arg-type]
         batch = 500
         names = [b"%d" % number for number in range(capacity + evictions)]
         blocks = np.zeros(batch, np.int64)

@@ -349,7 +349,7 @@ def test_every_namespace_and_extra_has_keys_of_its_own(pairs: list[tuple[str, by
         (iter(TOKENS), r"token_ids must be one-dimensional, got shape \(\)"),
         (set(TOKENS), r"token_ids must be one-dimensional, got shape \(\)"),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__ if hasattr(value, "__next__") else repr(value),
 )
 def test_what_is_no_token_is_refused_by_name(token_ids: Any, culprit: str) -> None:
     with pytest.raises(LayoutError, match=rf"^{culprit}; token_ids must be one sequence of integers in \[0, 2\*\*32\)"):

@@ -243,7 +243,8 @@ def test_files_and_functions_stay_small() -> None:
 # what importing costs
 
 HEAVY = (
-    "torch", "triton", "jax", "cupy", "numba", "matplotlib", "rich", "platformdirs", "prometheus_client", "ctypes.wintypes",
+    "torch", "triton", "jax", "cupy", "numba", "matplotlib", "rich", "platformdirs", "prometheus_client",
+    "ctypes.wintypes",
 )  # fmt: skip
 
 
@@ -254,7 +255,8 @@ def run(program: str) -> str:
 
 
 def test_importing_costs_little_beyond_numpy() -> None:
-    program = "import numpy, time; t = time.perf_counter(); import kvoffload; print(time.perf_counter() - t)"
+    """CPU time: what else runs on the machine does not count."""
+    program = "import numpy, time; t = time.process_time(); import kvoffload; print(time.process_time() - t)"
     assert min(float(run(program)) for _ in range(5)) < 0.15
 
 

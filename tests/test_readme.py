@@ -14,19 +14,24 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def snippet(name: str) -> str:
-    found = re.search(rf"<!-- run: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
-    assert found is not None, f"README.md has no snippet named {name}"
+def snippet(name: str, text: str = README) -> str:
+    found = re.search(rf"<!-- run: {name} -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None, f"there is no snippet named {name}"
     return found.group(1)
 
 
-def run(name: str) -> None:
-    exec(compile(snippet(name), f"README.md, {name}", "exec"), {"__name__": "__readme__"})
+def run(name: str, text: str = README) -> None:
+    exec(compile(snippet(name, text), name, "exec"), {"__name__": "__readme__"})
 
 
 def test_the_cache_snippet_runs_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     run("cache")
     assert capsys.readouterr().out.startswith("3 CacheStatistics(capacity=16, resident=3")
+
+
+def test_the_servers_request_runs_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    run("server", (ROOT / "docs" / "cache.md").read_text())
+    assert capsys.readouterr().out.startswith("6 BlockCache(6 of 16 keys")
 
 
 def test_both_commands_are_there() -> None:

@@ -11,19 +11,28 @@ import kvoffload
 from kvoffload import (
     NO_WAIT,
     BlockCache,
+    CacheEvent,
+    CacheIndex,
     CacheJob,
+    CacheStatistics,
     CapacityError,
     Device,
     DeviceBuffer,
     Direction,
     Job,
     KVLayout,
+    Lease,
+    Namespace,
     OffloadEngine,
     Plane,
+    Reservation,
+    Status,
     TransferError,
     TransferResult,
+    chain_keys,
     open_device,
 )
+from kvoffload.policies import Prefix
 
 
 class Stream:
@@ -86,7 +95,8 @@ def transfers(layout: KVLayout, device: Device) -> list[TransferResult]:
 
 def caches(layout: KVLayout, device: Device) -> int:
     with OffloadEngine(layout, device=device, num_slots=16) as engine:
-        cache = BlockCache(engine, policy="lru")
+        events: list[CacheEvent] = []
+        cache = BlockCache(engine, namespaces={"guests": Namespace(max_blocks=4)}, on_event=events.append)
         try:
             job = cache.store([b"one", b"two"], [0, 1, 2, 3], after=NO_WAIT)
         except CapacityError:
@@ -96,9 +106,31 @@ def caches(layout: KVLayout, device: Device) -> int:
         found = cache.lookup([b"one", b"two", b"three"])
         assert_type(found, int)
         cache.load([b"one"], [5, 6]).wait(timeout=10.0)
+        cache.load([b"two"], [5, 6], pending=True).order_before(0)
+        with cache.reserve([b"three"], namespace="guests") as reservation:
+            assert_type(reservation, Reservation)
+            assert_type(reservation.keys, tuple[bytes, ...])
+            engine.slots[reservation.slots()] = 7
+        with cache.acquire([b"one", b"three"]) as lease:
+            assert_type(lease, Lease)
+            assert_type(engine.slots[lease.slots()], npt.NDArray[np.uint8])
+        assert_type(cache.status([b"three"]), list[Status])
+        cache.touch([b"one", b"two", b"three"])
+        assert_type(cache.lookup_many([[b"one"], [b"three"]]), list[int])
+        assert_type(cache.remove([b"two"]) + cache.clear(), int)
         cache.check()
-        assert_type(cache.statistics().evicted, int)
+        assert_type(cache.statistics(), CacheStatistics)
+        assert {event.kind for event in events} >= {"stored", "hit", "removed"}
         return found
+
+
+def keys(layout: KVLayout) -> list[bytes]:
+    index = CacheIndex(100, policy=Prefix)
+    found = chain_keys(np.arange(100, dtype=np.uint16), layout=layout, namespace="model", extra=b"adapter")
+    assert_type(found, list[bytes])
+    index.reserve(found).commit()
+    assert index.lookup(found) == len(found)
+    return found
 
 
 def errors() -> None:
@@ -114,4 +146,5 @@ def main() -> None:
         layout = layouts(device)
         assert len(transfers(layout, device)) == 2
         assert caches(layout, device) == 2
+        assert len(keys(layout)) == 3
     errors()

@@ -2,7 +2,9 @@
 
     doctor          what is here, what can run, and what to do about the rest      doctor.py
     demo            a made chat workload, every byte verified                      demo.py
-    replay          a recorded trace, every byte verified                          replay.py, trace.py, verified.py
+    replay          a trace: every byte verified, or hits alone        replay.py, trace.py, verified.py, overlap.py,
+                    of any policy, beside the optimum                  metadata.py, belady.py, saving.py, hitplot.py
+                    made traffic instead of a trace                    workloads.py
     bench           the parser of what follows                                     bench.py
       transfer      every way of copying, by model                     transfer.py, latency.py, frameworks.py
       sweep         bytes of a copy x number of copies                 sweep.py

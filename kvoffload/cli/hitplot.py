@@ -37,17 +37,17 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     """
     from matplotlib import rc_context
 
-    with rc_context(plots._STYLE):
+    with rc_context(plots.STYLE):
         figure = make(rows, title)
         try:
-            figure.savefig(path, dpi=plots._DPI, facecolor="white")
+            figure.savefig(path, dpi=plots.DPI, facecolor="white")
         except OSError as error:
             raise CommandError(f"the figure cannot be written to {path}: {error.strerror or error}") from error
 
 
 def make(rows: Sequence[Row], title: str) -> Any:
     """The figure: percent of the blocks asked for that were found, against slots."""
-    figure, (panel,) = plots._figure(8.2, 5.2, 1)
+    figure, (panel,) = plots.make_figure(8.2, 5.2, 1)
     slots = sorted({row.slots for row in rows})
     rates = {policy: {row.slots: 100 * row.hit_rate for row in rows if row.policy == policy} for policy in _SERIES}
     ends = {}
@@ -69,10 +69,10 @@ def make(rows: Sequence[Row], title: str) -> Any:
     panel.minorticks_off()
     panel.set_xticks(slots, [f"{each:,}" for each in slots])
     panel.set_ylim(0, top)
-    panel.grid(axis="y", color=plots._GRID)
+    panel.grid(axis="y", color=plots.GRID)
     panel.set_xlabel("blocks that the cache holds")
     panel.set_ylabel("% of the blocks asked for that were found")
-    for policy, (value, height) in plots._spread(ends, 0.05 * top, 1.02 * top).items():
-        plots._label_end(panel, slots[-1], value, height, _SERIES[policy])
+    for policy, (value, height) in plots.spread(ends, 0.05 * top, 1.02 * top).items():
+        plots.label_end(panel, slots[-1], value, height, _SERIES[policy])
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     return figure

@@ -19,8 +19,8 @@ from kvoffload.cli.console import CommandError
 
 Fields = Mapping[str, Any]
 _LINK = "big copy"
-_INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
-_DPI = 160
+_INK, _MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+DPI = 160
 _ARROWS = {"store": "GPU to host (store)", "load": "host to GPU (load)"}
 _PLANES = {
     "folded": "planes in one slab (they fold)",
@@ -82,7 +82,7 @@ def draw(results: Mapping[str, Fields], folder: str) -> list[Path]:
     from matplotlib import rc_context
 
     target = require_folder(folder)
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         paths = [path for name, fields in results.items() for path in _drawn(name, fields, target)]
     if not paths:
         names = ", ".join(sorted({str(fields["benchmark"]) for fields in results.values()}))
@@ -100,7 +100,7 @@ def _drawn(name: str, fields: Fields, folder: Path) -> list[Path]:
         raise CommandError(f"{name} is no complete result of `bench {fields['benchmark']}` ({problem})") from error
 
 
-_STYLE: Any = {  # matplotlib types the keys of its settings one by one
+STYLE: Any = {  # matplotlib types the keys of its settings one by one
     "font.family": "sans-serif",
     "font.size": 10.5,
     "text.color": _INK,
@@ -129,11 +129,11 @@ def _draw(fields: Fields, folder: Path) -> Iterator[Path]:
 
 def _save(figure: Any, path: Path) -> Iterator[Path]:
     if figure is not None:
-        figure.savefig(path, dpi=_DPI, facecolor="white")
+        figure.savefig(path, dpi=DPI, facecolor="white")
         yield path
 
 
-def _figure(width: float, height: float, columns: int, **options: Any) -> tuple[Any, list[Any]]:
+def make_figure(width: float, height: float, columns: int, **options: Any) -> tuple[Any, list[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -180,7 +180,7 @@ def _lines(fields: Fields, rows: Sequence[Fields], title: str, key: str, axis: s
     placements = list(dict.fromkeys(row["placement"] for row in rows))
     if not placements:
         return None
-    figure, panels = _figure(6.9 * len(placements), 5.4, len(placements), sharey=True)
+    figure, panels = make_figure(6.9 * len(placements), 5.4, len(placements), sharey=True)
     link = statistics.median(row["gb_per_s"][_LINK] for row in rows)
     for panel, placement in zip(panels, placements, strict=True):
         chosen = sorted((row for row in rows if row["placement"] == placement), key=lambda row: int(row[key]))
@@ -198,7 +198,7 @@ def _panel(panel: Any, rows: Sequence[Fields], key: str, link: float) -> None:
     panel.set_xscale("log", base=2)
     panel.minorticks_off()
     panel.set_ylim(0, link * 1.12)
-    panel.grid(axis="y", color=_GRID)
+    panel.grid(axis="y", color=GRID)
     panel.axhline(link, color=_MUTED, linewidth=1.2, linestyle=(0, (6, 3)))
     panel.annotate(
         f"the link: one big copy, {link:.0f} GB/s",
@@ -226,11 +226,11 @@ def _panel(panel: Any, rows: Sequence[Fields], key: str, link: float) -> None:
                 alpha=0.45 if series is _CHOICE else 1.0,
             )
             ends[name] = points[-1][1]
-    for name, (value, height) in _spread(ends, 0.05 * link, 1.1 * link).items():
-        _label_end(panel, rows[-1][key], value, height, _SERIES[name])
+    for name, (value, height) in spread(ends, 0.05 * link, 1.1 * link).items():
+        label_end(panel, rows[-1][key], value, height, _SERIES[name])
 
 
-def _label_end(panel: Any, x: float, value: float, height: float, series: Series) -> None:
+def label_end(panel: Any, x: float, value: float, height: float, series: Series) -> None:
     """Right of the line's end, at a height where labels do not overlap, and joined to it."""
     style: dict[str, Any] = {"arrowstyle": "-", "color": series.colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4}
     style["relpos"] = (0.0, 0.5)
@@ -248,7 +248,7 @@ def _label_end(panel: Any, x: float, value: float, height: float, series: Series
     )
 
 
-def _spread(ends: Mapping[str, float], gap: float, top: float) -> dict[str, tuple[float, float]]:
+def spread(ends: Mapping[str, float], gap: float, top: float) -> dict[str, tuple[float, float]]:
     """Value and height of each label: as near to its value as labels `gap` apart can be, between 0 and `top`."""
     ordered = sorted(ends.items(), key=lambda item: item[1])
     groups: list[list[float]] = []  # of labels that touch: the sum of where they would lie if gaps were nothing; count
@@ -290,7 +290,7 @@ def _by_model(fields: Fields, direction: str) -> Any:
     order = sorted({(row["block_bytes"], row["planes"], row["model"]) for row in rows})
     if not order:
         return None
-    figure, (panel,) = _figure(10.5, 1.9 + 0.42 * len(order), 1)
+    figure, (panel,) = make_figure(10.5, 1.9 + 0.42 * len(order), 1)
     heights = {model: place for place, (_, _, model) in enumerate(order)}
     for marks, chosen in ((_MARKS, transfers), (_FRAMEWORK_MARKS, frameworks)):
         for name, placement, label, colour, marker in marks:
@@ -308,7 +308,7 @@ def _by_model(fields: Fields, direction: str) -> Any:
     panel.set_yticks(range(len(order)), names, fontsize=9)
     panel.set_xlim(0, link * 1.08)
     panel.set_ylim(-0.6, len(order) - 0.4)
-    panel.grid(axis="both", color=_GRID)
+    panel.grid(axis="both", color=GRID)
     panel.set_xlabel("GB/s on the GPU clock (JAX: wall clock)")
     panel.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9.5)
     return _titled(figure, f"KV blocks of models, {_ARROWS[direction]}", fields)
@@ -337,7 +337,7 @@ def _slowdowns(fields: Fields, direction: str) -> Any:
     if not computations:
         return None
     ways = sorted({row["way"] for row in rows}, key=_bar_order)
-    figure, panels = _figure(2.2 + 3.7 * len(computations), 1.9 + 0.31 * len(ways), len(computations), sharey=True)
+    figure, panels = make_figure(2.2 + 3.7 * len(computations), 1.9 + 0.31 * len(ways), len(computations), sharey=True)
     most = max(1.0, *(100 * (row["slowdown"] - 1) for row in rows))
     for panel, computation in zip(panels, computations, strict=True):
         lost = {row["way"]: 100 * (row["slowdown"] - 1) for row in rows if row["computation"] == computation}

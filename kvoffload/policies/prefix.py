@@ -49,7 +49,7 @@ class _Run:
 class Prefix(Policy):
     """Gives up the key that is worth least together with all that needs it; O(1) amortised.
 
-    Of new keys it admits those that are worth more than what they would displace.
+    Of new keys it admits those that are worth more than what they would displace, and those that it knows nothing of.
 
     Args:
         capacity: keys of the cache.
@@ -107,7 +107,7 @@ class Prefix(Policy):
         left: Counter[_Run] = Counter()
         reused: Counter[_Run] = Counter()
         asked, last = 0, len(keys) - 1 if ends else -1
-        for resident, old, part in self._by_run(keys):
+        for resident, old, part in list(self._by_run(keys)):
             renews = old is not None and old.counted and resident and not counted
             uses = 1 if old is None else old.uses if renews else min(old.uses + 1, MOST_USES)
             if not renews:
@@ -199,8 +199,8 @@ class Prefix(Policy):
         heads = self._heads(protected)
         while admitted - room > len(victims):
             head = min(heads, key=self._claim, default=None)
-            rival = 0.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
-            while admitted and worths[admitted - 1] < rival and admitted - room > len(victims):
+            rival = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
+            while admitted and worths[admitted - 1] <= rival and admitted - room > len(victims):
                 admitted -= 1
             if admitted - room <= len(victims):
                 break
@@ -217,8 +217,8 @@ class Prefix(Policy):
             return []
         known = self._gone.glance(newcomers)
         uses = [0] * len(newcomers) if known is None else [0 if run is None else run.uses for run in known]
-        worth = [self._model.worth(kind_of(1 + before, False), 0) for before in range(MOST_USES + 1)]
-        return [*map(worth.__getitem__, uses[:-1]), self._model.worth(kind_of(1 + uses[-1], True), 0)]
+        worth = [self._model.promise(kind_of(1 + before, False)) for before in range(MOST_USES + 1)]
+        return [*map(worth.__getitem__, uses[:-1]), self._model.promise(kind_of(1 + uses[-1], True))]
 
     def _heads(self, protected: Protected) -> list[_Head]:
         heads = [_Head(queue, self._run_of, protected) for queue in self._queues if queue]

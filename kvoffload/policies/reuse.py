@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from math import inf
 from typing import NamedTuple
 
 MOST_USES = 6  # blocks used so often or more often are of one kind
@@ -54,6 +55,7 @@ class ReuseModel:
         self._reused = _table()
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
+        self._known = [False] * KINDS
         self._claims = self._worth
         self._raise_claims()
 
@@ -68,6 +70,10 @@ class ReuseModel:
     def worth(self, kind: int, age: int) -> float:
         """Uses to be had for each block of age that a block is kept from now on."""
         return self._worth[kind][bisect_right(EDGES, age) - 1]
+
+    def promise(self, kind: int) -> float:
+        """What a block of a kind is worth on arrival; more than any other as long as nothing is known of the kind."""
+        return self._worth[kind][0] if self._known[kind] else inf
 
     def claim(self, kind: int, age: int) -> float:
         """The worth of a block together with all that may need it.
@@ -84,7 +90,7 @@ class ReuseModel:
         for kind, age, blocks in survivors:
             waiting[kind][bisect_right(EDGES, age) - 1] += blocks
         for kind in range(KINDS):
-            _update(self._worth[kind], self._reused[kind], self._lost[kind], waiting[kind])
+            self._known[kind] |= _update(self._worth[kind], self._reused[kind], self._lost[kind], waiting[kind])
             for table in (self._reused, self._lost):
                 table[kind] = [_FADING * count for count in table[kind]]
         self._raise_claims()
@@ -105,8 +111,12 @@ def _table() -> list[list[float]]:
     return [[0.0] * len(EDGES) for _ in range(KINDS)]
 
 
-def _update(worths: list[float], reused: list[float], lost: list[float], waiting: list[float]) -> None:
-    """Put the worths of one kind in place; where too little was observed, half of the age before, or as it was."""
+def _update(worths: list[float], reused: list[float], lost: list[float], waiting: list[float]) -> bool:
+    """Put the worths of one kind in place; where too little was observed, half of the age before, or as it was.
+
+    Returns:
+        Whether anything was observed often enough.
+    """
     reached = [0.0] * (len(EDGES) + 1)
     for index in reversed(range(len(EDGES))):
         reached[index] = reached[index + 1] + reused[index] + lost[index] + waiting[index]
@@ -120,6 +130,7 @@ def _update(worths: list[float], reused: list[float], lost: list[float], waiting
             worths[index] = _best_density(chances, index)
         elif index:
             worths[index] = worths[index - 1] / 2
+    return known > 0
 
 
 def _best_density(chances: list[float], start: int) -> float:
