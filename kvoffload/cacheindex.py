@@ -74,7 +74,7 @@ class CacheIndex:
         self._reservations: set[Reservation] = set()  # not settled
         self._leases: set[Lease] = set()  # not released
         self._journal = Journal(self.capacity, on_event)
-        self._lock = threading.RLock() if lock is None else lock
+        self.lock = threading.RLock() if lock is None else lock
         self._check_usable = check_usable
         self._depth = 0  # calls of this index within each other
 
@@ -178,7 +178,6 @@ class CacheIndex:
             self._evict(pool, victims)
         self._entries.fill(proposal.keys, proposal.draw, proposal.pool.number)
         proposal.pool.policy.insert(proposal.keys)
-        self._filter.forget(proposal.keys)
         self._journal.note_taken(proposal.draw.indices)
         reservation = Reservation(
             self,
@@ -223,6 +222,7 @@ class CacheIndex:
         if well:
             entries = [self._entries.of[key] for key in mine] if removed else reservation.indices
             self._journal.note_stored(mine, entries, reservation.namespace)
+            self._filter.forget(mine)
         else:
             self._part(mine)
             self._journal.note("failed", mine, reservation.namespace)
@@ -350,7 +350,7 @@ class CacheIndex:
         self._check_usable()
         depth = None
         try:
-            with self._lock:
+            with self.lock:
                 self._depth += 1
                 try:
                     yield

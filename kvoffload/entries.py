@@ -141,6 +141,8 @@ def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> None:
     """Raise LayoutError unless `keys` is a sequence of bytes, without repeats unless they are legal."""
     if isinstance(keys, bytes | str):
         raise LayoutError(f"keys must be a list of keys, got one: {keys!r:.80}")
+    if not isinstance(keys, Sequence):
+        raise LayoutError(f"keys must be a list of bytes, got {keys!r:.80}")
     if not set(map(type, keys)) <= {bytes}:
         for position, key in enumerate(keys):
             if not isinstance(key, bytes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -209,6 +210,11 @@ class Job:
         self._engine.forget_report(self)
         self.raise_error()
         return self.outcome()
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Of its engine."""
+        return self._engine.lock
 
     def tell(self, listener: Listener) -> None:
         """Have `listener.ended` called when the job ends, or now if it has ended."""

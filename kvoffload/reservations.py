@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvoffload.errors import ClosedError, TransferError
-from kvoffload.jobs import Job
+from kvoffload.jobs import Job, wait_until
 from kvoffload.layout import Int64Array
+from kvoffload.teardown import run_all
 
 if TYPE_CHECKING:
     from kvoffload.admission import Pool
@@ -101,7 +103,7 @@ class Reservation:
 
         Raises:
             ClosedError: it has been committed or aborted before; nothing has changed.
-            TypeError: one of `jobs` is not a job of an engine's; nothing has changed.
+            TypeError, ValueError: one of `jobs` is no job, or one of another engine; nothing has changed.
         """
         self._index.commit(self, jobs)
 
@@ -168,18 +170,16 @@ class Lease:
 
         A store that fails later does not hold the stream back: `wait` says so.
         """
-        for job in self._jobs():
-            job.order_before(stream)
+        run_all(partial(job.order_before, stream) for job in self._jobs())
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all entries have been written, at most `timeout` seconds for each transfer.
+        """Wait until all entries have been written, at most `timeout` seconds. (The jobs are still reported by `poll`.)
 
         Raises:
             TransferError: one was not; the bytes of the keys that it stood for are nobody's.
             TimeoutError: time is up; the transfers go on.
         """
-        for job in self._jobs():
-            job.wait(timeout)
+        wait_until(lambda: all(job.done for job in self._jobs()), timeout, repr(self))
         self.check()
 
     def check(self) -> None:
@@ -221,6 +221,8 @@ class Settlement:
         for position, job in enumerate(jobs):
             if not isinstance(job, Job):
                 raise TypeError(f"jobs[{position}] must be what OffloadEngine.store returned, got {job!r:.80}")
+            if job.lock is not index.lock:
+                raise ValueError(f"jobs[{position}] must be of the engine whose slots these are, got {job!r:.80}")
         self._index = index
         self._reservation = reservation
         self._unfinished = {job.id for job in jobs}

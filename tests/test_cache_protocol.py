@@ -793,3 +793,23 @@ def test_slots_are_arrays_of_int64(pair: tuple[Rig, BlockCache]) -> None:
     empty = cache.reserve([])
     assert empty.slots().shape == (0,)
     empty.abort()
+
+
+def test_a_job_of_another_engine_settles_nothing() -> None:
+    with caches() as (bench, cache), rig(bench.device, num_slots=2) as other:
+        reservation = cache.reserve(keys(1))
+        job = other.engine.store([1], [0])
+        with pytest.raises(ValueError, match=r"jobs\[0\] must be of the engine whose slots these are"):
+            reservation.commit(job)
+        job.wait(10)
+        assert cache.status(keys(1)) == [Status.PENDING]
+        reservation.abort()
+        cache.check()
+
+
+def test_waiting_for_a_lease_leaves_the_jobs_to_poll() -> None:
+    with caches() as (bench, cache):
+        stored = cache.store(keys(1), [3])
+        with cache.acquire(keys(1), pending=True) as lease:
+            lease.wait(10)
+        assert [result.job_id for result in bench.engine.poll()] == [job.id for job in stored.jobs]

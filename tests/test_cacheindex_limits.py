@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cacheindex import state, store
 
-from kvoffload import CacheEvent, CacheIndex, CapacityError, Lease, Namespace, Reservation, Status
+from kvoffload import CacheEvent, CacheIndex, CapacityError, LayoutError, Lease, Namespace, Reservation, Status
 from kvoffload.admission import ReuseFilter
 from kvoffload.policies import POLICIES
 
@@ -490,3 +490,19 @@ def test_rules_of_quotas_and_priorities_hold_for_every_policy(policy: str, seed:
             assert level.max_blocks is None or mine <= level.max_blocks
         index.check()
     assert len(index) == 24
+
+
+def test_a_store_that_failed_need_not_be_asked_for_so_often_again() -> None:
+    index = CacheIndex(4, policy="lru", store_after=2)
+    for _ in range(2):
+        index.lookup([b"a"])
+    index.reserve([b"a"]).abort()
+    index.reserve([b"a"]).commit()
+    assert index.lookup([b"a"]) == 1
+    index.remove([b"a"])
+    assert index.reserve([b"a"]).declined == (b"a",)
+
+
+def test_keys_that_can_be_read_once_only_are_refused() -> None:
+    with pytest.raises(LayoutError, match="keys must be a list of bytes"):
+        CacheIndex(4).lookup(key for key in [b"a"])  # type: ignore[arg-type]
