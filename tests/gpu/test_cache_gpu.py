@@ -84,6 +84,7 @@ def test_threads_share_a_cache(bench: Rig, policy: str) -> None:
     cache.check()
 
 
+@pytest.mark.usefixtures("gpu_device")
 def test_overlapping_requests_of_made_traffic_are_right(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--model", "qwen2.5-7b", "--slots", "2000", "--requests", "300", "--in-flight", "8", "--json")
     assert main(["replay", "--workload", "documents", *options]) == 0
