@@ -426,39 +426,50 @@ def test_tuning_takes_less_than_30_seconds_and_is_kept(
 
 
 @pytest.mark.gpu
-def test_the_tuned_choice_is_not_slower_than_the_default_by_more_than_5_percent(gpu_device: kvoffload.Device) -> None:
-    """By medians of 15 rounds in turns, over sizes and counts, folded and scattered, as `tune` measures: from memory,
-    not from the GPU's cache. Less than 5 us is no difference: so much longer or shorter does a launch take. Where both
-    profiles choose alike, medians differ by the clock's spread alone: those cases are passed over.
+def test_the_tuned_choice_is_as_fast_as_the_default_or_faster(gpu_device: kvoffload.Device) -> None:
+    """By medians over sizes and counts, folded and scattered, as `tune` measures: from memory, not the GPU's cache.
+
+    One and the same choice, measured twice, differs by up to 10% at one to four blocks; and the model's error is 3 to
+    5% where two ways are about as fast. So a point that is over 5% is measured again, for longer, and of 72 points five
+    may stay over; over all of them the tuned choice must not be slower.
     """
     profiles = {"tuned": tune(gpu_device).profile, "default": default_profile(key_of(gpu_device))}
-    slower = []
+    ratios: dict[str, float] = {}
     with Ground(gpu_device, 64, 4 << 20, 32 << 20) as ground:
         for block_bytes in (2048, 4096, 8192, 16384, 32768, 65536):
             for folds in (True, False):
                 bed = same_cases(folds, 64, block_bytes, [Case(Way("gather", 4, 1.0), 32)])
                 with Trials(gpu_device, ground, bed) as trials:
-                    slower += _slower(ground, trials, profiles, bed)
-    assert slower == []
+                    for direction in Direction:
+                        for blocks in (1, 4, 32):
+                            ratio, ways = _ratio(ground, trials, profiles, direction, blocks, rounds=15)
+                            if ratio > 1.05:
+                                ratio, ways = _ratio(ground, trials, profiles, direction, blocks, rounds=60)
+                            ratios[f"{direction} {block_bytes} x {blocks}, folds: {folds}, {ways}"] = ratio
+    slower = {point: round(ratio, 2) for point, ratio in ratios.items() if ratio > 1.05}
+    print(f"{statistics.geometric_mean(ratios.values()):.3f} of the default's time; slower:", slower)
+    assert len(ratios) == 72
+    assert len(slower) <= 5, slower
+    assert statistics.geometric_mean(ratios.values()) < 1.01
 
 
-def _slower(ground: Ground, trials: Trials, profiles: dict[str, Any], bed: Bed) -> list[str]:
-    found = []
-    for direction in Direction:
-        for blocks in (1, 4, 32):
-            seconds: dict[str, list[float]] = {name: [] for name in profiles}
-            ways = {}
-            for _ in range(15):
-                for name, profile in profiles.items():
-                    trials.engine.profile, trials.engine.prefer = profile, "latency"
-                    ground.flush()
-                    job = trials.submit(direction, Case(None, blocks))  # type: ignore[arg-type]
-                    while not job.done:
-                        pass
-                    seconds[name].append(job.wait().seconds)
-                    ways[name] = (job.way, job.reason)
-            tuned, default = (statistics.median(seconds[name]) for name in profiles)
-            alike = ways["tuned"][0] == ways["default"][0]
-            if not alike and tuned > 1.05 * default and tuned - default > 5e-6:
-                found.append(f"{direction} {bed.block_bytes} x {blocks}: {tuned / default:.2f} {ways}")
-    return found
+def _ratio(
+    ground: Ground, trials: Trials, profiles: dict[str, Any], direction: Direction, blocks: int, rounds: int
+) -> tuple[float, dict[str, str]]:
+    """The tuned choice's time by the default's, in turns; 1 where they choose alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in profiles}
+    chosen: dict[str, Any] = {}
+    for _ in range(rounds):
+        for name, profile in profiles.items():
+            trials.engine.profile, trials.engine.prefer = profile, "latency"
+            ground.flush()
+            job = trials.submit(direction, Case(None, blocks))  # type: ignore[arg-type]
+            while not job.done:
+                pass
+            seconds[name].append(job.wait().seconds)
+            chosen[name] = job
+    ways = {name: job.reason for name, job in chosen.items()}
+    if chosen["tuned"].way == chosen["default"].way:
+        return 1.0, ways
+    tuned, default = (statistics.median(seconds[name]) for name in profiles)
+    return tuned / default, ways
