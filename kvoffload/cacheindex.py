@@ -152,13 +152,12 @@ class CacheIndex:
                 "be given up: others are the request's own, in use, or of a namespace with a quota or higher priority"
             )
         admitted = new[: space.admitted]
-        everything = len(admitted) == len(keys)
-        chosen = set[bytes]() if everything else set(admitted)
+        chosen = set(admitted)
         return Proposal(
             pool=pool,
             namespace=namespace,
             keys=admitted,
-            positions=[place for place, key in enumerate(keys) if everything or key in chosen],
+            positions=[place for place, key in enumerate(keys) if key in chosen],
             draw=self._entries.draw(space.admitted, (key for _, victims in space.victims for key in victims)),
             victims=space.victims,
             declined=[key for key in missing if key not in chosen] if len(admitted) < len(missing) else [],
@@ -218,7 +217,8 @@ class CacheIndex:
         self._reservations.remove(reservation)
         removed = reservation.keys_removed
         mine = [key for key in reservation.keys if key not in removed] if removed else list(reservation.keys)
-        list(map(self._pending.pop, mine))
+        for key in mine:
+            del self._pending[key]
         if well:
             entries = [self._entries.of[key] for key in mine] if removed else reservation.indices
             self._journal.note_stored(mine, entries, reservation.namespace)

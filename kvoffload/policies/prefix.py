@@ -81,11 +81,8 @@ class Prefix(Policy):
         self._leave(Counter(runs))
 
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
-        room = self._make_room((), -count, protected) if count > 0 else Room(0, [])
-        return None if room is None else room.victims
-
-    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        return self._make_room(newcomers, room, protected)
+        made = self.make_room((), -count, protected)
+        return None if made is None else made.victims
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.victims(len(self), lambda _: False) or ())
@@ -192,8 +189,8 @@ class Prefix(Policy):
 
     # giving up ----------------------------------------------------------------------------------------------------
 
-    def _make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """`room` may be negative: so many have to go besides."""
+    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+        """As all policies do; `room` may be negative: so many have to go besides."""
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers)
         heads = self._heads(protected)
