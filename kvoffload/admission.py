@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import NamedTuple
 
 from kvoffload.checks import at_least
@@ -111,26 +110,25 @@ class Pools:
     ) -> None:
         if not isinstance(namespaces, Mapping):
             raise TypeError(f"namespaces must be a mapping of names to Namespace, got {namespaces!r:.80}")
-        numbers = count()
-        self._shared: dict[int, Pool] = {}
+        self.all: list[Pool] = []  # by number
         self._of: dict[str, Pool] = {}
 
         def make(priority: int, max_blocks: int | None) -> Pool:
             most = capacity if max_blocks is None else min(max_blocks, capacity)
-            return Pool(next(numbers), make_policy(policy, most), priority, max_blocks)
+            self.all.append(Pool(len(self.all), make_policy(policy, most), priority, max_blocks))
+            return self.all[-1]
 
-        self._default = self._shared[0] = make(0, None)
+        shared = {0: make(0, None)}  # by priority
+        self._default = shared[0]
         for name, namespace in namespaces.items():
             if not isinstance(namespace, Namespace):
                 raise TypeError(f"namespaces[{name!r}] must be a Namespace, got {namespace!r:.80}")
             if namespace.max_blocks is not None:
                 self._of[name] = make(namespace.priority, namespace.max_blocks)
                 continue
-            if namespace.priority not in self._shared:
-                self._shared[namespace.priority] = make(namespace.priority, None)
-            self._of[name] = self._shared[namespace.priority]
-        quotas = [pool for pool in self._of.values() if pool.max_blocks is not None]
-        self.all = sorted([*self._shared.values(), *quotas], key=lambda pool: pool.number)
+            if namespace.priority not in shared:
+                shared[namespace.priority] = make(namespace.priority, None)
+            self._of[name] = shared[namespace.priority]
         if len({id(pool.policy) for pool in self.all}) < len(self.all):
             raise ValueError(
                 f"policy must be a name or a function of the capacity, as {len(self.all)} pools need one each, got the "

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from kvoffload.admission import Namespace
-from kvoffload.cache_jobs import CacheJob, CacheTransfer
+from kvoffload.cache_jobs import CacheJob
 from kvoffload.cacheindex import CacheIndex
 from kvoffload.engine import OffloadEngine
 from kvoffload.entries import check_keys
 from kvoffload.errors import CapacityError, LayoutError
-from kvoffload.jobs import Job
+from kvoffload.jobs import Job, JobGroup
 from kvoffload.layout import Int64Array, as_ids
 from kvoffload.metrics import CacheEvent, CacheStatistics
 from kvoffload.plan import Direction
@@ -163,7 +163,7 @@ class BlockCache:
             if not proposal.keys:
                 self._index.take(proposal).commit()
                 return CacheJob((), ())
-            transfer = CacheTransfer()
+            transfer = JobGroup()
             indices = tuple(proposal.draw.indices)
             try:
                 jobs = self._submit(
@@ -196,7 +196,7 @@ class BlockCache:
         self.engine.advance()
         with self._index.guarded():
             lease = self._index.acquire(keys, pending=pending)
-            transfer = CacheTransfer()
+            transfer = JobGroup()
             try:
                 self.engine.check_room(self._groups if keys else 0)
                 jobs = self._submit(Direction.LOAD, lease.indices, per_group, after, transfer) if keys else ()
@@ -303,7 +303,7 @@ class BlockCache:
         indices: tuple[int, ...],
         per_group: list[Int64Array],
         after: Any,
-        transfer: CacheTransfer,
+        transfer: JobGroup,
     ) -> tuple[Job, ...]:
         first = np.array(indices, dtype=np.int64) * self._groups
         return tuple(

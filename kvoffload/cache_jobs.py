@@ -1,46 +1,13 @@
-"""The transfers of one call to a cache: a job per group of the layout."""
+"""What `BlockCache.store` and `load` return: a job per group of the layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from kvoffload.jobs import Job, TransferResult
 from kvoffload.reservations import Reservation, raise_if_aborted
 from kvoffload.teardown import run_all
-
-
-class CacheTransfer:
-    """Listens to the jobs of one store or load, a job per group, and finishes when all of them have ended.
-
-    The submission counts as unfinished work, too: a group's job may end before the next group's has boarded.
-    """
-
-    def __init__(self) -> None:
-        self._finish: Callable[[bool], None] | None = None
-        self._unfinished: set[int | None] = {None}  # job ids; None stands for the submission
-        self._failed = False
-        self.any_boarded = False  # whether copies may be under way
-
-    def boarded(self, job: Job) -> None:
-        self.any_boarded = True
-        self._unfinished.add(job.id)
-
-    def ended(self, job: Job) -> None:
-        self._conclude(job.id, job.error is not None)
-
-    def submitted(self, finish: Callable[[bool], None], *, failed: bool = False) -> None:
-        """No further job will come. `finish` is called with whether anything failed, once all have ended."""
-        self._finish = finish
-        self._conclude(None, failed)
-
-    def _conclude(self, job_id: int | None, failed: bool) -> None:
-        self._failed |= failed
-        self._unfinished.discard(job_id)
-        if not self._unfinished and self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish(self._failed)
 
 
 class CacheJob:

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,13 +20,11 @@ from kvoffload.admission import Namespace, Pool, Pools, ReuseFilter
 from kvoffload.checks import at_least
 from kvoffload.entries import EntryTable, check_keys
 from kvoffload.errors import CapacityError, MissingKeyError
+from kvoffload.jobs import Job, JobGroup
 from kvoffload.journal import Journal
 from kvoffload.metrics import CacheEvent, CacheStatistics
 from kvoffload.policies import DEFAULT_POLICY, Policy, Protected
-from kvoffload.reservations import Lease, Proposal, Reservation, Settlement, Stage, Status
-
-if TYPE_CHECKING:
-    from kvoffload.jobs import Job
+from kvoffload.reservations import Lease, Proposal, Reservation, Stage, Status
 
 
 class CacheIndex:
@@ -198,10 +195,12 @@ class CacheIndex:
         with self.guarded():
             reservation.check_open()
             if jobs:
-                settlement = Settlement(self, reservation, jobs)
                 reservation.stage, reservation.jobs = Stage.SETTLING, jobs
+                group = JobGroup()
                 for job in jobs:
-                    job.tell(settlement)
+                    group.boarded(job)
+                    job.tell(group)
+                group.submitted(lambda failed: self.settle(reservation, well=not failed))
             else:
                 self.settle(reservation, well=True)
 

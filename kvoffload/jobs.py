@@ -102,6 +102,38 @@ class _Both:
             listener.ended(job)
 
 
+class JobGroup:
+    """Listens to several jobs, and finishes when all of them have ended.
+
+    The submission counts as unfinished work, too: one job may end before the next has boarded.
+    """
+
+    def __init__(self) -> None:
+        self._finish: Callable[[bool], None] | None = None
+        self._unfinished: set[int | None] = {None}  # job ids; None stands for the submission
+        self._failed = False
+        self.any_boarded = False  # whether copies may be under way
+
+    def boarded(self, job: Job) -> None:
+        self.any_boarded = True
+        self._unfinished.add(job.id)
+
+    def ended(self, job: Job) -> None:
+        self._conclude(job.id, job.error is not None)
+
+    def submitted(self, finish: Callable[[bool], None], *, failed: bool = False) -> None:
+        """No further job will come. `finish` is called with whether anything failed, once all have ended."""
+        self._finish = finish
+        self._conclude(None, failed)
+
+    def _conclude(self, job_id: int | None, failed: bool) -> None:
+        self._failed |= failed
+        self._unfinished.discard(job_id)
+        if not self._unfinished and self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish(self._failed)
+
+
 class Piece:
     """Operations of a job on a stream: their places in the driver's queue, the table that they read, and the event at
     their end, once recorded."""

@@ -105,6 +105,7 @@ class Reservation:
             ClosedError: it has been committed or aborted before; nothing has changed.
             TypeError, ValueError: one of `jobs` is no job, or one of another engine; nothing has changed.
         """
+        _check_jobs(jobs, self._index)
         self._index.commit(self, jobs)
 
     def abort(self) -> None:
@@ -214,29 +215,12 @@ def raise_if_aborted(reservations: tuple[Reservation, ...]) -> None:
             )
 
 
-class Settlement:
-    """Settles a reservation when the transfers that fill its entries have ended. Called under the lock."""
-
-    def __init__(self, index: CacheIndex, reservation: Reservation, jobs: tuple[Job, ...]) -> None:
-        for position, job in enumerate(jobs):
-            if not isinstance(job, Job):
-                raise TypeError(f"jobs[{position}] must be what OffloadEngine.store returned, got {job!r:.80}")
-            if job.lock is not index.lock:
-                raise ValueError(f"jobs[{position}] must be of the engine whose slots these are, got {job!r:.80}")
-        self._index = index
-        self._reservation = reservation
-        self._unfinished = {job.id for job in jobs}
-        self._failed = False
-
-    def boarded(self, job: Job) -> None:
-        """Nothing to note: the job was in flight before."""
-
-    def ended(self, job: Job) -> None:
-        if job.id in self._unfinished:
-            self._unfinished.remove(job.id)
-            self._failed |= job.error is not None
-            if not self._unfinished:
-                self._index.settle(self._reservation, well=not self._failed)
+def _check_jobs(jobs: tuple[Job, ...], index: CacheIndex) -> None:
+    for position, job in enumerate(jobs):
+        if not isinstance(job, Job):
+            raise TypeError(f"jobs[{position}] must be what OffloadEngine.store returned, got {job!r:.80}")
+        if job.lock is not index.lock:
+            raise ValueError(f"jobs[{position}] must be of the engine whose slots these are, got {job!r:.80}")
 
 
 def _slot_numbers(indices: tuple[int, ...], num_groups: int, group: int) -> Int64Array:

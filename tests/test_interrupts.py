@@ -12,11 +12,10 @@ from workload import program, several_streams
 
 from kvoffload import NO_WAIT, BlockCache, Direction, TransferError
 from kvoffload.arena import Table, TableArena
-from kvoffload.cache_jobs import CacheTransfer
 from kvoffload.copiers import GatherCopier, StridedCopier
 from kvoffload.driver import Driver
 from kvoffload.flight import FlightDeck
-from kvoffload.jobs import Job, State
+from kvoffload.jobs import Job, JobGroup, State
 from kvoffload.launch import Launcher
 from kvoffload.ordering import Ordering
 from kvoffload.streams import EventPool, Lane
@@ -52,8 +51,8 @@ SUBMITTING: list[tuple[type, str, int, bool]] = [
     (FlightDeck, "board", 1, False),
     (EventPool, "acquire", 2, False),  # in board: the start
     (EventPool, "acquire", 3, False),  # in board: the end
-    (CacheTransfer, "boarded", 1, False),
-    (CacheTransfer, "boarded", 1, True),
+    (JobGroup, "boarded", 1, False),
+    (JobGroup, "boarded", 1, True),
     (FlightDeck, "board", 1, True),
     (Ordering, "record", 1, False),
     (Ordering, "record", 1, True),
@@ -82,8 +81,8 @@ LANDING: list[tuple[type, str, int, bool]] = [
     (FlightDeck, "_give_back", 1, True),
     (FlightDeck, "_land", 1, False),
     (FlightDeck, "_settle", 1, False),
-    (CacheTransfer, "ended", 1, False),
-    (CacheTransfer, "ended", 1, True),
+    (JobGroup, "ended", 1, False),
+    (JobGroup, "ended", 1, True),
     (FlightDeck, "_settle", 1, True),
     (FlightDeck, "_land", 1, True),
 ]

@@ -56,7 +56,7 @@ class ReuseModel:
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
         self._known = [False] * KINDS
-        self._claims = self._worth
+        self._claims: list[list[float]] = []
         self._raise_claims()
 
     def reused(self, kind: int, age: int, count: int = 1) -> None:
