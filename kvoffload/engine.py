@@ -16,17 +16,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvoffload import hostinfo
-from kvoffload.books import Flight
 from kvoffload.checks import at_least
 from kvoffload.choice import check_prefer
-from kvoffload.copiers import Toolbox, check_copier
+from kvoffload.copiers import Toolbox
 from kvoffload.device import Device
+from kvoffload.dispatch import Dispatcher
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.flight import FlightDeck
 from kvoffload.hazards import HazardTable
@@ -35,7 +34,7 @@ from kvoffload.layout import KVLayout, describe_groups
 from kvoffload.memory import PinnedMemory, Progress, UInt8Array
 from kvoffload.metrics import EngineStatistics
 from kvoffload.ordering import Ordering
-from kvoffload.plan import Direction, build, describe_fold, fold
+from kvoffload.plan import Direction, describe_fold, fold
 from kvoffload.requests import Request, make_request, refuse_repeated_targets
 from kvoffload.streams import refuse_capturing, stream_handle
 from kvoffload.tuning import Profile, Way, profile_for
@@ -100,7 +99,6 @@ class OffloadEngine:
         self._closers = 0  # threads in close()
         with device.lifecycle, device.current():
             self._groups = fold(layout, device.allocations(layout))
-            hazards = HazardTable(layout, num_slots)
             self._scratch = np.empty(max(num_slots, *(group.num_blocks for group in layout.groups)), dtype=np.int64)
             self._memory = PinnedMemory(
                 device.driver,
@@ -116,7 +114,8 @@ class OffloadEngine:
                 undo.callback(self._toolbox.close)
                 self._flights = FlightDeck(device.driver, self._memory, self._toolbox, max_in_flight, stream_priority)
                 undo.pop_all()
-            self._ordering = Ordering(hazards, self._flights)
+            ordering, pool = Ordering(HazardTable(layout, num_slots), self._flights), self._memory.address
+            self._dispatcher = Dispatcher(layout, self._groups, pool, self._toolbox, self._flights, ordering)
             self._claim = device.claim(self, self._flights.release, "an OffloadEngine")
             device.register_engine(self)
 
@@ -225,39 +224,14 @@ class OffloadEngine:
     def _submit(self, request: Request) -> Job:
         self._check_usable()
         refuse_repeated_targets(request, self._scratch)
-        check_copier(request.copier, self._toolbox.missing)
+        self._dispatcher.check(request)
         if request.after is not None:
             refuse_capturing(self.device.driver, request.after, "after")
         self._flights.advance()
         self._check_usable()
         if len(request.blocks) == 0:
             return self._flights.fly_nothing(Job(self, self._flights.next_id(), request.direction, 0), request.listener)
-        plan = build(
-            self._groups[request.group],
-            self.layout,
-            request.direction,
-            group_index=request.group,
-            pool_address=self._memory.address,
-            slots=request.slots,
-            blocks=request.blocks,
-            first_sub_block=request.first_sub_block,
-        )
-        way, reason = self._toolbox.choose(plan, request.copier, self.profile, self.prefer)
-        order = self._ordering.source_order(request)
-        self._flights.check_room(1)
-        job = Job(self, self._flights.next_id(), request.direction, plan.nbytes)
-        job.way, job.reason, job.listener = way, reason, request.listener
-        parts, rival = self._toolbox.parts(way, plan), self._ordering.latest_rival(request)
-        try:
-            if request.after is not None:
-                self._flights.mark(job, request.after)
-            flight = Flight(parts, order, request.after is not None, rival)
-            self._flights.board(job, flight, partial(self._ordering.record, request, job))
-        except BaseException:
-            self._flights.unboard(job)
-            raise
-        self._flights.launch()
-        return job
+        return self._dispatcher.submit(self, request)
 
     def _check_usable(self) -> None:
         if self._closed or self._closers:

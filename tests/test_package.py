@@ -30,6 +30,7 @@ LAYERS = (
     {"launch"},
     {"device", "flight"},
     {"ordering", "compute"},
+    {"dispatch"},
     {"engine"},
     {"cache", "tuner"},
     {"testing", "__init__"},
