@@ -16,6 +16,7 @@ Importing this package touches no GPU and loads no CUDA library.
 """
 
 from kvoffload.admission import Namespace
+from kvoffload.buffers import DeviceArray, DeviceBuffer
 from kvoffload.cache import BlockCache
 from kvoffload.cache_jobs import CacheJob
 from kvoffload.cacheindex import CacheIndex
@@ -35,9 +36,9 @@ from kvoffload.errors import (
 from kvoffload.jobs import Job, TransferResult
 from kvoffload.keys import chain_keys
 from kvoffload.layout import KVLayout, Plane
-from kvoffload.memory import DeviceBuffer
 from kvoffload.metrics import CacheEvent, CacheStatistics
 from kvoffload.plan import Direction
+from kvoffload.report import PlanReport
 from kvoffload.reservations import Lease, Reservation, Status
 from kvoffload.streams import NO_WAIT
 
@@ -52,6 +53,7 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "Device",
+    "DeviceArray",
     "DeviceBuffer",
     "Direction",
     "DriverError",
@@ -64,6 +66,7 @@ __all__ = [
     "MissingKeyError",
     "Namespace",
     "OffloadEngine",
+    "PlanReport",
     "Plane",
     "Reservation",
     "Status",

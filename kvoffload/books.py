@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from kvoffload.copiers import Part
+from kvoffload.copiers import Share
 from kvoffload.driver import SourceOrder
 from kvoffload.jobs import Job
 from kvoffload.metrics import DirectionTotals
@@ -16,12 +16,12 @@ class Flight(NamedTuple):
     """What a job carries while it is in flight.
 
     Attributes:
-        parts: of the blocks, one after the other as they are queued; they run at the same time.
+        shares: of the blocks, one after the other as they are queued; they run at the same time.
         marked: whether the job follows the caller's stream, on which its first marker was recorded.
         rival: the latest job of the other direction that touches the same slots or blocks, if one was in flight.
     """
 
-    parts: tuple[Part, ...]
+    shares: tuple[Share, ...]
     order: SourceOrder
     marked: bool
     rival: Job | None

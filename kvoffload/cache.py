@@ -22,6 +22,7 @@ from kvoffload.errors import CapacityError, LayoutError
 from kvoffload.jobs import Job, JobGroup
 from kvoffload.layout import Int64Array, as_ids
 from kvoffload.metrics import CacheEvent, CacheStatistics
+from kvoffload.parts import as_parts
 from kvoffload.plan import Direction
 from kvoffload.policies import DEFAULT_POLICY, Policy
 from kvoffload.reservations import Lease, Reservation, Stage, Status
@@ -92,6 +93,7 @@ class BlockCache:
             check_usable=engine.device.check_process,
             num_groups=self._groups,
         )
+        self._namespaces = dict(namespaces or {})
         self._claim_slots()
 
     def _claim_slots(self) -> None:
@@ -178,7 +180,15 @@ class BlockCache:
             transfer.submitted(partial(self._stored, reservation))
             return CacheJob(reservation.keys, jobs)
 
-    def load(self, keys: Sequence[bytes], blocks: Any, after: Any = None, *, pending: bool = False) -> CacheJob:
+    def load(
+        self,
+        keys: Sequence[bytes],
+        blocks: Any,
+        after: Any = None,
+        *,
+        pending: bool = False,
+        parts: int | Sequence[Sequence[int]] | None = None,
+    ) -> CacheJob:
         """Load the blocks of keys that are all present and ready. Until it has ended they are not given up.
 
         Args:
@@ -187,19 +197,24 @@ class BlockCache:
             after: as for `OffloadEngine.load`.
             pending: also load keys whose store has been submitted and has not ended: the GPU waits for it, the host
                 does not. If such a store fails, so does the job's `wait`, and what was loaded is nobody's.
+            parts: as for `OffloadEngine.load`, so that `job.order_before(stream, part=k)` need not wait for later ones.
+                With several groups only a number, for each of them. Their jobs follow each other, so part k of the last
+                group lands after all of those before it: for what needs one group,
+                `job.jobs[group].order_before(stream, part=k)`.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
             LayoutError, and what `OffloadEngine.load` raises. Nothing has changed in any of these cases.
         """
         per_group = self._block_ids(keys, blocks)
+        self._check_parts(parts)
         self.engine.advance()
         with self._index.guarded():
             lease = self._index.acquire(keys, pending=pending)
             transfer = JobGroup()
             try:
                 self.engine.check_room(self._groups if keys else 0)
-                jobs = self._submit(Direction.LOAD, lease.indices, per_group, after, transfer) if keys else ()
+                jobs = self._submit(Direction.LOAD, lease.indices, per_group, after, transfer, parts) if keys else ()
             except BaseException:
                 transfer.submitted(partial(self._loaded, lease), failed=True)
                 raise
@@ -270,6 +285,12 @@ class BlockCache:
     def __repr__(self) -> str:
         return f"BlockCache({self._index.describe()})"
 
+    def _repr_html_(self) -> str:
+        from kvoffload.html import cache_card
+
+        statistics = None if self.engine.device.foreign else self._index.statistics()
+        return cache_card(self.engine, statistics, self._index.describe(), self._namespaces)
+
     # inner workings -----------------------------------------------------------------------------------------------
 
     def _stored(self, reservation: Reservation, failed: bool) -> None:
@@ -304,9 +325,22 @@ class BlockCache:
         per_group: list[Int64Array],
         after: Any,
         transfer: JobGroup,
+        parts: int | Sequence[Sequence[int]] | None = None,
     ) -> tuple[Job, ...]:
         first = np.array(indices, dtype=np.int64) * self._groups
         return tuple(
-            self.engine.submit(direction, ids.reshape(-1), first + group, group=group, after=after, listener=transfer)
+            self.engine.submit(
+                direction, ids.reshape(-1), first + group, group=group, after=after, listener=transfer, parts=parts
+            )
             for group, ids in enumerate(per_group)
         )
+
+    def _check_parts(self, parts: Any) -> None:
+        """Raise what loads of all groups would raise, before there is one of any."""
+        if self._groups > 1 and parts is not None and not isinstance(parts, int | np.integer):
+            raise LayoutError(
+                f"parts must be a number for a layout of {self._groups} groups, each of which is copied in so many; "
+                f"got {parts!r:.80}"
+            )
+        for group in self.engine.layout.groups:
+            as_parts(parts, len(group.planes))

@@ -45,9 +45,18 @@ class CacheJob:
         """The same as `wait()`."""
         return self.wait()
 
-    def order_before(self, stream: Any) -> None:
-        """Work queued on `stream` from now on starts after all of it has ended; see `Job.order_before`."""
-        run_all(partial(job.order_before, stream) for job in self.jobs)
+    @property
+    def num_parts(self) -> int:
+        """In how many parts each of the jobs is copied; see `BlockCache.load`."""
+        return self.jobs[0].num_parts if self.jobs else 1
+
+    def order_before(self, stream: Any, part: int | None = None) -> None:
+        """Work queued on `stream` from now on starts after all of it has ended; see `Job.order_before`.
+
+        Args:
+            part: of a load in parts: after this part of every job has landed.
+        """
+        run_all(partial(job.order_before, stream, part) for job in self.jobs)
 
     def __repr__(self) -> str:
         return f"CacheJob({len(self.keys)} keys, {list(self.jobs)})"

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvoffload.buffers import DeviceBuffer
 from kvoffload.device import Device
 from kvoffload.errors import CapabilityError
 from kvoffload.kernels import KernelSpec, LoadedKernel, load_kernel
-from kvoffload.memory import DeviceBuffer
 
 _CHUNK_BYTES = 32 << 20
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvoffload import hostinfo
+from kvoffload.buffers import DeviceArray, DeviceBuffer, check_shape
 from kvoffload.checks import at_least
 from kvoffload.driver import Capabilities, Driver, probe
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, DriverError, KVOffloadError, LayoutError
-from kvoffload.layout import KVLayout, Plane
-from kvoffload.memory import DeviceBuffer
+from kvoffload.layout import KVLayout, Plane, dtype_name, element_bytes
 from kvoffload.ownership import Claim, Current, Holdings, complain
 
 if TYPE_CHECKING:
@@ -198,6 +199,21 @@ class Device:
             for index in range(count)
         ]
 
+    def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
+        """An uninitialised C-contiguous array in one driver allocation, for other libraries to take without a copy.
+
+        With a plane axis in front, `KVLayout.from_stacked(array)` always folds.
+
+        Args:
+            shape: extents, all positive.
+            dtype: of an element: what numpy takes for a dtype, or a name such as "bfloat16" or "float8_e4m3fn".
+
+        Raises:
+            CapacityError, ValueError, LayoutError: as `allocate` and `DeviceArray`.
+        """
+        name, extents = dtype_name(dtype), check_shape(shape)
+        return DeviceArray(self.allocate(math.prod(extents) * element_bytes(name)), extents, name)
+
     def check_stream_priority(self, priority: int) -> None:
         """Raise ValueError unless streams of this device can have that priority."""
         if priority not in self.stream_priorities:
@@ -254,6 +270,13 @@ class Device:
         """Have every engine take note of jobs that have ended: an engine with unfinished jobs cannot become garbage."""
         for engine in list(self._engines):
             engine.advance()
+
+    def engines_over(self, address: int, nbytes: int) -> list[OffloadEngine]:
+        """The engines with a plane in a range of device memory."""
+        if self._closed:
+            raise ClosedError(f"{self.name} (device {self.index}) is closed, and its memory is freed")
+        self.check_process()
+        return [engine for engine in list(self._engines) if engine.touches(address, nbytes)]
 
     def register_engine(self, engine: OffloadEngine) -> None:
         """Have the engine closed with the device."""

@@ -5,14 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvoffload.books import Flight
-from kvoffload.copiers import Toolbox, check_copier
+from kvoffload.choice import rank
+from kvoffload.copiers import Toolbox, check_carries_parts, check_copier, shape_of
 from kvoffload.flight import FlightDeck
+from kvoffload.hazards import HazardTable
 from kvoffload.jobs import Job
 from kvoffload.layout import KVLayout
 from kvoffload.ordering import Ordering
-from kvoffload.plan import BlockPlan, FoldedGroup, build
-from kvoffload.requests import Request
+from kvoffload.parts import Folds
+from kvoffload.plan import BlockPlan, build
+from kvoffload.report import Alternative, PlanReport
+from kvoffload.requests import Request, refuse_repeated_targets
+from kvoffload.streams import refuse_capturing
 
 if TYPE_CHECKING:
     from kvoffload.engine import OffloadEngine
@@ -22,37 +29,40 @@ class Dispatcher:
     """Turns requests into jobs. Called under the engine's lock, with the context current.
 
     Args:
-        layout, groups: of the engine, as it is and folded.
+        layout, num_slots: of the engine.
+        folds: of the layout.
         pool_address: host address of slot 0.
         toolbox: the copiers.
         flights: where jobs board.
-        ordering: what a transfer must follow.
     """
 
     def __init__(
         self,
         layout: KVLayout,
-        groups: tuple[FoldedGroup, ...],
+        num_slots: int,
+        folds: Folds,
         pool_address: int,
         toolbox: Toolbox,
         flights: FlightDeck,
-        ordering: Ordering,
     ) -> None:
         self._layout = layout
-        self._groups = groups
+        self._folds = folds
         self._pool_address = pool_address
         self._toolbox = toolbox
         self._flights = flights
-        self._ordering = ordering
+        self._ordering = Ordering(HazardTable(layout, num_slots), flights)
+        self._scratch = np.empty(max(num_slots, *(group.num_blocks for group in layout.groups)), dtype=np.int64)
 
     def check(self, request: Request) -> None:
         """Raise unless what is asked for by name is there and can run."""
         check_copier(request.copier, self._toolbox.missing)
+        if request.parts is not None:
+            check_carries_parts(request.copier)
 
     def plan(self, request: Request) -> BlockPlan:
         """What a request moves; it has blocks."""
         return build(
-            self._groups[request.group],
+            self._folds.of(request.group, request.parts),
             self._layout,
             request.direction,
             group_index=request.group,
@@ -62,19 +72,59 @@ class Dispatcher:
             first_sub_block=request.first_sub_block,
         )
 
+    def report(self, engine: OffloadEngine, request: Request) -> PlanReport:
+        """What `submit` would do with a request, and what else could carry it. Asks nothing of the driver."""
+        engine.check_usable()
+        refuse_repeated_targets(request, self._scratch)
+        self.check(request)
+        profile, simulated = engine.profile, engine.device.simulated
+        if len(request.blocks) == 0:
+            nothing = (request.direction, 0, 0, 0, 0, None, "nothing to copy", 0.0, ())
+            return PlanReport(*nothing, profile=profile.source, simulated=simulated)
+        plan = self.plan(request)
+        way, reason = self._toolbox.choose(plan, request.copier, profile, engine.prefer)
+        shape = shape_of(plan)
+        ranked = rank(shape, self._toolbox.offered, profile, engine.prefer, engine.sm_limit)
+        return PlanReport(
+            direction=request.direction,
+            blocks=shape.blocks,
+            nbytes=shape.nbytes,
+            operations=shape.operations,
+            rows=shape.rows,
+            way=way,
+            reason=reason,
+            seconds=profile.seconds(way, shape),
+            alternatives=tuple(Alternative(each.way, each.seconds) for each in ranked if each.way.label != way.label),
+            profile=profile.source,
+            simulated=simulated,
+        )
+
     def submit(self, engine: OffloadEngine, request: Request) -> Job:
         """Board a job for a request and queue what there is room for. If it raises, nothing has happened."""
+        engine.check_usable()
+        refuse_repeated_targets(request, self._scratch)
+        self.check(request)
+        if request.after is not None:
+            refuse_capturing(engine.device.driver, request.after, "after")
+        self._flights.advance()
+        engine.check_usable()
+        if len(request.blocks) == 0:
+            nothing = Job(engine, self._flights.next_id(), request.direction, 0, request.num_parts)
+            return self._flights.fly_nothing(nothing, request.listener)
+        return self._fly(engine, request)
+
+    def _fly(self, engine: OffloadEngine, request: Request) -> Job:
         plan = self.plan(request)
         way, reason = self._toolbox.choose(plan, request.copier, engine.profile, engine.prefer)
         order = self._ordering.source_order(request)
         self._flights.check_room(1)
-        job = Job(engine, self._flights.next_id(), request.direction, plan.nbytes)
+        job = Job(engine, self._flights.next_id(), request.direction, plan.nbytes, request.num_parts)
         job.way, job.reason, job.listener = way, reason, request.listener
-        parts, rival = self._toolbox.parts(way, plan), self._ordering.latest_rival(request)
+        shares, rival = self._toolbox.shares(way, plan), self._ordering.latest_rival(request)
         try:
             if request.after is not None:
                 self._flights.mark(job, request.after)
-            flight = Flight(parts, order, request.after is not None, rival)
+            flight = Flight(shares, order, request.after is not None, rival)
             self._flights.board(job, flight, partial(self._ordering.record, request, job))
         except BaseException:
             self._flights.unboard(job)

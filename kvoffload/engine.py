@@ -14,32 +14,29 @@ Threads. One lock guards the engine's books and the submission itself; nothing w
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
-
 from kvoffload import hostinfo
+from kvoffload.callers import CallersStreams
 from kvoffload.checks import at_least
 from kvoffload.choice import check_prefer
 from kvoffload.copiers import Toolbox
 from kvoffload.device import Device
 from kvoffload.dispatch import Dispatcher
-from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
+from kvoffload.errors import ClosedError, DriverError, TransferError
 from kvoffload.flight import FlightDeck
-from kvoffload.hazards import HazardTable
 from kvoffload.jobs import Job, Listener, TransferResult, wait_until
 from kvoffload.layout import KVLayout, describe_groups
 from kvoffload.memory import PinnedMemory, Progress, UInt8Array
 from kvoffload.metrics import EngineStatistics
-from kvoffload.ordering import Ordering
-from kvoffload.plan import Direction, describe_fold, fold
-from kvoffload.requests import Request, make_request, refuse_repeated_targets
-from kvoffload.streams import refuse_capturing, stream_handle
+from kvoffload.parts import Folds
+from kvoffload.plan import Direction, describe_fold
+from kvoffload.report import PlanReport
+from kvoffload.requests import make_request
+from kvoffload.streams import NO_WAIT
 from kvoffload.tuning import Profile, Way, profile_for
-
-_LAUNCH_SECONDS = 1.0  # how long order_before waits for room in the driver's queues
 
 
 class OffloadEngine:
@@ -98,8 +95,8 @@ class OffloadEngine:
         self._closed = False
         self._closers = 0  # threads in close()
         with device.lifecycle, device.current():
-            self._groups = fold(layout, device.allocations(layout))
-            self._scratch = np.empty(max(num_slots, *(group.num_blocks for group in layout.groups)), dtype=np.int64)
+            folds = Folds(layout, device.allocations(layout))
+            self._groups = folds.groups
             self._memory = PinnedMemory(
                 device.driver,
                 num_slots * layout.slot_bytes,
@@ -114,8 +111,9 @@ class OffloadEngine:
                 undo.callback(self._toolbox.close)
                 self._flights = FlightDeck(device.driver, self._memory, self._toolbox, max_in_flight, stream_priority)
                 undo.pop_all()
-            ordering, pool = Ordering(HazardTable(layout, num_slots), self._flights), self._memory.address
-            self._dispatcher = Dispatcher(layout, self._groups, pool, self._toolbox, self._flights, ordering)
+            self._streams = CallersStreams(self, self._flights)
+            pool = self._memory.address
+            self._dispatcher = Dispatcher(layout, num_slots, folds, pool, self._toolbox, self._flights)
             self._claim = device.claim(self, self._flights.release, "an OffloadEngine")
             device.register_engine(self)
 
@@ -139,9 +137,11 @@ class OffloadEngine:
             slots: target ids, `layout.slots_for(len(blocks), first_sub_block)` of them, no repeats.
             group: which group's block table `blocks` refers to.
             first_sub_block: where in the first slot to begin.
-            after: the stream whose work so far must end before a block is read: a handle, or anything with
-                `__cuda_stream__`. None: the legacy default stream, what CuPy uses unless told otherwise. `NO_WAIT`:
-                none.
+            after: what must have ended before a block is read: the work so far of a stream (a handle, or anything with
+                `__cuda_stream__`: CuPy, cuda.core, Numba), or an array's producer (anything with `__dlpack__`, which is
+                asked to make a stream of ours wait, or with `__cuda_array_interface__`), or a list of these. Of an
+                array, who else reads or writes it is not waited for; a CuPy array stands for CuPy's current stream.
+                None: the legacy default stream, what CuPy uses unless told otherwise. `NO_WAIT`: nothing.
             copier: "strided", "gather", "split", "batch" or "loop"; None lets the engine choose.
 
         Returns:
@@ -167,6 +167,7 @@ class OffloadEngine:
         after: Any = None,
         copier: str | None = None,
         source_order: str = "auto",
+        parts: int | Sequence[Sequence[int]] | None = None,
     ) -> Job:
         """Copy slots to blocks on the device: the inverse of `store`, with the same correspondence and errors.
 
@@ -174,15 +175,19 @@ class OffloadEngine:
             slots: source ids; repeats are legal.
             blocks: target ids, no repeats.
             group, first_sub_block, copier: as for `store`.
-            after: the stream whose work so far must end before a block is overwritten, as for `store`.
+            after: what must have ended before a block is overwritten, as for `store`; that includes who reads it.
             source_order: when the driver may read the slots. "stream": in stream order. "any": at any moment from now
                 on, which some platforms do faster; only right when nothing on the GPU still writes them. "auto": "any"
                 if the host has seen every store to these slots end, else "stream".
+            parts: copy the group's planes in parts, one part after the other, so that what needs a layer waits for that
+                layer alone: `job.order_before(stream, part=k)`. A number: so many equal runs of planes, in their order.
+                Or for each part the indices of its planes, every plane once. Kernels do not copy parts.
 
         Raises:
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
         """
-        return self.submit(Direction.LOAD, blocks, slots, group, first_sub_block, after, copier, source_order)
+        wanted = (group, first_sub_block, after, copier, source_order)
+        return self.submit(Direction.LOAD, blocks, slots, *wanted, parts=parts)
 
     def submit(
         self,
@@ -195,6 +200,7 @@ class OffloadEngine:
         copier: str | Way | None = None,
         source_order: str = "auto",
         listener: Listener | None = None,
+        parts: int | Sequence[Sequence[int]] | None = None,
     ) -> Job:
         """`store` and `load` in one, with somebody who is told of the job's fate.
 
@@ -203,16 +209,32 @@ class OffloadEngine:
                 a split; share 0: what the profile says.
             listener: is told when the job is in flight and when it has ended.
         """
-        wanted = (direction, blocks, slots, group, first_sub_block, after, copier, source_order, listener)
+        wanted = (direction, blocks, slots, group, first_sub_block, after, copier, source_order, listener, parts)
         request = make_request(self.layout, self.num_slots, *wanted)
-        with self._at_work():
-            return self._submit(request)
+        request = request._replace(after=self._streams.behind(request.sources))
+        with self.at_work():
+            return self._dispatcher.submit(self, request)
+
+    def plan(
+        self, direction: str, blocks: Any, slots: Any, group: int = 0, first_sub_block: int = 0, copier: Any = None
+    ) -> PlanReport:
+        """What such a transfer would be, and what would carry it; nothing is submitted. Raises what `store` raises."""
+        wanted = (Direction(direction), blocks, slots, group, first_sub_block, NO_WAIT, copier, "auto", None)
+        request = make_request(self.layout, self.num_slots, *wanted)
+        with self.at_work():
+            return self._dispatcher.report(self, request)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """The context current and the engine locked; a lost context, wherever it shows, ends the engine."""
+    def at_work(self) -> Iterator[None]:
+        """The context current and the engine locked."""
+        with self.in_context(), self.lock:
+            yield
+
+    @contextmanager
+    def in_context(self) -> Iterator[None]:
+        """The context current; a lost context, wherever it shows, ends the engine."""
         try:
-            with self.device.current(), self.lock:
+            with self.device.current():
                 yield
         except DriverError as error:
             if not error.sticky:
@@ -221,19 +243,8 @@ class OffloadEngine:
                 self._flights.lose(error)
                 self._flights.check_alive()
 
-    def _submit(self, request: Request) -> Job:
-        self._check_usable()
-        refuse_repeated_targets(request, self._scratch)
-        self._dispatcher.check(request)
-        if request.after is not None:
-            refuse_capturing(self.device.driver, request.after, "after")
-        self._flights.advance()
-        self._check_usable()
-        if len(request.blocks) == 0:
-            return self._flights.fly_nothing(Job(self, self._flights.next_id(), request.direction, 0), request.listener)
-        return self._dispatcher.submit(self, request)
-
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise ClosedError or TransferError unless transfers can be submitted."""
         if self._closed or self._closers:
             raise ClosedError("the engine is closed" if self._closed else "the engine is being closed")
         self._flights.check_alive()
@@ -244,7 +255,7 @@ class OffloadEngine:
         if not self._flights.in_flight:
             return
         try:
-            with self._at_work():
+            with self.at_work():
                 self._flights.advance()
         except TransferError:
             pass  # the context is lost: every job has failed and says so
@@ -265,27 +276,34 @@ class OffloadEngine:
         with self.lock:
             self._flights.reports.pop(job.id, None)
 
-    def order_before(self, job: Job, stream: Any) -> None:
+    def order_before(self, job: Job, stream: Any, part: int | None = None) -> None:
         """See `Job.order_before`."""
-        handle = stream_handle(stream, "stream")
-        try:
-            wait_until(lambda: job.launched or job.done, _LAUNCH_SECONDS, "queueing")
-        except TimeoutError:
-            raise CapacityError(
-                f"{job!r} still waits on the host: the driver's queues are full and do not move; poll() until some end"
-            ) from None
-        with self._at_work():
-            job.raise_error()
-            self._flights.check_alive()
-            refuse_capturing(self.device.driver, handle, "stream")
-            if not job.finished:
-                self._flights.wait_for_job(handle, job)
+        self._streams.order_before(job, stream, part)
+
+    @property
+    def submitted(self) -> int:
+        """How many transfers have been submitted so far."""
+        with self.lock:
+            return self._flights.submitted
+
+    def touches(self, address: int, nbytes: int) -> bool:
+        """Whether a plane lies, in part at least, in a range of device memory."""
+        planes = (plane for group in self.layout.groups for plane in group.planes)
+        return any(plane.address < address + nbytes and address < plane.end for plane in planes)
+
+    def order_all_before(self, stream: int) -> None:
+        """Work queued on `stream` from now on starts after every transfer submitted so far has ended, well or not."""
+        self._streams.order_all_before(stream)
+
+    def relay(self) -> int:
+        """A stream of the engine's on which nothing runs; it may be made to wait, and be waited for."""
+        return self._flights.relays.next()
 
     def check_room(self, jobs: int) -> None:
         """Raise CapacityError unless so many more jobs may be in flight, and ClosedError if the engine is closed."""
         self.device.check_process()
         with self.lock:
-            self._check_usable()
+            self.check_usable()
             self._flights.check_room(jobs)
 
     def drain(self, timeout: float | None = None) -> None:
@@ -318,6 +336,7 @@ class OffloadEngine:
             self._closers += 1
         try:
             self.drain(timeout)
+            wait_until(lambda: self._streams.idle, timeout, "asking an array for its producer")
             with self.device.hold_lifecycle(timeout):
                 self._free()
         finally:
@@ -371,3 +390,8 @@ class OffloadEngine:
             f"OffloadEngine({describe_groups(self.layout)}: {describe_fold(self._groups)}; "
             f"{self.num_slots} slots x {self.layout.slot_bytes} B, {simulated}{state})"
         )
+
+    def _repr_html_(self) -> str:
+        from kvoffload.html import engine_card
+
+        return engine_card(self, self._groups, self._toolbox.missing, closed=self._closed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from kvoffload.books import Books, Flight
 from kvoffload.copiers import Toolbox
@@ -20,11 +21,14 @@ from kvoffload.launch import Launcher
 from kvoffload.memory import PinnedMemory
 from kvoffload.metrics import DirectionTotals, EngineStatistics
 from kvoffload.plan import Direction
-from kvoffload.streams import EventPool, Lane
+from kvoffload.relays import Relays
+from kvoffload.streams import EVENT_COST, QUEUE_LIMIT, STREAMS_PER_LANE, EventPool, Lane
 from kvoffload.teardown import run_all
 
 _MAX_REPORTS = 1 << 16
 _NOT_A_STREAM_HERE = frozenset({101, 201, 400})  # CUDA_ERROR_INVALID_DEVICE, _CONTEXT, _HANDLE
+# Each takes a place at least, and those for its events. So pieces find an event, however many parts a load has.
+_MOST_PIECES = len(Direction) * (STREAMS_PER_LANE + 1) * QUEUE_LIMIT // (1 + EVENT_COST)
 _MAX_QUERY_FAILURES = 8  # errors in a row when asking whether one job has ended, before the GPU counts as lost
 
 
@@ -38,15 +42,16 @@ class FlightDeck:
         self._memory = memory
         self._toolbox = toolbox
         self._max_in_flight = max_in_flight
-        # two timers a job, and for markers as many as it takes; some to spare for what interrupts lose
+        # two timers a job, and markers for jobs and for the ends of pieces; some to spare for what interrupts lose
         self._timers = EventPool(driver, 2 * max_in_flight + 256, timing=True)
-        self._markers = EventPool(driver, 4 * max_in_flight + 1024, timing=False)
-        store = Lane(driver, stream_priority)
-        try:
+        self._markers = EventPool(driver, 4 * max_in_flight + _MOST_PIECES + 1024, timing=False)
+        with ExitStack() as undo:
+            store = Lane(driver, stream_priority)
+            undo.callback(store.close)
             load = Lane(driver, stream_priority)
-        except BaseException:
-            store.close()
-            raise
+            undo.callback(load.close)
+            self.relays = Relays(driver, stream_priority)
+            undo.pop_all()
         self._books = {Direction.STORE: Books(store), Direction.LOAD: Books(load)}
         self._launcher = Launcher(driver, self._books, self._markers, self.lose)
         self._ids = itertools.count(1)
@@ -124,6 +129,15 @@ class FlightDeck:
         self._land(job)
         return job
 
+    @property
+    def submitted(self) -> int:
+        """How many jobs have ever been in flight."""
+        return sum(books.next_sequence() - 1 for books in self._books.values())
+
+    def latest(self) -> list[Job]:
+        """The latest unfinished job of each direction; those before it end before it."""
+        return [books.jobs[-1] for books in self._books.values() if books.jobs]
+
     def any_unfinished(self, direction: Direction) -> bool:
         return bool(self._books[direction].jobs)
 
@@ -138,6 +152,10 @@ class FlightDeck:
     def wait_for_job(self, stream: int, job: Job) -> None:
         """Have `stream` wait for a launched `job` and all jobs before it in its lane."""
         self._launcher.wait_for_job(stream, job)
+
+    def wait_for_part(self, stream: int, job: Job, part: int) -> None:
+        """Have `stream` wait for a part of a job in flight, all of which is queued, and for all before it."""
+        self._launcher.wait_for_part(stream, job, part)
 
     # landing ------------------------------------------------------------------------------------------------------
 
@@ -266,7 +284,16 @@ class FlightDeck:
             self._toolbox.keep()
             return
         lanes = [books.lane.close for books in self._books.values()]
-        run_all((*lanes, self._timers.close, self._markers.close, self._toolbox.close, self._memory.release))
+        run_all(
+            (
+                *lanes,
+                self.relays.close,
+                self._timers.close,
+                self._markers.close,
+                self._toolbox.close,
+                self._memory.release,
+            )
+        )
 
     def statistics(self, num_slots: int, simulated: bool) -> EngineStatistics:
         lanes = [books.lane for books in self._books.values()]
@@ -278,7 +305,7 @@ class FlightDeck:
             held=sum(not job.launched for books in self._books.values() for job in books.jobs),
             unreported=len(self.reports),
             dropped_reports=self._dropped_reports,
-            streams=sum(len(lane.streams) for lane in lanes),
+            streams=sum(len(lane.streams) for lane in lanes) + len(self.relays),
             streams_in_use=sum(lane.in_use for lane in lanes),
             events=self._timers.created + self._markers.created,
             events_in_use=self._timers.in_use + self._markers.in_use,

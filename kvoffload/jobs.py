@@ -135,12 +135,13 @@ class JobGroup:
 
 
 class Piece:
-    """Operations of a job on a stream: their places in the driver's queue, the table that they read, and the event at
-    their end, once recorded."""
+    """Operations of a job on a stream, of one share and one part: their places in the driver's queue, the table that
+    they read, and the event at their end, once recorded."""
 
-    __slots__ = ("event", "part", "places", "stream", "table")
+    __slots__ = ("event", "part", "places", "share", "stream", "table")
 
-    def __init__(self, part: int, stream: LaneStream, places: int) -> None:
+    def __init__(self, share: int, part: int, stream: LaneStream, places: int) -> None:
+        self.share = share
         self.part = part
         self.stream = stream
         self.places = places
@@ -158,18 +159,22 @@ class Job:
         id: unique within the engine, rising in the order of submission.
         direction: `Direction.STORE` or `Direction.LOAD`.
         nbytes: payload bytes.
+        num_parts: in how many parts it is copied, one after the other; see `OffloadEngine.load`.
         way, reason: what carries it, with how many programs of a kernel, and why that was chosen; `way` is None for an
             empty transfer.
     """
 
-    # engine bookkeeping: `sequence` counts jobs of one direction; `pieces` are queued and have not ended; `part` is the
-    # one being queued, `queued` counts its operations, `launched` says that no more will be, `followed` that the job's
-    # waits are queued; `start` and `end` are timing events, `markers` plain ones
+    # engine bookkeeping: `sequence` counts jobs of one direction; `pieces` are queued and have not ended; `share` and
+    # `part` are those being queued, `queued` counts operations of the share, `launched` says that no more will be,
+    # `followed` that the job's waits are queued; `start` and `end` are timing events, `markers` plain ones
 
-    def __init__(self, engine: OffloadEngine, job_id: int, direction: Direction, nbytes: int) -> None:
+    def __init__(
+        self, engine: OffloadEngine, job_id: int, direction: Direction, nbytes: int, num_parts: int = 1
+    ) -> None:
         self.id = job_id
         self.direction = direction
         self.nbytes = nbytes
+        self.num_parts = num_parts
         self.way: Way | None = None
         self.reason = "nothing to copy"
         self.state = State.NEW
@@ -178,6 +183,7 @@ class Job:
         self.sequence = 0
         self.flight: Flight | None = None  # while in flight
         self.pieces: deque[Piece] = deque()
+        self.share = 0
         self.part = 0
         self.queued = 0
         self.followed = False
@@ -270,20 +276,23 @@ class Job:
         kind = SimulatedTransferResult if self._simulated else TransferResult
         return kind(self.id, self.direction, self.nbytes, self.seconds, self.copier, self.error)
 
-    def order_before(self, stream: Any) -> None:
+    def order_before(self, stream: Any, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after this transfer has ended. The host does not wait for that.
 
-        (Where the driver's queues are full, it waits up to a second for the job to be queued.)
+        (Where the driver's queues are full, it waits up to a second for the job, or the part, to be queued.)
         A transfer that fails on the GPU later does not hold the stream back: check `wait()` or `poll()`.
 
         Args:
             stream: a handle, or anything with `__cuda_stream__`.
+            part: of a load in parts: after this part has landed, and so all before it. None: after all of it.
 
         Raises:
+            ValueError: the job has no such part.
             TransferError: the job has failed already, or the stream is being captured.
-            CapacityError: the driver's queues are full, and for a second there was no room for the rest of the job.
+            CapacityError: the driver's queues are full, and for a second there was no room for the rest of the job, or
+                of the part.
         """
-        self._engine.order_before(self, stream)
+        self._engine.order_before(self, stream, part)
 
     def __repr__(self) -> str:
         return f"Job({self.id}, {self.direction}, {self.nbytes} bytes, {self.copier}, {self.state.value})"
@@ -291,6 +300,9 @@ class Job:
 
 def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) -> None:
     """Poll `condition` with sleeps that grow from nothing to 0.2 ms, so that Ctrl-C and timeouts work.
+
+    A sleep is a fiftieth of what was waited so far, so it delays the caller by 2% at most. Linux adds 50 us to every
+    sleep (its timer slack), so there is none in the first 2.5 ms.
 
     Raises:
         TimeoutError: `timeout` seconds have passed.
@@ -300,4 +312,4 @@ def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) 
         waited = time.perf_counter() - begin
         if timeout is not None and waited >= timeout:
             raise TimeoutError(f"{what} was not done within {timeout} seconds; it goes on")
-        time.sleep(0.0 if waited < 1e-3 else min(2e-4, waited / 20))
+        time.sleep(0.0 if waited < 2.5e-3 else min(2e-4, waited / 50))

@@ -1,10 +1,16 @@
 """Queues the pieces of jobs on the streams of their lanes, behind everything that they must follow.
 
-    lane's stream for kernels   ─after, previous, rival─●start─[kernel part]─────────●
+A job has one share of its blocks, or two that run at the same time. Pieces of a share follow each other, on one stream
+or on several.
+
+    lane's stream for kernels   ─after, previous, rival─●start─[kernel's share]──────●
     lane's stream for copies                     wait start ─[piece]─●─[piece]─ wait ●─●end
 
-A job of one part has one of the two rows. Pieces of a part follow each other, on one stream or on several. Everything
-here is called under the engine's lock, with the context current.
+A load in parts has one share. No piece is of two parts, so a part has landed at the event behind its last piece.
+
+    lane's stream for copies    ─after, previous, rival─●start─[part 0]─●─[piece of part 1]─●─[its rest]─●─[part 2]─●end
+
+Everything here is called under the engine's lock, with the context current.
 """
 
 from __future__ import annotations
@@ -62,19 +68,20 @@ class Launcher:
         ahead: dict[int, Staged] = {}
         cleared = False
         while not job.launched:
-            work, copier = flight.parts[job.part]
-            stop = min(job.queued + copier.piece_operations, len(work))
+            share = flight.shares[job.share]
+            work, copier = share
+            stop = min(job.queued + copier.piece_operations, share.end_of(job.part))
             places = copier.queue_cost(stop - job.queued) + EVENT_COST
             stream = lane.take(places, kernel=copier.is_kernel)
             if stream is None:
                 return False
             last = job.pieces[-1] if job.pieces else None
-            piece = Piece(job.part, stream, places)
+            piece = Piece(job.share, job.part, stream, places)
             job.pieces.append(piece)
             try:
-                if job.part == 0 and job.queued == 0:
+                if job.share == 0 and job.queued == 0:
                     ahead = _stage_ahead(flight)
-                staged = ahead.pop(job.part, None) or copier.stage(work.part(job.queued, stop), flight.order)
+                staged = ahead.pop(job.share, None) or copier.stage(work.cut(job.queued, stop), flight.order)
                 if staged is None:
                     self.give_back(job, job.pieces.pop())
                     if cleared or not self._is_alone(job):
@@ -97,12 +104,12 @@ class Launcher:
     def _launch_piece(
         self, job: Job, flight: Flight, stop: int, piece: Piece, last: Piece | None, submit: Submit
     ) -> None:
-        """Queue operations `[job.queued, stop)` of the job's part: behind what they must follow, before an event."""
-        handle = piece.stream.handle
+        """Queue operations `[job.queued, stop)` of the job's share: behind what they must follow, before an event."""
+        handle, share = piece.stream.handle, flight.shares[job.share]
         self._begin_piece(job, flight, piece, last)
-        submit(handle, job.start if job.part == 0 and job.queued == 0 else None)
-        done = stop == len(flight.parts[job.part].work)
-        if done and job.part == len(flight.parts) - 1:
+        submit(handle, job.start if job.share == 0 and job.queued == 0 else None)
+        done = stop == len(share.work)
+        if done and job.share == len(flight.shares) - 1:
             self._join(job, piece)
             assert job.end is not None
             self._driver.event_record(job.end, handle)
@@ -112,12 +119,15 @@ class Launcher:
         event = self._mark(job, piece.stream)
         job.markers.remove(event)
         piece.event = event
-        job.part, job.queued = (job.part + 1, 0) if done else (job.part, stop)
+        if done:
+            job.share, job.queued = job.share + 1, 0
+        else:
+            job.part, job.queued = job.part + (stop == share.end_of(job.part)), stop
 
     def _begin_piece(self, job: Job, flight: Flight, piece: Piece, last: Piece | None) -> None:
         """Have the piece's stream wait: for all that the job must follow, its start, or the piece before it."""
         driver, handle = self._driver, piece.stream.handle
-        if job.part == 0 and job.queued == 0:
+        if job.share == 0 and job.queued == 0:
             self._follow(job, flight, piece.stream)
         elif job.queued == 0:
             assert job.start is not None
@@ -127,8 +137,8 @@ class Launcher:
             driver.stream_wait_event(handle, last.event)
 
     def _join(self, job: Job, final: Piece) -> None:
-        """Have the stream of the final piece wait for the end of the job's other parts."""
-        ends = {piece.part: piece.event for piece in job.pieces if piece.part != final.part}
+        """Have the stream of the final piece wait for the end of the job's other shares."""
+        ends = {piece.share: piece.event for piece in job.pieces if piece.share != final.share}
         for event in ends.values():
             assert event is not None
             self._driver.stream_wait_event(final.stream.handle, event)
@@ -164,6 +174,16 @@ class Launcher:
             assert last.end is not None
             self._driver.stream_wait_event(stream, last.end)
 
+    def wait_for_part(self, stream: int, job: Job, part: int) -> None:
+        """Have `stream` wait for a part of a job in flight, all of which is queued, and for all before it.
+
+        The parts of which no piece is left have landed.
+        """
+        last = next((piece for piece in reversed(job.pieces) if piece.part <= part), None)
+        if last is not None:
+            assert last.event is not None
+            self._driver.stream_wait_event(stream, last.event)
+
     def _mark(self, job: Job, stream: LaneStream) -> int:
         """An event of the job's behind everything on `stream`."""
         event = self._markers.acquire()
@@ -172,7 +192,7 @@ class Launcher:
         return event
 
     def _submission_failed(self, job: Job, error: BaseException) -> None:
-        """A driver call failed while the job was queued; parts of it may run. It fails when nothing of it is left."""
+        """A driver call failed while the job was queued; some of it may run. It fails when nothing of it is left."""
         if isinstance(error, DriverError) and error.sticky:
             self._lose(error)
             return
@@ -196,13 +216,13 @@ class Launcher:
 
 
 def _stage_ahead(flight: Flight) -> dict[int, Staged]:
-    """Stage the first piece of the parts behind the first, so that this need not be done while the first part runs.
+    """Stage the first piece of the shares behind the first, so that this need not be done while the first one runs.
 
     Kernels come first: what is staged here holds no table, so it may be forgotten.
     """
     found = {}
-    for number, (work, copier) in enumerate(flight.parts[1:], start=1):
-        staged = copier.stage(work.part(0, copier.piece_operations), flight.order)
+    for number, (work, copier) in enumerate(flight.shares[1:], start=1):
+        staged = copier.stage(work.cut(0, copier.piece_operations), flight.order)
         assert staged is not None
         assert staged.table is None
         found[number] = staged

@@ -174,6 +174,8 @@ class KVLayout:
             times as wide, which is what planes with small blocks need.
         dtype: of the cache's elements; a description that keys depend on, never used to interpret bytes.
         tokens_per_block: a description that keys depend on.
+        on_default_stream: whether the legacy default stream orders what computes on the planes, so that transfers may
+            follow it when they are not told what to follow (`after=None`). False for JAX.
 
     Attributes:
         groups: tuple of `Group`.
@@ -189,9 +191,11 @@ class KVLayout:
         blocks_per_slot: int = 1,
         dtype: Any = None,
         tokens_per_block: int | None = None,
+        on_default_stream: bool = True,
     ) -> None:
         self.blocks_per_slot = _positive("blocks_per_slot", blocks_per_slot)
         self.dtype = dtype
+        self.on_default_stream = on_default_stream
         self.tokens_per_block = None if tokens_per_block is None else _positive("tokens_per_block", tokens_per_block)
         if not isinstance(groups, Sequence) or not all(isinstance(group, Sequence) for group in groups):
             raise LayoutError(f"groups must be a list of lists of planes: KVLayout([planes]), got {groups!r:.80}")
@@ -205,19 +209,23 @@ class KVLayout:
 
     @classmethod
     def from_arrays(cls, arrays: Iterable[Any], **options: Any) -> KVLayout:
-        """A layout of one group with a plane per array, without a copy.
+        """A layout of one group with a plane per array, without a copy. It keeps the arrays alive.
 
         Args:
-            arrays: objects with `__cuda_array_interface__`, shape `(num_blocks, ...)`, contiguous within a block.
-            options: as for `KVLayout`.
+            arrays: objects with `__cuda_array_interface__` or `__dlpack__` in GPU memory: of CuPy, JAX, Numba,
+                cuda.core, PyTorch, or `DeviceArray`. Shape `(num_blocks, ...)`, contiguous within a block. For a JAX
+                array the host waits until it is computed.
+            options: as for `KVLayout`. `dtype` is the arrays', if they have one; `on_default_stream` is False for
+                arrays of JAX.
 
         Raises:
-            LayoutError: an array that is no device array, is read-only, empty, or not contiguous within a block.
+            LayoutError: an array that is not in GPU memory, is read-only, empty, or not contiguous within a block.
         """
-        from kvoffload.interop import plane_from_array
+        from kvoffload.interop import options_of, plane_from_array
 
-        planes = [plane_from_array(array, name=f"arrays[{index}]") for index, array in enumerate(arrays)]
-        return cls([planes], **options)
+        given = list(arrays)
+        planes = [plane_from_array(array, name=f"arrays[{index}]") for index, array in enumerate(given)]
+        return cls([planes], **options_of(given) | options)
 
     @classmethod
     def from_stacked(cls, array: Any, plane_axis: int = 0, block_axis: int = 1, **options: Any) -> KVLayout:
@@ -226,16 +234,16 @@ class KVLayout:
         Such an array always folds: every transfer is one strided copy per block, whatever the number of planes.
 
         Args:
-            array: an object with `__cuda_array_interface__`; the axes besides the two named make up a block.
+            array: as for `from_arrays`; the axes besides the two named make up a block.
             plane_axis, block_axis: which axes count planes and blocks.
             options: as for `KVLayout`.
 
         Raises:
             LayoutError: as `from_arrays`, and for axes that are out of range or the same.
         """
-        from kvoffload.interop import planes_from_stacked
+        from kvoffload.interop import options_of, planes_from_stacked
 
-        return cls([planes_from_stacked(array, plane_axis, block_axis)], **options)
+        return cls([planes_from_stacked(array, plane_axis, block_axis)], **options_of([array]) | options)
 
     @property
     def num_groups(self) -> int:
@@ -272,6 +280,11 @@ class KVLayout:
         folds = describe_fold(fold(self))
         return f"KVLayout({describe_groups(self)}, slot_bytes={self.slot_bytes}; {folds} if each run is one allocation)"
 
+    def _repr_html_(self) -> str:
+        from kvoffload.html import layout_card
+
+        return layout_card(self)
+
 
 def describe_groups(layout: KVLayout) -> str:
     """The groups of a layout in words, for a repr: planes x block bytes, blocks, blocks per slot."""
@@ -306,6 +319,40 @@ def dtype_name(dtype: Any) -> str:
         if dtype is not None and not issubclass(found.type, np.flexible | np.object_):
             return f"{'>' if found.str[0] == '>' else ''}{found.name}"
     raise LayoutError(f'dtype must be the type of one element, such as "bfloat16" or np.float16, got {dtype!r:.80}')
+
+
+# Types that numpy does not know without ml_dtypes, whose names both give them, and their bytes.
+NARROW_BYTES = {
+    "bfloat16": 2,
+    **dict.fromkeys(
+        (
+            "float8_e4m3fn",
+            "float8_e5m2",
+            "float8_e4m3fnuz",
+            "float8_e5m2fnuz",
+            "float8_e4m3b11fnuz",
+            "float8_e3m4",
+            "float8_e4m3",
+            "float8_e8m0fnu",
+        ),
+        1,
+    ),
+}
+
+
+def element_bytes(name: str) -> int:
+    """Bytes of an element of a type, by what `dtype_name` says.
+
+    Raises:
+        LayoutError: the type is not known.
+    """
+    if name in NARROW_BYTES:
+        return NARROW_BYTES[name]
+    try:
+        return np.dtype(name).itemsize
+    except TypeError:
+        known = ", ".join(NARROW_BYTES)
+        raise LayoutError(f"dtype must be one that numpy knows, or one of {known}; got {name!r}") from None
 
 
 def as_ids(name: str, ids: Any, limit: int) -> Int64Array:

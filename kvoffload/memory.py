@@ -1,4 +1,4 @@
-"""Pinned host memory as numpy arrays, and GPU memory as buffers.
+"""Pinned host memory as numpy arrays.
 
 The slot pool is anonymous memory of our own: mapped, its pages touched by many threads, then registered with the
 driver in pieces. Measured on an H200 machine with 16 CPUs, 4 GiB: cuMemHostAlloc 2.7 s (one thread, the driver's lock
@@ -13,18 +13,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload import hostinfo
 from kvoffload.driver import Driver, address_of
-from kvoffload.errors import CapacityError, ClosedError, DriverError, KVOffloadError
-
-if TYPE_CHECKING:
-    from kvoffload.device import Device
+from kvoffload.errors import CapacityError, DriverError, KVOffloadError
 
 UInt8Array = npt.NDArray[np.uint8]
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -197,72 +192,3 @@ def _explain(nbytes: int, done: int, reason: str) -> str:
         f"Pinned before that: {gib(done)} (given back); available now {gib(hostinfo.available_bytes())} of "
         f"{gib(hostinfo.total_bytes())}{limit}. Ask for fewer slots (num_slots), or free memory"
     )
-
-
-class DeviceBuffer:
-    """GPU memory that the device frees: with `close`, after the buffer is garbage, or when the device closes.
-
-    Made by `Device.allocate`. Anything that understands `__cuda_array_interface__` can wrap it without a copy; whoever
-    does must keep the buffer alive.
-
-    Attributes:
-        address: device address, bytes.
-        nbytes: exactly as many as asked for.
-    """
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        with device.current():
-            self.address = device.driver.allocate(nbytes)
-        self.nbytes = nbytes
-        self._device = device
-        self._claim = device.claim(self, partial(device.driver.free, self.address))
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        self._check()
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3, "strides": None}
-
-    def copy_from(self, array: npt.ArrayLike, offset: int = 0) -> None:
-        """Copy the bytes of a host array into the buffer from `offset` bytes on; returns when they are there.
-
-        Ordered after work on the legacy default stream, not after work on other streams.
-
-        Raises:
-            ValueError: the array does not fit.
-            ClosedError: the buffer or its device is closed.
-        """
-        self._check()
-        source = np.ascontiguousarray(array)
-        if offset < 0 or offset + source.nbytes > self.nbytes:
-            raise ValueError(f"array of {source.nbytes} bytes at offset {offset} does not fit into {self.nbytes} bytes")
-        if source.nbytes:
-            with self._device.current():
-                self._device.driver.copy_to_device(self.address + offset, address_of(source), source.nbytes)
-
-    def to_numpy(self) -> UInt8Array:
-        """The bytes as a new array, uint8, (nbytes,); ordered after work on the legacy default stream alone."""
-        self._check()
-        target = np.empty(self.nbytes, dtype=np.uint8)
-        with self._device.current():
-            self._device.driver.copy_to_host(address_of(target), self.address, self.nbytes)
-        return target
-
-    def close(self) -> None:
-        """Free the memory. No transfer may be using it. Idempotent."""
-        if self._claim.alive and not self._device.foreign:
-            with self._device.current():
-                self._claim.free()
-
-    def _check(self) -> None:
-        if not self._claim.alive:
-            raise ClosedError(f"the buffer of {self.nbytes} bytes at {self.address:#x} is closed")
-
-    def __enter__(self) -> DeviceBuffer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "" if self._claim.alive else ", closed"
-        return f"DeviceBuffer({self.address:#x}, {self.nbytes} bytes{state})"

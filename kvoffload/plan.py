@@ -10,13 +10,16 @@ that cross an allocation.) Any index step is allowed: every second plane may for
 A transfer is a `BlockPlan`: blocks, and where each lies in a slot. That is all that a copy kernel needs. `operations()`
 gives it as strided operations, n x r of them for n blocks over r runs, computed by broadcasting; `flat()` of those as
 copies of one row each. Pure numpy: no device is seen here.
+
+A group may be folded in *parts*, lists of planes that are copied one after the other: then no run is of two parts, and
+all operations of a part come before those of the next.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +65,7 @@ class RunClass(NamedTuple):
     host_pitch: Int64Array
     mergeable: bool  # no padding between blocks: adjacent blocks of a slot are one wider row
     row_count: int  # rows of all runs together
+    part_runs: Int64Array  # how many of the runs are of each part, (parts,); those of a part come before the next one's
 
 
 class FoldedGroup(NamedTuple):
@@ -70,6 +74,7 @@ class FoldedGroup(NamedTuple):
     classes: tuple[RunClass, ...]
     planes: int
     bytes_per_block: int
+    num_parts: int
 
     @property
     def runs(self) -> int:
@@ -86,16 +91,22 @@ def fold(layout: KVLayout, allocations: Sequence[Sequence[int]] | None = None) -
     """
     known = allocations or [[0] * len(group.planes) for group in layout.groups]
     return tuple(
-        _fold_group(group, layout.blocks_per_slot, ids) for group, ids in zip(layout.groups, known, strict=True)
+        fold_group(group, layout.blocks_per_slot, ids, [range(len(group.planes))])
+        for group, ids in zip(layout.groups, known, strict=True)
     )
 
 
-def _fold_group(group: Group, blocks_per_slot: int, allocations: Sequence[int]) -> FoldedGroup:
-    alike: dict[tuple[int, int, int], list[int]] = {}
-    for index, plane in enumerate(group.planes):
-        alike.setdefault((plane.block_bytes, plane.block_stride, allocations[index]), []).append(index)
-    runs: dict[tuple[int, int], list[Run]] = {}
-    for (block_bytes, block_stride, _), members in alike.items():
+def fold_group(
+    group: Group, blocks_per_slot: int, allocations: Sequence[int], parts: Sequence[Sequence[int]]
+) -> FoldedGroup:
+    """Fold the planes of one group into runs, none of which is of two parts; `parts` has every plane's index once."""
+    alike: dict[tuple[int, int, int, int], list[int]] = {}
+    for part, planes in enumerate(parts):
+        for index in sorted(planes):
+            plane = group.planes[index]
+            alike.setdefault((plane.block_bytes, plane.block_stride, allocations[index], part), []).append(index)
+    runs: dict[tuple[int, int], list[tuple[Run, int]]] = {}
+    for (block_bytes, block_stride, _, part), members in alike.items():
         points = [(group.planes[index].address, int(group.host_offsets[index])) for index in members]
         for run in _find_runs(points, block_bytes):
             contiguous = run.rows > 1 and run.device_pitch == run.host_pitch == block_bytes
@@ -104,16 +115,18 @@ def _fold_group(group: Group, blocks_per_slot: int, allocations: Sequence[int]) 
             elif run.rows == 1:  # a pitch is not used, but must not be less than the width of merged blocks
                 run = run._replace(device_pitch=blocks_per_slot * block_bytes, host_pitch=blocks_per_slot * block_bytes)
             width = run.device_pitch if contiguous else block_bytes
-            runs.setdefault((width, block_stride), []).append(run)
-    classes = tuple(_run_class(key, members) for key, members in runs.items())
-    return FoldedGroup(classes, len(group.planes), group.bytes_per_block)
+            runs.setdefault((width, block_stride), []).append((run, part))
+    classes = tuple(_run_class(key, members, len(parts)) for key, members in runs.items())
+    return FoldedGroup(classes, len(group.planes), group.bytes_per_block, len(parts))
 
 
-def _run_class(key: tuple[int, int], runs: list[Run]) -> RunClass:
+def _run_class(key: tuple[int, int], members: list[tuple[Run, int]], num_parts: int) -> RunClass:
     width, block_stride = key
+    runs, parts = zip(*members, strict=True)
     address, host_offset, rows, device_pitch, host_pitch = np.array(runs, dtype=np.int64).T[:, :, np.newaxis]
-    mergeable, row_count = block_stride == width, int(rows.sum())
-    return RunClass(width, block_stride, address, host_offset, rows, device_pitch, host_pitch, mergeable, row_count)
+    mergeable, row_count, part_runs = block_stride == width, int(rows.sum()), np.bincount(parts, minlength=num_parts)
+    columns = (address, host_offset, rows, device_pitch, host_pitch)
+    return RunClass(width, block_stride, *columns, mergeable, row_count, part_runs)
 
 
 def _find_runs(points: list[tuple[int, int]], block_bytes: int) -> list[Run]:
@@ -193,7 +206,12 @@ class BlockPlan:
         """Payload bytes."""
         return self.group.bytes_per_block * len(self.blocks)
 
-    def part(self, start: int, stop: int) -> BlockPlan:
+    @property
+    def part_ends(self) -> tuple[int, ...]:
+        """None: every block is of all parts. `operations` has them."""
+        return ()
+
+    def cut(self, start: int, stop: int) -> BlockPlan:
         """Blocks `[start, stop)` as a plan of their own, sharing memory."""
         if start == 0 and stop >= len(self):
             return self
@@ -215,12 +233,23 @@ class BlockPlan:
         return operations, rows
 
     def operations(self) -> TransferPlan:
-        """As strided operations, one per run and block; adjacent blocks of a slot merge into wider rows."""
-        parts = [_plan_class(each, self.blocks, self.slot_address, self.sub_block) for each in self.group.classes]
-        if len(parts) == 1:
-            return TransferPlan(self.direction, *parts[0])
-        spread = [[np.broadcast_to(column, part[0].shape) for column in part] for part in parts]
-        return TransferPlan(self.direction, *(np.concatenate(column) for column in zip(*spread, strict=True)))
+        """As strided operations, one per run and block, in the order of the parts; adjacent blocks of a slot merge into
+        wider rows."""
+        classes = self.group.classes
+        planned = [_plan_class(each, self.blocks, self.slot_address, self.sub_block) for each in classes]
+        columns = planned[0]
+        if len(classes) > 1:
+            spread = [[np.broadcast_to(column, each[0].shape) for column in each] for each in planned]
+            columns = [np.concatenate(column) for column in zip(*spread, strict=True)]
+        if self.group.num_parts == 1:
+            return TransferPlan(self.direction, *columns)
+        per_run = [len(found[0]) // len(runs.rows) for runs, found in zip(classes, planned, strict=True)]
+        counts = np.array([runs.part_runs * each for runs, each in zip(classes, per_run, strict=True)])
+        if len(classes) > 1:
+            parts = np.tile(np.arange(self.group.num_parts), len(classes))
+            order = np.argsort(np.repeat(parts, counts.reshape(-1)), kind="stable")
+            columns = [column[order] for column in columns]
+        return TransferPlan(self.direction, *columns, part_ends=tuple(counts.sum(axis=0).cumsum().tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +257,10 @@ class TransferPlan:
     """Strided operations: `height` rows of `width` bytes, at `*_address + row * *_pitch`.
 
     Addresses are uint64, (n,); the other columns uint64, (n,), or (1,) where all operations have one value. Operations
-    have no order among each other and no two write the same byte.
+    of a part have no order among each other and no two write the same byte.
+
+    Attributes:
+        part_ends: how many operations the first part has, the first two, ...; empty where there is one part.
     """
 
     direction: Direction
@@ -238,6 +270,7 @@ class TransferPlan:
     height: UInt64Array
     device_pitch: UInt64Array
     host_pitch: UInt64Array
+    part_ends: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.device_address)
@@ -263,8 +296,8 @@ class TransferPlan:
         """Whether every operation is a single row."""
         return bool((self.height == 1).all())
 
-    def part(self, start: int, stop: int) -> TransferPlan:
-        """Operations `[start, stop)` as a plan of their own, sharing memory."""
+    def cut(self, start: int, stop: int) -> TransferPlan:
+        """Operations `[start, stop)` as a plan of their own, of one part, sharing memory."""
         if start == 0 and stop >= len(self):
             return self
         cut = slice(start, stop)
@@ -288,6 +321,7 @@ class TransferPlan:
             np.ones(1, dtype=np.uint64),
             width,
             width,
+            part_ends=tuple(np.searchsorted(operation, self.part_ends).tolist()) if self.part_ends else (),
         )
 
 

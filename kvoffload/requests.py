@@ -7,29 +7,41 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import LayoutError
 from kvoffload.jobs import Listener
 from kvoffload.layout import Int64Array, KVLayout, as_ids
+from kvoffload.parts import Parts, as_parts
 from kvoffload.plan import Direction
-from kvoffload.streams import NO_WAIT, stream_handle
+from kvoffload.relays import Source, as_sources
 from kvoffload.tuning import Way
 
 SOURCE_ORDERS = ("auto", "stream", "any")
 
 
 class Request(NamedTuple):
-    """A checked transfer; `after` is a stream handle, or None to wait for no stream."""
+    """A checked transfer.
+
+    Attributes:
+        sources: what it is to follow.
+        parts: planes of each part of a load; None where all are in one.
+        after: the stream that stands for all of these, None for none; the engine fills it in.
+    """
 
     direction: Direction
     group: int
     slots: Int64Array
     blocks: Int64Array
     first_sub_block: int
-    after: int | None
+    sources: tuple[Source, ...]
     copier: str | Way | None
     source_order: str
     listener: Listener | None
+    parts: Parts | None = None
+    after: int | None = None
+
+    @property
+    def num_parts(self) -> int:
+        return 1 if self.parts is None else len(self.parts)
 
 
 def make_request(
@@ -44,6 +56,7 @@ def make_request(
     copier: str | Way | None,
     source_order: str,
     listener: Listener | None,
+    parts: Any = None,
 ) -> Request:
     """Check the arguments of `OffloadEngine.store` and `load`.
 
@@ -62,14 +75,25 @@ def make_request(
             f"{len(block_ids)} blocks from sub-block {first_sub_block} on need {expected} slots "
             f"(blocks_per_slot={layout.blocks_per_slot}), got {len(slot_ids)}"
         )
-    handle = _after_handle(after)
-    return Request(direction, group, slot_ids, block_ids, first_sub_block, handle, copier, source_order, listener)
+    checked = direction, group, slot_ids, block_ids, first_sub_block
+    planes = _parts(parts, direction, len(layout.groups[group].planes))
+    return Request(*checked, _sources(after, layout), copier, source_order, listener, planes)
 
 
-def _after_handle(after: Any) -> int | None:
-    if after is NO_WAIT:
-        return None
-    return LEGACY_STREAM if after is None else stream_handle(after, "after")
+def _parts(parts: Any, direction: Direction, num_planes: int) -> Parts | None:
+    if parts is not None and direction is Direction.STORE:
+        raise ValueError(f"parts={parts!r:.80} is for loads; a store takes all planes together: leave parts out")
+    return as_parts(parts, num_planes)
+
+
+def _sources(after: Any, layout: KVLayout) -> tuple[Source, ...]:
+    if after is None and not layout.on_default_stream:
+        raise ValueError(
+            "after=None stands for the legacy default stream, and these planes are computed on streams that it does "
+            "not order (JAX's): pass after=array, the array that was computed last on them, to follow it on the GPU; "
+            "or kvoffload.NO_WAIT if the host has waited for it (array.block_until_ready())"
+        )
+    return as_sources(after)
 
 
 def refuse_repeated_targets(request: Request, scratch: Int64Array) -> None:

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvoffload.buffers import DeviceBuffer
 from kvoffload.copiers import why_not
 from kvoffload.device import Device
 from kvoffload.driver.simulator import Faults, SimulatedDriver, SimulatorError
 from kvoffload.engine import OffloadEngine
 from kvoffload.layout import KVLayout, Plane
-from kvoffload.memory import DeviceBuffer, UInt8Array
+from kvoffload.memory import UInt8Array
 from kvoffload.plan import Direction
 from kvoffload.streams import NO_WAIT
 from kvoffload.tuning import Way

@@ -13,9 +13,9 @@ from strategies import Draw, LayoutSpec, PlaneSpec, place
 import kvoffload
 from kvoffload import NO_WAIT, Direction, Job, OffloadEngine
 from kvoffload.arena import Table
+from kvoffload.buffers import DeviceBuffer
 from kvoffload.copiers import gather
 from kvoffload.kernels import LoadedKernel
-from kvoffload.memory import DeviceBuffer
 from kvoffload.testing import Mirror
 from kvoffload.tuning import Way
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 
 import kvoffload
-from kvoffload import streams
+from kvoffload import relays, streams
 from kvoffload.copiers import gather, toolbox
 from kvoffload.driver import address_of
 from kvoffload.driver.simulator import SimulatedDriver
@@ -35,6 +35,7 @@ LEVELS = {
 LEGACY, PER_THREAD = 1, 2
 COPIERS = toolbox.NAMES
 LANE_STREAMS = streams.STREAMS_PER_LANE + 1  # those for copies, and one for kernels
+ENGINE_STREAMS = 2 * LANE_STREAMS + relays.RELAYS
 ORDERING_SEEDS = range(int(os.environ.get("KVOFFLOAD_ORDERING_SEEDS", "20")))
 BLOCKING, NON_BLOCKING = 0, 1
 # Of engines in tests about streams, order, pieces and faults: without a kernel, those go the copy engine's way on every
@@ -304,6 +305,26 @@ def in_threads(*works: Callable[[], object]) -> None:
         thread.join()
     for error in errors:
         raise error
+
+
+def interrupt_call(
+    patch: pytest.MonkeyPatch, owner: type, name: str, nth: int = 1, *, after: bool = False
+) -> list[int]:
+    """Have the nth call of a method raise KeyboardInterrupt, before or after it did its work, and no other; the list
+    holds how many calls are left until then."""
+    original, left = getattr(owner, name), [nth]
+
+    def method(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and not after:
+            raise KeyboardInterrupt
+        value = original(*arguments, **options)
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return value
+
+    patch.setattr(owner, name, method)
+    return left
 
 
 def shuttles(rig: Rig, count: int, turns: int, *, between: Callable[[], object] = lambda: None) -> list[int]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "kvoffload"
-WAITS = frozenset({"stream_wait_event", "wait_for_job"})
+WAITS = frozenset({"stream_wait_event", "wait_for_job", "wait_for_part"})
 
 
 class Site(NamedTuple):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import kvoffload
 from kvoffload import Direction, KVLayout, OffloadEngine, Plane
+from kvoffload.buffers import DeviceBuffer
 from kvoffload.copiers import why_not
-from kvoffload.memory import DeviceBuffer
 from kvoffload.testing import scramble
 
 Draw = Callable[[st.SearchStrategy[int]], int]

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from helpers import keys, leaks_of, release, rig, simulated, whole
+from helpers import interrupt_call, keys, leaks_of, release, rig, simulated, whole
 from workload import program, several_streams
 
 from kvoffload import NO_WAIT, BlockCache, Direction, TransferError
@@ -26,23 +26,7 @@ from kvoffload.tuning import Way
 def interrupt() -> Iterator[Callable[..., Any]]:
     """`interrupt(owner, name, nth, after=)`: the nth call of that method raises KeyboardInterrupt, and no other."""
     with pytest.MonkeyPatch.context() as patch:
-
-        def plan(owner: type, name: str, nth: int = 1, *, after: bool = False) -> list[int]:
-            original, left = getattr(owner, name), [nth]
-
-            def method(*arguments: Any, **options: Any) -> Any:
-                left[0] -= 1
-                if left[0] == 0 and not after:
-                    raise KeyboardInterrupt
-                value = original(*arguments, **options)
-                if left[0] == 0:
-                    raise KeyboardInterrupt
-                return value
-
-            patch.setattr(owner, name, method)
-            return left
-
-        yield plan
+        yield partial(interrupt_call, patch)
 
 
 SUBMITTING: list[tuple[type, str, int, bool]] = [

@@ -12,7 +12,14 @@ from mutants import PACKAGE, Site, wait_sites
 
 HERE = Path(__file__).resolve().parent
 ORDERING_TESTS = [
-    str(HERE / name) for name in ("test_ordering.py", "test_ordering_pieces.py", "test_ordering_split.py")
+    str(HERE / name)
+    for name in (
+        "test_ordering.py",
+        "test_ordering_pieces.py",
+        "test_ordering_split.py",
+        "test_ordering_parts.py",
+        "test_relays.py",
+    )
 ]
 SITES = wait_sites()
 TESTS_PASSED, TESTS_FAILED = 0, 1  # pytest's exit codes; 2 to 5 would mean that no test was asked
@@ -40,12 +47,14 @@ def _ordering_tests(module: str, line: int, column: int, *, stop_early: bool) ->
 
 
 def test_the_sites_are_found() -> None:
-    """For the caller, the direction, the rivals; between pieces; of and for the second part of a split; by a caller's
+    """For the caller's streams and arrays, the direction, the rivals; between pieces; of and for the second part of a split; by a caller's
     stream; for what a failure left."""
     names = [site.name for site in SITES]
     assert names.count("stream_wait_event") >= 6
     assert names.count("wait_for_job") >= 4
-    assert {site.module for site in SITES} == {"kvoffload.engine", "kvoffload.flight", "kvoffload.launch"}
+    assert {site.module for site in SITES} == {
+        f"kvoffload.{name}" for name in ("callers", "flight", "launch", "relays")
+    }
 
 
 def test_the_ordering_tests_pass_with_every_wait_in_place() -> None:

@@ -162,7 +162,7 @@ def test_every_piece_of_both_parts_is_waited_for(bench: Rig, monkeypatch: pytest
     bench.gate(held)
     bench.fill(held, 77)
     job = submit(bench, Direction.STORE, 0, 0, after=held)
-    assert [piece.part for piece in job.pieces] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [piece.share for piece in job.pieces] == [0, 0, 0, 0, 1, 1, 1, 1]
     job.order_before(writer)
     bench.fill(writer, 88)
     release(bench, job)

@@ -21,24 +21,25 @@ ROOT = Path(kvoffload.__file__).parent
 LAYERS = (
     {"checks", "errors", "metrics", "policies", "teardown", "hostinfo", "models"},
     {"layout", "cachefiles"},
-    {"plan", "interop", "arena", "admission", "entries", "journal", "keys", "prometheus"},
-    {"jobs", "hazards"},
-    {"driver", "tuning", "reservations"},
-    {"memory", "ownership", "streams", "kernels", "choice"},
-    {"cache_jobs", "cacheindex", "copiers", "requests", "patterns"},
+    {"plan", "arena", "admission", "entries", "journal", "keys", "prometheus"},
+    {"jobs", "hazards", "parts"},
+    {"driver", "tuning", "reservations", "html"},
+    {"memory", "ownership", "streams", "kernels", "choice", "report"},
+    {"cache_jobs", "cacheindex", "copiers", "relays", "buffers", "patterns"},
+    {"requests", "interop"},
     {"books"},
     {"launch"},
     {"device", "flight"},
     {"ordering", "compute"},
-    {"dispatch"},
+    {"dispatch", "callers"},
     {"engine"},
-    {"cache", "tuner"},
+    {"cache", "tuner", "jax"},
     {"testing", "__init__"},
     {"cli"},
     {"__main__"},
 )
-# A layout's repr and its constructors from arrays reach up, when they are called.
-LAZY_UPWARD = {("layout", "plan"), ("layout", "interop")}
+# A layout's reprs and its constructors from arrays reach up, when they are called.
+LAZY_UPWARD = {("layout", "plan"), ("layout", "interop"), ("layout", "html")}
 
 LAZY_ONLY = {"cuda", "triton", "jax", "cupy", "numba", "matplotlib", "rich", "platformdirs", "prometheus_client"}
 NEVER = {"torch", "ctypes", "cffi"}

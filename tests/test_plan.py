@@ -64,7 +64,7 @@ def plan(*arguments: Any, **options: Any) -> TransferPlan:
 
 def spread(made: TransferPlan) -> TransferPlan:
     """A plan with no column shortened to the one value that all operations share."""
-    columns = [getattr(made, each.name) for each in fields(made) if each.name != "direction"]
+    columns = [getattr(made, each.name) for each in fields(made) if each.name not in ("direction", "part_ends")]
     assert all(column.shape in ((1,), (len(made),)) for column in columns)
     return TransferPlan(made.direction, *(np.broadcast_to(column, (len(made),)) for column in columns))
 
@@ -248,26 +248,26 @@ def test_pitfall_10_the_path_follows_the_operation_and_not_the_size_of_a_block()
 
 def test_parts_share_memory_and_add_up() -> None:
     whole = block_plan(layout_of([MIB, 2 * MIB, 9 * MIB], blocks_per_slot=2), range(7), range(4)).operations()
-    parts = [whole.part(start, start + 3) for start in range(0, len(whole), 3)]
+    parts = [whole.cut(start, start + 3) for start in range(0, len(whole), 3)]
     assert sum(len(part) for part in parts) == len(whole)
     assert sorted(row for part in parts for row in rows(part)) == rows(whole)
     assert np.concatenate([part.source for part in parts]).tolist() == whole.source.tolist()
     assert np.shares_memory(parts[1].source, whole.source)
-    assert whole.part(0, len(whole)) is whole
+    assert whole.cut(0, len(whole)) is whole
 
 
 @pytest.mark.parametrize("factor", [1, 2])
 def test_parts_of_blocks_share_memory_and_add_up(factor: int) -> None:
     layout = layout_of([MIB, 2 * MIB, 9 * MIB], blocks_per_slot=factor)
     whole = block_plan(layout, range(7), range(layout.slots_for(7)))
-    parts = [whole.part(start, start + 3) for start in range(0, len(whole), 3)]
+    parts = [whole.cut(start, start + 3) for start in range(0, len(whole), 3)]
     assert [len(part) for part in parts] == [3, 3, 1]
     assert sum(part.nbytes for part in parts) == whole.nbytes
     assert np.shares_memory(parts[1].blocks, whole.blocks)
     assert (whole.sub_block is None) == (factor == 1)
     flat = [row for part in parts for row in pieces(part.operations())]
     assert sorted(flat) == sorted(pieces(whole.operations()))
-    assert whole.part(0, len(whole)) is whole
+    assert whole.cut(0, len(whole)) is whole
 
 
 def pieces(made: TransferPlan) -> list[tuple[int, int]]:

@@ -14,8 +14,8 @@ from strategies import Case, TransferSpec, cases, copiers_of, place, slab_of
 
 import kvoffload
 from kvoffload import NO_WAIT, CapabilityError, Direction, Job, KVLayout, OffloadEngine, Plane
+from kvoffload.buffers import DeviceBuffer
 from kvoffload.copiers import gather
-from kvoffload.memory import DeviceBuffer
 from kvoffload.testing import (
     Mirror,
     check_clean_close,

@@ -29,6 +29,13 @@ def test_the_cache_snippet_runs_anywhere(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.startswith("3 CacheStatistics(capacity=16, resident=3")
 
 
+def test_the_runtimes_snippet_runs_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    run("runtime")
+    printed = capsys.readouterr().out
+    assert printed.count("TransferResult(") == 2
+    assert printed.endswith("[]\n")
+
+
 def test_the_servers_request_runs_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     run("server", (ROOT / "docs" / "cache.md").read_text())
     assert capsys.readouterr().out.startswith("6 BlockCache(6 of 16 keys")
@@ -40,12 +47,13 @@ def test_both_commands_are_there() -> None:
 
 
 def test_every_example_is_named() -> None:
-    for example in (ROOT / "examples").glob("*.py"):
-        assert example.name in README
+    for example in (ROOT / "examples").iterdir():
+        if example.suffix in (".py", ".ipynb"):
+            assert example.name in README
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "expected"), [("cupy", "TransferResult"), ("jax", "True")])
+@pytest.mark.parametrize(("name", "expected"), [("cupy", "TransferResult"), ("jax", "True TransferResult")])
 def test_snippets_on_a_gpu(name: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         kvoffload.open_device(0).close()

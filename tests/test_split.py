@@ -136,7 +136,7 @@ def _without(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
         begin = Launcher._begin_piece
 
         def leaving_out(launcher: Launcher, job: Job, flight: Flight, piece: Piece, last: Piece | None) -> None:
-            if job.part == 0 or job.queued > 0:
+            if job.share == 0 or job.queued > 0:
                 begin(launcher, job, flight, piece, last)
 
         monkeypatch.setattr(Launcher, "_begin_piece", leaving_out)
@@ -184,7 +184,7 @@ def test_a_split_in_pieces_waits_for_its_start_and_ends_with_its_last_piece(
     bench.fill(held, 77)
     job = store(bench, range(18), range(18), after=held)
     assert job.launched
-    assert [piece.part for piece in job.pieces] == [0, 0, 0, 1, 1, 1]
+    assert [piece.share for piece in job.pieces] == [0, 0, 0, 1, 1, 1]
     assert len({piece.stream for piece in job.pieces}) > 2
     job.order_before(writer)
     bench.fill(writer, 88)

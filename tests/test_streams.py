@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 from cuda.bindings import runtime
-from helpers import COPY_ENGINE_ONLY, LANE_STREAMS
+from helpers import COPY_ENGINE_ONLY, ENGINE_STREAMS, LANE_STREAMS
 from strategies import slab_of
 
 import kvoffload
@@ -179,7 +179,7 @@ def test_pitfall_06_what_finds_no_room_is_held_on_the_host_and_ends_in_order(
     with OffloadEngine(KVLayout([planes]), device=device, **options) as engine, Held(engine) as held:
         jobs = [engine.store(range(1024), range(1024), after=held.stream, copier=copier) for _ in range(12)]
         statistics = engine.statistics()
-        assert (statistics.in_flight, statistics.streams) == (12, 2 * LANE_STREAMS)
+        assert (statistics.in_flight, statistics.streams) == (12, ENGINE_STREAMS)
         deepest = max(stream.occupied for stream in simulator.streams.values())
         assert deepest <= QUEUE_LIMIT + 2
         assert simulator.blocked_submissions == 0
@@ -240,7 +240,7 @@ def test_streams_are_made_with_the_priority_asked_for(device: kvoffload.Device, 
     with OffloadEngine(layout, device=device, num_slots=4, stream_priority=priority) as engine:
         engine.store([0], [0]).wait(10)
     made = [args for name, args in device.simulator.faults.calls if name == "cuStreamCreateWithPriority"]
-    assert made == [(1, priority)] * (2 * LANE_STREAMS)  # non-blocking
+    assert made == [(1, priority)] * ENGINE_STREAMS  # non-blocking
 
 
 def test_a_priority_out_of_range_is_refused(device: kvoffload.Device) -> None:

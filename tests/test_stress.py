@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import LANE_STREAMS, LEVELS, Rig, copiers_in, held_by_process, no_leaks, rig, simulated, whole
+from helpers import ENGINE_STREAMS, LEVELS, Rig, copiers_in, held_by_process, no_leaks, rig, simulated, whole
 
 from kvoffload import NO_WAIT, CapacityError, Direction, TransferError
 from kvoffload.driver import functions
@@ -45,7 +45,7 @@ def test_pitfall_06_submission_never_meets_a_full_queue(level: str, copier: str 
         seconds = submit_gated(bench, 2000, blocks_each=3, copier=copier)
         assert simulator.blocked_submissions == 0
         assert bench.engine.statistics().in_flight == 2000
-        assert bench.engine.statistics().streams == 2 * LANE_STREAMS
+        assert bench.engine.statistics().streams == ENGINE_STREAMS
         assert averages.median(seconds) < 5e-3
         assert averages.median(seconds[-200:]) < 20 * averages.median(seconds[:200])
         bench.gates[0].open()
@@ -97,7 +97,7 @@ def test_a_hundred_thousand_queued_small_loads() -> None:
         counts = bench.engine.statistics()
         assert (counts.load.jobs, counts.load.failed) == (total, 0)
         assert counts.events <= 2 * 1024 + 4 * 1024 + 1024
-        assert counts.streams == 2 * LANE_STREAMS
+        assert counts.streams == ENGINE_STREAMS
         assert (bench.block(target) == 100 + (total - 1) % 16).all()
         whole(bench.engine)
         assert time.perf_counter() - began < 100  # about 20 on two cores of their own

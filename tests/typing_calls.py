@@ -25,6 +25,7 @@ from kvoffload import (
     Namespace,
     OffloadEngine,
     Plane,
+    PlanReport,
     Reservation,
     Status,
     TransferError,
@@ -86,10 +87,17 @@ def transfers(layout: KVLayout, device: Device) -> list[TransferResult]:
         assert_type(result.error, TransferError | None)
         assert_type(job.id, int)
         assert_type(job.done, bool)
+        layers = engine.load([4], [3], parts=[[0, 2], [1, 3]])
+        assert_type(layers.num_parts, int)
+        layers.order_before(Stream(), part=0)
+        layers.wait(timeout=10.0)
         assert_type(engine.slots, npt.NDArray[np.uint8])
         engine.store([1], [7], group=0, first_sub_block=1, after=Stream(), copier="loop")
         engine.drain(timeout=10.0)
         assert_type(engine.statistics().store.nbytes, int)
+        report = engine.plan("load", [3, 4, 5], range(4, 6), copier="loop")
+        assert_type(report, PlanReport)
+        assert_type([seconds for _, seconds in report.alternatives], list[float])
         return engine.poll()
 
 
@@ -106,7 +114,7 @@ def caches(layout: KVLayout, device: Device) -> int:
         found = cache.lookup([b"one", b"two", b"three"])
         assert_type(found, int)
         cache.load([b"one"], [5, 6]).wait(timeout=10.0)
-        cache.load([b"two"], [5, 6], pending=True).order_before(0)
+        cache.load([b"two"], [5, 6], pending=True, parts=2).order_before(0, part=1)
         with cache.reserve([b"three"], namespace="guests") as reservation:
             assert_type(reservation, Reservation)
             assert_type(reservation.keys, tuple[bytes, ...])

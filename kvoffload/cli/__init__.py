@@ -9,6 +9,8 @@
       transfer      every way of copying, by model                     transfer.py, latency.py, frameworks.py
       sweep         bytes of a copy x number of copies                 sweep.py
       interference  what the computation beside a transfer loses       interference.py, backgrounds.py
+      parts         loading layer by layer                             parts.py
+      interop       what users of CuPy and of JAX get                  interop.py, cargo.py, cupyways.py, jaxways.py
       submit        host time of a call                                submit.py
       marshal       Python's share of a batch call                     marshal.py
       cache         what the prefix cache's bookkeeping costs          bookkeeping.py

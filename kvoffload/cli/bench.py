@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffload.cli import bookkeeping, interference, marshal, plots, submit, sweep, transfer
+from kvoffload.cli import bookkeeping, interference, interop, marshal, parts, plots, submit, sweep, transfer
 from kvoffload.cli.console import CommandError
 from kvoffload.cli.report import describe_device as describe_device
 
@@ -16,7 +16,7 @@ from kvoffload.cli.report import describe_device as describe_device
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure", description="Measure transfers, and what they cost.")
     benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    for bench in (transfer, sweep, interference, submit, marshal, bookkeeping):
+    for bench in (transfer, sweep, interference, parts, interop, submit, marshal, bookkeeping):
         bench.add_parser(benches)
     plot = benches.add_parser(
         "plot",

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvoffload import hostinfo
+from kvoffload.buffers import DeviceBuffer
 from kvoffload.device import Device
-from kvoffload.memory import PAGE_BYTES, DeviceBuffer, PinnedMemory, UInt8Array
+from kvoffload.memory import PAGE_BYTES, PinnedMemory, UInt8Array
 from kvoffload.plan import Direction
 
 POISON = 0xA5

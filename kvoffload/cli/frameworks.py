@@ -55,29 +55,38 @@ def measure_frameworks(
 def _importable() -> tuple[dict[str, Callable[[Bed], Arrays]], dict[str, str]]:
     kinds: dict[str, Callable[[Bed], Arrays]] = {}
     missing = {}
-    for name, check, kind, extra in ((CUPY, _check_cupy, CupyArrays, "cupy"), (JAX, _check_jax, JaxArrays, "jax")):
-        try:
-            check()
+    for name, check, kind, extra in ((CUPY, check_cupy, CupyArrays, "cupy"), (JAX, check_jax, JaxArrays, "jax")):
+        reason = why_not(check, extra)
+        if reason is None:
             kinds[name] = kind
-        except ImportError as error:
-            missing[name] = f"{error}; pip install 'kvoffload[{extra}]'"
-        except CapabilityError as error:
-            missing[name] = str(error)
+        else:
+            missing[name] = reason
     return kinds, missing
 
 
-def _check_cupy() -> None:
+def why_not(check: Callable[[], None], extra: str) -> str | None:
+    """None if a check passes, or why a framework cannot be used; if it is not installed, the extra that installs it."""
+    try:
+        check()
+    except ImportError as error:
+        return f"{error}; pip install 'kvoffload[{extra}]'"
+    except CapabilityError as error:
+        return str(error)
+    return None
+
+
+def check_cupy() -> None:
     import cupy  # noqa: F401
 
 
-def _check_jax() -> None:
+def check_jax(platform: str = "gpu") -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # it would take three quarters of the GPU's memory
     import jax
 
     try:
-        jax.devices("gpu")
+        jax.devices(platform)
     except RuntimeError as error:
-        raise CapabilityError(f"this JAX has no GPU: {str(error).splitlines()[0]}") from error
+        raise CapabilityError(f"this JAX has no {platform.upper()}: {str(error).splitlines()[0]}") from error
 
 
 def _measure(bed: Bed, direction: Direction, arrays: dict[str, Arrays]) -> Row:

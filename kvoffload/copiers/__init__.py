@@ -9,12 +9,12 @@ loop      flat copies one by one: cuMemcpyAsync; works with every driver
 Which of them carries a transfer is chosen in choice.py.
 """
 
-from kvoffload.copiers.base import Copier, Part, Staged, Submit, Work
+from kvoffload.copiers.base import Copier, Share, Staged, Submit, Work
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.gather import GatherCopier, GatherKernels, Tiling, kernel_spec
 from kvoffload.copiers.loop import LoopCopier
 from kvoffload.copiers.strided import StridedCopier
-from kvoffload.copiers.toolbox import NAMES, Toolbox, check_copier, why_not
+from kvoffload.copiers.toolbox import NAMES, Toolbox, check_carries_parts, check_copier, shape_of, why_not
 
 __all__ = [
     "NAMES",
@@ -23,14 +23,16 @@ __all__ = [
     "GatherCopier",
     "GatherKernels",
     "LoopCopier",
-    "Part",
+    "Share",
     "Staged",
     "StridedCopier",
     "Submit",
     "Tiling",
     "Toolbox",
     "Work",
+    "check_carries_parts",
     "check_copier",
     "kernel_spec",
+    "shape_of",
     "why_not",
 ]

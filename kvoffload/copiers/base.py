@@ -12,9 +12,13 @@ from kvoffload.plan import BlockPlan, Direction
 class Work(Protocol):
     """A plan in the shape that a copier carries, and how many operations it has: `TransferPlan` or `BlockPlan`."""
 
+    @property
+    def part_ends(self) -> tuple[int, ...]:
+        """How many operations the first of its parts has, the first two, ...; empty where there is one part."""
+
     def __len__(self) -> int: ...
 
-    def part(self, start: int, stop: int) -> Any:
+    def cut(self, start: int, stop: int) -> Any:
         """Operations `[start, stop)`."""
 
 
@@ -69,8 +73,12 @@ class Copier(Protocol):
         """Nothing of a direction is queued: take back tables that an interrupt may have left out."""
 
 
-class Part(NamedTuple):
-    """A share of a transfer's blocks and what carries it; the parts of a transfer run at the same time."""
+class Share(NamedTuple):
+    """Some of a transfer's blocks and what carries them; the shares of a transfer run at the same time."""
 
     work: Work
     copier: Copier
+
+    def end_of(self, part: int) -> int:
+        """How many operations there are up to the end of a part."""
+        return self.work.part_ends[part] if self.work.part_ends else len(self.work)

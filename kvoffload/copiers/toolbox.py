@@ -1,4 +1,4 @@
-"""The copiers of an engine: which of them can run here, and the parts in which they carry a plan."""
+"""The copiers of an engine: which of them can run here, and how they share a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kvoffload import kernels
 from kvoffload.cachefiles import warn_once
 from kvoffload.choice import choose
-from kvoffload.copiers.base import Copier, Part
+from kvoffload.copiers.base import Copier, Share
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.gather import GatherCopier, GatherKernels
 from kvoffload.copiers.loop import LoopCopier
@@ -49,6 +49,21 @@ def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
         raise ValueError(f"copier must be one of {', '.join(NAMES)} or None, got {name!r}")
     if missing[name] is not None:
         raise CapabilityError(f"copier={name!r} cannot run here: {missing[name]}; the loop copier works")
+
+
+def check_carries_parts(name: str | Way | None) -> None:
+    """Raise ValueError if `name` names a copier that cannot copy a load in parts."""
+    if (name.copier if isinstance(name, Way) else name) in _KERNELS:
+        raise ValueError(
+            f"copier={name!r} cannot copy a load in parts: a kernel copies all planes of a block at once; ask for "
+            "strided, batch, loop or None, or leave parts out"
+        )
+
+
+def shape_of(plan: BlockPlan) -> Shape:
+    """What a plan of at least one block looks like to a profile."""
+    operations, rows = plan.count()
+    return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
 
 
 class Toolbox:
@@ -100,15 +115,16 @@ class Toolbox:
     def offered(self) -> tuple[str, ...]:
         """The copiers to choose from: those that can run; on the simulated device no kernels."""
         able = tuple(name for name in NAMES if self.missing[name] is None)
-        return tuple(name for name in able if name not in _KERNELS) if self._interpreted else able
+        return _without_kernels(able) if self._interpreted else able
 
     def choose(self, plan: BlockPlan, wanted: str | Way | None, profile: Profile, prefer: str) -> tuple[Way, str]:
         """The way for a plan, and why: what is wanted, see `check_copier`, completed; or what the profile says."""
-        blocks, (operations, rows) = len(plan), plan.count()
-        shape = Shape(plan.direction, blocks, blocks * plan.group.planes, operations, rows, plan.nbytes)
+        shape = shape_of(plan)
         if isinstance(wanted, Way):
             return self._complete(wanted, shape, profile), "asked for"
         available = self.offered if wanted is None else (wanted,)
+        if plan.group.num_parts > 1:
+            available = _without_kernels(available)
         way, reason, _ = choose(shape, available, profile, prefer, self._sm_limit)
         return way, reason if wanted is None else "asked for by name"
 
@@ -120,7 +136,7 @@ class Toolbox:
             return Way("gather", programs, 1.0)
         return Way("split", programs, wanted.share or profile.split_share(shape, programs))
 
-    def parts(self, way: Way, plan: BlockPlan) -> tuple[Part, ...]:
+    def shares(self, way: Way, plan: BlockPlan) -> tuple[Share, ...]:
         """The plan as `way` carries it. A split of too few blocks to share is left to the copy engine."""
         if way.copier == "gather":
             return (self._by_kernel(way, plan),)
@@ -128,23 +144,23 @@ class Toolbox:
             return self._split(way, plan)
         by_engine: dict[str, Copier] = {"strided": self._strided, "batch": self._batch, "loop": self._loop}
         copier = by_engine[way.copier]
-        return (Part(copier.prepare(plan), copier),)
+        return (Share(copier.prepare(plan), copier),)
 
-    def _split(self, way: Way, plan: BlockPlan) -> tuple[Part, ...]:
+    def _split(self, way: Way, plan: BlockPlan) -> tuple[Share, ...]:
         by_engine = len(plan) - round(len(plan) * way.share)
         if by_engine == 0:
             return (self._by_kernel(way, plan),)
-        strided = Part(self._strided.prepare(plan.part(0, by_engine)), self._strided)
+        strided = Share(self._strided.prepare(plan.cut(0, by_engine)), self._strided)
         if by_engine == len(plan):
             return (strided,)
-        return (self._by_kernel(way, plan.part(by_engine, len(plan))), strided)  # quicker to queue, so it comes first
+        return (self._by_kernel(way, plan.cut(by_engine, len(plan))), strided)  # quicker to queue, so it comes first
 
-    def _by_kernel(self, way: Way, plan: BlockPlan) -> Part:
+    def _by_kernel(self, way: Way, plan: BlockPlan) -> Share:
         assert self._kernels is not None
         copier = self._gather.get(way.programs)
         if copier is None:
             copier = self._gather[way.programs] = GatherCopier(self._kernels, way.programs)
-        return Part(copier.prepare(plan), copier)
+        return Share(copier.prepare(plan), copier)
 
     def clear(self, direction: Direction) -> None:
         """Nothing of a direction is in flight: forget what an interrupt may have left taken."""
@@ -159,3 +175,7 @@ class Toolbox:
     def close(self) -> None:
         """Give back what the copiers used; nothing may be in flight."""
         run_all((self._batch.close, *(() if self._kernels is None else (self._kernels.close,))))
+
+
+def _without_kernels(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in _KERNELS)

@@ -1,0 +1,81 @@
+"""Decode with a paged KV cache in CuPy that is larger than its room on the device; compare every bit of the logits.
+
+A small transformer serves conversations of several turns. After a turn, what a conversation has in the cache is stored
+in pinned host memory, and its blocks are given to others. When it goes on, its prefix is found by its tokens and loaded
+into other blocks, while those before it still decode. Timed against a cache in which all fits, and against computing
+the prefix again. What is shared with jax_paged_decode.py is in paged_decode/.
+
+    python examples/cupy_paged_decode.py --layer-wise --plot timeline.png       # pip install 'kvoffload[cupy,plot]'
+    python examples/cupy_paged_decode.py --device simulated                     # the same in numpy, without a GPU
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from paged_decode import model, report
+from paged_decode.arrays import ArrayModel, NumpyBackend
+from paged_decode.backend import AnyJob, Backend, Logits
+
+import kvoffload
+
+
+class CupyBackend:
+    """CuPy on a stream of its own. Transfers follow it, and it follows them; the host waits for logits only."""
+
+    def __init__(self, device: kvoffload.Device, size: model.ModelSize) -> None:
+        import cupy
+
+        self.device, self.size, self._cupy = device, size, cupy
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream: int | None = int(self._stream.ptr)
+        with self._stream:
+            self._model = ArrayModel(cupy, size, "float16")
+        self._cache: Any = None
+        self._load: kvoffload.Job | None = None  # which the layers of the next step follow one by one
+
+    def new_cache(self, num_blocks: int) -> kvoffload.KVLayout:
+        self._cache = None  # its memory is free, before as much is taken again
+        with self._stream:
+            self._cache = self._cupy.zeros(self.size.cache_shape(num_blocks), dtype="float16")
+        return kvoffload.KVLayout.from_stacked(self._cache, tokens_per_block=model.BLOCK_TOKENS)
+
+    def step(self, step: model.Step) -> Logits:
+        with self._stream:
+            logits: Logits = self._model.logits(self._cache, step, self._before_layer).get()
+        self._load = None
+        return logits
+
+    def after(self) -> Any:
+        return self._stream
+
+    def follow(self, job: AnyJob) -> None:
+        job.order_before(self._stream)
+
+    def follow_by_layer(self, job: kvoffload.Job) -> None:
+        self._load = job
+
+    def _before_layer(self, number: int) -> None:
+        if self._load is not None:
+            self._load.order_before(self._stream, part=number)
+
+
+def main() -> int:
+    options = report.command_line(__doc__, by_layer=True)
+    if options.device == report.CUDA and find_spec("cupy") is None:
+        print("CuPy is not installed: pip install 'kvoffload[cupy]', or try --device simulated", file=sys.stderr)
+        return 2
+    with kvoffload.open_device(backend=options.device) as device:
+        size = report.model_size(options)
+        backend: Backend = NumpyBackend(device, size) if device.simulated else CupyBackend(device, size)
+        return report.serve_and_compare(
+            backend,
+            options,
+            left_out="CuPy, its stream, and what runs beside what",
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

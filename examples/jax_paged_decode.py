@@ -1,0 +1,135 @@
+"""Decode with a paged KV cache in JAX that is larger than its room on the device; compare every bit of the logits.
+
+A small transformer serves conversations of several turns. After a turn, what a conversation has in the cache is stored
+in pinned host memory, and its blocks are given to others. When it goes on, its prefix is found by its tokens and loaded
+into other blocks, while those before it still decode. Timed against a cache in which all fits, and against computing
+the prefix again. What is shared with cupy_paged_decode.py is in paged_decode/.
+
+    python examples/jax_paged_decode.py --plot timeline.png       # pip install 'kvoffload[jax,plot]'
+    python examples/jax_paged_decode.py --device simulated        # on the CPU; with numpy where there is no JAX
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from paged_decode import model, report
+from paged_decode.arrays import NumpyBackend
+from paged_decode.backend import AnyJob, Backend, Logits
+
+import kvoffload
+
+# XLA measures several algorithms for a product and takes the fastest: not always the same one, nor the same bits.
+ONE_ALGORITHM = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+
+
+def compute(size: model.ModelSize, weights: model.Weights, cache: Any, step: model.Step) -> tuple[Any, Any]:
+    """The logits of a step, and the cache with K and V of its tokens: in the same memory, if it is donated.
+
+    The cache holds bfloat16 as bits. XLA may carry out an update of bfloat16 in float32, and convert the whole cache
+    before and after: slow, and what is loaded meanwhile would be overwritten. Bits are written where they belong.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    rotation = model.rotary(jnp, size, step)
+    blocks, offsets = step.rows // model.BLOCK_TOKENS, step.rows % model.BLOCK_TOKENS
+    cast = jax.lax.bitcast_convert_type
+
+    def compute_layer(carry: tuple[Any, Any], layer: dict[str, Any]) -> tuple[tuple[Any, Any], None]:
+        x, cache = carry
+        key_plane, value_plane = 2 * layer["number"], 2 * layer["number"] + 1
+        queries, keys, values = model.project(jnp, size, layer, x, rotation)
+        cache = cache.at[key_plane, blocks, offsets].set(cast(keys, "uint16"))
+        cache = cache.at[value_plane, blocks, offsets].set(cast(values, "uint16"))
+        seen = cast(cache[key_plane, step.tables], "bfloat16"), cast(cache[value_plane, step.tables], "bfloat16")
+        seen = jax.lax.optimization_barrier(seen)  # the number of blocks decides nothing about how the rest is compiled
+        x = model.attend(jnp, size, layer, x, step, queries, *seen)
+        return (model.feed_forward(jnp, layer, x), cache), None
+
+    layers = {name: weights[name] for name in model.LAYER_WEIGHTS} | {"number": jnp.arange(size.layers)}
+    (x, cache), _ = jax.lax.scan(compute_layer, (model.embed(weights, step), cache), layers)
+    return model.unembed(jnp, weights, x, step), cache
+
+
+class JaxBackend:
+    """JAX on a cache in memory of kvoffload's, `kvoffload.jax.OwnedCache`. The host waits for logits only: a transfer
+    follows the computation that made the cache; and what is computed with `cache.array` follows the transfers so far.
+    `cache.unordered` is the same array without that, to compute on while other blocks are being loaded.
+    """
+
+    stream: int | None = None  # JAX does not show it
+
+    def __init__(self, device: kvoffload.Device, size: model.ModelSize) -> None:
+        import jax
+
+        self.device, self.size = device, size
+        keys = jax.random.split(jax.random.key(0), len(size.weight_shapes))
+        self._weights = {
+            name: jax.random.normal(key, shape, "bfloat16") * shape[-2] ** -0.5
+            for key, (name, shape) in zip(keys, size.weight_shapes.items(), strict=True)
+        }
+        self._compute = jax.jit(partial(compute, size), donate_argnums=1)
+        self._cache: Any = None
+        self._follows = False  # whether the next step follows the transfers so far
+
+    def new_cache(self, num_blocks: int) -> kvoffload.KVLayout:
+        import kvoffload.jax
+
+        self._cache = None  # its memory is free, before as much is taken again
+        shape = self.size.cache_shape(num_blocks)
+        self._cache = kvoffload.jax.OwnedCache(self.device, shape, "uint16", tokens_per_block=model.BLOCK_TOKENS)
+        layout: kvoffload.KVLayout = self._cache.layout
+        return layout
+
+    def step(self, step: model.Step) -> Logits:
+        array = self._cache.array if self._follows else self._cache.unordered
+        self._follows = False
+        logits, self._cache.array = self._compute(self._weights, array, step)
+        return np.asarray(logits)
+
+    def after(self) -> Any:
+        return self._cache
+
+    def follow(self, _: AnyJob) -> None:
+        self._follows = True  # all that was submitted so far: JAX cannot be told of one job
+
+    def follow_by_layer(self, job: kvoffload.Job) -> None:
+        raise NotImplementedError(f"{job!r}: all layers are one computation of JAX")
+
+
+def find_backend(device: str) -> Callable[[kvoffload.Device, model.ModelSize], Backend] | None:
+    """What can run on a device; None for nothing."""
+    if find_spec("jax") is None:
+        return NumpyBackend if device == report.SIMULATED else None
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_ALGORITHM}"
+    import jax
+
+    if device == report.SIMULATED:
+        jax.config.update("jax_platforms", "cpu")
+        return JaxBackend
+    return JaxBackend if jax.default_backend() == "gpu" else None
+
+
+def main() -> int:
+    options = report.command_line(__doc__, by_layer=False)
+    make_backend = find_backend(options.device)
+    if make_backend is None:
+        print("there is no JAX with a GPU: pip install 'kvoffload[jax]', or try --device simulated", file=sys.stderr)
+        return 2
+    with kvoffload.open_device(backend=options.device) as device:
+        return report.serve_and_compare(
+            make_backend(device, report.model_size(options)),
+            options,
+            left_out="a GPU's order of JAX and transfers, and what runs beside what",
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The model for arrays that are written in place, CuPy's and numpy's; and numpy's part of serving, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import kvoffload
+from paged_decode import model
+from paged_decode.backend import AnyJob, Logits
+
+
+class ArrayModel:
+    """The model in code for CuPy and numpy (`xp`): a loop over the layers; the cache is written in place."""
+
+    def __init__(self, xp: Any, size: model.ModelSize, dtype: str) -> None:
+        self.xp, self.size = xp, size
+        random = xp.random.default_rng(0)
+        self.weights = {
+            name: (random.standard_normal(shape, dtype="float32") * shape[-2] ** -0.5).astype(dtype)
+            for name, shape in size.weight_shapes.items()
+        }
+
+    def logits(self, cache: Any, step: model.Step, before_layer: Callable[[int], None]) -> Any:
+        """Compute a step.
+
+        Args:
+            cache: as `ModelSize.cache_shape` has it.
+            before_layer: called with the number of each layer before anything of it is computed.
+        """
+        xp, size = self.xp, self.size
+        step = model.Step(*map(xp.asarray, step))
+        rotation = model.rotary(xp, size, step)
+        x = model.embed(self.weights, step)
+        for number in range(size.layers):
+            before_layer(number)
+            layer = {name: self.weights[name][number] for name in model.LAYER_WEIGHTS}
+            queries, keys, values = model.project(xp, size, layer, x, rotation)
+            key_plane, value_plane = cache[2 * number], cache[2 * number + 1]
+            rows = (-1, size.kv_heads, size.head_size)
+            key_plane.reshape(rows)[step.rows] = keys
+            value_plane.reshape(rows)[step.rows] = values
+            x = model.attend(xp, size, layer, x, step, queries, key_plane[step.tables], value_plane[step.tables])
+            x = model.feed_forward(xp, layer, x)
+        return model.unembed(xp, self.weights, x, step)
+
+
+class NumpyBackend:
+    """numpy on memory of the simulated device, which is ordinary memory.
+
+    What numpy computes is on no stream, so the host waits for transfers.
+    """
+
+    stream: int | None = None
+
+    def __init__(self, device: kvoffload.Device, size: model.ModelSize) -> None:
+        self.device, self.size = device, size
+        self._model = ArrayModel(np, size, "float32")
+        self._load: kvoffload.Job | None = None  # which the layers of the next step follow one by one
+
+    def new_cache(self, num_blocks: int) -> kvoffload.KVLayout:
+        array = self.device.empty(self.size.cache_shape(num_blocks), "float32")
+        self._cache = np.from_dlpack(array)
+        self._cache[...] = 0
+        return kvoffload.KVLayout.from_stacked(array, tokens_per_block=model.BLOCK_TOKENS)
+
+    def step(self, step: model.Step) -> Logits:
+        logits: Logits = self._model.logits(self._cache, step, self._before_layer)
+        self._load = None
+        return logits
+
+    def after(self) -> Any:
+        return kvoffload.NO_WAIT  # what numpy has computed is there
+
+    def follow(self, job: AnyJob) -> None:
+        job.wait()
+
+    def follow_by_layer(self, job: kvoffload.Job) -> None:
+        self._load = job
+
+    def _before_layer(self, number: int) -> None:
+        """The host cannot wait for a part, so it waits for a stream that does."""
+        if self._load is not None:
+            driver = self.device.driver
+            with self.device.current():
+                stream = driver.stream_create(0)
+                self._load.order_before(stream, part=number)
+                driver.stream_synchronize(stream)
+                driver.stream_destroy(stream)

@@ -1,0 +1,41 @@
+"""What a framework has to do to serve a model with a paged KV cache that is offloaded."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+import kvoffload
+from paged_decode.model import ModelSize, Step
+
+Logits = npt.NDArray[np.float32]
+AnyJob = kvoffload.Job | kvoffload.CacheJob
+
+
+class Backend(Protocol):
+    """A framework, with the model's weights and a paged KV cache on `device`.
+
+    Attributes:
+        stream: handle of the stream that it computes on; None if it shows none.
+    """
+
+    device: kvoffload.Device
+    size: ModelSize
+    stream: int | None
+
+    def new_cache(self, num_blocks: int) -> kvoffload.KVLayout:
+        """Make a cache of zeros in the place of the one before."""
+
+    def step(self, step: Step) -> Logits:
+        """Write K and V of a step's tokens into the cache; the logits of the last ones, when the host has them."""
+
+    def after(self) -> Any:
+        """What a transfer gets as `after`, so that it follows all steps so far."""
+
+    def follow(self, job: AnyJob) -> None:
+        """Have all steps from now on follow a job."""
+
+    def follow_by_layer(self, job: kvoffload.Job) -> None:
+        """Have layer k of the next step follow part k of a job."""

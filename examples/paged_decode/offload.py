@@ -1,0 +1,110 @@
+"""Conversations in kvoffload's block cache: stored after a turn, found by their tokens and loaded before the next."""
+
+from __future__ import annotations
+
+import kvoffload
+from paged_decode.backend import AnyJob, Backend
+from paged_decode.model import BLOCK_TOKENS
+from paged_decode.timeline import Timeline
+
+
+def complete_tokens(tokens: list[int]) -> int:
+    """How many of a conversation's tokens are in complete blocks. The last token does not count: its K and V are
+    computed together with what follows it."""
+    return max(0, len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+class Offloader:
+    """Stores and loads the complete blocks of conversations. Nothing here waits for a transfer that has not ended.
+
+    Args:
+        engine: over the backend's cache.
+        timeline: notes when transfers ran.
+        by_layer: load in a part for each layer, so that the first need not wait for the last.
+        corrupt: spoil a stored block before the first load.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        engine: kvoffload.OffloadEngine,
+        timeline: Timeline | None,
+        *,
+        by_layer: bool,
+        corrupt: bool,
+    ) -> None:
+        self._backend, self._engine, self._timeline = backend, engine, timeline
+        self._by_layer, self._corrupt = by_layer, corrupt
+        self._cache = kvoffload.BlockCache(engine)
+        self._stores: dict[int, kvoffload.CacheJob] = {}
+        self._loads: dict[int, AnyJob] = {}
+        self._leases: dict[int, kvoffload.Lease] = {}
+
+    def store(self, conversation: int, tokens: list[int], blocks: list[int]) -> None:
+        """Store what is not stored yet."""
+        keys = self._keys(tokens)
+        job = self._cache.store(keys, blocks[: len(keys)], after=self._backend.after())
+        self._cache.touch(keys)
+        self._stores[conversation] = job
+        self._note(job)
+
+    def follow_store(self, conversation: int) -> None:
+        """Have steps from now on follow the store of blocks that another conversation has got."""
+        job = self._stores[conversation]
+        if not job.done:
+            self._backend.follow(job)
+
+    def load(self, conversation: int, tokens: list[int], blocks: list[int]) -> None:
+        """Load what the blocks held; as many blocks as there are complete ones."""
+        self._stores[conversation].wait()  # it ended long ago: others were served since
+        keys = self._keys(tokens)
+        if self._cache.lookup(keys) < len(keys):
+            raise RuntimeError("a prefix was not found, though the host has room for all")
+        self._spoil(keys)
+        job: AnyJob
+        if self._by_layer:
+            lease = self._leases[conversation] = self._cache.acquire(keys)  # nobody else gets its slots
+            job = self._engine.load(
+                lease.slots(), blocks, after=self._backend.after(), parts=self._backend.size.layers
+            )  # planes 2k and 2k + 1 are part k
+        else:
+            job = self._cache.load(keys, blocks, after=self._backend.after())
+        self._loads[conversation] = job
+        self._note(job)
+
+    def follow_load(self, conversation: int) -> None:
+        """Have steps from now on follow the load of a conversation, if there is one."""
+        job = self._loads.get(conversation)
+        if isinstance(job, kvoffload.Job):
+            self._backend.follow_by_layer(job)
+        elif job is not None:
+            self._backend.follow(job)
+
+    def end_load(self, conversation: int) -> None:
+        """What was computed has followed the load, so it has ended: raise if it failed."""
+        if conversation in self._loads:
+            self._loads.pop(conversation).wait()
+        if conversation in self._leases:
+            self._leases.pop(conversation).release()
+
+    def count_blocks(self) -> tuple[int, int]:
+        """Blocks stored and loaded so far; waits until all transfers have ended."""
+        self._engine.drain()
+        totals, block_bytes = self._engine.statistics(), self._engine.layout.groups[0].bytes_per_block
+        return totals.store.nbytes // block_bytes, totals.load.nbytes // block_bytes
+
+    def _keys(self, tokens: list[int]) -> list[bytes]:
+        """Of the complete blocks."""
+        complete = tokens[: complete_tokens(tokens)]
+        return kvoffload.chain_keys(complete, layout=self._engine.layout, namespace="paged decode")
+
+    def _note(self, job: AnyJob) -> None:
+        if self._timeline is not None:
+            self._timeline.transfer(job)
+
+    def _spoil(self, keys: list[bytes]) -> None:
+        """Change a bit in every byte of the last of these blocks, once."""
+        if self._corrupt:
+            with self._cache.acquire(keys[-1:]) as lease:
+                self._engine.slots[lease.slots()] ^= 1
+            self._corrupt = False

@@ -1,0 +1,146 @@
+"""The command line; all modes one after the other; what is printed about them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+import numpy as np
+
+import kvoffload
+from paged_decode import model, timeline, workload
+from paged_decode.backend import Backend
+from paged_decode.offload import Offloader
+from paged_decode.server import FITS, LAYER_WISE, ON_DEMAND, PREFETCHED, RECOMPUTED, Mode, Run, Server
+
+CUDA, SIMULATED = "cuda", "simulated"  # as `open_device` calls them
+
+
+def command_line(description: str, *, by_layer: bool) -> argparse.Namespace:
+    """The options. `by_layer`: whether the backend can have a layer follow its part of a load."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--device", choices=(CUDA, SIMULATED), default=CUDA, help="simulated: small, and without times")
+    parser.add_argument("--small", action="store_true", help="a small model, few conversations, few tokens")
+    parser.add_argument("--conversations", type=int, help="how many")
+    parser.add_argument("--turns", type=int, help="of each conversation")
+    parser.add_argument("--batch", type=int, help="conversations that are served together; divides --conversations")
+    parser.add_argument("--generated", type=int, help="tokens of each answer")
+    span: Any = {"type": int, "nargs": 2, "metavar": ("MIN", "MAX")}
+    parser.add_argument("--first-prompt", help="tokens that a conversation begins with", **span)
+    parser.add_argument("--later-prompt", help="tokens of the prompts after that", **span)
+    parser.add_argument("--device-blocks", type=int, help="of the cache that does not fit; default: as few as will do")
+    parser.add_argument("--seed", type=int, default=0, help="of the conversations")
+    parser.add_argument("--plot", metavar="FILE", help="draw what ran when; needs a GPU and kvoffload[plot]")
+    parser.add_argument("--corrupt", action="store_true", help="spoil a stored block: the comparison has to notice")
+    if by_layer:
+        parser.add_argument("--layer-wise", action="store_true", help="also with layers that wait for their part only")
+    options = parser.parse_args()
+    options.small |= options.device == SIMULATED
+    options.layer_wise = by_layer and options.layer_wise
+    extent = workload.SMALL if options.small else workload.LARGE
+    chosen = {name: getattr(options, name) for name in extent._fields if name != "chunk"}
+    options.extent = extent._replace(**{name: value for name, value in chosen.items() if value is not None})
+    conversations, turns, batch, generated = options.extent[:4]
+    if min(batch, generated) < 1 or turns < 2 or conversations < 1 or conversations % batch:
+        parser.error("counts are positive, --turns at least 2, and --batch divides --conversations")
+    if options.plot and options.device == SIMULATED:
+        parser.error("--plot needs a GPU: what the simulated device says of time is made up")
+    return options
+
+
+def model_size(options: argparse.Namespace) -> model.ModelSize:
+    return model.SMALL if options.small else model.ModelSize()
+
+
+def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out: str) -> int:
+    """Serve the same workload in all modes, and print what came of it.
+
+    Args:
+        left_out: what the simulated device does not show.
+
+    Returns:
+        The exit code: 0 if offloading did not change a bit of any logits, else 1.
+    """
+    work = workload.Workload(options.extent, backend.size.vocabulary, options.seed)
+    device_blocks = options.device_blocks or work.blocks_at_once()
+    if device_blocks < work.blocks_at_once():
+        raise SystemExit(f"a batch and the prefixes of the next need {work.blocks_at_once()} blocks on the device")
+    print(f"{type(backend).__name__} on {backend.device.name}", backend.size, options.extent, sep="\n")
+    print(f"{work.blocks_in_all()} blocks in all, room for {device_blocks} on the device", flush=True)
+    modes = [FITS, PREFETCHED, ON_DEMAND, *([LAYER_WISE] if options.layer_wise else []), RECOMPUTED]
+    spans: dict[str, list[timeline.Span]] = {}
+    runs = [serve(backend, work, mode, device_blocks, options, spans) for mode in modes]
+    if backend.device.simulated:
+        print(f"no times: those of the simulated device are made up; left out as well: {left_out}")
+    else:
+        print(*table(runs), sep="\n")
+    if options.plot:
+        timeline.draw(spans, options.plot)
+        print(f"{options.plot}: what ran when in two of the rounds")
+    return compare(runs)
+
+
+def serve(
+    backend: Backend,
+    work: workload.Workload,
+    mode: Mode,
+    device_blocks: int,
+    options: argparse.Namespace,
+    spans: dict[str, list[timeline.Span]],
+) -> Run:
+    """Serve the workload in one mode; what ran when goes into `spans`, if that is to be drawn."""
+    num_blocks = work.blocks_in_all() if mode.fits else device_blocks
+    layout = backend.new_cache(num_blocks)
+    megabytes = layout.groups[0].bytes_per_block / 1e6
+    notes = offloader = None
+    with ExitStack() as stack:
+        if options.plot and mode in (FITS, PREFETCHED, RECOMPUTED):
+            notes = stack.enter_context(closing(timeline.Timeline(backend.device)))
+        if mode.offloads:
+            num_slots = work.blocks_in_all()  # the host has room for everything
+            engine = stack.enter_context(kvoffload.OffloadEngine(layout, device=backend.device, num_slots=num_slots))
+            offloader = Offloader(backend, engine, notes, by_layer=mode.by_layer, corrupt=options.corrupt)
+        run = Server(backend, work, mode, num_blocks, offloader, notes).run()
+        if notes is not None:
+            spans[mode.name] = notes.spans()
+    print(
+        f"{mode.name}: {run.evicted} blocks evicted, {run.stored} stored ({run.stored * megabytes:,.1f} MB), "
+        f"{run.loaded} loaded ({run.loaded * megabytes:,.1f} MB)",
+        flush=True,
+    )
+    return run
+
+
+def table(runs: Sequence[Run]) -> Iterator[str]:
+    """Lines: tokens a second and time to first token of each run; in brackets, ratios to the first run."""
+    yield f"{'':24} {'tokens/s':>18} {'TTFT median, ms':>20} {'TTFT p95, ms':>20}"
+    figures = np.array([_figures(run) for run in runs])
+    for run, row, ratios in zip(runs, figures, figures / figures[0], strict=True):
+        rate, median, p95 = (f"{value:,.1f} ({ratio:.2f})" for value, ratio in zip(row, ratios, strict=True))
+        yield f"{run.mode.name:24} {rate:>18} {median:>20} {p95:>20}"
+    yield "(ratio to the first row); tokens/s: generated tokens, all the time it took; TTFT: of turns that continue a"
+    yield "conversation, from when the turn has come until its first token is on the host"
+
+
+def _figures(run: Run) -> tuple[float, float, float]:
+    """Tokens a second; median and 95th percentile of the time to first token, milliseconds."""
+    median, p95 = np.percentile(run.first_token_seconds, (50, 95)) * 1e3
+    return sum(map(len, run.logits)) / run.seconds, median, p95
+
+
+def compare(runs: Sequence[Run]) -> int:
+    """Print of each run how many tokens have the logits that they have with a cache that fits; the exit code."""
+    fits, exit_code = runs[0], 0
+    for run in runs[1:]:
+        pairs = zip(run.logits, fits.logits, strict=True)
+        same = np.concatenate([(ours.view(np.uint32) == theirs.view(np.uint32)).all(axis=-1) for ours, theirs in pairs])
+        if not run.mode.offloads:
+            verdict = "not required, what decoding had computed is computed in chunks"
+        elif same.all():
+            verdict = "bitwise equal"
+        else:
+            verdict, exit_code = "DIFFERENT", 1
+        print(f"{run.mode.name}: {same.sum()} of {same.size} tokens have the very bits of the first run: {verdict}")
+    return exit_code

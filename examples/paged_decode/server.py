@@ -1,0 +1,167 @@
+"""Serves a workload in batches, in one of several modes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import nullcontext
+from typing import NamedTuple
+
+from paged_decode.backend import Backend, Logits
+from paged_decode.model import BLOCK_TOKENS, Step
+from paged_decode.offload import Offloader, complete_tokens
+from paged_decode.timeline import Timeline
+from paged_decode.workload import BlockPool, Workload
+
+
+class Mode(NamedTuple):
+    """What becomes of the blocks of conversations that wait for their next turn.
+
+    Attributes:
+        fits: they stay on the device, which has blocks for everything; otherwise others take them.
+        offloads: they are stored before, and loaded again; otherwise what was in them is computed again.
+        prefetches: a load begins while the batch before decodes; otherwise when the turn has come.
+        by_layer: layer k waits for its part of a load; otherwise the first layer waits for all of it.
+    """
+
+    name: str
+    fits: bool = False
+    offloads: bool = False
+    prefetches: bool = False
+    by_layer: bool = False
+
+
+FITS = Mode("cache that fits", fits=True)
+PREFETCHED = Mode("offload, prefetched", offloads=True, prefetches=True)
+ON_DEMAND = Mode("offload, on demand", offloads=True)
+LAYER_WISE = Mode("offload, layer-wise", offloads=True, by_layer=True)
+RECOMPUTED = Mode("recomputation")
+
+
+class Run(NamedTuple):
+    """What came of a workload.
+
+    Attributes:
+        logits: (batch, vocabulary) of every token generated, in the order of the workload.
+        seconds: from the first turn to the last token.
+        first_token_seconds: of every turn that continues a conversation, from when it has come until its first token is
+            on the host.
+        evicted, stored, loaded: blocks.
+    """
+
+    mode: Mode
+    logits: list[Logits]
+    seconds: float
+    first_token_seconds: list[float]
+    evicted: int
+    stored: int
+    loaded: int
+
+
+class Server:
+    """Serves a workload, once.
+
+    Every step has one of two shapes: a chunk of one conversation's prompt, or one token for each conversation of a
+    batch. A turn begins with the tokens behind the last complete block, whether that is still on the device or not. So
+    the same is computed, in the same shapes, wherever the blocks have been; but not in recomputation.
+
+    Args:
+        num_blocks: of the backend's cache.
+        offloader: for modes that offload.
+        timeline: notes when steps ran.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        workload: Workload,
+        mode: Mode,
+        num_blocks: int,
+        offloader: Offloader | None,
+        timeline: Timeline | None,
+    ) -> None:
+        self._backend, self._workload, self._mode = backend, workload, mode
+        self._offloader, self._timeline = offloader, timeline
+        self._pool = BlockPool(num_blocks)
+        self._tokens: list[list[int]] = [[] for _ in workload.prompts]
+        self._spared: set[int] = set()  # conversations of this round and the next: they keep their blocks
+        self._logits: list[Logits] = []
+
+    def run(self) -> Run:
+        self._warm_up()
+        prompts = [iter(each) for each in self._workload.prompts]
+        first_token_seconds: list[float] = []
+        begin = time.perf_counter()
+        for batch, following in itertools.pairwise([*self._workload.rounds, []]):
+            self._spared = {*batch, *following}
+            if self._timeline is not None:
+                self._timeline.begin_round()
+            for each in batch:
+                continues = bool(self._tokens[each])
+                seconds = self._begin_answer(each, next(prompts[each]))
+                first_token_seconds += [seconds] if continues else []
+            if self._mode.prefetches:
+                for each in following:
+                    self._load_prefix(each)  # beside the steps that come now
+            for _ in range(self._workload.generated - 1):
+                self._decode(batch)
+            if self._offloader is not None:
+                for each in batch:
+                    self._offloader.store(each, self._tokens[each], self._pool.of[each])
+        seconds = time.perf_counter() - begin
+        stored, loaded = (0, 0) if self._offloader is None else self._offloader.count_blocks()
+        return Run(self._mode, self._logits, seconds, first_token_seconds, self._pool.evicted, stored, loaded)
+
+    def _begin_answer(self, conversation: int, prompt: list[int]) -> float:
+        """Compute a prompt, and the first token of its answer; seconds until the host has that."""
+        begin = time.perf_counter()
+        tokens, chunk = self._tokens[conversation], self._workload.chunk
+        self._load_prefix(conversation)
+        first = complete_tokens(tokens) if conversation in self._pool.of else 0
+        tokens += prompt
+        self._own(conversation, -(-(len(tokens) + self._workload.generated) // BLOCK_TOKENS))
+        if self._offloader is not None:
+            self._offloader.follow_load(conversation)
+        for start in range(first, len(tokens), chunk):
+            logits = self._step([conversation], [start], chunk)
+        self._append([conversation], logits)
+        seconds = time.perf_counter() - begin
+        if self._offloader is not None:
+            self._offloader.end_load(conversation)
+        return seconds
+
+    def _decode(self, batch: list[int]) -> None:
+        """Compute the next token of each conversation of a batch."""
+        self._append(batch, self._step(batch, [len(self._tokens[each]) - 1 for each in batch], 1))
+
+    def _append(self, batch: list[int], logits: Logits) -> None:
+        self._logits.append(logits)
+        for conversation, token in zip(batch, logits.argmax(axis=-1).tolist(), strict=True):
+            self._tokens[conversation].append(token)
+
+    def _step(self, batch: list[int], firsts: list[int], length: int) -> Logits:
+        """Compute up to `length` tokens of each conversation, from the first given."""
+        step = Step.padding(len(batch), length, self._workload.longest)
+        for index, (conversation, first) in enumerate(zip(batch, firsts, strict=True)):
+            step.put(index, self._tokens[conversation], first, self._pool.of[conversation])
+        kind = "prefill" if length > 1 else "decode"
+        with nullcontext() if self._timeline is None else self._timeline.computing(self._backend.stream, kind):
+            return self._backend.step(step)
+
+    def _load_prefix(self, conversation: int) -> None:
+        """If a conversation has lost its blocks and they are stored, have them loaded into others; returns at once."""
+        tokens = self._tokens[conversation]
+        if self._offloader is not None and tokens and conversation not in self._pool.of:
+            self._own(conversation, complete_tokens(tokens) // BLOCK_TOKENS)
+            self._offloader.load(conversation, tokens, self._pool.of[conversation])
+
+    def _own(self, conversation: int, num_blocks: int) -> None:
+        """Have a conversation own so many blocks. Who writes them follows the stores of those who have lost them."""
+        for loser in self._pool.extend(conversation, num_blocks, self._spared):
+            if self._offloader is not None:
+                self._offloader.follow_store(loser)
+
+    def _warm_up(self) -> None:
+        """Steps of both shapes with nothing in them: what is compiled at its first use is compiled now."""
+        for batch, length in ((1, self._workload.chunk), (len(self._workload.rounds[0]), 1)):
+            self._backend.step(Step.padding(batch, length, self._workload.longest))

@@ -1,0 +1,93 @@
+"""Made conversations, and the blocks of the device that they share."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from paged_decode.model import BLOCK_TOKENS, NULL_BLOCK
+
+
+class Extent(NamedTuple):
+    """How much there is to serve; of prompts the fewest and the most tokens."""
+
+    conversations: int
+    turns: int
+    batch: int
+    generated: int
+    chunk: int
+    first_prompt: tuple[int, int]
+    later_prompt: tuple[int, int]
+
+
+LARGE = Extent(24, 3, 4, 24, 256, first_prompt=(2048, 4096), later_prompt=(32, 256))
+SMALL = Extent(8, 3, 2, 6, 32, first_prompt=(40, 80), later_prompt=(5, 40))
+
+
+class Workload:
+    """Seeded conversations of several turns each.
+
+    Attributes:
+        prompts: tokens of each turn of each conversation.
+        rounds: whose next turns are served together, round by round. Every turn has an order of its own.
+        generated: tokens of each answer.
+        chunk: so many tokens of a prompt are computed at a time.
+        longest: blocks of the longest conversation.
+    """
+
+    def __init__(self, extent: Extent, vocabulary: int, seed: int = 0) -> None:
+        chance = np.random.default_rng(seed)
+        limits = [extent.first_prompt] + [extent.later_prompt] * (extent.turns - 1)
+        self.prompts = [
+            [chance.integers(vocabulary, size=chance.integers(low, high + 1)).tolist() for low, high in limits]
+            for _ in range(extent.conversations)
+        ]
+        orders = [chance.permutation(extent.conversations) for _ in range(extent.turns)]
+        self.rounds: list[list[int]] = np.reshape(orders, (-1, extent.batch)).tolist()
+        self.generated, self.chunk = extent.generated, extent.chunk
+        self.longest = max(self._sizes())
+
+    def blocks_in_all(self) -> int:
+        """Blocks of all conversations at their end, and NULL_BLOCK."""
+        return 1 + sum(self._sizes())
+
+    def blocks_at_once(self) -> int:
+        """The fewest with which every round can be served while the prefixes of the next are loaded."""
+        sizes, pairs = self._sizes(), itertools.pairwise([*self.rounds, []])
+        return 1 + max(sum(sizes[each] for each in {*batch, *following}) for batch, following in pairs)
+
+    def _sizes(self) -> list[int]:
+        """Blocks of each conversation at its end."""
+        tokens = [sum(len(prompt) + self.generated for prompt in prompts) for prompts in self.prompts]
+        return [-(-count // BLOCK_TOKENS) for count in tokens]
+
+
+class BlockPool:
+    """The device's blocks, by conversation. Who has waited longest gives up its blocks.
+
+    Attributes:
+        of: blocks in the order of the conversation's tokens; who was served longest ago comes first.
+        evicted: how many blocks were taken from a conversation.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.of: OrderedDict[int, list[int]] = OrderedDict()
+        self.evicted = 0
+        self._free = [block for block in range(num_blocks) if block != NULL_BLOCK]
+
+    def extend(self, conversation: int, num_blocks: int, spared: Collection[int]) -> list[int]:
+        """Give a conversation blocks until it has so many; who lost theirs for that, none of them `spared`."""
+        own = self.of.setdefault(conversation, [])
+        self.of.move_to_end(conversation)
+        losers = []
+        while len(own) + len(self._free) < num_blocks:
+            losers.append(next(each for each in self.of if each not in spared))
+            lost = self.of.pop(losers[-1])
+            self._free += lost
+            self.evicted += len(lost)
+        own += [self._free.pop() for _ in range(num_blocks - len(own))]
+        return losers

@@ -1,0 +1,242 @@
+"""What users of JAX have: the four caches of this library, and a jitted gather or scatter with JAX's own way to pinned
+memory of its own. On the simulated device JAX computes on the CPU, and what needs JAX's memory on the GPU is left out.
+
+The cache is one bfloat16 array (planes, blocks, elements), which updates are given as a donated argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvoffload.cli.cargo import POISON_ELEMENT, Cargo, EngineSlots, Way
+from kvoffload.engine import OffloadEngine
+from kvoffload.errors import CapabilityError
+from kvoffload.jobs import Job
+
+JAX = "JAX"
+OWNED, ADOPTED, CALLBACK, STAGED = "OwnedCache", "AdoptedCache", "CallbackCache", "StagedCache"
+OWN = "gather, device_put / device_put, scatter"
+OWN_IDS = f"{OWN}; ids on the device"
+OWN_JITTED = "gather into / scatter from pinned_host, jitted"
+_STAGE_BLOCKS = 32
+
+Submit = Callable[[OffloadEngine], list[Job]]
+
+
+class _Plain:
+    """What takes the place of a cache of this library for JAX's own ways."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+class JaxWays:
+    """Ways by name, made when they are called. `close` closes their engines; the arrays go with the ways."""
+
+    name = JAX
+
+    def __init__(self, cargo: Cargo) -> None:
+        import jax
+
+        self._jax, self._cargo, self._device = jax, cargo, cargo.lab.device
+        target = jax.devices("cpu")[0] if self._device.simulated else jax.devices("gpu")[self._device.index]
+        with ExitStack() as stack:
+            stack.enter_context(jax.default_device(target))
+            self._programs = _Programs(jax, cargo, target)
+            self._plain = self._cache(_Plain(self._new_array()))
+            self._host = _PinnedArray(jax, cargo, self._programs)
+            self._stack = stack.pop_all()
+
+    @property
+    def makers(self) -> dict[str, Callable[[], Way]]:
+        programs, blocks = self._programs, self._cargo.blocks.astype(np.int32)
+        apart, jitted = (programs.gather_to_host, programs.scatter_from_host), programs.jitted()
+        return {
+            OWNED: self._owned,
+            ADOPTED: self._adopted,
+            CALLBACK: self._callback,
+            STAGED: self._staged,
+            OWN: lambda: self._own(OWN, *apart, blocks),
+            OWN_IDS: lambda: self._own(OWN_IDS, *apart, programs.ids),
+            OWN_JITTED: lambda: self._own(OWN_JITTED, *jitted, blocks),
+        }
+
+    def _new_array(self) -> Any:
+        return self._jax.numpy.zeros(self._cargo.shape, self._jax.numpy.bfloat16, device=self._programs.on_device)
+
+    def _cache(self, holder: Any) -> _Cache:
+        return _Cache(self._cargo, holder, self._programs)
+
+    def _owned(self) -> Way:
+        from kvoffload.jax import OwnedCache
+
+        return self._in_place(OWNED, OwnedCache(self._device, self._cargo.shape, self._jax.numpy.bfloat16))
+
+    def _adopted(self) -> Way:
+        from kvoffload.jax import AdoptedCache
+
+        self._require_gpu()
+        return self._in_place(ADOPTED, AdoptedCache(self._device, self._new_array()))
+
+    def _in_place(self, name: str, held: Any) -> Way:
+        blocks, slots = self._cargo.blocks, self._cargo.slots
+        return self._ours(
+            name,
+            held,
+            lambda engine: [engine.store(blocks, slots, after=held)],
+            lambda engine: [engine.load(slots, blocks, after=held)],
+        )
+
+    def _callback(self) -> Way:
+        from kvoffload.jax import CallbackCache
+
+        self._require_gpu()
+        held, blocks, slots = CallbackCache(self._device, self._new_array()), self._cargo.blocks, self._cargo.slots
+        return self._ours(
+            CALLBACK,
+            held,
+            lambda engine: [held.store(engine, blocks, slots)],
+            lambda engine: [held.load(engine, slots, blocks)],
+        )
+
+    def _staged(self) -> Way:
+        from kvoffload.jax import StagedCache
+
+        blocks, slots = self._cargo.blocks, self._cargo.slots
+        held = StagedCache(self._device, self._new_array(), stage_blocks=min(_STAGE_BLOCKS, len(blocks)))
+        return self._ours(
+            STAGED,
+            held,
+            lambda engine: held.store(engine, blocks, slots),
+            lambda engine: held.load(engine, slots, blocks),
+        )
+
+    def _ours(self, name: str, held: Any, submit_store: Submit, submit_load: Submit) -> Way:
+        engine, cache = self._stack.enter_context(self._cargo.engine(held.layout)), self._cache(held)
+
+        def store() -> Job:
+            jobs = submit_store(engine)
+            for job in jobs:
+                job.wait()
+            return jobs[-1]
+
+        def load() -> Job:
+            jobs = submit_load(engine)
+            cache.look()
+            return jobs[-1]
+
+        return Way(JAX, name, cache, EngineSlots(self._cargo, engine), store, load)
+
+    def _own(self, name: str, gather: Callable[..., Any], scatter: Callable[..., Any], ids: Any) -> Way:
+        cache, host = self._plain, self._host
+
+        def store() -> None:
+            host.array = gather(cache.holder.array, ids)
+            host.array.block_until_ready()
+
+        def load() -> None:
+            cache.holder.array = scatter(cache.holder.array, ids, host.array)
+            cache.look()
+
+        return Way(JAX, name, cache, host, store, load)
+
+    def _require_gpu(self) -> None:
+        if self._device.simulated:
+            raise CapabilityError("the simulated device cannot reach memory that JAX allocated")
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class _Programs:
+    """What JAX runs and puts where. Scatters donate the cache; `ids`, `right` and `spoiled` are on the device."""
+
+    def __init__(self, jax: Any, cargo: Cargo, target: Any) -> None:
+        self._jax = jax
+        self.on_device = jax.sharding.SingleDeviceSharding(target, memory_kind="device")
+        self.on_host = jax.sharding.SingleDeviceSharding(target, memory_kind="pinned_host")
+        elements = np.dtype(jax.numpy.bfloat16)
+        self.right_on_host = cargo.right.view(elements)
+        self.right = jax.device_put(self.right_on_host, self.on_device)
+        self.spoiled = jax.device_put(np.full_like(cargo.right, POISON_ELEMENT).view(elements), self.on_device)
+        self.ids = jax.device_put(cargo.blocks.astype(np.int32), self.on_device)
+        self.gather = jax.jit(_gather)
+        self.scatter = jax.jit(_scatter, donate_argnums=0)
+        self.look = jax.jit(lambda cache, ids: cache[-1, ids[-1], -1])
+
+    def gather_to_host(self, cache: Any, ids: Any) -> Any:
+        return self._jax.device_put(self.gather(cache, ids), self.on_host)
+
+    def scatter_from_host(self, cache: Any, ids: Any, host: Any) -> Any:
+        return self.scatter(cache, ids, self._jax.device_put(host, self.on_device))
+
+    def jitted(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The same two, each as one program."""
+        put = partial(self._jax.device_put, device=self.on_device)
+        gather = self._jax.jit(_gather, out_shardings=self.on_host)
+        scatter = self._jax.jit(lambda cache, ids, host: _scatter(cache, ids, put(host)), donate_argnums=0)
+        return gather, scatter
+
+
+def _gather(cache: Any, ids: Any) -> Any:
+    return cache[:, ids]
+
+
+def _scatter(cache: Any, ids: Any, blocks: Any) -> Any:
+    return cache.at[:, ids].set(blocks)
+
+
+class _Cache:
+    """The blocks of an array of JAX's; `holder.array` is set to the result of each update."""
+
+    def __init__(self, cargo: Cargo, holder: Any, programs: _Programs) -> None:
+        self._cargo, self.holder, self._programs = cargo, holder, programs
+        self._seen: Any = None
+
+    def look(self) -> None:
+        """Compute with an element of the last block, and wait for that."""
+        self._seen = self._programs.look(self.holder.array, self._programs.ids)
+        self._seen.block_until_ready()
+
+    def fill(self) -> None:
+        self._write(self._programs.right)
+
+    def spoil(self) -> None:
+        self._write(self._programs.spoiled)
+
+    def _write(self, blocks: Any) -> None:
+        updated = self._programs.scatter(self.holder.array, self._programs.ids, blocks)
+        self.holder.array = updated
+        updated.block_until_ready()
+
+    def wrong(self) -> int:
+        looked_too_early = np.asarray(self._seen).view(np.uint16) != self._cargo.right[-1, -1, -1]
+        found = np.asarray(self._programs.gather(self.holder.array, self._programs.ids))
+        return self._cargo.wrong(found, self._cargo.right) + int(looked_too_early)
+
+
+class _PinnedArray:
+    """An array of JAX's in pinned memory, a new one for each store."""
+
+    def __init__(self, jax: Any, cargo: Cargo, programs: _Programs) -> None:
+        self._jax, self._cargo, self._programs = jax, cargo, programs
+        self.array: Any = None
+
+    def fill(self) -> None:
+        self.array = self._jax.device_put(self._programs.right_on_host, self._programs.on_host)
+        self.array.block_until_ready()
+
+    def spoil(self) -> None:
+        """JAX gives the next store the memory that was freed last: spoil that."""
+        self.array = None
+        spoiled = self._jax.device_put(self._programs.spoiled, self._programs.on_host)
+        spoiled.block_until_ready()
+        spoiled.delete()
+
+    def wrong(self) -> int:
+        return self._cargo.wrong(np.asarray(self.array), self._cargo.right)

@@ -1,0 +1,147 @@
+"""JAX on a GPU: its arrays, its order without streams to name, and the four ways to keep a cache."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from random_programs import ELEMENTS, PLANES, SHAPE, JaxProgram, jax_on_gpu, run_random_program
+
+import kvoffload
+from kvoffload import KVLayout, OffloadEngine
+from kvoffload.jax import AdoptedCache, CallbackCache, OwnedCache, from_device
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def jax(gpu_device: kvoffload.Device) -> Any:  # noqa: ARG001
+    return jax_on_gpu()
+
+
+@pytest.mark.parametrize("kind", ["owned", "adopted", "callback", "staged"])
+def test_two_thousand_random_steps(jax: Any, gpu_device: kvoffload.Device, kind: str, seed: int) -> None:
+    assert run_random_program(JaxProgram(jax, gpu_device, kind), 2000, seed) == 0
+
+
+def test_without_the_ordering_calls_these_steps_go_wrong(jax: Any, gpu_device: kvoffload.Device, seed: int) -> None:
+    wrong = run_random_program(JaxProgram(jax, gpu_device, "owned", ordered=False), 2000, seed)
+    print(f"{wrong} elements wrong without ordering")
+    assert wrong > 0
+
+
+# arrays in
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32", "int8"])
+def test_arrays_of_jax_are_planes_without_a_copy(jax: Any, gpu_device: kvoffload.Device, dtype: str) -> None:
+    cache = jax.random.randint(jax.random.key(0), SHAPE, 0, 100).astype(dtype)
+    layout = KVLayout.from_stacked(cache)
+    assert (layout.dtype, layout.on_default_stream) == (dtype, False)
+    assert layout.groups[0].planes[0].address == cache.unsafe_buffer_pointer()
+    with OffloadEngine(layout, device=gpu_device, num_slots=2) as engine:
+        engine.store([1, 2], [0, 1], after=cache)
+        engine.load([0, 1], [3, 4], after=cache).wait(30)
+    assert bool((cache[:, 1:3] == cache[:, 3:5]).all())
+
+
+def test_a_list_of_arrays_of_jax(jax: Any, gpu_device: kvoffload.Device) -> None:
+    arrays = [jax.random.normal(jax.random.key(p), SHAPE[1:], jax.numpy.bfloat16) for p in range(PLANES)]
+    layout = KVLayout.from_arrays(arrays)
+    with OffloadEngine(layout, device=gpu_device, num_slots=2) as engine:
+        engine.store([1, 2], [0, 1], after=arrays)
+        engine.load([0, 1], [3, 4], after=arrays).wait(30)
+    assert all(bool((array[1:3] == array[3:5]).all()) for array in arrays)
+
+
+def test_after_none_is_refused_and_says_what_to_pass(jax: Any, gpu_device: kvoffload.Device) -> None:
+    layout = KVLayout.from_stacked(jax.numpy.zeros(SHAPE))
+    with OffloadEngine(layout, device=gpu_device, num_slots=2) as engine:
+        for submit in (engine.store, engine.load):
+            with pytest.raises(ValueError, match=r"after=None .* pass after=array.* or kvoffload.NO_WAIT"):
+                submit([0], [0])
+        assert engine.submitted == 0
+
+
+def test_a_store_follows_jax_without_the_host_waiting(jax: Any, gpu_device: kvoffload.Device) -> None:
+    jnp = jax.numpy
+    slow = jax.jit(
+        lambda c, a: c.at[:].set(jax.lax.fori_loop(0, 60, lambda _, x: x @ x * 1e-4, a)[0, 0] * 0 + 3), donate_argnums=0
+    )
+    burn = jnp.ones((6144, 6144), jnp.bfloat16)
+    cache = OwnedCache(gpu_device, SHAPE, np.float32)
+    with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
+        cache.array = slow(cache.array, burn)
+        cache.array.block_until_ready()
+        engine.slots[:] = 0
+        cache.array = slow(cache.array, burn)  # about 35 ms
+        begin = time.perf_counter()
+        job = engine.store([5], [0], after=cache)
+        submitted = time.perf_counter() - begin
+        assert not job.done
+        job.wait(30)
+        assert time.perf_counter() - begin > 3 * submitted
+        assert bool((engine.slots[0].view(np.float32)[: PLANES * ELEMENTS] == 3).all())
+
+
+# wrong uses that can be told
+
+
+@pytest.mark.parametrize("kind", [OwnedCache, AdoptedCache])
+def test_an_update_that_moved_is_refused(jax: Any, gpu_device: kvoffload.Device, kind: Any) -> None:
+    zeros = jax.numpy.zeros(SHAPE, np.float32)
+    cache = kind(gpu_device, SHAPE, np.float32) if kind is OwnedCache else kind(gpu_device, zeros)
+    with pytest.raises(kvoffload.LayoutError, match="the update made a copy"):
+        cache.array = cache.array + 1
+    with pytest.raises(kvoffload.LayoutError, match=r"array must be float32 of shape \(4, 24, 4096\), got float32 of"):
+        cache.array = cache.array[:2]
+    with pytest.raises(kvoffload.LayoutError, match=r"array must be a jax.Array, got ndarray"):
+        cache.array = np.zeros(SHAPE, np.float32)
+
+
+def test_an_array_from_before_a_transfer_is_deleted(gpu_device: kvoffload.Device) -> None:
+    cache = OwnedCache(gpu_device, SHAPE, "bfloat16")
+    with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
+        old = cache.array
+        assert cache.array is old
+        engine.load([0], [1], after=cache)
+        assert cache.unordered is old
+        assert cache.array is not old
+        with pytest.raises(RuntimeError, match="deleted"):
+            _ = old + 1
+        with pytest.raises(ValueError, match="after was deleted, or donated"):
+            engine.store([0], [0], after=old)
+        assert engine.submitted == 1
+        assert bool((cache.array[:, 0] == 0).all())
+
+
+def test_a_stale_host_copy_is_not_seen(jax: Any, gpu_device: kvoffload.Device) -> None:
+    for make in (
+        lambda: OwnedCache(gpu_device, SHAPE, np.float32),
+        lambda: AdoptedCache(gpu_device, jax.numpy.zeros(SHAPE)),
+    ):
+        cache = make()
+        with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
+            assert (np.asarray(cache.array) == 0).all()  # remembered on the array
+            engine.slots[0].view(np.float32)[:] = 9
+            engine.load([0], [7], after=cache)
+            assert (np.asarray(cache.array)[:, 7] == 9).all()
+
+
+def test_a_callback_that_is_refused_raises_and_the_cache_goes_on(jax: Any, gpu_device: kvoffload.Device) -> None:
+    cache = CallbackCache(gpu_device, jax.numpy.zeros(SHAPE, "bfloat16"))
+    with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
+        with pytest.raises(kvoffload.LayoutError, match=r"slots\[0\] is 99"):
+            cache.store(engine, [0], [99])
+        cache.store(engine, [0], [1]).wait(30)
+        assert bool((cache.array == 0).all())
+
+
+def test_our_memory_as_an_array_of_jax(gpu_device: kvoffload.Device) -> None:
+    for dtype in ("bfloat16", "float8_e4m3fn", "float16", "int32"):
+        memory = gpu_device.empty((4, 8, 1024), dtype)
+        array = from_device(memory)
+        assert (array.shape, str(array.dtype)) == ((4, 8, 1024), dtype)
+        assert array.unsafe_buffer_pointer() == memory.address

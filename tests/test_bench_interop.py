@@ -1,0 +1,396 @@
+"""`bench interop`: every way verified, wrong bytes counted, what is missing named; simulated, no times."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from benching import run_json
+from fakecupy import FakeStream, fake_cupy
+
+import kvoffload
+from kvoffload.cli import cupyways, interop, jaxways, main
+from kvoffload.cli.cargo import POISON_ELEMENT, Cargo, Way, run_warmed
+from kvoffload.cli.cases import BIG_COPY, SMALL, WARM_UP, Case, Lab
+from kvoffload.cli.console import Output
+from kvoffload.cli.cupyways import CupyWays
+from kvoffload.models import MODELS
+from kvoffload.plan import Direction
+
+SIMULATED = ("bench", "interop", "--backend", "simulated")
+GEOMETRY = MODELS["llama-3.1-8b"].scaled(1 / 64)
+NO_WRONG = {"store": 0, "load": 0}
+ROWS = 64 * 4  # of a transfer of 4 blocks
+
+
+@pytest.fixture
+def cargo(lab: Lab) -> Iterator[Cargo]:
+    with closing(Cargo(lab, GEOMETRY, 4)) as cargo:
+        yield cargo
+
+
+# what is moved --------------------------------------------------------------------------------------------------------
+
+
+def test_cargo_is_random_blocks_and_slots_and_normal_numbers(cargo: Cargo, lab: Lab) -> None:
+    assert cargo.shape == (64, SMALL.plane_bytes // 512, 256)
+    assert cargo.right.shape == (64, 4, 256)
+    assert (cargo.right_by_block[3, 7] == cargo.right[7, 3]).all()
+    assert np.diff(np.sort(cargo.blocks)).min() > 1
+    assert (cargo.blocks.min() >= 0, cargo.blocks.max() < cargo.shape[1]) == (True, True)
+    assert len(set(cargo.slots.tolist())) == 4
+    assert cargo.slots.max() < cargo.num_slots
+    as_fp16, as_bf16 = cargo.right.view(np.float16), cargo.right.astype(np.uint32) << 16
+    for numbers, smallest in ((as_fp16, np.finfo(np.float16).tiny), (as_bf16.view(np.float32), 1.2e-38)):
+        assert np.isfinite(numbers).all()
+        assert np.abs(numbers).min() >= smallest
+    with closing(Cargo(lab, GEOMETRY, 200)) as crowded:
+        assert len(set(crowded.blocks.tolist())) == 200, "the cache grows with the transfer"
+
+
+def test_rounds_run_each_case_warm_then_poisoned_in_random_orders() -> None:
+    seen: list[str] = []
+
+    def case(name: str) -> Case:
+        def run() -> float:
+            seen.append(f"{name} run")
+            return float(len(seen))
+
+        return Case(
+            run,
+            lambda: seen.append(f"{name} poison"),
+            lambda: seen.append(f"{name} wrong") or 2,  # type: ignore[func-returns-value]
+            10,
+            lambda: seen.append(f"{name} warm"),
+        )
+
+    done: list[tuple[int, int]] = []
+    names = [f"way {number}" for number in range(6)]
+    timings = run_warmed({name: case(name) for name in names}, 3, 7, lambda *each: done.append(each))
+    assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    runs = [each.removesuffix(" run") for each in seen if each.endswith("run")]
+    rounds = [tuple(runs[start : start + 6]) for start in range(0, 24, 6)]
+    assert all(sorted(each) == names for each in rounds)
+    assert len(set(rounds)) == 4
+    for start in range(0, len(seen), 4):
+        assert [each.rpartition(" ")[2] for each in seen[start : start + 4]] == ["warm", "poison", "run", "wrong"]
+    for name, timing in timings.items():
+        assert timing.seconds == [place + 1 for place, each in enumerate(seen) if each == f"{name} run"][WARM_UP:]
+        assert timing.wrong == 2 * (WARM_UP + 3)
+
+
+# CuPy -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cupy_ways(cargo: Cargo, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Way]]:
+    with fake_cupy(cargo.lab.device) as cupy, monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", cupy)
+        with closing(CupyWays(cargo)) as made:
+            yield {name: make() for name, make in made.makers.items()}
+
+
+def wrong_rows(cargo: Cargo, way: Way) -> dict[str, int]:
+    """After one timed store and one load."""
+    found = {}
+    for direction in Direction:
+        way.source(direction).fill()
+        case = way.case(direction, cargo)
+        case.warm()
+        case.poison()
+        assert case.run() > 0
+        found[str(direction)] = case.wrong()
+    return found
+
+
+CUPY_WAYS = (
+    *(cupyways.OURS, cupyways.OURS_LIST, cupyways.COPIES, cupyways.BLOCKS),
+    *(cupyways.PAGEABLE, cupyways.PINNED, cupyways.PINNED_LIST),
+)
+
+
+@pytest.mark.parametrize("name", CUPY_WAYS)
+def test_every_way_of_cupy_moves_the_blocks_and_nothing_else(
+    cargo: Cargo, cupy_ways: dict[str, Way], name: str
+) -> None:
+    assert tuple(cupy_ways) == CUPY_WAYS
+    way = cupy_ways[name]
+    assert wrong_rows(cargo, way) == NO_WRONG
+    cache: Any = way.cache
+    everything = np.stack([np.array(plane) for plane in (cache.kv if hasattr(cache, "kv") else cache.planes)])
+    rest = np.setdiff1d(np.arange(cargo.shape[1]), cargo.blocks)
+    assert (everything[:, cargo.blocks] == cargo.right).all()
+    assert not everything[:, rest].any()
+
+
+def test_the_ways_of_cupy_do_not_spoil_each_others_blocks(cargo: Cargo, cupy_ways: dict[str, Way]) -> None:
+    tried = [interop._Tried(way, {}) for way in cupy_ways.values()]
+    for direction in Direction:
+        timings = interop._timings(cargo, tried, direction, lambda *_: None)
+        assert {name: timing.wrong for name, timing in timings.items()} == {
+            BIG_COPY: 0,
+            **{f"CuPy: {name}": 0 for name in CUPY_WAYS},
+        }
+
+
+def test_one_array_of_cupy_folds_and_a_list_does_not(cupy_ways: dict[str, Way]) -> None:
+    carried = {name: interop._try(lambda name=name: cupy_ways[name]).carried for name in CUPY_WAYS}  # type: ignore[misc]
+    assert carried[cupyways.OURS] == {"store": "strided", "load": "strided"}
+    assert set(carried[cupyways.OURS_LIST]) == {"store", "load"}
+    assert "strided" not in carried[cupyways.OURS_LIST].values()
+    assert not any(carried[name] for name in CUPY_WAYS[2:])
+
+
+@pytest.mark.parametrize("name", [cupyways.OURS, cupyways.OURS_LIST])
+def test_cupys_stream_follows_our_loads_and_the_host_waits_for_our_stores(
+    cargo: Cargo, cupy_ways: dict[str, Way], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    followed: list[tuple[kvoffload.Job, object]] = []
+    order_before = kvoffload.Job.order_before
+
+    def noted(job: kvoffload.Job, stream: object) -> None:
+        followed.append((job, stream))
+        order_before(job, stream)
+
+    monkeypatch.setattr(kvoffload.Job, "order_before", noted)
+    way = cupy_ways[name]
+    stored, loaded = way.store(), way.load()
+    assert stored is not None
+    assert stored.finished
+    assert [job for job, _ in followed] == [loaded]
+    assert isinstance(followed[0][1], FakeStream)
+    assert wrong_rows(cargo, way) == NO_WRONG
+
+
+@pytest.mark.parametrize("name", [cupyways.COPIES, cupyways.BLOCKS, cupyways.PINNED, cupyways.PINNED_LIST])
+def test_a_store_that_is_not_waited_for_is_counted(
+    cargo: Cargo, cupy_ways: dict[str, Way], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(FakeStream, "synchronize", FakeStream.reach)
+    assert wrong_rows(cargo, cupy_ways[name])["store"] == ROWS
+
+
+@pytest.mark.parametrize("name", CUPY_WAYS)
+def test_blocks_that_are_not_moved_are_counted(cargo: Cargo, cupy_ways: dict[str, Way], name: str) -> None:
+    """Every poison spoils all that is compared."""
+    way = cupy_ways[name]
+    for direction, target in ((Direction.STORE, way.host), (Direction.LOAD, way.cache)):
+        way.source(direction).fill()
+        way.move(direction)()
+        assert target.wrong() == 0
+        way.case(direction, cargo).poison()
+        if name == cupyways.PAGEABLE and direction is Direction.STORE:
+            continue  # there is no array until the next store
+        assert target.wrong() == ROWS
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # and so it is gone afterwards
+    monkeypatch.setitem(sys.modules, "jax", None)
+
+
+@pytest.mark.usefixtures("no_jax")
+def test_frameworks_that_are_missing_are_named_with_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = run_json(capsys, *SIMULATED)
+    assert fields["not_run"]["CuPy"] == "it computes on GPUs, and this device is simulated"
+    assert "pip install 'kvoffload[jax]'" in fields["not_run"]["JAX"]
+    (row,) = fields["ways"]
+    assert row == {"framework": None, "way": BIG_COPY, "carried": {}, "wrong": NO_WRONG}
+    assert (fields["benchmark"], fields["simulated"], fields["wrong_rows"]) == ("interop", True, 0)
+    assert (fields["planes"], fields["block_bytes"], fields["blocks"], fields["nbytes"]) == (64, 512, 32, 1 << 20)
+    assert (fields["comparisons"], fields["ratios"]) == ([], [])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
+def test_what_jax_can_do_on_the_cpu_is_verified(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    fields = run_json(capsys, *SIMULATED, "--blocks", "40", "--repeats", "2")
+    carried = {row["way"]: row["carried"] for row in fields["ways"]}
+    assert list(carried) == [
+        *(jaxways.OWNED, jaxways.STAGED),
+        *(jaxways.OWN, jaxways.OWN_IDS, jaxways.OWN_JITTED, BIG_COPY),
+    ]
+    assert carried[jaxways.OWNED] == {"store": "strided", "load": "strided"}
+    assert carried[jaxways.OWN] == {}
+    assert set(fields["not_run"]) == {"CuPy", "JAX: AdoptedCache", "JAX: CallbackCache"}
+    for row in fields["ways"]:
+        assert row["wrong"] == NO_WRONG
+        assert not {"gb_per_s", "median_us", "samples_us"} & set(row), "no time is a GPU's"
+    assert fields["comparisons"] == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
+@pytest.mark.parametrize("name", [jaxways.OWNED, jaxways.STAGED, jaxways.OWN, jaxways.OWN_JITTED])
+def test_blocks_that_jax_has_not_moved_are_counted(cargo: Cargo, name: str) -> None:
+    with closing(jaxways.JaxWays(cargo)) as made:
+        way = made.makers[name]()
+        assert wrong_rows(cargo, way) == NO_WRONG
+        way.case(Direction.LOAD, cargo).poison()
+        assert way.cache.wrong() == ROWS
+        way.load()
+        assert way.cache.wrong() == 0
+        if name in (jaxways.OWNED, jaxways.STAGED):
+            way.case(Direction.STORE, cargo).poison()
+            assert way.host.wrong() == ROWS
+
+
+class Shelf:
+    """Blocks somewhere, as an end."""
+
+    def __init__(self, cargo: Cargo) -> None:
+        self._cargo = cargo
+        self.blocks = cargo.right.copy()
+
+    def fill(self) -> None:
+        self.blocks[...] = self._cargo.right
+
+    def spoil(self) -> None:
+        self.blocks[...] = POISON_ELEMENT
+
+    def wrong(self) -> int:
+        return self._cargo.wrong(self.blocks, self._cargo.right)
+
+
+class FakeFramework:
+    """One way that is ours, one that is not, one that loads nothing, and one that cannot run."""
+
+    name = "Fake"
+
+    def __init__(self, cargo: Cargo) -> None:
+        self._cargo = cargo
+        self.makers: dict[str, Callable[[], Way]] = {
+            "ours": lambda: self._way("ours", ours=True),
+            "theirs": lambda: self._way("theirs"),
+            "idle": lambda: self._way("idle", loads=False),
+            "broken": self._broken,
+        }
+
+    def _way(self, name: str, *, ours: bool = False, loads: bool = True) -> Way:
+        cache, host = Shelf(self._cargo), Shelf(self._cargo)
+        job: Any = SimpleNamespace(copier="cart") if ours else None
+
+        def store() -> Any:
+            host.blocks[...] = cache.blocks
+            return job
+
+        def load() -> Any:
+            if loads:
+                cache.blocks[...] = host.blocks
+            return job
+
+        return Way(self.name, name, cache, host, store, load)
+
+    def _broken(self) -> Way:
+        raise RuntimeError("out of order\nand more")
+
+    def close(self) -> None:
+        self._cargo = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def fake_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interop, "_frameworks", lambda cargo, _: [FakeFramework(cargo)])
+
+
+@pytest.mark.usefixtures("fake_framework")
+def test_wrong_bytes_are_counted_and_fail_and_a_way_that_raises_is_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fields = run_json(capsys, *SIMULATED, "--blocks", "4", "--repeats", "2", code=1)
+    wrong = {row["way"]: row["wrong"] for row in fields["ways"]}
+    every_row = ROWS * (WARM_UP + 2)
+    assert wrong == {
+        "ours": NO_WRONG,
+        "theirs": NO_WRONG,
+        "idle": {"store": 0, "load": every_row},
+        BIG_COPY: NO_WRONG,
+    }
+    assert fields["wrong_rows"] == every_row
+    assert fields["not_run"] == {"Fake: broken": "RuntimeError: out of order"}
+
+
+@pytest.mark.usefixtures("fake_framework")
+def test_the_table_says_simulated_and_has_no_times(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SIMULATED, "--blocks", "4"]) == 1
+    out = capsys.readouterr().out
+    assert "4 blocks of 64 x 512 B, 0.12 MiB, SIMULATED" in out
+    (line,) = [line for line in out.splitlines() if "Fake: ours" in line]
+    assert [cell.strip() for cell in line.strip("│").split("│")][1:] == ["0", "0", "cart"]
+    assert "GB/s" not in out
+    assert "not run: Fake: broken: RuntimeError: out of order" in out
+
+
+@pytest.mark.usefixtures("fake_framework")
+def test_times_and_ratios_of_a_device_that_has_them(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def timed(cases: dict[str, Case], *options: Any) -> Any:
+        """Ours takes 1 ms, theirs 2 ms, the idle one 4 ms."""
+        found = run_warmed(cases, *options)
+        for name, milliseconds in (("Fake: ours", 1), ("Fake: theirs", 2), ("Fake: idle", 4)):
+            found[name].seconds[:] = [milliseconds * 1e-3]
+        return found
+
+    monkeypatch.setattr(interop, "run_warmed", timed)
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.device, "simulated", False)
+        fields = interop._measure(lab, GEOMETRY, 4, lambda *_: None)
+    ours = fields["ways"][0]
+    nbytes = 64 * 4 * 512
+    assert ours["gb_per_s"] == {direction: pytest.approx(nbytes / 1e-3 / 1e9) for direction in Direction}
+    assert (ours["median_us"]["load"], ours["samples_us"]["load"]) == (pytest.approx(1000), [1000])
+    compared = {(each["other"], each["direction"]): each["value"] for each in fields["comparisons"]}
+    assert {key: value for key, value in compared.items() if key[0] != BIG_COPY} == {
+        ("theirs", "store"): pytest.approx(2),
+        ("theirs", "load"): pytest.approx(2),
+        ("idle", "store"): pytest.approx(4),
+        ("idle", "load"): pytest.approx(4),
+    }
+    assert (BIG_COPY, "load") in compared
+    assert fields["ratios"] == [
+        {"ratio": f"Fake: ours / without it, {each}", "which": "lowest", "value": pytest.approx(2), "at": "theirs"}
+        for each in Direction
+    ]
+    interop._show(fields | {"simulated": False}, Output(as_json=False))
+    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in capsys.readouterr().out.splitlines()]
+    assert ["Fake: ours", "0.1", "0.1", "1000", "1000", "0", "0", "cart"] in lines
+    assert ["theirs", "2.00 / 2.00"] in lines
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--model", "gpt-oss-20b"), "gpt-oss-20b has 2 groups"),
+        (("--model", "nobody"), "unknown model 'nobody'"),
+        (("--blocks", "0"), "must be at least 1"),
+    ],
+)
+def test_bench_interop_refuses_bad_options(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    assert main([*SIMULATED, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("gpu_device")
+def test_bench_interop_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", "qwen2.5-0.5b", "--blocks", "8", "--repeats", "2")
+    fields = run_json(capsys, "bench", "interop", *options, "--backend", "cuda")
+    assert fields["wrong_rows"] == 0
+    assert set(fields["not_run"]) <= {"CuPy", "JAX"}, "what is installed works, all of it"
+    for row in fields["ways"]:
+        assert min(row["gb_per_s"].values()) > 0

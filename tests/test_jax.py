@@ -1,0 +1,105 @@
+"""The caches for JAX on a simulated device, where JAX computes on the CPU: the same bytes, no streams."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from random_programs import JaxProgram, run_random_program
+
+import kvoffload
+from kvoffload import KVLayout, OffloadEngine
+from kvoffload.jax import AdoptedCache, CallbackCache, OwnedCache, StagedCache, from_device
+
+
+def test_without_jax_the_error_says_what_to_install(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(kvoffload.CapabilityError, match=r"needs JAX.*pip install 'kvoffload\[jax\]'"):
+        OwnedCache(device, (2, 4, 8), "float32")
+    with pytest.raises(kvoffload.CapabilityError, match=r"pip install 'kvoffload\[jax\]'"):
+        from_device(device.empty((2, 4), "float32"))
+
+
+@pytest.mark.parametrize("make", [AdoptedCache, CallbackCache, StagedCache])
+def test_caches_of_jaxs_take_arrays_of_jaxs(device: kvoffload.Device, make: Any) -> None:
+    with pytest.raises(kvoffload.LayoutError, match=r"array must be a jax\.Array, got ndarray"):
+        make(device, np.zeros((2, 4, 8)))
+
+
+@pytest.fixture
+def jax() -> Any:
+    return pytest.importorskip("jax")
+
+
+@pytest.mark.parametrize("kind", ["owned", "staged"])
+def test_random_steps(jax: Any, device: kvoffload.Device, kind: str, seed: int) -> None:
+    assert run_random_program(JaxProgram(jax, device, kind), 150, seed) == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
+def test_an_owned_cache_updates_stores_and_loads(jax: Any, device: kvoffload.Device, dtype: str) -> None:
+    jnp = jax.numpy
+    cache = OwnedCache(device, (4, 16, 8, 32), dtype)
+    update = jax.jit(lambda array, ids, values: array.at[:, ids].set(values), donate_argnums=0)
+    assert (cache.layout.dtype, cache.layout.on_default_stream) == (dtype, False)
+    assert bool((cache.array == 0).all())
+    with OffloadEngine(cache.layout, device=device, num_slots=8, sm_limit=0) as engine:
+        cache.array = update(cache.array, jnp.array([1, 2]), jnp.full((4, 2, 8, 32), 3, dtype))
+        with pytest.raises(ValueError, match="after=None stands for the legacy default stream"):
+            engine.store([1], [0])
+        engine.store([1, 2], [5, 6], after=cache)
+        engine.load([5, 6], [9, 10], after=cache)
+        assert bool((cache.array[:, 9:11] == 3).all())
+        assert bool((cache.array[:, 3:9] == 0).all())
+
+
+def test_arrays_from_before_a_transfer_are_deleted(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
+    cache = OwnedCache(device, (2, 4, 8), "float32")
+    with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+        old = cache.array
+        assert cache.array is old
+        engine.load([0], [1], after=cache)
+        assert cache.array is not old
+        with pytest.raises(ValueError, match="after was deleted"):
+            engine.load([0], [1], after=old)
+
+
+def test_what_is_no_update_of_the_cache_is_refused(jax: Any, device: kvoffload.Device) -> None:
+    cache = OwnedCache(device, (2, 4, 8), "float32")
+    with pytest.raises(kvoffload.LayoutError, match=r"array must be float32 of shape \(2, 4, 8\), got float32 of \(1"):
+        cache.array = cache.array[:1]
+    with pytest.raises(kvoffload.LayoutError, match=r"array must be float32 of shape .* got int32"):
+        cache.array = jax.numpy.zeros((2, 4, 8), "int32")
+    with pytest.raises(kvoffload.LayoutError, match=r"array must be a jax\.Array, got list"):
+        cache.array = [1]
+
+
+def test_arrays_of_the_cpu_are_no_planes(jax: Any) -> None:
+    cpu = jax.device_put(np.zeros((2, 4, 8)), jax.devices("cpu")[0])
+    with pytest.raises(kvoffload.LayoutError, match="array is not in GPU memory"):
+        KVLayout.from_stacked(cpu)
+
+
+def test_a_staged_cache_takes_any_axes_and_more_blocks_than_its_stage(jax: Any, device: kvoffload.Device) -> None:
+    jnp = jax.numpy
+    content = np.arange(12 * 3 * 5, dtype=np.float32).reshape(12, 3, 5)
+    cache = StagedCache(device, jnp.asarray(content), stage_blocks=4, plane_axis=1, block_axis=0)
+    assert cache.stage.shape == (3, 4, 5)
+    with OffloadEngine(cache.layout, device=device, num_slots=8, sm_limit=0) as engine:
+        assert len(cache.store(engine, [0, 1, 2, 3, 4, 5], range(6))) == 2
+        cache.load(engine, [5, 4, 3, 2, 1, 0], [6, 7, 8, 9, 10, 11])
+        assert (np.asarray(cache.array)[6:] == content[5::-1]).all()
+        with pytest.raises(kvoffload.LayoutError, match="blocks repeats an id"):
+            cache.load(engine, [0, 1], [3, 3])
+        with pytest.raises(kvoffload.LayoutError, match="2 blocks need as many slots, got 1"):
+            cache.store(engine, [0, 1], [3])
+        with pytest.raises(kvoffload.LayoutError, match=r"blocks\[0\] is 12, outside \[0, 12\)"):
+            cache.store(engine, [12], [3])
+    other = KVLayout([device.allocate_planes(3, block_bytes=20, num_blocks=4)])
+    with (
+        OffloadEngine(other, device=device, num_slots=8, sm_limit=0) as engine,
+        pytest.raises(kvoffload.LayoutError, match="engine must be one of this cache's layout"),
+    ):
+        cache.store(engine, [0], [0])
