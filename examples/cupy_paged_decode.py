@@ -17,7 +17,7 @@ from typing import Any
 
 from paged_decode import model, report
 from paged_decode.arrays import ArrayModel, NumpyBackend
-from paged_decode.backend import AnyJob, Backend, Logits
+from paged_decode.backend import Backend, Logits
 
 import kvoffload
 
@@ -34,7 +34,7 @@ class CupyBackend:
         with self._stream:
             self._model = ArrayModel(cupy, size, "float16")
         self._cache: Any = None
-        self._load: kvoffload.Job | None = None  # which the layers of the next step follow one by one
+        self._load: kvoffload.CacheJob | None = None  # which the layers of the next step follow one by one
 
     def new_cache(self, num_blocks: int) -> kvoffload.KVLayout:
         self._cache = None  # its memory is free, before as much is taken again
@@ -51,10 +51,10 @@ class CupyBackend:
     def after(self) -> Any:
         return self._stream
 
-    def follow(self, job: AnyJob) -> None:
+    def follow(self, job: kvoffload.CacheJob) -> None:
         job.order_before(self._stream)
 
-    def follow_by_layer(self, job: kvoffload.Job) -> None:
+    def follow_by_layer(self, job: kvoffload.CacheJob) -> None:
         self._load = job
 
     def _before_layer(self, number: int) -> None:

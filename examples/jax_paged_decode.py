@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from paged_decode import model, report
 from paged_decode.arrays import NumpyBackend
-from paged_decode.backend import AnyJob, Backend, Logits
+from paged_decode.backend import Backend, Logits
 
 import kvoffload
 
@@ -97,10 +97,10 @@ class JaxBackend:
     def after(self) -> Any:
         return self._cache
 
-    def follow(self, _: AnyJob) -> None:
+    def follow(self, _: kvoffload.CacheJob) -> None:
         self._follows = True  # all that was submitted so far: JAX cannot be told of one job
 
-    def follow_by_layer(self, job: kvoffload.Job) -> None:
+    def follow_by_layer(self, job: kvoffload.CacheJob) -> None:
         raise NotImplementedError(f"{job!r}: all layers are one computation of JAX")
 
 

@@ -85,5 +85,7 @@ class TableArena:
 
     def clear(self) -> None:
         """Take all tables back; nothing on the GPU reads one."""
+        for table in self._tables:
+            table.released = True  # whoever has one in mind must not take it for theirs
         self._tables.clear()
         self._next = 0

@@ -188,7 +188,7 @@ class DeviceArray:
         if stream is None or operator.index(stream) != -1:
             handle = stream_handle(stream or 0, "stream")
             for engine in self._engines():
-                engine.order_all_before(handle)
+                engine.callers.order_all_before(handle)
         return self._export(dtype, max_version)
 
     def _engines(self) -> list[OffloadEngine]:
@@ -226,9 +226,9 @@ class DeviceArray:
         busy = [engine for engine in self._engines() if engine.statistics().in_flight]
         if not busy:
             return None
-        relay = busy[0].relay()
+        relay = busy[0].callers.relay()
         for engine in busy:
-            engine.order_all_before(relay)
+            engine.callers.order_all_before(relay)
         return relay
 
     def __repr__(self) -> str:

@@ -158,6 +158,7 @@ class BlockCache:
                 if the driver fails between two groups of one call, the keys given up for it are gone.
         """
         per_group = self._block_ids(keys, blocks, repeats=False)
+        after = self.engine.resolve(after)
         self.engine.advance()
         with self._index.guarded():
             proposal = self._index.propose(keys, namespace)
@@ -208,6 +209,7 @@ class BlockCache:
         """
         per_group = self._block_ids(keys, blocks)
         self._check_parts(parts)
+        after = self.engine.resolve(after)
         self.engine.advance()
         with self._index.guarded():
             lease = self._index.acquire(keys, pending=pending)

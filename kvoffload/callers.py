@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.errors import CapacityError
@@ -21,14 +22,20 @@ class CallersStreams:
     """Waits between an engine's jobs and streams that are not its own.
 
     Args:
-        engine: whose lock is taken where the jobs are looked at.
+        engine: whose lock is taken where the jobs are looked at. Not kept alive: it owns this.
         flights: its jobs.
     """
 
     def __init__(self, engine: OffloadEngine, flights: FlightDeck) -> None:
-        self._engine = engine
+        self._owner = weakref.ref(engine)
         self._flights = flights
         self._followers = 0  # threads that make a relay wait
+
+    @property
+    def _engine(self) -> OffloadEngine:
+        engine = self._owner()
+        assert engine is not None, "whoever calls this holds the engine"
+        return engine
 
     @property
     def idle(self) -> bool:
@@ -38,7 +45,8 @@ class CallersStreams:
     def behind(self, sources: tuple[Source, ...]) -> int | None:
         """The stream that stands for all that a transfer is to follow; None for nothing. See `Relays.follow`.
 
-        Without the lock: arrays are asked for their producers, and that is other people's code.
+        The context must be current, and the engine's lock not held: arrays are asked for their producers, and that is
+        other people's code.
         """
         if len(sources) == 1 and isinstance(sources[0], int):
             return sources[0]
@@ -48,11 +56,14 @@ class CallersStreams:
             self._engine.check_usable()
             self._followers += 1
         try:
-            with self._engine.in_context():
-                return self._flights.relays.follow(sources)
+            return self._flights.relays.follow(sources)
         finally:
             with self._engine.lock:
                 self._followers -= 1
+
+    def relay(self) -> int:
+        """A stream of the engine's on which nothing runs; it may be made to wait, and be waited for."""
+        return self._flights.relays.next()
 
     def order_before(self, job: Job, stream: Any, part: int | None = None) -> None:
         """See `Job.order_before`."""

@@ -21,6 +21,11 @@ _MOST_PROGRAMS = 8  # 2 to 4 fill the link; more only slow the computation
 _SPLIT_PROGRAMS = (1, 2)
 _LINK_BOUND = 1.15  # times what a big copy takes
 _MANTISSA_BITS = 5
+# Seconds that each further part of a load adds to what its copies and bytes take. By the copy engine, 32 blocks of 64
+# planes x 32 KiB in 2 to 16 parts on an H200: 30 us, in which the driver takes in the next copies. Launches of a kernel
+# are queued well ahead; between two of them the link idles until the first words of the next are under way.
+_PART_SECONDS = {"gather": 8e-6}
+_PART_SECONDS_BY_ENGINE = 30e-6
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
 _BY_DEFAULT = ("strided", "batch", "loop", "gather", "split")  # where no way was measured
 
@@ -63,7 +68,9 @@ def check_prefer(prefer: Any) -> str:
     return str(prefer)
 
 
-def choose(shape: Shape, available: Collection[str], profile: Profile, prefer: str, sm_limit: int) -> Choice:
+def choose(
+    shape: Shape, available: Collection[str], profile: Profile, prefer: str, sm_limit: int, parts: int = 1
+) -> Choice:
     """The way for a transfer.
 
     Args:
@@ -74,9 +81,10 @@ def choose(shape: Shape, available: Collection[str], profile: Profile, prefer: s
             computation least; of those alike in that, one that the host need not submit copy by copy, and the fastest.
             For this, a way whose bound is not the link counts as slower by its copier's median error.
         sm_limit: programs of a kernel at most.
+        parts: in which it is carried, one after the other; the copies of the shape are those of all parts.
     """
     alike, scale = _class_of(shape)
-    choice = _choose(alike, frozenset(available), profile, prefer, sm_limit)
+    choice = _choose(alike, frozenset(available), profile, prefer, sm_limit, parts)
     return choice if scale == 1.0 else choice._replace(seconds=choice.seconds * scale)
 
 
@@ -99,22 +107,27 @@ def _class_of(shape: Shape) -> tuple[Shape, float]:
 
 
 @lru_cache(maxsize=4096)
-def _choose(shape: Shape, available: frozenset[str], profile: Profile, prefer: str, sm_limit: int) -> Choice:
-    best, *others = rank(shape, available, profile, prefer, sm_limit)
+def _choose(
+    shape: Shape, available: frozenset[str], profile: Profile, prefer: str, sm_limit: int, parts: int
+) -> Choice:
+    best, *others = rank(shape, available, profile, prefer, sm_limit, parts)
     return Choice(best.way, _explain(best, others, shape), best.seconds)
 
 
-def rank(shape: Shape, available: Collection[str], profile: Profile, prefer: str, sm_limit: int) -> list[Expected]:
+def rank(
+    shape: Shape, available: Collection[str], profile: Profile, prefer: str, sm_limit: int, parts: int = 1
+) -> list[Expected]:
     """All ways, the best first; at least one. Arguments as for `choose`."""
-    found = [_expect(way, shape, profile) for way in _ways(shape, available, profile, sm_limit)]
+    found = [_expect(way, shape, profile, parts) for way in _ways(shape, available, profile, sm_limit)]
     if all(each.seconds == inf for each in found):
         return sorted(found, key=lambda each: _BY_DEFAULT.index(each.way.copier))
     found.sort(key=lambda each: each.cautious)
     return found if prefer == "latency" else _least_disturbing_first(found, shape)
 
 
-def _expect(way: Way, shape: Shape, profile: Profile) -> Expected:
-    seconds = cautious = profile.seconds(way, shape)
+def _expect(way: Way, shape: Shape, profile: Profile, parts: int) -> Expected:
+    seconds = profile.seconds(way, shape) + (parts - 1) * _PART_SECONDS.get(way.copier, _PART_SECONDS_BY_ENGINE)
+    cautious = seconds
     if seconds > _LINK_BOUND * shape.nbytes / profile.costs[shape.direction].link and way.copier in profile.errors:
         cautious *= 1 + profile.errors[way.copier].median
     return Expected(way, seconds, profile.slowdown(way) if way.programs else 1.0, cautious)

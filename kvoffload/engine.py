@@ -13,6 +13,7 @@ Threads. One lock guards the engine's books and the submission itself; nothing w
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,9 +35,11 @@ from kvoffload.metrics import EngineStatistics
 from kvoffload.parts import Folds
 from kvoffload.plan import Direction, describe_fold
 from kvoffload.report import PlanReport
-from kvoffload.requests import make_request
+from kvoffload.requests import make_request, sources_of
 from kvoffload.streams import NO_WAIT
 from kvoffload.tuning import Profile, Way, profile_for
+
+_numbers = itertools.count(1)
 
 
 class OffloadEngine:
@@ -90,6 +93,7 @@ class OffloadEngine:
         self.sm_limit = at_least("sm_limit", sm_limit, 0)
         self.prefer = check_prefer(prefer)
         self.profile = profile_for(device) if profile is None else profile
+        self.number = next(_numbers)  # no two engines of a process have the same
         self.max_in_flight = at_least("max_in_flight", max_in_flight, 1)
         self.lock = threading.RLock()  # a BlockCache on this engine shares it
         self._closed = False
@@ -111,7 +115,7 @@ class OffloadEngine:
                 undo.callback(self._toolbox.close)
                 self._flights = FlightDeck(device.driver, self._memory, self._toolbox, max_in_flight, stream_priority)
                 undo.pop_all()
-            self._streams = CallersStreams(self, self._flights)
+            self.callers = CallersStreams(self, self._flights)
             pool = self._memory.address
             self._dispatcher = Dispatcher(layout, num_slots, folds, pool, self._toolbox, self._flights)
             self._claim = device.claim(self, self._flights.release, "an OffloadEngine")
@@ -181,7 +185,7 @@ class OffloadEngine:
                 if the host has seen every store to these slots end, else "stream".
             parts: copy the group's planes in parts, one part after the other, so that what needs a layer waits for that
                 layer alone: `job.order_before(stream, part=k)`. A number: so many equal runs of planes, in their order.
-                Or for each part the indices of its planes, every plane once. Kernels do not copy parts.
+                Or for each part the indices of its planes, every plane once. A split does not copy parts.
 
         Raises:
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
@@ -211,9 +215,16 @@ class OffloadEngine:
         """
         wanted = (direction, blocks, slots, group, first_sub_block, after, copier, source_order, listener, parts)
         request = make_request(self.layout, self.num_slots, *wanted)
-        request = request._replace(after=self._streams.behind(request.sources))
-        with self.at_work():
-            return self._dispatcher.submit(self, request)
+        with self.in_context():
+            after = self.callers.behind(request.sources)
+            with self.lock:
+                return self._dispatcher.submit(self, request._replace(after=after))
+
+    def resolve(self, after: Any) -> Any:
+        """A stream that stands for `after`, or NO_WAIT; for callers that submit under the lock, see `callers`."""
+        with self.in_context():
+            stream = self.callers.behind(sources_of(after, self.layout))
+        return NO_WAIT if stream is None else stream
 
     def plan(
         self, direction: str, blocks: Any, slots: Any, group: int = 0, first_sub_block: int = 0, copier: Any = None
@@ -278,7 +289,7 @@ class OffloadEngine:
 
     def order_before(self, job: Job, stream: Any, part: int | None = None) -> None:
         """See `Job.order_before`."""
-        self._streams.order_before(job, stream, part)
+        self.callers.order_before(job, stream, part)
 
     @property
     def submitted(self) -> int:
@@ -290,14 +301,6 @@ class OffloadEngine:
         """Whether a plane lies, in part at least, in a range of device memory."""
         planes = (plane for group in self.layout.groups for plane in group.planes)
         return any(plane.address < address + nbytes and address < plane.end for plane in planes)
-
-    def order_all_before(self, stream: int) -> None:
-        """Work queued on `stream` from now on starts after every transfer submitted so far has ended, well or not."""
-        self._streams.order_all_before(stream)
-
-    def relay(self) -> int:
-        """A stream of the engine's on which nothing runs; it may be made to wait, and be waited for."""
-        return self._flights.relays.next()
 
     def check_room(self, jobs: int) -> None:
         """Raise CapacityError unless so many more jobs may be in flight, and ClosedError if the engine is closed."""
@@ -336,7 +339,7 @@ class OffloadEngine:
             self._closers += 1
         try:
             self.drain(timeout)
-            wait_until(lambda: self._streams.idle, timeout, "asking an array for its producer")
+            wait_until(lambda: self.callers.idle, timeout, "asking an array for its producer")
             with self.device.hold_lifecycle(timeout):
                 self._free()
         finally:

@@ -207,12 +207,14 @@ class Launcher:
                 job.markers.pop()
 
     def give_back(self, job: Job, piece: Piece) -> None:
-        """A piece has ended, or was never queued: return its places, its table and its event."""
+        """A piece has ended, or was never queued, and is not among the job's any more: return its places, its event,
+        and its table unless another piece reads that, too."""
         piece.stream.queued -= piece.places
         if piece.event is not None and piece.event != job.end:
             self._markers.release(piece.event)
-        if piece.table is not None:  # last: tables that an interrupt loses come back when there is no room for others
-            piece.table.release()
+        table = piece.table
+        if table is not None and all(each.table is not table for each in job.pieces):  # no later part reads it
+            table.release()  # last: tables that an interrupt loses come back when there is no room for others
 
 
 def _stage_ahead(flight: Flight) -> dict[int, Staged]:

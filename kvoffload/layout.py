@@ -11,6 +11,7 @@ so that one block is one strided range on both sides, and a slot is one contiguo
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 import re
@@ -78,6 +79,11 @@ class Plane:
         if self.end >= 1 << 63:
             raise LayoutError(f"{self} ends beyond the largest address, 2**63 - 1")
 
+    def disowned(self) -> Plane:
+        """The same plane without its owner."""
+        sizes = {"num_blocks": self.num_blocks, "block_stride": self.block_stride}
+        return Plane(self.address, block_bytes=self.block_bytes, **sizes)
+
     @property
     def span_bytes(self) -> int:
         """Bytes from the first byte of block 0 to the last byte of the last block."""
@@ -119,6 +125,12 @@ class Group:
         self.host_offsets: Int64Array = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
         self.payload_bytes = int(sizes.sum())
         self.bytes_per_block = self.payload_bytes // blocks_per_slot
+
+    def disowned(self) -> Group:
+        """The same group, which keeps nothing alive: planes without their owners."""
+        group = copy.copy(self)
+        group.planes = tuple(plane.disowned() for plane in self.planes)
+        return group
 
 
 def _refuse_overlap(planes: Sequence[Plane], name: str) -> None:

@@ -74,7 +74,11 @@ class FoldedGroup(NamedTuple):
     classes: tuple[RunClass, ...]
     planes: int
     bytes_per_block: int
-    num_parts: int
+    parts: tuple[tuple[int, ...], ...]  # indices of the planes of each
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.parts)
 
     @property
     def runs(self) -> int:
@@ -117,7 +121,7 @@ def fold_group(
             width = run.device_pitch if contiguous else block_bytes
             runs.setdefault((width, block_stride), []).append((run, part))
     classes = tuple(_run_class(key, members, len(parts)) for key, members in runs.items())
-    return FoldedGroup(classes, len(group.planes), group.bytes_per_block, len(parts))
+    return FoldedGroup(classes, len(group.planes), group.bytes_per_block, tuple(map(tuple, parts)))
 
 
 def _run_class(key: tuple[int, int], members: list[tuple[Run, int]], num_parts: int) -> RunClass:

@@ -77,7 +77,7 @@ def make_request(
         )
     checked = direction, group, slot_ids, block_ids, first_sub_block
     planes = _parts(parts, direction, len(layout.groups[group].planes))
-    return Request(*checked, _sources(after, layout), copier, source_order, listener, planes)
+    return Request(*checked, sources_of(after, layout), copier, source_order, listener, planes)
 
 
 def _parts(parts: Any, direction: Direction, num_planes: int) -> Parts | None:
@@ -86,7 +86,8 @@ def _parts(parts: Any, direction: Direction, num_planes: int) -> Parts | None:
     return as_parts(parts, num_planes)
 
 
-def _sources(after: Any, layout: KVLayout) -> tuple[Source, ...]:
+def sources_of(after: Any, layout: KVLayout) -> tuple[Source, ...]:
+    """What `after` names; None only where the default stream orders the planes."""
     if after is None and not layout.on_default_stream:
         raise ValueError(
             "after=None stands for the legacy default stream, and these planes are computed on streams that it does "

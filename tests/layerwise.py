@@ -14,6 +14,7 @@ from kvoffload.launch import Launcher
 
 PLANES = 8  # of the rigs of most tests
 PARTS = 4  # of two planes each
+DEFAULTS: dict[str, Any] = {"after": kvoffload.NO_WAIT, "parts": PARTS}  # of every load
 
 
 def hold_from(bench: Rig, monkeypatch: pytest.MonkeyPatch, part: int) -> Gate:
@@ -66,7 +67,7 @@ def reader_of(bench: Rig, job: Job, part: int, plane: int, block: int) -> Reader
 
 
 def load(bench: Rig, slots: Any, blocks: Any, **options: Any) -> Job:
-    return bench.engine.load(slots, blocks, **{"after": kvoffload.NO_WAIT, "parts": PARTS, **options})
+    return bench.engine.load(slots, blocks, **{**DEFAULTS, **options})
 
 
 def blocks_hold(bench: Rig, blocks: Any, values: Any) -> bool:

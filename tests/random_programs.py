@@ -117,6 +117,7 @@ class JaxProgram:
 
     def write(self, block: int, value: int) -> None:
         self._cache.array = self._steps.write(self._array, block, float(value), self._steps.burn)
+        self._recent.clear()  # it overwrites what they read, so it follows them
 
     def read(self, block: int) -> None:
         seen = self._steps.read(self._array, block, self._steps.burn)
@@ -129,7 +130,6 @@ class JaxProgram:
         else:
             after = (self._cache, *self._recent) if self._ordered else NO_WAIT
             getattr(self._engine, name)(first, second, after=after)
-        self._recent.clear()
 
     def store(self, blocks: list[int], slots: list[int]) -> None:
         self._submit("store", blocks, slots)

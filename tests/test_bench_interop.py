@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,11 @@ SIMULATED = ("bench", "interop", "--backend", "simulated")
 GEOMETRY = MODELS["llama-3.1-8b"].scaled(1 / 64)
 NO_WRONG = {"store": 0, "load": 0}
 ROWS = 64 * 4  # of a transfer of 4 blocks
+IN_A_ROW = interop._IN_A_ROW
+OCCASIONS = ("one at a time", f"{IN_A_ROW} in a row")
+JAXS_OWN = (jaxways.OWN, jaxways.OWN_IDS, jaxways.OWN_JITTED, jaxways.PER_BLOCK)
+
+needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 
 
 @pytest.fixture
@@ -96,12 +103,12 @@ def cupy_ways(cargo: Cargo, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
             yield {name: make() for name, make in made.makers.items()}
 
 
-def wrong_rows(cargo: Cargo, way: Way) -> dict[str, int]:
-    """After one timed store and one load."""
+def wrong_rows(cargo: Cargo, way: Way, times: int = 1) -> dict[str, int]:
+    """After so many timed stores in a row, and as many loads."""
     found = {}
     for direction in Direction:
         way.source(direction).fill()
-        case = way.case(direction, cargo)
+        case = way.case(direction, cargo, times)
         case.warm()
         case.poison()
         assert case.run() > 0
@@ -115,13 +122,14 @@ CUPY_WAYS = (
 )
 
 
+@pytest.mark.parametrize("times", [1, IN_A_ROW])
 @pytest.mark.parametrize("name", CUPY_WAYS)
 def test_every_way_of_cupy_moves_the_blocks_and_nothing_else(
-    cargo: Cargo, cupy_ways: dict[str, Way], name: str
+    cargo: Cargo, cupy_ways: dict[str, Way], name: str, times: int
 ) -> None:
     assert tuple(cupy_ways) == CUPY_WAYS
     way = cupy_ways[name]
-    assert wrong_rows(cargo, way) == NO_WRONG
+    assert wrong_rows(cargo, way, times) == NO_WRONG
     cache: Any = way.cache
     everything = np.stack([np.array(plane) for plane in (cache.kv if hasattr(cache, "kv") else cache.planes)])
     rest = np.setdiff1d(np.arange(cargo.shape[1]), cargo.blocks)
@@ -135,7 +143,7 @@ def test_the_ways_of_cupy_do_not_spoil_each_others_blocks(cargo: Cargo, cupy_way
         timings = interop._timings(cargo, tried, direction, lambda *_: None)
         assert {name: timing.wrong for name, timing in timings.items()} == {
             BIG_COPY: 0,
-            **{f"CuPy: {name}": 0 for name in CUPY_WAYS},
+            **{f"CuPy: {name}, {occasion}": 0 for name in CUPY_WAYS for occasion in OCCASIONS},
         }
 
 
@@ -160,11 +168,11 @@ def test_cupys_stream_follows_our_loads_and_the_host_waits_for_our_stores(
 
     monkeypatch.setattr(kvoffload.Job, "order_before", noted)
     way = cupy_ways[name]
-    stored, loaded = way.store(), way.load()
-    assert stored is not None
-    assert stored.finished
-    assert [job for job, _ in followed] == [loaded]
-    assert isinstance(followed[0][1], FakeStream)
+    stored = way.carry_out(Direction.STORE, 3)
+    assert [job.finished for job in stored] == [True] * 3
+    loaded = way.carry_out(Direction.LOAD, 3)
+    assert [job for job, _ in followed] == loaded
+    assert all(isinstance(stream, FakeStream) for _, stream in followed)
     assert wrong_rows(cargo, way) == NO_WRONG
 
 
@@ -177,14 +185,33 @@ def test_a_store_that_is_not_waited_for_is_counted(
 
 
 @pytest.mark.parametrize("name", CUPY_WAYS)
+def test_a_look_of_cupys_that_comes_before_its_load_is_counted(
+    cargo: Cargo, cupy_ways: dict[str, Way], name: str
+) -> None:
+    assert_early_looks_are_counted(cargo, cupy_ways[name])
+
+
+def assert_early_looks_are_counted(cargo: Cargo, way: Way) -> None:
+    cache: Any = way.cache
+    way.host.fill()
+    way.case(Direction.LOAD, cargo, 2).poison()
+    cache.look()
+    way.carry_out(Direction.LOAD, 2)
+    assert cache.wrong() == 1, "of three looks the first, though all blocks are right"
+    way.case(Direction.LOAD, cargo, 2).poison()
+    way.carry_out(Direction.LOAD, 2)
+    assert cache.wrong() == 0
+
+
+@pytest.mark.parametrize("name", CUPY_WAYS)
 def test_blocks_that_are_not_moved_are_counted(cargo: Cargo, cupy_ways: dict[str, Way], name: str) -> None:
     """Every poison spoils all that is compared."""
     way = cupy_ways[name]
     for direction, target in ((Direction.STORE, way.host), (Direction.LOAD, way.cache)):
         way.source(direction).fill()
-        way.move(direction)()
+        way.carry_out(direction)
         assert target.wrong() == 0
-        way.case(direction, cargo).poison()
+        way.case(direction, cargo, 1).poison()
         if name == cupyways.PAGEABLE and direction is Direction.STORE:
             continue  # there is no array until the next store
         assert target.wrong() == ROWS
@@ -204,26 +231,26 @@ def test_frameworks_that_are_missing_are_named_with_the_command(capsys: pytest.C
     fields = run_json(capsys, *SIMULATED)
     assert fields["not_run"]["CuPy"] == "it computes on GPUs, and this device is simulated"
     assert "pip install 'kvoffload[jax]'" in fields["not_run"]["JAX"]
-    (row,) = fields["ways"]
-    assert row == {"framework": None, "way": BIG_COPY, "carried": {}, "wrong": NO_WRONG}
+    big = {"framework": None, "way": BIG_COPY, "carried": {}, "wrong": NO_WRONG}
+    assert fields["ways"] == [big | {"in_a_row": times} for times in (1, IN_A_ROW)]
     assert (fields["benchmark"], fields["simulated"], fields["wrong_rows"]) == ("interop", True, 0)
     assert (fields["planes"], fields["block_bytes"], fields["blocks"], fields["nbytes"]) == (64, 512, 32, 1 << 20)
     assert (fields["comparisons"], fields["ratios"]) == ([], [])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
+@needs_jax
 def test_what_jax_can_do_on_the_cpu_is_verified(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     fields = run_json(capsys, *SIMULATED, "--blocks", "40", "--repeats", "2")
     carried = {row["way"]: row["carried"] for row in fields["ways"]}
-    assert list(carried) == [
-        *(jaxways.OWNED, jaxways.STAGED),
-        *(jaxways.OWN, jaxways.OWN_IDS, jaxways.OWN_JITTED, BIG_COPY),
+    names = [jaxways.OWNED, jaxways.STAGED, *JAXS_OWN, BIG_COPY]
+    assert [(row["in_a_row"], row["way"]) for row in fields["ways"]] == [
+        (times, name) for times in (1, IN_A_ROW) for name in names
     ]
     assert carried[jaxways.OWNED] == {"store": "strided", "load": "strided"}
-    assert carried[jaxways.OWN] == {}
+    assert not any(carried[name] for name in JAXS_OWN)
     assert set(fields["not_run"]) == {"CuPy", "JAX: AdoptedCache", "JAX: CallbackCache"}
     for row in fields["ways"]:
         assert row["wrong"] == NO_WRONG
@@ -231,27 +258,138 @@ def test_what_jax_can_do_on_the_cpu_is_verified(
     assert fields["comparisons"] == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
-@pytest.mark.parametrize("name", [jaxways.OWNED, jaxways.STAGED, jaxways.OWN, jaxways.OWN_JITTED])
+@needs_jax
+@pytest.mark.parametrize("name", [jaxways.OWNED, jaxways.STAGED, *JAXS_OWN])
 def test_blocks_that_jax_has_not_moved_are_counted(cargo: Cargo, name: str) -> None:
     with closing(jaxways.JaxWays(cargo)) as made:
         way = made.makers[name]()
-        assert wrong_rows(cargo, way) == NO_WRONG
-        way.case(Direction.LOAD, cargo).poison()
+        for times in (1, IN_A_ROW):
+            assert wrong_rows(cargo, way, times) == NO_WRONG
+        way.case(Direction.LOAD, cargo, 1).poison()
         assert way.cache.wrong() == ROWS
-        way.load()
+        way.carry_out(Direction.LOAD)
         assert way.cache.wrong() == 0
         if name in (jaxways.OWNED, jaxways.STAGED):
-            way.case(Direction.STORE, cargo).poison()
+            way.case(Direction.STORE, cargo, 1).poison()
             assert way.host.wrong() == ROWS
 
 
+@needs_jax
+@pytest.mark.parametrize("name", [jaxways.OWNED, jaxways.STAGED, jaxways.OWN])
+def test_a_look_of_jaxs_that_comes_before_its_load_is_counted(cargo: Cargo, name: str) -> None:
+    with closing(jaxways.JaxWays(cargo)) as made:
+        assert_early_looks_are_counted(cargo, made.makers[name]())
+
+
+@needs_jax
+@pytest.mark.parametrize("name", JAXS_OWN)
+def test_each_store_of_jaxs_in_a_row_has_arrays_of_its_own_all_verified(cargo: Cargo, name: str) -> None:
+    with closing(jaxways.JaxWays(cargo)) as made:
+        way = made.makers[name]()
+        host: Any = way.host
+        way.cache.fill()
+        way.carry_out(Direction.STORE, 3)
+        kinds = {leaf.sharding.memory_kind for leaf in made._jax.tree.leaves(host.stored)}
+        assert (len(host.stored), kinds, host.wrong()) == (3, {"pinned_host"}, 0)
+        host.stored[1] = host._spoiled
+        assert host.wrong() == ROWS
+        host.spoil()
+        assert host.stored == []
+
+
+@needs_jax
+def test_one_program_gathers_every_block_that_jax_stores_by_itself(
+    cargo: Cargo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[tuple[int, ...]] = []
+    gather = jaxways._gather
+
+    def noted(cache: Any, ids: Any) -> Any:
+        traced.append(ids.shape)
+        return gather(cache, ids)
+
+    monkeypatch.setattr(jaxways, "_gather", noted)
+    with closing(jaxways.JaxWays(cargo)) as made:
+        way = made.makers[jaxways.PER_BLOCK]()
+        way.cache.fill()
+        way.carry_out(Direction.STORE, 2)
+        host: Any = way.host
+        assert traced == [()]
+        assert [len(blocks) for blocks in host.stored] == [4, 4]
+        assert {block.shape for block in host.stored[0]} == {(64, 256)}
+
+
+@needs_jax
+def test_a_load_that_follows_another_also_follows_what_looked_at_that(
+    cargo: Cargo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[tuple[Any, ...]] = []
+    submit = kvoffload.OffloadEngine.load
+
+    def noted(engine: kvoffload.OffloadEngine, slots: Any, blocks: Any, after: Any) -> kvoffload.Job:
+        followed.append(after)
+        return submit(engine, slots, blocks, after=after)
+
+    monkeypatch.setattr(kvoffload.OffloadEngine, "load", noted)
+    with closing(jaxways.JaxWays(cargo)) as made:
+        way = made.makers[jaxways.OWNED]()
+        cache: Any = way.cache
+        way.host.fill()
+        way.cache.spoil()
+        way.carry_out(Direction.LOAD, 3)
+        first, second, third = followed
+        assert first == (cache.holder,)
+        assert (second[0], third[0]) == (cache.holder, cache.holder)
+        assert [second[1] is cache._seen[0], third[1] is cache._seen[1]] == [True, True]
+
+
+# any framework --------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_queued_then_waited_for_then_asked_how_it_went(cargo: Cargo, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    clock = iter([10.0, 16.0])
+
+    def now() -> float:
+        done.append("clock")
+        return next(clock)
+
+    job: Any = SimpleNamespace(wait=lambda: done.append("job"))
+
+    def move() -> Any:
+        done.append("move")
+        return job
+
+    host: Any = SimpleNamespace(wait=lambda: done.append("wait"), wrong=lambda: 0)
+    case = Way("Fake", "noted", host, host, move, move).case(Direction.STORE, cargo, 3)
+    monkeypatch.setattr(time, "perf_counter", now)
+    assert case.run() == 2.0, "seconds of one of the three"
+    assert done == ["clock", "move", "move", "move", "wait", "clock", "job", "job", "job"]
+
+
+def test_a_transfer_that_failed_in_a_row_has_no_time(cargo: Cargo) -> None:
+    def fail() -> None:
+        raise kvoffload.TransferError("store 2 failed")
+
+    jobs: Any = iter([SimpleNamespace(wait=lambda: None), SimpleNamespace(wait=fail), SimpleNamespace(wait=fail)])
+    host: Any = SimpleNamespace(wait=lambda: None, wrong=lambda: 0)
+    way = Way("Fake", "failing", host, host, lambda: next(jobs), lambda: None)
+    with pytest.raises(kvoffload.TransferError, match="store 2 failed"):
+        way.case(Direction.STORE, cargo, 3).run()
+
+
 class Shelf:
-    """Blocks somewhere, as an end."""
+    """Blocks somewhere, as an end: what is queued towards it happens when it is waited for."""
 
     def __init__(self, cargo: Cargo) -> None:
         self._cargo = cargo
         self.blocks = cargo.right.copy()
+        self.queued: list[Shelf] = []
+
+    def wait(self) -> None:
+        for source in self.queued:
+            self.blocks[...] = source.blocks
+        self.queued.clear()
 
     def fill(self) -> None:
         self.blocks[...] = self._cargo.right
@@ -279,15 +417,15 @@ class FakeFramework:
 
     def _way(self, name: str, *, ours: bool = False, loads: bool = True) -> Way:
         cache, host = Shelf(self._cargo), Shelf(self._cargo)
-        job: Any = SimpleNamespace(copier="cart") if ours else None
+        job: Any = SimpleNamespace(copier="cart", wait=lambda: None) if ours else None
 
         def store() -> Any:
-            host.blocks[...] = cache.blocks
+            host.queued.append(cache)
             return job
 
         def load() -> Any:
             if loads:
-                cache.blocks[...] = host.blocks
+                cache.queued.append(host)
             return job
 
         return Way(self.name, name, cache, host, store, load)
@@ -309,15 +447,12 @@ def test_wrong_bytes_are_counted_and_fail_and_a_way_that_raises_is_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fields = run_json(capsys, *SIMULATED, "--blocks", "4", "--repeats", "2", code=1)
-    wrong = {row["way"]: row["wrong"] for row in fields["ways"]}
     every_row = ROWS * (WARM_UP + 2)
-    assert wrong == {
-        "ours": NO_WRONG,
-        "theirs": NO_WRONG,
-        "idle": {"store": 0, "load": every_row},
-        BIG_COPY: NO_WRONG,
-    }
-    assert fields["wrong_rows"] == every_row
+    wrong = {"ours": NO_WRONG, "theirs": NO_WRONG, "idle": {"store": 0, "load": every_row}, BIG_COPY: NO_WRONG}
+    assert [(row["in_a_row"], row["way"], row["wrong"]) for row in fields["ways"]] == [
+        (times, name, rows) for times in (1, IN_A_ROW) for name, rows in wrong.items()
+    ]
+    assert fields["wrong_rows"] == 2 * every_row
     assert fields["not_run"] == {"Fake: broken": "RuntimeError: out of order"}
 
 
@@ -325,9 +460,10 @@ def test_wrong_bytes_are_counted_and_fail_and_a_way_that_raises_is_left_out(
 def test_the_table_says_simulated_and_has_no_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SIMULATED, "--blocks", "4"]) == 1
     out = capsys.readouterr().out
-    assert "4 blocks of 64 x 512 B, 0.12 MiB, SIMULATED" in out
-    (line,) = [line for line in out.splitlines() if "Fake: ours" in line]
-    assert [cell.strip() for cell in line.strip("│").split("│")][1:] == ["0", "0", "cart"]
+    for occasion in OCCASIONS:
+        assert f"4 blocks of 64 x 512 B, 0.12 MiB, {occasion}, SIMULATED" in out
+    lines = [line for line in out.splitlines() if "Fake: ours" in line]
+    assert [[cell.strip() for cell in line.strip("│").split("│")][1:] for line in lines] == [["0", "0", "cart"]] * 2
     assert "GB/s" not in out
     assert "not run: Fake: broken: RuntimeError: out of order" in out
 
@@ -337,10 +473,12 @@ def test_times_and_ratios_of_a_device_that_has_them(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def timed(cases: dict[str, Case], *options: Any) -> Any:
-        """Ours takes 1 ms, theirs 2 ms, the idle one 4 ms."""
+        """Ours takes 1 ms, theirs 2 ms, the idle one 4 ms; in a row theirs 1.5 ms. The big copy goes wrong."""
         found = run_warmed(cases, *options)
-        for name, milliseconds in (("Fake: ours", 1), ("Fake: theirs", 2), ("Fake: idle", 4)):
-            found[name].seconds[:] = [milliseconds * 1e-3]
+        found[BIG_COPY] = replace(found[BIG_COPY], wrong=3)
+        for name, alone, in_a_row in (("ours", 1, 1), ("theirs", 2, 1.5), ("idle", 4, 4)):
+            for occasion, milliseconds in zip(OCCASIONS, (alone, in_a_row), strict=True):
+                found[f"Fake: {name}, {occasion}"].seconds[:] = [milliseconds * 1e-3]
         return found
 
     monkeypatch.setattr(interop, "run_warmed", timed)
@@ -351,22 +489,30 @@ def test_times_and_ratios_of_a_device_that_has_them(
     nbytes = 64 * 4 * 512
     assert ours["gb_per_s"] == {direction: pytest.approx(nbytes / 1e-3 / 1e9) for direction in Direction}
     assert (ours["median_us"]["load"], ours["samples_us"]["load"]) == (pytest.approx(1000), [1000])
-    compared = {(each["other"], each["direction"]): each["value"] for each in fields["comparisons"]}
-    assert {key: value for key, value in compared.items() if key[0] != BIG_COPY} == {
-        ("theirs", "store"): pytest.approx(2),
-        ("theirs", "load"): pytest.approx(2),
-        ("idle", "store"): pytest.approx(4),
-        ("idle", "load"): pytest.approx(4),
+    idle = [row["wrong"]["load"] for row in fields["ways"] if row["way"] == "idle"]
+    assert fields["wrong_rows"] == sum(idle) + 2 * 3, "what the big copy does wrong counts once, though it has two rows"
+    assert {(each["framework"], each["ours"]) for each in fields["comparisons"]} == {("Fake", "ours")}
+    compared = {(each["in_a_row"], each["other"], each["direction"]): each["value"] for each in fields["comparisons"]}
+    assert len(compared) == len(fields["comparisons"])
+    assert {key: value for key, value in compared.items() if key[1] != BIG_COPY} == {
+        (times, other, direction): pytest.approx(value)
+        for times, other, value in ((1, "theirs", 2), (1, "idle", 4), (IN_A_ROW, "theirs", 1.5), (IN_A_ROW, "idle", 4))
+        for direction in Direction
     }
-    assert (BIG_COPY, "load") in compared
-    assert fields["ratios"] == [
-        {"ratio": f"Fake: ours / without it, {each}", "which": "lowest", "value": pytest.approx(2), "at": "theirs"}
-        for each in Direction
+    assert (IN_A_ROW, BIG_COPY, "load") in compared
+    named = [(each["ratio"], each["which"], each["value"], each["at"]) for each in fields["ratios"]]
+    assert named == [
+        (f"Fake: ours / without it, {direction}, {occasion}", "lowest", pytest.approx(value), "theirs")
+        for occasion, value in zip(OCCASIONS, (2, 1.5), strict=True)
+        for direction in Direction
     ]
     interop._show(fields | {"simulated": False}, Output(as_json=False))
-    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in capsys.readouterr().out.splitlines()]
-    assert ["Fake: ours", "0.1", "0.1", "1000", "1000", "0", "0", "cart"] in lines
-    assert ["theirs", "2.00 / 2.00"] in lines
+    alone, _, in_a_row = capsys.readouterr().out.partition(OCCASIONS[1])
+    for part, occasion, ratio in ((alone, OCCASIONS[0], "2.00"), (in_a_row, OCCASIONS[1], "1.50")):
+        assert f"Fake, {occasion}: GB/s over those of ..., store / load" in " ".join(part.split())
+        lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in part.splitlines()]
+        assert ["Fake: ours", "0.1", "0.1", "1000", "1000", "0", "0", "cart"] in lines
+        assert ["theirs", f"{ratio} / {ratio}"] in lines
 
 
 @pytest.mark.parametrize(

@@ -407,6 +407,9 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
 
             def check_room(self, jobs: int) -> None: ...
 
+            def resolve(self, after: Any) -> Any:
+                return after
+
         cache = BlockCache(NoCopies(), "lru")  # type: ignore[arg-type]
         batch = 500
         names = [b"%d" % number for number in range(capacity + evictions)]

@@ -244,7 +244,7 @@ def test_many_short_runs_cost_little_more_than_one_long_one() -> None:
         return min(took)
 
     together, apart = seconds(1 << 14), seconds(8)
-    assert apart < 15 * together + 2e-3, f"{apart * 1e3:.2f} ms in runs of 8, {together * 1e3:.2f} ms in one"
+    assert apart < 40 * together + 2e-3, f"{apart * 1e3:.2f} ms in runs of 8, {together * 1e3:.2f} ms in one"
 
 
 # leases

@@ -176,6 +176,50 @@ def test_of_one_copier_its_best_way(copier: str) -> None:
         assert (way.programs > 0) == (copier in KERNELS)
 
 
+# loads in parts -------------------------------------------------------------------------------------------------------
+
+PARTS_ABLE = ALL - {"split"}
+
+
+def in_parts(block_bytes: int, blocks: int, parts: int, planes: int = 64) -> Shape:
+    """Of planes that fold within a part."""
+    return shape(block_bytes, blocks, planes)._replace(operations=blocks * parts)
+
+
+@given(shapes(), st.integers(1, 64), st.sampled_from(PREFERENCES))
+def test_a_further_part_costs_time_and_by_the_copy_engine_more(where: Shape, parts: int, prefer: str) -> None:
+    one = {each.way: each.seconds for each in rank(where, PARTS_ABLE, H200, prefer, 4)}
+    several = {each.way: each.seconds for each in rank(where, PARTS_ABLE, H200, prefer, 4, parts)}
+    assert set(one) == set(several)
+    more = {way: several[way] - one[way] for way in one if one[way] < inf}
+    kernel = {seconds for way, seconds in more.items() if way.copier == "gather"}
+    for way, seconds in more.items():
+        assert seconds == pytest.approx((parts - 1) * (8e-6 if way.copier == "gather" else 30e-6))
+        assert all(seconds >= least - 1e-9 for least in kernel)
+    choice = choose(where, PARTS_ABLE, H200, "latency", 4, parts)
+    assert choice.seconds >= choose(where, PARTS_ABLE, H200, "latency", 4).seconds
+
+
+@pytest.mark.parametrize(
+    ("blocks", "parts", "measured"),
+    [(32, 2, 1459e-6), (32, 4, 1637e-6), (32, 8, 2033e-6), (32, 16, 2796e-6)],
+)
+def test_what_parts_take_by_strided_copies_is_near_what_an_h200_took(blocks: int, parts: int, measured: float) -> None:
+    where = in_parts(32 * KIB, blocks, parts)
+    assert choose(where, {"strided"}, H200, "latency", 0, parts).seconds == pytest.approx(measured, rel=0.05)
+
+
+def test_known_cases_of_parts_on_an_h200() -> None:
+    """Layer by layer the kernel, as far as it may; big blocks in two halves the copy engine."""
+    for parts in (4, 8, 16, 32):
+        for prefer in PREFERENCES:
+            way = choose(in_parts(32 * KIB, 32, parts), PARTS_ABLE, H200, prefer, 4, parts).way
+            assert way.copier == "gather"
+    assert choose(in_parts(256 * KIB, 64, 2), PARTS_ABLE, H200, "overlap", 4, 2).way == Way("strided")
+    assert choose(in_parts(32 * KIB, 32, 8), PARTS_ABLE, H200, "overlap", 0, 8).way == Way("strided")
+    assert choose(in_parts(32 * KIB, 32, 64), PARTS_ABLE, H200, "overlap", 0, 64).way == Way("batch")
+
+
 # what it says ---------------------------------------------------------------------------------------------------------
 
 

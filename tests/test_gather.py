@@ -178,7 +178,7 @@ def test_submitting_takes_as_long_for_many_planes_as_for_one(device: kvoffload.D
             for _ in range(50):
                 plan = build(group, engine.layout, Direction.STORE, pool_address=address, slots=slots, blocks=blocks)
                 began = time.perf_counter()
-                staged = copier.stage(copier.prepare(plan), SourceOrder.STREAM)
+                staged = copier.stage(copier.prepare(plan).cut(0, len(plan)), SourceOrder.STREAM)
                 taken.append(time.perf_counter() - began)
                 assert staged is not None
                 assert staged.table is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -64,6 +65,21 @@ def test_arrays_from_before_a_transfer_are_deleted(jax: Any, device: kvoffload.D
         assert cache.array is not old
         with pytest.raises(ValueError, match="after was deleted"):
             engine.load([0], [1], after=old)
+
+
+def test_transfers_of_a_later_engine_are_followed_too(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
+    """As many as the first engine's, which is gone."""
+    cache = OwnedCache(device, (2, 4, 8), "float32")
+    for value in (1, 2):
+        before = cache.array
+        with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+            engine.slots[0].view(np.float32)[:] = value
+            engine.load([0], [1], after=cache)
+            assert cache.array is not before
+            assert (np.asarray(cache.array)[:, 1] == value).all()
+        del engine
+        gc.collect()
+        before = cache.array
 
 
 def test_what_is_no_update_of_the_cache_is_refused(jax: Any, device: kvoffload.Device) -> None:

@@ -158,6 +158,25 @@ def test_a_forgotten_engine_gives_everything_back_and_is_told_of(sm_limit: int, 
     assert leaks_of(device) == {}
 
 
+def test_an_engine_that_nobody_holds_is_garbage_at_once() -> None:
+    """No cycle keeps it until the collector comes, and with it gigabytes of pinned memory."""
+    with simulated(1) as device:
+        layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
+        engine = OffloadEngine(layout, device=device, num_slots=4)
+        engine.store([1], [1], after=[1, np.zeros(2)]).wait(10)
+        engine.load([1], [1], parts=2).order_before(1, part=0)
+        engine.drain(10)
+        watch = weakref.ref(engine)
+        gc.disable()
+        try:
+            del engine
+            assert watch() is None
+        finally:
+            gc.enable()
+        with pytest.warns(ResourceWarning, match="an OffloadEngine was never closed"):
+            device.reclaim()
+
+
 @pytest.mark.parametrize(("sm_limit", "copier"), [(0, "strided"), (4, "gather"), (4, "split")])
 def test_a_forgotten_device_is_freed_by_the_next_one_and_is_told_of(sm_limit: int, copier: str) -> None:
     device = simulated(1)

@@ -47,8 +47,8 @@ def _ordering_tests(module: str, line: int, column: int, *, stop_early: bool) ->
 
 
 def test_the_sites_are_found() -> None:
-    """For the caller's streams and arrays, the direction, the rivals; between pieces; of and for the second part of a split; by a caller's
-    stream; for what a failure left."""
+    """For the caller's streams and arrays, the direction, the rivals; between pieces; of and for the second share of a
+    split; by a caller's stream; for what a failure left."""
     names = [site.name for site in SITES]
     assert names.count("stream_wait_event") >= 6
     assert names.count("wait_for_job") >= 4

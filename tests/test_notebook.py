@@ -71,7 +71,9 @@ def execute(cells: Sequence[Cell], folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("JUPYTER_PATH", str(folder))
     for variable in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(variable, str(folder / variable.lower()))
-    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parent.parent))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(NOTEBOOK.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
     notebook = nbformat.v4.new_notebook(cells=list(cells))
     client = NotebookClient(notebook, kernel_name="here", timeout=100, resources={"metadata": {"path": str(folder)}})
     try:

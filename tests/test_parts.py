@@ -131,10 +131,10 @@ def test_stores_have_no_parts(bench: Rig, parts: Any) -> None:
     whole(bench.engine)
 
 
-@pytest.mark.parametrize("copier", ["gather", "split", Way("gather", 2, 1.0), Way("split", 1, 0.5)], ids=str)
-def test_kernels_carry_no_parts(device: kvoffload.Device, copier: Any) -> None:
+@pytest.mark.parametrize("copier", ["split", Way("split", 1, 0.5)], ids=str)
+def test_a_split_carries_no_parts(device: kvoffload.Device, copier: Any) -> None:
     with rig(device, planes=PLANES, sm_limit=2) as bench:
-        with pytest.raises(ValueError, match=r"copier=.* cannot copy a load in parts: .*; ask for strided"):
+        with pytest.raises(ValueError, match=r"copier=.* cannot copy a load in parts: .*; ask for strided, gather,"):
             bench.engine.submit(Direction.LOAD, [0], [0], after=NO_WAIT, copier=copier, parts=2)
         whole(bench.engine)
         assert all_are(bench.block(0), 1)
@@ -152,7 +152,12 @@ def test_the_choice_is_among_what_carries_parts(device: kvoffload.Device, monkey
         monkeypatch.setattr(bench.engine._toolbox, "_interpreted", False)  # as on a GPU: kernels, too, are chosen
         assert load(bench, range(8), range(8), parts=None).copier in ("gather", "split")
         for parts in (2, PLANES):
-            assert load(bench, range(8), range(8), parts=parts).copier in BY_ENGINE
+            job = load(bench, range(8), range(8), parts=parts)
+            assert job.copier != "split"
+            assert re.search(r" us expected", job.reason)
+        monkeypatch.setattr(bench.engine._toolbox._kernels, "why_not_in_parts", lambda *_: "no room")
+        assert load(bench, range(8), range(8), parts=2).copier in BY_ENGINE
+        assert load(bench, range(8), range(8), parts=None).copier in ("gather", "split")
 
 
 # bytes
@@ -470,10 +475,17 @@ def attempt(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     return True if value is None else value
 
 
-def there_and_back(bench: Rig, first: int, readers: list[Reader]) -> tuple[Job | None, Job | None, list[bool]]:
+def options_of(copier: str | None) -> dict[str, Any]:
+    """Of a rig whose loads this copier carries."""
+    return {"planes": PLANES, "sm_limit": 2 if copier == "gather" else 0}
+
+
+def there_and_back(
+    bench: Rig, first: int, readers: list[Reader], copier: str | None = None
+) -> tuple[Job | None, Job | None, list[bool]]:
     """A store of 4 blocks, a load in parts of them, and what was ordered behind each part of it."""
     stored = attempt(bench.engine.store, range(first, first + 4), range(4), after=readers[0].stream)
-    loaded = attempt(load, bench, range(4), range(12, 16), after=readers[0].stream)
+    loaded = attempt(load, bench, range(4), range(12, 16), after=readers[0].stream, copier=copier)
     ordered = [False] * PARTS
     if loaded is not None:
         for part, reader in enumerate(readers):
@@ -484,11 +496,11 @@ def there_and_back(bench: Rig, first: int, readers: list[Reader]) -> tuple[Job |
     return stored, loaded, ordered
 
 
-def calls_of_a_clean_run(level: str) -> list[str]:
-    with simulated(4, level) as device, rig(device, planes=PLANES) as bench:
+def calls_of_a_clean_run(level: str, copier: str | None) -> list[str]:
+    with simulated(4, level) as device, rig(device, **options_of(copier)) as bench:
         readers = [Reader(bench) for _ in range(PARTS)]
         device.simulator.faults.calls = []
-        stored, loaded, ordered = there_and_back(bench, 2, readers)
+        stored, loaded, ordered = there_and_back(bench, 2, readers, copier)
         names = [name for name, _ in device.simulator.faults.calls]
         assert stored is not None
         assert loaded is not None
@@ -498,13 +510,13 @@ def calls_of_a_clean_run(level: str) -> list[str]:
     return names
 
 
-def fail_once(level: str, nth: int, name: str, *, after: bool) -> None:
+def fail_once(level: str, copier: str | None, nth: int, name: str, *, after: bool) -> None:
     with simulated(4, level) as device:
         simulator: Any = device.simulator
-        with rig(device, planes=PLANES) as bench:
+        with rig(device, **options_of(copier)) as bench:
             readers = [Reader(bench) for _ in range(PARTS)]
             simulator.faults.fail_nth(nth, after=after)
-            stored, loaded, ordered = there_and_back(bench, 2, readers)
+            stored, loaded, ordered = there_and_back(bench, 2, readers, copier)
             assert simulator.faults.pending == 0, "the failure happened"
             simulator.faults.clear()
             bench.engine.drain(10)
@@ -516,7 +528,7 @@ def fail_once(level: str, nth: int, name: str, *, after: bool) -> None:
                 assert {reader.value for reader, each in zip(readers, ordered, strict=True) if each} <= {6}
             if loaded is None:
                 assert blocks_hold(bench, range(12, 16), range(13, 17))
-            stored, loaded, ordered = there_and_back(bench, 7, readers)
+            stored, loaded, ordered = there_and_back(bench, 7, readers, copier)
             assert stored is not None
             assert loaded is not None
             assert (stored.error, loaded.error, ordered) == (None, None, [True] * PARTS)
@@ -528,17 +540,19 @@ def fail_once(level: str, nth: int, name: str, *, after: bool) -> None:
     assert simulator.violations == []
 
 
+@pytest.mark.parametrize("copier", [None, "gather"])
 @pytest.mark.parametrize(
     ("level", "after"),
     [("batch", False), ("no-batch", False), ("batch", True)],
     ids=["batch, instead", "no batch, instead", "batch, afterwards"],
 )
 def test_pitfall_29_every_driver_call_of_a_load_in_parts_fails_once(
-    monkeypatch: pytest.MonkeyPatch, level: str, after: bool
+    monkeypatch: pytest.MonkeyPatch, level: str, after: bool, copier: str | None
 ) -> None:
     change_streams(monkeypatch)
-    names = calls_of_a_clean_run(level)
+    names = calls_of_a_clean_run(level, copier)
     copy = "cuMemcpy3DBatchAsync" if level == "batch" else "cuMemcpy2DAsync"
+    copy = "cuLaunchKernel" if copier == "gather" else copy
     assert {copy, "cuStreamWaitEvent", "cuEventRecord", "cuEventQuery", "cuEventElapsedTime"} <= set(names)
     polls = 0
     for nth, name in enumerate(names, start=1):
@@ -547,7 +561,7 @@ def test_pitfall_29_every_driver_call_of_a_load_in_parts_fails_once(
         if (after and name in PUSH_POP) or (polled and polls % 5):
             continue
         try:
-            fail_once(level, nth, name, after=after)
+            fail_once(level, copier, nth, name, after=after)
         except BaseException as error:
             error.add_note(f"failing call {nth} of {len(names)}, {name}")
             raise
@@ -583,16 +597,17 @@ def test_no_stream_passes_a_part_of_a_load_that_failed(bench: Rig, part: int, ca
     assert [set(bench.slot(slot).tolist()) for slot in range(12, 16)] == [{value} for value in range(108, 112)]
 
 
+@pytest.mark.parametrize("copier", [None, "gather"])
 @pytest.mark.parametrize("nth", range(1, 60, 3))
-def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int) -> None:
+def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int, copier: str | None) -> None:
     device = simulated(6)
     simulator: Any = device.simulator
-    with rig(device, planes=PLANES) as bench:
+    with rig(device, **options_of(copier)) as bench:
         readers = [Reader(bench) for _ in range(PARTS)]
         simulator.faults.sticky(at_call=nth)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Reader, "read", lambda *_: None)
-            stored, loaded, _ = there_and_back(bench, 2, readers)
+            stored, loaded, _ = there_and_back(bench, 2, readers, copier)
         bench.engine.drain(10)
         assert all(job is None or job.done for job in (stored, loaded))
         assert bench.engine.statistics().in_flight == 0
@@ -608,13 +623,14 @@ def test_a_context_lost_during_a_load_in_parts_ends_every_job(nth: int) -> None:
     assert simulator.violations == []
 
 
-@pytest.mark.parametrize("nth", range(1, PARTS + 1))
-def test_a_part_that_faults_on_the_gpu_fails_the_load(nth: int) -> None:
+@pytest.mark.parametrize(("copier", "nth"), [*(("strided", nth) for nth in range(1, PARTS + 1)), ("gather", 1)])
+def test_a_part_that_faults_on_the_gpu_fails_the_load(nth: int, copier: str) -> None:
+    """A copy, that is; of the kernel it is that of the rows."""
     device = simulated(7)
-    with rig(device, planes=PLANES) as bench:
+    with rig(device, **options_of(copier)) as bench:
         held = bench.stream()
         gate = bench.gate(held)
-        job = load(bench, range(4), range(4), after=held, copier="strided")
+        job = load(bench, range(4), range(4), after=held, copier=copier)
         job.order_before(bench.stream(), part=0)
         device.simulator.faults.fail_operation(nth)
         gate.open()

@@ -264,6 +264,21 @@ def test_an_array_may_submit_transfers_when_it_is_asked(bench: Rig) -> None:
     assert all_are(bench.slot(5), 6)
 
 
+def test_a_cache_asks_an_array_once_and_without_a_lock(bench: Rig) -> None:
+    class Busy(Produced):
+        def __dlpack__(self, *, stream: int | None = None) -> object:
+            in_threads(lambda: bench.engine.store([5], [15], after=NO_WAIT).wait(10))
+            return super().__dlpack__(stream=stream)
+
+    cache = kvoffload.BlockCache(bench.engine)
+    array = Busy(bench, 0, kind=1)
+    cache.store([b"a", b"b"], [3, 4], after=array).wait(10)
+    assert array.asked == [None]
+    cache.load([b"a"], [9], after=array).wait(10)
+    assert array.asked == [None, None]
+    assert all_are(bench.block(9), 4)
+
+
 def test_an_engine_closes_when_nobody_asks_an_array_any_more(device: kvoffload.Device) -> None:
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
     engine = OffloadEngine(layout, device=device, num_slots=2, sm_limit=0)

@@ -9,7 +9,7 @@ import numpy as np
 
 import kvoffload
 from paged_decode import model
-from paged_decode.backend import AnyJob, Logits
+from paged_decode.backend import Logits
 
 
 class ArrayModel:
@@ -58,7 +58,7 @@ class NumpyBackend:
     def __init__(self, device: kvoffload.Device, size: model.ModelSize) -> None:
         self.device, self.size = device, size
         self._model = ArrayModel(np, size, "float32")
-        self._load: kvoffload.Job | None = None  # which the layers of the next step follow one by one
+        self._load: kvoffload.CacheJob | None = None  # which the layers of the next step follow one by one
 
     def new_cache(self, num_blocks: int) -> kvoffload.KVLayout:
         array = self.device.empty(self.size.cache_shape(num_blocks), "float32")
@@ -74,10 +74,10 @@ class NumpyBackend:
     def after(self) -> Any:
         return kvoffload.NO_WAIT  # what numpy has computed is there
 
-    def follow(self, job: AnyJob) -> None:
+    def follow(self, job: kvoffload.CacheJob) -> None:
         job.wait()
 
-    def follow_by_layer(self, job: kvoffload.Job) -> None:
+    def follow_by_layer(self, job: kvoffload.CacheJob) -> None:
         self._load = job
 
     def _before_layer(self, number: int) -> None:

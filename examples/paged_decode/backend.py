@@ -11,7 +11,6 @@ import kvoffload
 from paged_decode.model import ModelSize, Step
 
 Logits = npt.NDArray[np.float32]
-AnyJob = kvoffload.Job | kvoffload.CacheJob
 
 
 class Backend(Protocol):
@@ -34,8 +33,8 @@ class Backend(Protocol):
     def after(self) -> Any:
         """What a transfer gets as `after`, so that it follows all steps so far."""
 
-    def follow(self, job: AnyJob) -> None:
+    def follow(self, job: kvoffload.CacheJob) -> None:
         """Have all steps from now on follow a job."""
 
-    def follow_by_layer(self, job: kvoffload.Job) -> None:
+    def follow_by_layer(self, job: kvoffload.CacheJob) -> None:
         """Have layer k of the next step follow part k of a job."""

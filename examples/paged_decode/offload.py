@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import kvoffload
-from paged_decode.backend import AnyJob, Backend
+from paged_decode.backend import Backend
 from paged_decode.model import BLOCK_TOKENS
 from paged_decode.timeline import Timeline
 
@@ -37,8 +37,7 @@ class Offloader:
         self._by_layer, self._corrupt = by_layer, corrupt
         self._cache = kvoffload.BlockCache(engine)
         self._stores: dict[int, kvoffload.CacheJob] = {}
-        self._loads: dict[int, AnyJob] = {}
-        self._leases: dict[int, kvoffload.Lease] = {}
+        self._loads: dict[int, kvoffload.CacheJob] = {}
 
     def store(self, conversation: int, tokens: list[int], blocks: list[int]) -> None:
         """Store what is not stored yet."""
@@ -61,31 +60,21 @@ class Offloader:
         if self._cache.lookup(keys) < len(keys):
             raise RuntimeError("a prefix was not found, though the host has room for all")
         self._spoil(keys)
-        job: AnyJob
-        if self._by_layer:
-            lease = self._leases[conversation] = self._cache.acquire(keys)  # nobody else gets its slots
-            job = self._engine.load(
-                lease.slots(), blocks, after=self._backend.after(), parts=self._backend.size.layers
-            )  # planes 2k and 2k + 1 are part k
-        else:
-            job = self._cache.load(keys, blocks, after=self._backend.after())
-        self._loads[conversation] = job
+        parts = self._backend.size.layers if self._by_layer else None  # planes 2k and 2k + 1 are part k
+        job = self._loads[conversation] = self._cache.load(keys, blocks, after=self._backend.after(), parts=parts)
         self._note(job)
 
     def follow_load(self, conversation: int) -> None:
         """Have steps from now on follow the load of a conversation, if there is one."""
         job = self._loads.get(conversation)
-        if isinstance(job, kvoffload.Job):
-            self._backend.follow_by_layer(job)
-        elif job is not None:
-            self._backend.follow(job)
+        if job is not None:
+            follow = self._backend.follow_by_layer if self._by_layer else self._backend.follow
+            follow(job)
 
     def end_load(self, conversation: int) -> None:
         """What was computed has followed the load, so it has ended: raise if it failed."""
         if conversation in self._loads:
             self._loads.pop(conversation).wait()
-        if conversation in self._leases:
-            self._leases.pop(conversation).release()
 
     def count_blocks(self) -> tuple[int, int]:
         """Blocks stored and loaded so far; waits until all transfers have ended."""
@@ -98,7 +87,7 @@ class Offloader:
         complete = tokens[: complete_tokens(tokens)]
         return kvoffload.chain_keys(complete, layout=self._engine.layout, namespace="paged decode")
 
-    def _note(self, job: AnyJob) -> None:
+    def _note(self, job: kvoffload.CacheJob) -> None:
         if self._timeline is not None:
             self._timeline.transfer(job)
 

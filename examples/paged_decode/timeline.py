@@ -48,9 +48,9 @@ class Timeline:
         yield
         self._computations.append((kind, begin, self._mark(stream)))
 
-    def transfer(self, job: kvoffload.Job | kvoffload.CacheJob) -> None:
+    def transfer(self, job: kvoffload.CacheJob) -> None:
         """Note a transfer that was just submitted."""
-        for each in job.jobs if isinstance(job, kvoffload.CacheJob) else (job,):
+        for each in job.jobs:
             lane = self._lanes[each.direction]
             each.order_before(lane)
             self._transfers.append((each, self._mark(lane)))

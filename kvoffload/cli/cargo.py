@@ -1,7 +1,8 @@
 """What the ways of `bench interop` move between a framework's cache and the host, and how they are timed and verified.
 
 Times are of the wall clock, from the call until the bytes can be used: a store ends when the host may read them, a load
-when the framework has computed with them.
+when the framework has computed with them. Several in a row are queued one after the other and waited for at their end;
+then what a transfer takes is its share of that.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Cargo:
         timer = self.lab.timer
         timer.seconds(lambda: submit(timer.stream))
 
-    def wrong(self, found: Iterable[npt.NDArray[Any]], right: Elements) -> int:
+    def wrong(self, found: Iterable[npt.NDArray[Any]], right: Iterable[Elements]) -> int:
         """How many rows, each as long as a block of a plane, differ between these arrays."""
         pairs = [(_bytes_of(each), _bytes_of(expected)) for each, expected in zip(found, right, strict=True)]
         return self.lab.wrong_rows(pairs, self.block_bytes)
@@ -102,6 +103,9 @@ class End(Protocol):
     def spoil(self) -> None:
         """Overwrite them."""
 
+    def wait(self) -> None:
+        """Wait until all that was queued towards it can be used."""
+
     def wrong(self) -> int:
         """How many of their rows are not as `fill` leaves them."""
 
@@ -111,7 +115,7 @@ class EngineSlots:
 
     def __init__(self, cargo: Cargo, engine: OffloadEngine) -> None:
         payload = cargo.right_by_block[0].nbytes
-        self._cargo = cargo
+        self._cargo, self._engine = cargo, engine
         self._slots = [engine.slots[slot, :payload] for slot in cargo.slots]
 
     def fill(self) -> None:
@@ -120,6 +124,9 @@ class EngineSlots:
 
     def spoil(self) -> None:
         self._cargo.spoil(map(address_of, self._slots))
+
+    def wait(self) -> None:
+        self._engine.drain()
 
     def wrong(self) -> int:
         return self._cargo.wrong(self._slots, self._cargo.right_by_block)
@@ -132,8 +139,8 @@ class Way:
     Attributes:
         framework, name: for tables.
         cache, host: the two sides.
-        store: returns when the host may read the blocks.
-        load: returns when the framework has computed with the blocks. Both return a job where it is ours.
+        store: queues a store.
+        load: queues a load, and a computation that looks at what it loads. Both return a job where it is ours.
     """
 
     framework: str
@@ -153,30 +160,40 @@ class Way:
     def move(self, direction: Direction) -> Move:
         return self.store if direction is Direction.STORE else self.load
 
-    def case(self, direction: Direction, cargo: Cargo) -> Case:
-        """The whole transfer is its own warm-up, see `run_warmed`. Of what is to be stored, nothing stays in the GPU's
-        cache."""
+    def target(self, direction: Direction) -> End:
+        return self.host if direction is Direction.STORE else self.cache
+
+    def carry_out(self, direction: Direction, times: int = 1) -> list[Job]:
+        """Queue so many transfers, and wait for all of them. The jobs, where they are ours, may have failed."""
         move = self.move(direction)
-        target = self.host if direction is Direction.STORE else self.cache
+        moved = [move() for _ in range(times)]
+        self.target(direction).wait()
+        return [job for job in moved if job is not None]
+
+    def case(self, direction: Direction, cargo: Cargo, times: int) -> Case:
+        """So many transfers in a row; see `run_warmed`. What is stored first is not in the GPU's cache."""
+        target = self.target(direction)
 
         def poison() -> None:
             target.spoil()
             if direction is Direction.STORE:
                 cargo.lab.flush()
 
-        return Case(partial(_seconds, move), poison, target.wrong, cargo.nbytes, move)
+        def run() -> float:
+            begin = time.perf_counter()
+            jobs = self.carry_out(direction, times)
+            seconds = time.perf_counter() - begin
+            for job in jobs:
+                job.wait()  # raises if it failed
+            return seconds / times
 
-
-def _seconds(move: Move) -> float:
-    begin = time.perf_counter()
-    move()
-    return time.perf_counter() - begin
+        return Case(run, poison, target.wrong, cargo.nbytes, partial(self.carry_out, direction))
 
 
 def run_warmed(cases: Mapping[str, Case], repeats: int, seed: int, progress: Advance) -> dict[str, Timing]:
     """Every case once a round, in a random order; figures are of the rounds after the first.
 
-    Each runs twice: to warm up the CPU's caches, then, when its targets have been poisoned, by the clock.
+    Each runs twice: once to warm up the CPU's caches, then, when its targets have been poisoned, by the clock.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     wrong = dict.fromkeys(cases, 0)

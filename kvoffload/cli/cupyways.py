@@ -52,8 +52,9 @@ class CupyWays:
             with cupy.cuda.using_allocator(None):  # not from a pool: each array is an allocation
                 planes = [cupy.zeros(cargo.shape[1:], dtype=cupy.uint16) for _ in range(cargo.shape[0])]
             self._list = _ListOfArrays(cargo, on_gpu, planes)
-            self._by_plane = _Pinned(cargo, cupy.cuda.alloc_pinned_memory(cargo.nbytes), cargo.right)
-            self._by_block = _Pinned(cargo, cupy.cuda.alloc_pinned_memory(cargo.nbytes), cargo.right_by_block)
+            pinned = [cupy.cuda.alloc_pinned_memory(cargo.nbytes) for _ in range(2)]
+            self._by_plane = _Pinned(cargo, self._stream, pinned[0], cargo.right)
+            self._by_block = _Pinned(cargo, self._stream, pinned[1], cargo.right_by_block)
             self._stack = stack.pop_all()
 
     @property
@@ -73,9 +74,7 @@ class CupyWays:
         engine = self._stack.enter_context(self._cargo.engine(layout))
 
         def store() -> Job:
-            job = engine.store(blocks, slots, after=stream)
-            job.wait()
-            return job
+            return engine.store(blocks, slots, after=stream)
 
         def load() -> Job:
             job = engine.load(slots, blocks, after=stream)
@@ -92,7 +91,6 @@ class CupyWays:
             for plane, rows in zip(planes, pinned, strict=True):
                 for block, row in zip(blocks, rows, strict=True):
                     plane[block].get(out=row, blocking=False)
-            self._stream.synchronize()
 
         def load() -> None:
             for plane, rows in zip(planes, pinned, strict=True):
@@ -108,7 +106,6 @@ class CupyWays:
         def store() -> None:
             for block, rows in zip(blocks, pinned, strict=True):
                 kv[:, block].get(out=rows, blocking=False)
-            self._stream.synchronize()
 
         def load() -> None:
             for block, rows in zip(blocks, pinned, strict=True):
@@ -135,7 +132,6 @@ class CupyWays:
 
         def store() -> None:
             kv[:, cupy.asarray(blocks)].get(out=pinned, blocking=False)
-            self._stream.synchronize()
 
         def load() -> None:
             fresh = cupy.empty(pinned.shape, dtype=cupy.uint16)
@@ -152,7 +148,6 @@ class CupyWays:
             ids = cupy.asarray(blocks)
             for plane, rows in zip(planes, pinned, strict=True):
                 plane[ids].get(out=rows, blocking=False)
-            self._stream.synchronize()
 
         def load() -> None:
             ids = cupy.asarray(blocks)
@@ -177,29 +172,38 @@ class _OnGpu(NamedTuple):
 
 
 class _Cache(ABC):
-    """What the two kinds of cache share: one element of the last block, looked at by a computation of CuPy's."""
+    """What the two kinds of cache share: one element of the last block, looked at by a computation of CuPy's.
+
+    What was seen is kept until the blocks are written from here again: each look must have found the right element.
+    """
 
     def __init__(self, cargo: Cargo, on_gpu: _OnGpu, last_plane: Any) -> None:
         self._cargo, self._on_gpu = cargo, on_gpu
         self._last = last_plane[int(cargo.blocks[-1]), -1:]
-        self._seen = on_gpu.right[-1, -1, -1:].copy()
+        self._seen: list[Any] = []
 
     def look(self) -> None:
-        """Compute with a loaded element, and wait for that, and so for all that is queued on the stream."""
-        self._seen = self._last.copy()
-        self._on_gpu.stream.synchronize()
+        """Compute with a loaded element."""
+        self._seen.append(self._last.copy())
 
     def fill(self) -> None:
-        self._write(self._on_gpu.right)
-        self.look()
+        self._renew(self._on_gpu.right)
 
     def spoil(self) -> None:
-        self._write(self._on_gpu.spoiled)
+        self._renew(self._on_gpu.spoiled)
+
+    def _renew(self, elements: Any) -> None:
+        self._seen.clear()
+        self._write(elements)
+        self.wait()
+
+    def wait(self) -> None:
         self._on_gpu.stream.synchronize()
 
     def wrong(self) -> int:
-        looked_too_early = self._seen.get() != self._cargo.right[-1, -1, -1:]
-        return self._cargo.wrong(self._read(), self._cargo.right) + int(looked_too_early.sum())
+        right = self._cargo.right
+        looked_too_early = sum(int(seen.get()[0] != right[-1, -1, -1]) for seen in self._seen)
+        return self._cargo.wrong(self._read(), right) + looked_too_early
 
     @abstractmethod
     def _write(self, elements: Any) -> None:
@@ -238,8 +242,8 @@ class _ListOfArrays(_Cache):
 class _Pinned:
     """Pinned memory of CuPy's; `right` says whether by plane or by block."""
 
-    def __init__(self, cargo: Cargo, memory: Any, right: Elements) -> None:
-        self._cargo, self._right = cargo, right
+    def __init__(self, cargo: Cargo, stream: Any, memory: Any, right: Elements) -> None:
+        self._cargo, self._stream, self._right = cargo, stream, right
         self.elements: Elements = np.frombuffer(memory, dtype=np.uint16, count=right.size).reshape(right.shape)
 
     def fill(self) -> None:
@@ -247,6 +251,9 @@ class _Pinned:
 
     def spoil(self) -> None:
         self._cargo.spoil(map(address_of, self.elements.reshape(len(self._cargo.blocks), -1)))
+
+    def wait(self) -> None:
+        self._stream.synchronize()
 
     def wrong(self) -> int:
         return self._cargo.wrong(self.elements, self._right)
@@ -266,6 +273,9 @@ class _Pageable:
         """What the next store gets may be the memory that this one gives back."""
         self.elements[...] = POISON_ELEMENT
         self.elements = np.empty((0, 0, 0), dtype=np.uint16)
+
+    def wait(self) -> None:
+        """A store has ended when it returns."""
 
     def wrong(self) -> int:
         return self._cargo.wrong(self.elements, self._cargo.right)

@@ -22,18 +22,23 @@ from kvoffload.plan import Direction
 
 _MODEL = "llama-3.1-8b"
 _BLOCKS = 32
-_DESCRIPTION = """\
+_IN_A_ROW = 8
+_TIMES = (1, _IN_A_ROW)
+_DESCRIPTION = f"""\
 Store random, non-adjacent blocks of a KV cache of CuPy's and of JAX's to pinned host memory, and load them back, with
 this library and with what the frameworks offer. By the wall clock, from the call until the bytes can be used: a store
 ends when the host may read them, a load when the framework has computed with an element of the last block; so all
-waiting that correctness needs is in it. Block ids come from the host, unless a line says otherwise. Every way moves the
-same blocks, in rounds of a random order, twice in each: once to warm up the CPU's caches, then timed; figures are
-medians. Targets are poisoned before, and all bytes verified after, every timed transfer. "big copy": one contiguous
-pinned copy of 256 MiB, on the GPU clock.
+waiting that correctness needs is in it. Transfers are timed one at a time, and {_IN_A_ROW} in a row: queued one after
+another, as far as the framework does not make the host wait, and waited for at the end. Block ids come from the host,
+unless a line says otherwise. Every way moves the same blocks, in rounds of a random order, after a transfer that warms
+up the CPU's caches; figures are medians of the rounds, and of a row, what one transfer takes of it. Targets are
+poisoned before, and all bytes verified after, every timed transfer or row. "big copy": one contiguous pinned copy of
+256 MiB, on the GPU clock.
 A cache is one array (planes, blocks, elements), or in CuPy a "list" of arrays (blocks, elements), one for each plane,
-each in an allocation of its own. What JAX offers is device_put to its memory kind pinned_host, and from there. The
-default takes 30 GiB of GPU memory. On the simulated device: small sizes, verified, and no times; of JAX what works on
-the CPU."""
+each in an allocation of its own. What JAX offers is device_put to its memory kind pinned_host, and from there: of all
+blocks in one array, or "per block", each in an array of its own, as a prefix cache needs that stores and finds each by
+itself. The default takes 30 GiB of GPU memory. On the simulated device: small sizes, verified, and no times; of JAX
+what works on the CPU."""
 
 
 _Made = TypeVar("_Made")
@@ -88,7 +93,7 @@ def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -
         frameworks = [stack.enter_context(closing(each)) for each in _frameworks(cargo, not_run)]
         tried = [each for framework in frameworks for each in _tried(framework, not_run)]
         timings = {direction: _timings(cargo, tried, direction, progress) for direction in Direction}
-    rows = list(_rows(tried, timings, lab.device.simulated))
+    rows = [row for times in _TIMES for row in _rows(tried, timings, times, lab.device.simulated)]
     comparisons = list(_comparisons(rows))
     return {
         "model": geometry.name,
@@ -100,7 +105,7 @@ def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -
         "comparisons": comparisons,
         "ratios": list(_lowest(comparisons)),
         "not_run": not_run,
-        "wrong_rows": sum(sum(row["wrong"].values()) for row in rows),
+        "wrong_rows": sum(timing.wrong for by_name in timings.values() for timing in by_name.values()),
     }
 
 
@@ -137,9 +142,9 @@ def _try(make: Callable[[], Way]) -> _Tried:
     way, carried = make(), {}
     for direction in Direction:
         way.source(direction).fill()
-        job = way.move(direction)()
-        if job is not None:
-            carried[direction] = job.copier
+        jobs = way.carry_out(direction, _IN_A_ROW)
+        if jobs:
+            carried[direction] = jobs[-1].copier
     return _Tried(way, carried)
 
 
@@ -155,24 +160,34 @@ def _attempt(make: Callable[[], _Made], name: str, not_run: dict[str, str]) -> _
 
 
 def _timings(cargo: Cargo, tried: Iterable[_Tried], direction: Direction, progress: Advance) -> dict[str, Timing]:
-    """By label."""
+    """By `_case_name`; the big copy by its own."""
     cases = {}
     for way, _ in tried:
         way.source(direction).fill()
-        cases[way.label] = way.case(direction, cargo)
+        for times in _TIMES:
+            cases[_case_name(way.label, times)] = way.case(direction, cargo, times)
     cases[BIG_COPY] = cargo.lab.big.case(direction)
     return run_warmed(cases, cargo.lab.repeats, cargo.lab.seed, progress)
 
 
+def _case_name(label: str, times: int) -> str:
+    return f"{label}, {_occasion(times)}"
+
+
+def _occasion(times: int) -> str:
+    return "one at a time" if times == 1 else f"{times} in a row"
+
+
 def _rows(
-    tried: Iterable[_Tried], timings: Mapping[Direction, Mapping[str, Timing]], simulated: bool
+    tried: Iterable[_Tried], timings: Mapping[Direction, Mapping[str, Timing]], times: int, simulated: bool
 ) -> Iterator[dict[str, Any]]:
-    """Figures by direction; none on the simulated device."""
+    """Figures by direction, of so many in a row; none on the simulated device."""
     for way, carried in tried:
-        measured = {direction: timings[direction][way.label] for direction in Direction}
-        yield {"framework": way.framework, "way": way.name, "carried": carried} | _figures(measured, simulated)
+        measured = {direction: timings[direction][_case_name(way.label, times)] for direction in Direction}
+        row = {"framework": way.framework, "way": way.name, "in_a_row": times, "carried": carried}
+        yield row | _figures(measured, simulated)
     measured = {direction: timings[direction][BIG_COPY] for direction in Direction}
-    yield {"framework": None, "way": BIG_COPY, "carried": {}} | _figures(measured, simulated)
+    yield {"framework": None, "way": BIG_COPY, "in_a_row": times, "carried": {}} | _figures(measured, simulated)
 
 
 def _figures(measured: Mapping[Direction, Timing], simulated: bool) -> dict[str, Any]:
@@ -189,11 +204,12 @@ def _figures(measured: Mapping[Direction, Timing], simulated: bool) -> dict[str,
 def _comparisons(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Bandwidths of each way of ours over those of the framework's own and of the big copy."""
     for ours in (row for row in rows if row["carried"] and "gb_per_s" in row):
-        for other in (row for row in rows if not row["carried"] and row["framework"] in (ours["framework"], None)):
+        others = [row for row in rows if not row["carried"] and row["in_a_row"] == ours["in_a_row"]]
+        for other in (row for row in others if row["framework"] in (ours["framework"], None)):
             for direction in Direction:
                 value = ours["gb_per_s"][direction] / other["gb_per_s"][direction]
-                names = {"framework": ours["framework"], "ours": ours["way"], "other": other["way"]}
-                yield names | {"direction": direction, "value": value}
+                names = {"framework": ours["framework"], "in_a_row": ours["in_a_row"], "ours": ours["way"]}
+                yield names | {"other": other["way"], "direction": direction, "value": value}
 
 
 def _lowest(comparisons: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -201,7 +217,8 @@ def _lowest(comparisons: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]
     found: dict[str, list[tuple[float, str]]] = {}
     for each in comparisons:
         if each["other"] != BIG_COPY:
-            name = f"{each['framework']}: {each['ours']} / without it, {each['direction']}"
+            occasion = _occasion(each["in_a_row"])
+            name = f"{each['framework']}: {each['ours']} / without it, {each['direction']}, {occasion}"
             found.setdefault(name, []).append((each["value"], each["other"]))
     for name, values in found.items():
         value, other = min(values)
@@ -213,30 +230,36 @@ def _lowest(comparisons: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]
 
 def _show(fields: Fields, output: Output) -> None:
     simulated = fields["simulated"]
-    columns = ["way", *(f"{each} {what}" for what in _heads(simulated) for each in Direction), "carried by"]
-    lines = []
-    for row in fields["ways"]:
-        line = [row["way"] if row["framework"] is None else f"{row['framework']}: {row['way']}"]
-        if not simulated:
-            line += [number(row["gb_per_s"][direction]) for direction in Direction]
-            line += [number(row["median_us"][direction], 0) for direction in Direction]
-        line += [row["wrong"][direction] for direction in Direction]
-        lines.append([*line, " / ".join(dict.fromkeys(row["carried"].values()))])
     moved = f"{fields['blocks']} blocks of {fields['planes']} x {fields['block_bytes']} B, {mib(fields['nbytes'])}"
-    output.table(f"{moved}, {'SIMULATED' if simulated else 'wall clock'}", columns, lines)
-    for framework in dict.fromkeys(each["framework"] for each in fields["comparisons"]):
-        _show_comparisons(framework, [each for each in fields["comparisons"] if each["framework"] == framework], output)
+    clock = "SIMULATED" if simulated else "wall clock"
+    columns = ["way", *(f"{each} {what}" for what in _heads(simulated) for each in Direction), "carried by"]
+    for times in _TIMES:
+        lines = [_line(row, simulated) for row in fields["ways"] if row["in_a_row"] == times]
+        output.table(f"{moved}, {_occasion(times)}, {clock}", columns, lines)
+        comparisons = [each for each in fields["comparisons"] if each["in_a_row"] == times]
+        for framework in dict.fromkeys(each["framework"] for each in comparisons):
+            of_it = [each for each in comparisons if each["framework"] == framework]
+            _show_comparisons(f"{framework}, {_occasion(times)}", of_it, output)
+
+
+def _line(row: Mapping[str, Any], simulated: bool) -> list[Any]:
+    line = [row["way"] if row["framework"] is None else f"{row['framework']}: {row['way']}"]
+    if not simulated:
+        line += [number(row["gb_per_s"][direction]) for direction in Direction]
+        line += [number(row["median_us"][direction], 0) for direction in Direction]
+    line += [row["wrong"][direction] for direction in Direction]
+    return [*line, " / ".join(dict.fromkeys(row["carried"].values()))]
 
 
 def _heads(simulated: bool) -> list[str]:
     return ["wrong rows"] if simulated else ["GB/s", "us", "wrong rows"]
 
 
-def _show_comparisons(framework: str, comparisons: Sequence[Mapping[str, Any]], output: Output) -> None:
+def _show_comparisons(title: str, comparisons: Sequence[Mapping[str, Any]], output: Output) -> None:
     ours = list(dict.fromkeys(each["ours"] for each in comparisons))
     values = {(each["ours"], each["other"], each["direction"]): each["value"] for each in comparisons}
     lines = [
         [other, *(" / ".join(number(values[name, other, direction], 2) for direction in Direction) for name in ours)]
         for other in dict.fromkeys(each["other"] for each in comparisons)
     ]
-    output.table(f"{framework}: GB/s over those of ..., store / load", ["over", *ours], lines)
+    output.table(f"{title}: GB/s over those of ..., store / load", ["over", *ours], lines)

@@ -1,5 +1,6 @@
-"""What users of JAX have: the four caches of this library, and a jitted gather or scatter with JAX's own way to pinned
-memory of its own. On the simulated device JAX computes on the CPU, and what needs JAX's memory on the GPU is left out.
+"""What users of JAX have: the four caches of this library, and jitted gathers and scatters with JAX's own way to pinned
+memory of its own, for all blocks together or each by itself. On the simulated device JAX computes on the CPU, and what
+needs JAX's memory on the GPU is left out.
 
 The cache is one bfloat16 array (planes, blocks, elements), which updates are given as a donated argument.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.cli.cargo import POISON_ELEMENT, Cargo, EngineSlots, Way
+from kvoffload.cli.cargo import POISON_ELEMENT, Cargo, Elements, EngineSlots, Way
 from kvoffload.engine import OffloadEngine
 from kvoffload.errors import CapabilityError
 from kvoffload.jobs import Job
@@ -23,6 +24,7 @@ OWNED, ADOPTED, CALLBACK, STAGED = "OwnedCache", "AdoptedCache", "CallbackCache"
 OWN = "gather, device_put / device_put, scatter"
 OWN_IDS = f"{OWN}; ids on the device"
 OWN_JITTED = "gather into / scatter from pinned_host, jitted"
+PER_BLOCK = "per block: gather, device_put / device_put, scatter"
 _STAGE_BLOCKS = 32
 
 Submit = Callable[[OffloadEngine], list[Job]]
@@ -49,21 +51,24 @@ class JaxWays:
             stack.enter_context(jax.default_device(target))
             self._programs = _Programs(jax, cargo, target)
             self._plain = self._cache(_Plain(self._new_array()))
-            self._host = _PinnedArray(jax, cargo, self._programs)
+            self._host = _Pinned(jax, cargo, self._programs, cargo.right)
+            self._host_blocks = _Pinned(jax, cargo, self._programs, list(cargo.right_by_block))
             self._stack = stack.pop_all()
 
     @property
     def makers(self) -> dict[str, Callable[[], Way]]:
         programs, blocks = self._programs, self._cargo.blocks.astype(np.int32)
         apart, jitted = (programs.gather_to_host, programs.scatter_from_host), programs.jitted()
+        per_block = programs.gather_blocks, programs.scatter_blocks
         return {
             OWNED: self._owned,
             ADOPTED: self._adopted,
             CALLBACK: self._callback,
             STAGED: self._staged,
-            OWN: lambda: self._own(OWN, *apart, blocks),
-            OWN_IDS: lambda: self._own(OWN_IDS, *apart, programs.ids),
-            OWN_JITTED: lambda: self._own(OWN_JITTED, *jitted, blocks),
+            OWN: lambda: self._own(OWN, *apart, blocks, self._host),
+            OWN_IDS: lambda: self._own(OWN_IDS, *apart, programs.ids, self._host),
+            OWN_JITTED: lambda: self._own(OWN_JITTED, *jitted, blocks, self._host),
+            PER_BLOCK: lambda: self._own(PER_BLOCK, *per_block, blocks, self._host_blocks),
         }
 
     def _new_array(self) -> Any:
@@ -84,12 +89,12 @@ class JaxWays:
         return self._in_place(ADOPTED, AdoptedCache(self._device, self._new_array()))
 
     def _in_place(self, name: str, held: Any) -> Way:
-        blocks, slots = self._cargo.blocks, self._cargo.slots
+        blocks, slots, cache = self._cargo.blocks, self._cargo.slots, self._cache(held)
         return self._ours(
             name,
-            held,
+            cache,
             lambda engine: [engine.store(blocks, slots, after=held)],
-            lambda engine: [engine.load(slots, blocks, after=held)],
+            lambda engine: [engine.load(slots, blocks, after=(held, *cache.readers))],
         )
 
     def _callback(self) -> Way:
@@ -99,7 +104,7 @@ class JaxWays:
         held, blocks, slots = CallbackCache(self._device, self._new_array()), self._cargo.blocks, self._cargo.slots
         return self._ours(
             CALLBACK,
-            held,
+            self._cache(held),
             lambda engine: [held.store(engine, blocks, slots)],
             lambda engine: [held.load(engine, slots, blocks)],
         )
@@ -111,19 +116,16 @@ class JaxWays:
         held = StagedCache(self._device, self._new_array(), stage_blocks=min(_STAGE_BLOCKS, len(blocks)))
         return self._ours(
             STAGED,
-            held,
+            self._cache(held),
             lambda engine: held.store(engine, blocks, slots),
             lambda engine: held.load(engine, slots, blocks),
         )
 
-    def _ours(self, name: str, held: Any, submit_store: Submit, submit_load: Submit) -> Way:
-        engine, cache = self._stack.enter_context(self._cargo.engine(held.layout)), self._cache(held)
+    def _ours(self, name: str, cache: _Cache, submit_store: Submit, submit_load: Submit) -> Way:
+        engine = self._stack.enter_context(self._cargo.engine(cache.holder.layout))
 
         def store() -> Job:
-            jobs = submit_store(engine)
-            for job in jobs:
-                job.wait()
-            return jobs[-1]
+            return submit_store(engine)[-1]
 
         def load() -> Job:
             jobs = submit_load(engine)
@@ -132,15 +134,14 @@ class JaxWays:
 
         return Way(JAX, name, cache, EngineSlots(self._cargo, engine), store, load)
 
-    def _own(self, name: str, gather: Callable[..., Any], scatter: Callable[..., Any], ids: Any) -> Way:
-        cache, host = self._plain, self._host
+    def _own(self, name: str, gather: Callable[..., Any], scatter: Callable[..., Any], ids: Any, host: _Pinned) -> Way:
+        cache = self._plain
 
         def store() -> None:
-            host.array = gather(cache.holder.array, ids)
-            host.array.block_until_ready()
+            host.stored.append(gather(cache.holder.array, ids))
 
         def load() -> None:
-            cache.holder.array = scatter(cache.holder.array, ids, host.array)
+            cache.holder.array = scatter(cache.holder.array, ids, host.stored[-1])
             cache.look()
 
         return Way(JAX, name, cache, host, store, load)
@@ -160,20 +161,35 @@ class _Programs:
         self._jax = jax
         self.on_device = jax.sharding.SingleDeviceSharding(target, memory_kind="device")
         self.on_host = jax.sharding.SingleDeviceSharding(target, memory_kind="pinned_host")
-        elements = np.dtype(jax.numpy.bfloat16)
-        self.right_on_host = cargo.right.view(elements)
-        self.right = jax.device_put(self.right_on_host, self.on_device)
-        self.spoiled = jax.device_put(np.full_like(cargo.right, POISON_ELEMENT).view(elements), self.on_device)
+        self.right = self.put(cargo.right, self.on_device)
+        self.spoiled = self.put(np.full_like(cargo.right, POISON_ELEMENT), self.on_device)
         self.ids = jax.device_put(cargo.blocks.astype(np.int32), self.on_device)
         self.gather = jax.jit(_gather)
         self.scatter = jax.jit(_scatter, donate_argnums=0)
+        self._scatter_blocks = jax.jit(
+            lambda cache, ids, blocks: _scatter(cache, ids, jax.numpy.stack(blocks, axis=1)), donate_argnums=0
+        )
         self.look = jax.jit(lambda cache, ids: cache[-1, ids[-1], -1])
+
+    def put(self, elements: Any, where: Any) -> Any:
+        """An array of 16-bit integers, or a list of them, as bfloat16."""
+        bfloat16 = np.dtype(self._jax.numpy.bfloat16)
+        return self._jax.device_put(self._jax.tree.map(lambda each: each.view(bfloat16), elements), where)
 
     def gather_to_host(self, cache: Any, ids: Any) -> Any:
         return self._jax.device_put(self.gather(cache, ids), self.on_host)
 
     def scatter_from_host(self, cache: Any, ids: Any, host: Any) -> Any:
         return self.scatter(cache, ids, self._jax.device_put(host, self.on_device))
+
+    def gather_blocks(self, cache: Any, ids: Any) -> list[Any]:
+        """Each block by itself, by one program; sent to the host by one call, as a call for each takes longer."""
+        gathered = [self.gather(cache, block) for block in ids]
+        return list(self._jax.device_put(gathered, self.on_host))
+
+    def scatter_blocks(self, cache: Any, ids: Any, blocks: list[Any]) -> Any:
+        """Blocks that were stored each by itself, by one program for so many."""
+        return self._scatter_blocks(cache, ids, self._jax.device_put(blocks, self.on_device))
 
     def jitted(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The same two, each as one program."""
@@ -192,16 +208,27 @@ def _scatter(cache: Any, ids: Any, blocks: Any) -> Any:
 
 
 class _Cache:
-    """The blocks of an array of JAX's; `holder.array` is set to the result of each update."""
+    """The blocks of an array of JAX's; `holder.array` is set to the result of each update.
+
+    What was seen is kept until the blocks are written from here again: each look must have found the right element.
+    """
 
     def __init__(self, cargo: Cargo, holder: Any, programs: _Programs) -> None:
         self._cargo, self.holder, self._programs = cargo, holder, programs
-        self._seen: Any = None
+        self._seen: list[Any] = []
+
+    @property
+    def readers(self) -> list[Any]:
+        """What a load has to follow besides what made the cache: the last look, which follows those before it."""
+        return self._seen[-1:]
 
     def look(self) -> None:
-        """Compute with an element of the last block, and wait for that."""
-        self._seen = self._programs.look(self.holder.array, self._programs.ids)
-        self._seen.block_until_ready()
+        """Compute with an element of the last block."""
+        self._seen.append(self._programs.look(self.holder.array, self._programs.ids))
+
+    def wait(self) -> None:
+        for seen in self._seen:
+            seen.block_until_ready()
 
     def fill(self) -> None:
         self._write(self._programs.right)
@@ -210,33 +237,45 @@ class _Cache:
         self._write(self._programs.spoiled)
 
     def _write(self, blocks: Any) -> None:
+        self._seen.clear()
         updated = self._programs.scatter(self.holder.array, self._programs.ids, blocks)
         self.holder.array = updated
         updated.block_until_ready()
 
     def wrong(self) -> int:
-        looked_too_early = np.asarray(self._seen).view(np.uint16) != self._cargo.right[-1, -1, -1]
+        right = self._cargo.right
+        looked_too_early = sum(int(np.asarray(seen).view(np.uint16) != right[-1, -1, -1]) for seen in self._seen)
         found = np.asarray(self._programs.gather(self.holder.array, self._programs.ids))
-        return self._cargo.wrong(found, self._cargo.right) + int(looked_too_early)
+        return self._cargo.wrong(found, right) + looked_too_early
 
 
-class _PinnedArray:
-    """An array of JAX's in pinned memory, a new one for each store."""
+class _Pinned:
+    """Pinned memory of JAX's: new arrays for each store, kept until `spoil`.
 
-    def __init__(self, jax: Any, cargo: Cargo, programs: _Programs) -> None:
-        self._jax, self._cargo, self._programs = jax, cargo, programs
-        self.array: Any = None
+    Attributes:
+        stored: by each store an array, or a list of them.
+    """
+
+    def __init__(self, jax: Any, cargo: Cargo, programs: _Programs, right: Elements | list[Elements]) -> None:
+        """`right`: what each store has to give."""
+        self._jax, self._cargo, self._programs, self._right = jax, cargo, programs, right
+        spoiled = jax.tree.map(lambda each: np.full_like(each, POISON_ELEMENT), right)
+        self._spoiled = programs.put(spoiled, programs.on_device)
+        self.stored: list[Any] = []
 
     def fill(self) -> None:
-        self.array = self._jax.device_put(self._programs.right_on_host, self._programs.on_host)
-        self.array.block_until_ready()
+        self.stored = [self._programs.put(self._right, self._programs.on_host)]
+        self.wait()
+
+    def wait(self) -> None:
+        self._jax.block_until_ready(self.stored)
 
     def spoil(self) -> None:
-        """JAX gives the next store the memory that was freed last: spoil that."""
-        self.array = None
-        spoiled = self._jax.device_put(self._programs.spoiled, self._programs.on_host)
-        spoiled.block_until_ready()
-        spoiled.delete()
+        """JAX gives the next stores the memory that was freed last: spoil as much as these had."""
+        had = len(self.stored)
+        self.stored.clear()
+        self._jax.block_until_ready([self._jax.device_put(self._spoiled, self._programs.on_host) for _ in range(had)])
 
     def wrong(self) -> int:
-        return self._cargo.wrong(np.asarray(self.array), self._cargo.right)
+        leaves = self._jax.tree.leaves
+        return self._cargo.wrong(map(np.asarray, leaves(self.stored)), leaves(self._right) * len(self.stored))

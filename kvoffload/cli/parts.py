@@ -24,13 +24,14 @@ from kvoffload.streams import NO_WAIT
 _MODEL = "llama-3.1-8b"
 _BLOCKS = [32, 256]
 _PARTS = [1, 2, 4, 8, 16, 32]
+_COPIERS = (*COPY_ENGINE, "gather")  # those that copy parts
 _SIMULATED_SHARE = 16  # of the blocks, one in so many is loaded on the simulated device
 _DESCRIPTION = """\
 Loads of random, non-adjacent blocks into folded planes (in one slab), in 1, 2, 4, ... parts of equally many planes;
-each way of copying but the kernels, which do not copy parts, is open to the engine, and 1 part is a load as any other.
-"call": how long load() keeps the host; "part 0" and "all": from just before the call until a stream that was ordered
-behind the first part, and one behind the whole load, has come through, by events on the GPU clock; "GPU": the time of
-the load itself on the GPU clock, and its bandwidth. Medians of interleaved rounds; targets are poisoned before, and
+the engine chooses what carries them, and 1 part is a load as any other. "call": how long load() keeps the host; "part
+0" and "all": from just before the call until a stream that was ordered behind the first part, and one behind the whole
+load, has come through, by events on the GPU clock (so not before the call has returned); "GPU": the time of the load
+itself on the GPU clock, and its bandwidth. Medians of interleaved rounds; targets are poisoned before, and
 all bytes verified after, every load; just before it, a small load warms up the CPU's caches. On the simulated device:
 small sizes, verified, and no times."""
 
@@ -42,7 +43,7 @@ def add_parser(benches: Any) -> None:
     )
     parser.add_argument("--blocks", type=numbers, default=_BLOCKS, metavar="N,...", help="of a load (default 32,256)")
     parser.add_argument("--parts", type=numbers, default=_PARTS, metavar="N,...", help="default 1,2,4,8,16,32")
-    parser.add_argument("--copier", choices=COPY_ENGINE, help="default: what the engine chooses")
+    parser.add_argument("--copier", choices=_COPIERS, help="default: what the engine chooses")
     add_bench_options(parser, 15, figures=False)
     parser.set_defaults(run=run)
 

@@ -37,7 +37,8 @@ class Staged(NamedTuple):
 
     Attributes:
         submit: queues it.
-        table: the pinned memory that the GPU reads meanwhile; whoever queues it gives it back when it has ended.
+        table: the pinned memory that the GPU reads meanwhile; whoever queues it gives it back when it has ended, and
+            everything else of the same transfer that was queued with this table.
     """
 
     submit: Submit

@@ -4,24 +4,28 @@ The kernel is given planes and blocks, never an address per copy, so the host wr
 into *rows* of up to one power of two, 2 KiB where they are long enough, of which the last may be shorter. The rows are
 written down once, in device memory; the blocks of a transfer in pinned memory, which the kernel reads over the link
 while it copies.
+
+A load in parts is a launch for each part, of the same kernel, on the rows of the part's planes.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.arena import TableArena
-from kvoffload.copiers.base import Staged
+from kvoffload.arena import Table, TableArena
+from kvoffload.copiers.base import Staged, Submit, Work
+from kvoffload.copiers.part_rows import BlocksInParts, BlocksOfPart, PartRows, Rows
 from kvoffload.driver import Capabilities, Driver, SourceOrder, address_of
 from kvoffload.kernels import THREADS_PER_WARP, KernelSpec, LoadedKernel, load_kernel
 from kvoffload.layout import Group, Int64Array, KVLayout
 from kvoffload.memory import PinnedMemory
+from kvoffload.parts import Parts
 from kvoffload.plan import BlockPlan, Direction
 from kvoffload.teardown import run_all
 
@@ -42,6 +46,8 @@ _MAX_TABLE_BLOCKS = 16384
 _ARENA_BYTES = 1 << 20  # for each direction
 _MAX_ITEMS = (1 << 31) - (1 << 22)  # rows of one launch: the kernel counts them in 32 bits, and one step beyond
 _LAUNCH_PLACES = 2
+_MOST_DIVISIONS = 64  # ways of dividing a group into parts; their rows stay until the engine is closed
+_DIVISIONS_BYTES = 4 << 20  # of device memory for these rows, at most
 
 
 class Tiling(NamedTuple):
@@ -106,12 +112,13 @@ def _idle(widths: list[int], row_bytes: int) -> float:
     return 1 - sum(widths) / sum(-(-width // row_bytes) * row_bytes for width in widths)
 
 
-def row_table(group: Group, tiling: Tiling) -> Int64Array:
-    """Rows of a group, int64, (5, rows): address in block 0, block stride, offset in slot, bytes between sub-blocks,
-    words.
+def row_table(group: Group, tiling: Tiling, planes: Iterable[int] | None = None) -> Int64Array:
+    """Rows of a group, or of these planes of it, int64, (5, rows): address in block 0, block stride, offset in slot,
+    bytes between sub-blocks, words.
     """
     columns: list[Int64Array] = []
-    for plane, offset in zip(group.planes, group.host_offsets.tolist(), strict=True):
+    for index in range(len(group.planes)) if planes is None else sorted(planes):
+        plane, offset = group.planes[index], int(group.host_offsets[index])
         start = np.arange(0, plane.block_bytes, tiling.row_bytes)
         words = np.minimum(tiling.row_bytes, plane.block_bytes - start) // tiling.word_bytes
         stride, step = np.full(start.shape, plane.block_stride), np.full(start.shape, plane.block_bytes)
@@ -120,12 +127,18 @@ def row_table(group: Group, tiling: Tiling) -> Int64Array:
 
 
 class _GroupKernels(NamedTuple):
-    """A group's rows in device memory, how many of them, and by direction and whether several programs run: the kernel,
-    and how many rows a program of it moves at a time.
+    """What is ready for a group. It outlives the engine if that is forgotten, so it must not keep the planes alive.
+
+    Attributes:
+        rows: of all planes.
+        room: addresses of the room for the rows of as many divisions, behind them.
+        kernels: by direction and whether several programs run, and how many rows a program moves at a time.
     """
 
-    rows: int
-    row_table: int
+    group: Group
+    tiling: Tiling
+    rows: Rows
+    room: range
     kernels: dict[tuple[Direction, bool], tuple[LoadedKernel, int]]
 
 
@@ -151,6 +164,7 @@ class GatherKernels:
         self._loaded: dict[KernelSpec, LoadedKernel] = {}
         try:
             self.groups = [self._prepare(capabilities, group, layout.slot_bytes) for group in layout.groups]
+            self._divided: list[dict[Parts, PartRows]] = [{} for _ in layout.groups]
             tables = PinnedMemory(driver, len(Direction) * _ARENA_BYTES)
             self._undo.append(tables.release)
             self._tables = tables
@@ -169,16 +183,36 @@ class GatherKernels:
             kernel = self._load(capabilities, kernel_spec(tiling, direction, 1 + several))
             kernels[direction, several] = kernel, kernel.spec.constant("ROWS")
         rows = row_table(group, tiling)
-        address = self.driver.allocate(rows.nbytes)
+        divisions = min(_MOST_DIVISIONS, _DIVISIONS_BYTES // rows.nbytes) if len(group.planes) > 1 else 0
+        address = self.driver.allocate((1 + divisions) * rows.nbytes)
         self._undo.append(partial(self.driver.free, address))
         self.driver.copy_to_device(address, address_of(rows), rows.nbytes)
-        return _GroupKernels(rows.shape[1], address, kernels)
+        room = range(address, address + (1 + divisions) * rows.nbytes, rows.nbytes)[1:]
+        return _GroupKernels(group.disowned(), tiling, Rows(rows.shape[1], address), room, kernels)
 
     def _load(self, capabilities: Capabilities, spec: KernelSpec) -> LoadedKernel:
         if spec not in self._loaded:
             self._loaded[spec] = load_kernel(self.driver, capabilities, spec)
             self._undo.append(self._loaded[spec].close)
         return self._loaded[spec]
+
+    def why_not_in_parts(self, group: int, parts: Parts) -> str | None:
+        """Why loads of a group cannot be carried in these parts; None if they can."""
+        of, divided = self.groups[group], self._divided[group]
+        most = (_ARENA_BYTES // 8 - 2 * _MAX_TABLE_BLOCKS) // 5  # as many as find room behind the longest table
+        if of.rows.num_rows > most:
+            return f"its blocks have {of.rows.num_rows} rows of {of.tiling.row_bytes} bytes, more than {most}"
+        if parts not in divided and len(divided) == len(of.room):
+            return f"there is room on the GPU for {len(of.room)} ways of dividing its planes, and it is taken"
+        return None
+
+    def in_parts(self, group: int, parts: Parts) -> PartRows:
+        """The rows of a group by part, unless `why_not_in_parts`. They stay: queued launches may always read them."""
+        of, divided = self.groups[group], self._divided[group]
+        if parts not in divided:
+            tables = [row_table(of.group, of.tiling, planes) for planes in parts]
+            divided[parts] = PartRows(of.room[len(divided)], tables)
+        return divided[parts]
 
     def slot_addresses(self, addresses: Int64Array) -> Int64Array:
         """Host addresses in the pool as a kernel sees them."""
@@ -204,30 +238,60 @@ class GatherCopier:
     is_kernel = True
 
     def __init__(self, shared: GatherKernels, programs: int) -> None:
-        self.piece_operations = min(_MAX_TABLE_BLOCKS, _MAX_ITEMS // max(group.rows for group in shared.groups))
+        most_rows = max(group.rows.num_rows for group in shared.groups)
+        self.piece_operations = min(_MAX_TABLE_BLOCKS, _MAX_ITEMS // most_rows)
         self._shared = shared
         self._programs = programs
 
-    def prepare(self, plan: BlockPlan) -> BlockPlan:
-        return plan
+    def prepare(self, plan: BlockPlan) -> Work:
+        if plan.group.num_parts == 1:
+            return plan
+        return BlocksInParts(plan, self._shared.in_parts(plan.group_index, plan.group.parts))
 
     def queue_cost(self, operations: int) -> int:  # noqa: ARG002
         return _LAUNCH_PLACES
 
-    def stage(self, work: BlockPlan, order: SourceOrder) -> Staged | None:  # noqa: ARG002
-        count = len(work)
-        table = self._shared.arenas[work.direction].take(2 * count)
+    def stage(self, work: BlockPlan | BlocksOfPart, order: SourceOrder) -> Staged | None:  # noqa: ARG002
+        if isinstance(work, BlocksOfPart):
+            return self._stage_part(work)
+        table = self._write(work)
         if table is None:
             return None
-        table.words[:count] = work.blocks
-        if work.sub_block is not None:
-            table.words[:count] |= work.sub_block << _SUB_BLOCK_SHIFT
-        table.words[count:] = self._shared.slot_addresses(work.slot_address)
-        group = self._shared.groups[work.group_index]
-        kernel, tile_rows = group.kernels[work.direction, self._programs > 1]
-        kernel.pack((group.row_table, table.device_address, group.rows, count))
-        grid = min(self._programs, -(-group.rows * count // tile_rows))
-        return Staged(partial(self._submit, kernel, grid), table)
+        return Staged(self._pack(work, self._shared.groups[work.group_index].rows, table), table)
+
+    def _stage_part(self, work: BlocksOfPart) -> Staged | None:
+        """Also what brings the rows of all parts to the GPU, if they are not there: behind the blocks in the table."""
+        blocks, rows, table = work.blocks, work.whole.rows, work.table
+        missing = rows.missing
+        if table is None:
+            table = self._write(blocks, 0 if missing is None else len(missing))
+            if table is None:
+                return None
+            work.whole.tables[work.first] = table
+        submit = self._pack(blocks, rows.parts[work.part], table)
+        if missing is not None:
+            source = table.words[2 * len(blocks) :]
+            source[:] = missing
+            submit = partial(self._submit_behind_rows, rows, source, submit)
+        return Staged(submit, table)
+
+    def _write(self, blocks: BlockPlan, more_words: int = 0) -> Table | None:
+        """A table of these blocks, with room for so many words behind them; None while there is none for it."""
+        count = len(blocks)
+        table = self._shared.arenas[blocks.direction].take(2 * count + more_words)
+        if table is not None:
+            table.words[:count] = blocks.blocks
+            if blocks.sub_block is not None:
+                table.words[:count] |= blocks.sub_block << _SUB_BLOCK_SHIFT
+            table.words[count : 2 * count] = self._shared.slot_addresses(blocks.slot_address)
+        return table
+
+    def _pack(self, blocks: BlockPlan, rows: Rows, table: Table) -> Submit:
+        """The launch that copies these rows of the blocks in the table."""
+        kernel, tile_rows = self._shared.groups[blocks.group_index].kernels[blocks.direction, self._programs > 1]
+        kernel.pack((rows.address, table.device_address, rows.num_rows, len(blocks)))
+        grid = min(self._programs, -(-rows.num_rows * len(blocks) // tile_rows))
+        return partial(self._submit, kernel, grid)
 
     def clear(self, direction: Direction) -> None:
         self._shared.clear(direction)
@@ -236,3 +300,10 @@ class GatherCopier:
         if start is not None:
             self._shared.driver.event_record(start, stream)
         kernel.queue(stream, grid)
+
+    def _submit_behind_rows(
+        self, rows: PartRows, source: Int64Array, submit: Submit, stream: int, start: int | None = None
+    ) -> None:
+        self._shared.driver.copy(rows.address, address_of(source), source.nbytes, stream)
+        rows.missing = None
+        submit(stream, start)

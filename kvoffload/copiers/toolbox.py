@@ -53,10 +53,10 @@ def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
 
 def check_carries_parts(name: str | Way | None) -> None:
     """Raise ValueError if `name` names a copier that cannot copy a load in parts."""
-    if (name.copier if isinstance(name, Way) else name) in _KERNELS:
+    if (name.copier if isinstance(name, Way) else name) == "split":
         raise ValueError(
-            f"copier={name!r} cannot copy a load in parts: a kernel copies all planes of a block at once; ask for "
-            "strided, batch, loop or None, or leave parts out"
+            f"copier={name!r} cannot copy a load in parts: kernel and copy engine go through the planes side by side, "
+            "each at its own pace; ask for strided, gather, batch, loop or None, or leave parts out"
         )
 
 
@@ -118,15 +118,39 @@ class Toolbox:
         return _without_kernels(able) if self._interpreted else able
 
     def choose(self, plan: BlockPlan, wanted: str | Way | None, profile: Profile, prefer: str) -> tuple[Way, str]:
-        """The way for a plan, and why: what is wanted, see `check_copier`, completed; or what the profile says."""
+        """The way for a plan, and why: what is wanted, see `check_copier`, completed; or what the profile says.
+
+        Raises:
+            CapabilityError: the kernel is wanted for a load in parts, and cannot carry these.
+        """
         shape = shape_of(plan)
         if isinstance(wanted, Way):
+            self._check_parts(wanted.copier, plan)
             return self._complete(wanted, shape, profile), "asked for"
-        available = self.offered if wanted is None else (wanted,)
-        if plan.group.num_parts > 1:
-            available = _without_kernels(available)
-        way, reason, _ = choose(shape, available, profile, prefer, self._sm_limit)
+        if wanted is None:
+            available = self._carrying_parts(plan)
+        else:
+            self._check_parts(wanted, plan)
+            available = (wanted,)
+        way, reason, _ = choose(shape, available, profile, prefer, self._sm_limit, plan.group.num_parts)
         return way, reason if wanted is None else "asked for by name"
+
+    def _carrying_parts(self, plan: BlockPlan) -> tuple[str, ...]:
+        """The copiers to choose from for a plan, in parts or not."""
+        if plan.group.num_parts == 1:
+            return self.offered
+        unable = _KERNELS if self._why_not_in_parts(plan) else ("split",)
+        return tuple(name for name in self.offered if name not in unable)
+
+    def _check_parts(self, name: str, plan: BlockPlan) -> None:
+        if name == "gather" and plan.group.num_parts > 1 and (reason := self._why_not_in_parts(plan)):
+            raise CapabilityError(f"copier='gather' cannot carry these parts: {reason}; the loop copier can")
+
+    def _why_not_in_parts(self, plan: BlockPlan) -> str | None:
+        """Why the kernel cannot carry a plan's parts."""
+        if self._kernels is None:
+            return self.missing["gather"]
+        return self._kernels.why_not_in_parts(plan.group_index, plan.group.parts)
 
     def _complete(self, wanted: Way, shape: Shape, profile: Profile) -> Way:
         if wanted.copier not in ("gather", "split"):

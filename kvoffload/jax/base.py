@@ -68,9 +68,10 @@ class PlacedCache(ABC):
     @abstractmethod
     def _adopt(self, new: Any) -> None: ...
 
-    def _transfers(self) -> int:
-        """How many transfers were ever submitted that may touch the memory."""
-        return sum(engine.submitted for engine in self.device.engines_over(self.address, self.nbytes))
+    def _transfers(self) -> frozenset[tuple[int, int]]:
+        """By engine, how many transfers were ever submitted that may touch the memory: changes with each of them."""
+        engines = self.device.engines_over(self.address, self.nbytes)
+        return frozenset((engine.number, count) for engine in engines if (count := engine.submitted))
 
     def _check(self, new: Any) -> None:
         if not is_jax_array(new):
@@ -98,8 +99,8 @@ class PlacedCache(ABC):
         return int(kind), int(index)
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        """For `after=cache`: a transfer then follows the computation that made the array. What else reads the array
-        must be named, too: `after=(cache, logits)`.
+        """For `after=cache`: a transfer then follows the computation that made the array. What has read it since must
+        be named, too: `after=(cache, logits)`.
         """
         return follow(self._latest, stream)
 

@@ -23,8 +23,8 @@ class OwnedCache(PlacedCache):
     itself. It takes the host about 0.15 ms.
 
     The caller's rules: update the cache by donating it, and set `array` to the result. Give transfers `after=cache`,
-    and with it (`after=(cache, logits)`) the results of whatever else read the array. Hold no array across a transfer
-    but to use it as `unordered` says.
+    and with it (`after=(cache, logits)`) the results of whatever has read the array since its last update. Hold no
+    array across a transfer but to use it as `unordered` says.
 
     On a simulated device JAX computes on the CPU, and what it computed is copied to the device: the same bytes, and no
     order to be got wrong.

@@ -74,8 +74,8 @@ class StagedCache:
         jobs = []
         for block_ids, slot_ids in self._pieces(blocks, slots):
             gathered = self._gather(self.array, self._padded(block_ids, 0))
-            relay = engine.relay()
-            engine.order_all_before(relay)  # the staging array is free
+            relay = engine.callers.relay()
+            engine.callers.order_all_before(relay)  # the staging array is free
             with self.device.current():
                 view = view_dlpack(gathered, None if self.device.simulated else relay)
                 self.device.driver.copy(self.stage.address, view.address, self.stage.nbytes, relay)

@@ -287,7 +287,7 @@ class Submissions:
         self.tables: list[Table] = []
 
     def by_copier(self) -> None:
-        staged = self.copier.stage(self.copier.prepare(self.plan), SourceOrder.STREAM)
+        staged = self.copier.stage(self.copier.prepare(self.plan).cut(0, len(self.plan)), SourceOrder.STREAM)
         assert staged is not None
         assert staged.table is not None
         staged.submit(self.stream)
