@@ -540,11 +540,10 @@ def fail_once(level: str, copier: str | None, nth: int, name: str, *, after: boo
     assert simulator.violations == []
 
 
-@pytest.mark.parametrize("copier", [None, "gather"])
 @pytest.mark.parametrize(
-    ("level", "after"),
-    [("batch", False), ("no-batch", False), ("batch", True)],
-    ids=["batch, instead", "no batch, instead", "batch, afterwards"],
+    ("level", "after", "copier"),
+    [("batch", False, None), ("no-batch", False, None), ("batch", True, None), ("batch", False, "gather")],
+    ids=["batch, instead", "no batch, instead", "batch, afterwards", "gather, instead"],
 )
 def test_pitfall_29_every_driver_call_of_a_load_in_parts_fails_once(
     monkeypatch: pytest.MonkeyPatch, level: str, after: bool, copier: str | None
