@@ -23,7 +23,8 @@ _LINK_BOUND = 1.15  # times what a big copy takes
 _MANTISSA_BITS = 5
 # Seconds that each further part of a load adds to what its copies and bytes take. By the copy engine, 32 blocks of 64
 # planes x 32 KiB in 2 to 16 parts on an H200: 30 us, in which the driver takes in the next copies. Launches of a kernel
-# are queued well ahead; between two of them the link idles until the first words of the next are under way.
+# are queued well ahead; between two of them the link idles until the first words of the next are under way: 8 us, over
+# 32 parts.
 _PART_SECONDS = {"gather": 8e-6}
 _PART_SECONDS_BY_ENGINE = 30e-6
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate

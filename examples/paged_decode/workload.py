@@ -24,7 +24,7 @@ class Extent(NamedTuple):
     later_prompt: tuple[int, int]
 
 
-LARGE = Extent(24, 3, 4, 24, 256, first_prompt=(2048, 4096), later_prompt=(32, 256))
+LARGE = Extent(16, 3, 4, 24, 256, first_prompt=(2048, 4096), later_prompt=(32, 256))
 SMALL = Extent(8, 3, 2, 6, 32, first_prompt=(40, 80), later_prompt=(5, 40))
 
 
