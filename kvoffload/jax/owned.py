@@ -20,7 +20,7 @@ class OwnedCache(PlacedCache):
 
     `array` is imported anew when transfers were submitted since it was read last; the one before is deleted, so that
     using it by mistake raises. The import makes JAX wait, on the GPU, for these transfers and for what it computed
-    itself. It takes the host about 0.15 ms.
+    itself.
 
     The caller's rules: update the cache by donating it, and set `array` to the result. Give transfers `after=cache`,
     and with it (`after=(cache, logits)`) the results of whatever has read the array since its last update. Hold no
