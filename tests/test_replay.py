@@ -319,7 +319,8 @@ def test_json_of_overlapping_requests(tmp_path: Path, capsys: pytest.CaptureFixt
         assert fields["blocks_requested"] == sum(map(len, trace))
         assert (fields["verified_blocks"], fields["corrupt_blocks"]) == (fields["blocks_hit"], 0)
         assert 0 < fields["serving_seconds"] <= fields["seconds"]
-        assert 0 < fields["call_us_mean"] < fields["call_us_p99"]
+        assert fields["call_us_mean"] > 0  # may be more than the 99th percentile, if the machine stood still once
+        assert fields["call_us_p99"] > 0
         assert fields["blocks_declined"] >= 0
         assert (fields["saving"], fields["metadata_only"]) == (None, False)
 
