@@ -2,6 +2,7 @@
 
     open_device      a GPU, or the simulated device        device.py, ownership.py, driver/
     KVLayout, Plane  where the blocks lie                  layout.py, interop.py; what a transfer copies: plan.py
+    DeviceArray      memory that others import             buffers.py; what they compute, followed: relays.py
     OffloadEngine    store, load, poll, order_before       engine.py, dispatch.py, flight.py, launch.py, ...
     BlockCache       keys to slots                         cache.py on cacheindex.py, entries.py, reservations.py, ...
     chain_keys       tokens to keys                        keys.py
@@ -9,6 +10,7 @@
     copiers/         strided, gather, split, batch, loop   on streams.py, memory.py, arena.py
     kernels/         Triton without PyTorch                gather.py; what loads it, and keeps it: cachefiles.py
     tuning/          what transfers cost on a machine      measured by tuner/; which copier takes one: choice.py
+    jax/             caches for JAX, which has no streams  owned.py is the one to take
     testing          the simulated driver, byte patterns   testing.py
     cli/             doctor, demo, replay, tune, bench     python -m kvoffload
 

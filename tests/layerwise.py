@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import Gate, Rig
+from helpers import Gate, Rig, release
 
 import kvoffload
 from kvoffload.books import Flight
@@ -74,3 +74,23 @@ def blocks_hold(bench: Rig, blocks: Any, values: Any) -> bool:
     """Whether each of these blocks holds that value in every byte of every plane."""
     found = [set(bench.block(block).tolist()) for block in blocks]
     return found == [{value} for value in values]
+
+
+def load_interrupted(bench: Rig, held: int, gate: Gate, left: list[int]) -> None:
+    """Load behind a held stream, with an interrupt on the way, see `interrupt_call`; then blocks of that load again,
+    which works, in its parts, too."""
+
+    def load_and_land() -> None:
+        load(bench, range(4), range(4), after=held)
+        gate.open()
+        bench.engine.drain(10)
+
+    with pytest.raises(KeyboardInterrupt):
+        load_and_land()
+    assert left[0] <= 0
+    follower = load(bench, range(8, 12), range(4))
+    reader = reader_of(bench, follower, 0, 0, 3)
+    release(bench)
+    follower.wait(10)
+    assert reader.value == 111
+    assert blocks_hold(bench, range(4), range(108, 112))

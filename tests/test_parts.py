@@ -30,7 +30,7 @@ from helpers import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layerwise import PARTS, PLANES, Reader, blocks_hold, hold_from, load, reader_of
+from layerwise import PARTS, PLANES, Reader, blocks_hold, hold_from, load, load_interrupted, reader_of
 from strategies import LayoutSpec, layouts, place, slab_of
 
 import kvoffload
@@ -678,21 +678,7 @@ def test_an_interrupted_load_in_parts_loses_no_job(
         engine, held = bench.engine, bench.stream()
         gate = bench.gate(held)
         left = interrupt_call(monkeypatch, owner, name, nth, after=after)
-
-        def load_and_land() -> None:
-            load(bench, range(4), range(4), after=held)
-            gate.open()
-            engine.drain(10)
-
-        with pytest.raises(KeyboardInterrupt):
-            load_and_land()
-        assert left[0] <= 0
-        follower = load(bench, range(8, 12), range(4))
-        reader = reader_of(bench, follower, 0, 0, 3)
-        release(bench)
-        follower.wait(10)
-        assert reader.value == 111
-        assert blocks_hold(bench, range(4), range(108, 112))
+        load_interrupted(bench, held, gate, left)
         lost = 1 if name == "give_back" and not after else 0  # of events there are some to spare for that
         statistics = engine.statistics()
         assert (statistics.in_flight, statistics.streams_in_use) == (0, 0)

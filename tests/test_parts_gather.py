@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gathering import Seeded, fill_slots, layout_spec, overwrite_on_release, record_launches, small_tables
-from helpers import LEGACY, Rig, change_streams, cut_pieces, interrupt_call, leaks_of, release, rig, simulated, whole
-from layerwise import DEFAULTS, PARTS, PLANES, Reader, blocks_hold, hold_from, load, reader_of
+from helpers import LEGACY, Rig, change_streams, cut_pieces, interrupt_call, leaks_of, rig, simulated, whole
+from layerwise import DEFAULTS, PARTS, PLANES, Reader, blocks_hold, hold_from, load, load_interrupted, reader_of
 from strategies import place
 
 import kvoffload
@@ -431,21 +431,7 @@ def test_an_interrupted_load_in_parts_loses_no_job(
         engine = bench.engine
         gate = bench.gate(waiting := bench.stream())
         left = interrupt_call(monkeypatch, owner, name, nth, after=after)
-
-        def load_and_land() -> None:
-            load(bench, range(4), range(4), after=waiting)
-            gate.open()
-            engine.drain(10)
-
-        with pytest.raises(KeyboardInterrupt):
-            load_and_land()
-        assert left[0] <= 0
-        follower = load(bench, range(8, 12), range(4))
-        reader = reader_of(bench, follower, 0, 0, 3)
-        release(bench)
-        follower.wait(10)
-        assert reader.value == 111
-        assert blocks_hold(bench, range(4), range(108, 112))
+        load_interrupted(bench, waiting, gate, left)
         statistics = engine.statistics()
         assert (statistics.in_flight, statistics.streams_in_use, tables_out(bench)) == (0, 0, 0)
         assert statistics.events_in_use <= 1
