@@ -62,7 +62,7 @@ class CallersStreams:
                 self._followers -= 1
 
     def relay(self) -> int:
-        """A stream of the engine's on which nothing runs; it may be made to wait, and be waited for."""
+        """A stream of the engine's that may be made to wait, and be waited for; transfers of others may follow it."""
         return self._flights.relays.next()
 
     def order_before(self, job: Job, stream: Any, part: int | None = None) -> None:

@@ -1,8 +1,8 @@
 """What a transfer is to follow: streams, and arrays whose producer is asked for.
 
 Some libraries do not show their streams (JAX), but every array that speaks DLPack can make a stream of ours wait for
-what computes it: `array.__dlpack__(stream=...)`. Such a stream is a *relay*: nothing is queued on it but waits, and a
-transfer follows it as it would follow the caller's stream.
+what computes it: `array.__dlpack__(stream=...)`. Such a stream is a *relay*: it waits, and a transfer follows it as it
+would follow the caller's stream.
 """
 
 from __future__ import annotations
@@ -100,18 +100,14 @@ class Relays:
         self._turn = (self._turn + 1) % len(self._streams)
         return self._streams[self._turn]
 
-    def follow(self, sources: Sequence[Source]) -> int | None:
-        """A stream that ends after what all sources have queued so far; None for no sources. The host does not wait.
+    def follow(self, sources: Sequence[Source]) -> int:
+        """A relay that waits for what all sources have queued so far. The host does not wait.
 
         Raises:
             TypeError: an array in host memory (on a simulated device: one that is not).
             TransferError: a stream is being captured.
             Whatever an array raises when it is asked for its producer.
         """
-        if not sources:
-            return None
-        if len(sources) == 1 and isinstance(sources[0], int):
-            return sources[0]
         relay = self.next()
         for source in sources:
             if isinstance(source, int):
