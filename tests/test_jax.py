@@ -113,6 +113,8 @@ def test_a_staged_cache_takes_any_axes_and_more_blocks_than_its_stage(jax: Any, 
             cache.store(engine, [0, 1], [3])
         with pytest.raises(kvoffload.LayoutError, match=r"blocks\[0\] is 12, outside \[0, 12\)"):
             cache.store(engine, [12], [3])
+        with pytest.raises(kvoffload.LayoutError, match=r"slots\[0\] is 8, outside \[0, 8\)"):
+            cache.store(engine, [1], [8])
     other = KVLayout([device.allocate_planes(3, block_bytes=20, num_blocks=4)])
     with (
         OffloadEngine(other, device=device, num_slots=8, sm_limit=0) as engine,

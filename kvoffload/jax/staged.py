@@ -53,7 +53,7 @@ class StagedCache:
             raise LayoutError(f"array must be a jax.Array, got {type(array).__name__}")
         if options.get("blocks_per_slot", 1) != 1:
             raise LayoutError(f"blocks_per_slot must be 1 here, got {options['blocks_per_slot']}")
-        shape = np.moveaxis(np.empty(array.shape, np.bool_), (plane_axis, block_axis), (0, 1)).shape
+        shape = np.moveaxis(np.broadcast_to(False, array.shape), (plane_axis, block_axis), (0, 1)).shape
         self.array = array
         self.device = device
         self.num_blocks = shape[1]
@@ -68,11 +68,11 @@ class StagedCache:
         Raises:
             LayoutError, and what `OffloadEngine.store` raises.
         """
-        self._check_engine(engine)
+        pieces = self._pieces(engine, blocks, slots)
         while self._held and self._held[0][0].done:
             self._held.popleft()
         jobs = []
-        for block_ids, slot_ids in self._pieces(blocks, slots):
+        for block_ids, slot_ids in pieces:
             gathered = self._gather(self.array, self._padded(block_ids, 0))
             relay = engine.callers.relay()
             engine.callers.order_all_before(relay)  # the staging array is free
@@ -89,25 +89,23 @@ class StagedCache:
         Raises:
             LayoutError, and what `OffloadEngine.load` raises.
         """
-        self._check_engine(engine)
         jobs = []
-        for block_ids, slot_ids in self._pieces(blocks, slots, targets=True):
-            jobs.append(
-                engine.load(slot_ids, np.arange(len(block_ids)), after=self.array)
-            )  # who read the staging array
-            staged = from_device(self.stage, after=None)
+        for block_ids, slot_ids in self._pieces(engine, blocks, slots, targets=True):
+            # what last read the staging array has made this one
+            jobs.append(engine.load(slot_ids, np.arange(len(block_ids)), after=self.array))
+            staged = from_device(self.stage)
             self.array = self._scatter(self.array, self._padded(block_ids, self.num_blocks), staged)
             staged.delete()
         return jobs
 
-    def _check_engine(self, engine: OffloadEngine) -> None:
+    def _pieces(
+        self, engine: OffloadEngine, blocks: Any, slots: Any, *, targets: bool = False
+    ) -> list[tuple[Int64Array, Int64Array]]:
+        """Block ids and slots, `stage_blocks` at a time, checked. `targets`: the blocks must be distinct."""
         if engine.layout is not self.layout:
             raise LayoutError("engine must be one of this cache's layout: OffloadEngine(cache.layout, device=...)")
-
-    def _pieces(self, blocks: Any, slots: Any, *, targets: bool = False) -> list[tuple[Int64Array, Int64Array]]:
-        """Block ids and slots, `stage_blocks` at a time. `targets`: the blocks must be distinct."""
         block_ids = as_ids("blocks", blocks, self.num_blocks)
-        slot_ids = np.asarray(slots)
+        slot_ids = as_ids("slots", slots, engine.num_slots)
         if len(block_ids) != len(slot_ids):
             raise LayoutError(f"{len(block_ids)} blocks need as many slots, got {len(slot_ids)}")
         if targets and len(np.unique(block_ids)) != len(block_ids):
