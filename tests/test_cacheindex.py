@@ -237,14 +237,14 @@ def test_many_short_runs_cost_little_more_than_one_long_one() -> None:
             for names in (wanted[start : start + run], [b"between-%d" % start]):
                 table.fill(names, table.draw(len(names), ()), 0)
         took = []
-        for _ in range(5):
+        for _ in range(25):  # a shared CPU has slow moments
             began = time.process_time()
             assert table.leading(wanted) == len(wanted)
             took.append(time.process_time() - began)
         return min(took)
 
     together, apart = seconds(1 << 14), seconds(8)
-    assert apart < 40 * together + 2e-3, f"{apart * 1e3:.2f} ms in runs of 8, {together * 1e3:.2f} ms in one"
+    assert apart < 15 * together + 2e-3, f"{apart * 1e3:.2f} ms in runs of 8, {together * 1e3:.2f} ms in one"
 
 
 # leases

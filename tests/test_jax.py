@@ -67,6 +67,21 @@ def test_arrays_from_before_a_transfer_are_deleted(jax: Any, device: kvoffload.D
             engine.load([0], [1], after=old)
 
 
+def test_what_was_computed_beside_a_transfer_is_refused_on_a_simulated_device(
+    jax: Any,
+    device: kvoffload.Device,
+) -> None:
+    """It would be copied back over what was loaded meanwhile."""
+    cache = OwnedCache(device, (2, 4, 8), "float32")
+    with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
+        engine.slots[0].view(np.float32)[:] = 5
+        beside = jax.numpy.copy(cache.array)
+        engine.load([0], [1], after=cache)
+        with pytest.raises(kvoffload.TransferError, match="beside transfers, which a simulated device cannot do"):
+            cache.array = beside
+        assert (np.asarray(cache.array)[:, 1] == 5).all()
+
+
 def test_transfers_of_a_later_engine_are_followed_too(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
     """As many as the first engine's, which is gone."""
     cache = OwnedCache(device, (2, 4, 8), "float32")

@@ -15,11 +15,10 @@ from kvoffload.errors import CapabilityError, LayoutError, TransferError
 from kvoffload.jax.adopted import AdoptedCache
 from kvoffload.jax.imports import import_jax
 from kvoffload.jobs import Job
-from kvoffload.streams import NO_WAIT
 
 _CALLBACK_SECONDS = 60.0  # how long to wait until JAX calls back; it does so while it dispatches, or soon after
 
-Submit = Callable[[Any], Job]  # given what the transfer is to follow
+Submit = Callable[[int], Job]  # given the stream that the transfer is to follow
 
 
 class CallbackCache(AdoptedCache):
@@ -44,7 +43,7 @@ class CallbackCache(AdoptedCache):
     def __init__(self, device: Device, array: Any, plane_axis: int = 0, block_axis: int = 1, **options: Any) -> None:
         super().__init__(device, array, plane_axis, block_axis, **options)
         self._tickets: deque[_Ticket] = deque()
-        self._pass_through = _pass_through(array, partial(_called_back, device.simulated, self.address, self._tickets))
+        self._pass_through = _pass_through(array, partial(_called_back, self.address, self._tickets))
 
     def store(self, engine: OffloadEngine, blocks: Any, slots: Any, **options: Any) -> Job:
         """`engine.store` at this place in JAX's stream."""
@@ -78,14 +77,11 @@ class _Ticket:
         self._error: BaseException | None = None
         self._called = threading.Event()
 
-    def run(self, after: Any, stream: int | None) -> None:
-        """Submit it, and have the stream, or the host, wait for it. Raises nothing: JAX would not know what to do."""
+    def run(self, stream: int) -> None:
+        """Submit it behind the stream, and have that wait for it. Raises nothing: JAX would not know what to do."""
         try:
-            self._job = self._submit(after)
-            if stream is None:
-                self._job.wait()
-            else:
-                self._job.order_before(stream)
+            self._job = self._submit(stream)
+            self._job.order_before(stream)
         except BaseException as error:
             self._error = error
         self._called.set()
@@ -115,20 +111,18 @@ def _pass_through(array: Any, callback: Callable[..., None]) -> Any:
     return jax.jit(lambda cache: call(cache), donate_argnums=0)
 
 
-def _called_back(simulated: bool, address: int, tickets: deque[_Ticket], context: Any, out: Any, _: Any) -> None:
+def _called_back(address: int, tickets: deque[_Ticket], context: Any, out: Any, _: Any) -> None:
     """What JAX calls; `tickets` are in the order in which it was given their calls."""
     ticket = tickets.popleft()
     found = _address_of(out)
     if found != address:
         ticket.refuse(LayoutError(f"JAX moved the cache from {address:#x} to {found:#x}; take StagedCache"))
-    elif simulated:  # JAX computes on the host: what it was given before has ended
-        ticket.run(NO_WAIT, None)
     else:
-        ticket.run(context.stream, context.stream)
+        ticket.run(context.stream)
 
 
 def _address_of(buffer: Any) -> int:
     try:
         return int(buffer.__cuda_array_interface__["data"][0])
-    except Exception:  # no GPU, or a type that it does not carry
+    except Exception:  # a type that it does not carry
         return view_dlpack(buffer, None).address
