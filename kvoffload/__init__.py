@@ -17,13 +17,19 @@
 Importing this package touches no GPU and loads no CUDA library.
 """
 
-from kvoffload.admission import Namespace
-from kvoffload.buffers import DeviceArray, DeviceBuffer
-from kvoffload.cache import BlockCache
-from kvoffload.cache_jobs import CacheJob
-from kvoffload.cacheindex import CacheIndex
-from kvoffload.device import Device, open_device
-from kvoffload.engine import OffloadEngine
+from kvoffload.cache.admission import Namespace
+from kvoffload.cache.block_cache import BlockCache
+from kvoffload.cache.cache_job import CacheJob
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.keys import chain_keys
+from kvoffload.cache.reservations import Lease, Reservation, Status
+from kvoffload.device.buffers import DeviceArray, DeviceBuffer
+from kvoffload.device.device import Device, open_device
+from kvoffload.device.streams import NO_WAIT
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.job import Job, TransferResult
+from kvoffload.engine.metrics import CacheEvent, CacheStatistics
+from kvoffload.engine.report import PlanReport
 from kvoffload.errors import (
     CapabilityError,
     CapacityError,
@@ -35,14 +41,8 @@ from kvoffload.errors import (
     MissingKeyError,
     TransferError,
 )
-from kvoffload.jobs import Job, TransferResult
-from kvoffload.keys import chain_keys
-from kvoffload.layout import KVLayout, Plane
-from kvoffload.metrics import CacheEvent, CacheStatistics
-from kvoffload.plan import Direction
-from kvoffload.report import PlanReport
-from kvoffload.reservations import Lease, Reservation, Status
-from kvoffload.streams import NO_WAIT
+from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.planning.transfer_plan import Direction
 
 __all__ = [
     "NO_WAIT",

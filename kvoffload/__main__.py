@@ -2,7 +2,7 @@
 
 import sys
 
-from kvoffload.cli import main
+from kvoffload.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

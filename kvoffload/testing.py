@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffload.buffers import DeviceBuffer
 from kvoffload.copiers import why_not
-from kvoffload.device import Device
-from kvoffload.driver.simulator import Faults, SimulatedDriver, SimulatorError
-from kvoffload.engine import OffloadEngine
-from kvoffload.layout import KVLayout, Plane
-from kvoffload.memory import UInt8Array
-from kvoffload.plan import Direction
-from kvoffload.streams import NO_WAIT
-from kvoffload.tuning import Way
+from kvoffload.device.buffers import DeviceBuffer
+from kvoffload.device.device import Device
+from kvoffload.device.pinned import UInt8Array
+from kvoffload.device.streams import NO_WAIT
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.simulator import Faults, SimulatedDriver, SimulatorError
+from kvoffload.tuning import CopyMethod
 
 __all__ = [
     "POISON",
@@ -266,7 +266,7 @@ def check_copier_conformance(
 
 
 # Kernels by as many programs as no default has, and a split of which both parts are there; others take no kernel.
-_WAYS = {"gather": Way("gather", 3, 1.0), "split": Way("split", 2, 0.4)}
+_METHODS = {"gather": CopyMethod("gather", 3, 1.0), "split": CopyMethod("split", 2, 0.4)}
 
 
 def _copiers_of(device: Device) -> list[str]:
@@ -290,8 +290,8 @@ def _check_copier(
         scramble(buffer, seed)
     layout = KVLayout([planes], blocks_per_slot=factor)
     num_slots = 16
-    way = _WAYS.get(copier, copier)
-    with OffloadEngine(layout, device=device, num_slots=num_slots, sm_limit=4 if copier in _WAYS else 0) as engine:
+    method = _METHODS.get(copier, copier)
+    with OffloadEngine(layout, device=device, num_slots=num_slots, sm_limit=4 if copier in _METHODS else 0) as engine:
         poison(engine.slots)
         mirror = Mirror(engine, buffers)
         nbytes = 0
@@ -304,7 +304,7 @@ def _check_copier(
             for ids in (blocks, chance.permutation(blocks)):
                 for direction, each in ((Direction.STORE, ids), (Direction.LOAD, ids[::-1])):
                     job = engine.submit(
-                        direction, each, slots, first_sub_block=first_sub_block, after=NO_WAIT, copier=way
+                        direction, each, slots, first_sub_block=first_sub_block, after=NO_WAIT, copier=method
                     )
                     mirror.expect(direction, each.tolist(), slots.tolist(), first_sub_block=first_sub_block)
                     nbytes += job.nbytes

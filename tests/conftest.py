@@ -7,23 +7,15 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
+from driver_levels import LEVELS
 from hypothesis import settings
 
 import kvoffload
-from kvoffload.cli.cases import SMALL, Lab
+from kvoffload.bench.cases import SMALL, Lab
 from kvoffload.testing import check_clean_close
 
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
 settings.load_profile("kvoffload")
-
-# (driver version, bindings version): no batch calls, with a fail index, entry points missing, full, raw addresses
-LEVELS = {
-    "driver12.4-bindings12.9": ((12, 4), (12, 9)),
-    "driver12.8-bindings12.9": ((12, 8), (12, 9)),
-    "driver12.8-bindings13.3": ((12, 8), (13, 3)),
-    "driver13.0-bindings13.3": ((13, 0), (13, 3)),
-    "driver13.0-bindings13.5": ((13, 0), (13, 5)),
-}
 
 
 @pytest.fixture(scope="session", autouse=True)

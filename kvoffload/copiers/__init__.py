@@ -11,15 +11,16 @@ Which of them carries a transfer is chosen in choice.py.
 
 from kvoffload.copiers.base import Copier, Share, Staged, Submit, Work
 from kvoffload.copiers.batch import BatchCopier
+from kvoffload.copiers.copier_set import NAMES, CopierSet, check_carries_parts, check_copier, shape_of, why_not
 from kvoffload.copiers.gather import GatherCopier, GatherKernels, Tiling, kernel_spec
 from kvoffload.copiers.loop import LoopCopier
 from kvoffload.copiers.strided import StridedCopier
-from kvoffload.copiers.toolbox import NAMES, Toolbox, check_carries_parts, check_copier, shape_of, why_not
 
 __all__ = [
     "NAMES",
     "BatchCopier",
     "Copier",
+    "CopierSet",
     "GatherCopier",
     "GatherKernels",
     "LoopCopier",
@@ -28,7 +29,6 @@ __all__ = [
     "StridedCopier",
     "Submit",
     "Tiling",
-    "Toolbox",
     "Work",
     "check_carries_parts",
     "check_copier",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from kvoffload.arena import Table
+from kvoffload.copiers.table_arena import Table
 from kvoffload.driver import SourceOrder
-from kvoffload.plan import BlockPlan, Direction
+from kvoffload.planning.transfer_plan import BlockPlan, Direction
 
 
 class Work(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 from kvoffload.copiers.base import Staged
 from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable
 from kvoffload.errors import DriverError
-from kvoffload.plan import BlockPlan, Direction, TransferPlan
+from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
 
 CHUNK = 128
 _FIRST_CHUNK = 64

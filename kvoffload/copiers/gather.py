@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.arena import Table, TableArena
 from kvoffload.copiers.base import Staged, Submit, Work
 from kvoffload.copiers.part_rows import BlocksInParts, BlocksOfPart, PartRows, Rows
+from kvoffload.copiers.table_arena import Table, TableArena
+from kvoffload.device.pinned import PinnedMemory
 from kvoffload.driver import Capabilities, Driver, SourceOrder, address_of
+from kvoffload.internal.teardown import run_all
 from kvoffload.kernels import THREADS_PER_WARP, KernelSpec, LoadedKernel, load_kernel
-from kvoffload.layout import Group, Int64Array, KVLayout
-from kvoffload.memory import PinnedMemory
-from kvoffload.parts import Parts
-from kvoffload.plan import BlockPlan, Direction
-from kvoffload.teardown import run_all
+from kvoffload.layout.layout import Group, Int64Array, KVLayout
+from kvoffload.planning.layer_groups import Parts
+from kvoffload.planning.transfer_plan import BlockPlan, Direction
 
 _ROW_BYTES = 2048
 _WORDS_PER_THREAD = 8

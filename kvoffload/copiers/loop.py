@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 
 from kvoffload.copiers.base import Staged
+from kvoffload.device.streams import PIECE_LIMIT
 from kvoffload.driver import Driver, SourceOrder
-from kvoffload.plan import BlockPlan, Direction, TransferPlan
-from kvoffload.streams import PIECE_LIMIT
+from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
 
 
 class LoopCopier:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.arena import Table
-from kvoffload.layout import Int64Array
-from kvoffload.plan import BlockPlan
+from kvoffload.copiers.table_arena import Table
+from kvoffload.layout.layout import Int64Array
+from kvoffload.planning.transfer_plan import BlockPlan
 
 
 class Rows(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from kvoffload.copiers.base import Staged
+from kvoffload.device.streams import PIECE_LIMIT
 from kvoffload.driver import Driver, SourceOrder, StridedTable
-from kvoffload.plan import BlockPlan, Direction, TransferPlan
-from kvoffload.streams import PIECE_LIMIT
+from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
 
 
 class StridedCopier:

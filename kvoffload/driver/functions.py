@@ -1,6 +1,6 @@
 """The CUDA driver functions that kvoffload calls: the whole surface of the seam.
 
-A provider of these names is a *driver API*: `cuda.bindings.driver`, or `kvoffload.driver.simulator`. Both take and
+A provider of these names is a *driver API*: `cuda.bindings.driver`, or `kvoffload.simulator`. Both take and
 return what `cuda.bindings.driver` does: a tuple whose first element is a `CUresult`.
 """
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from kvoffload.device import Device
-from kvoffload.driver.views import view_dlpack
+from kvoffload.device.device import Device
 from kvoffload.errors import LayoutError
-from kvoffload.interop import is_jax_array, planes_of_view
 from kvoffload.jax.base import PlacedCache
 from kvoffload.jax.imports import address_of, import_jax
-from kvoffload.layout import KVLayout
+from kvoffload.layout.arrays import is_jax_array, planes_of_view
+from kvoffload.layout.dlpack import view_dlpack
+from kvoffload.layout.layout import KVLayout
 
 
 class Holder:

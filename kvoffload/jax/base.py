@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from kvoffload.device import Device
+from kvoffload.device.device import Device
 from kvoffload.errors import LayoutError
-from kvoffload.interop import is_jax_array
 from kvoffload.jax.imports import address_of, follow
-from kvoffload.layout import KVLayout, dtype_name, element_bytes
+from kvoffload.layout.arrays import is_jax_array
+from kvoffload.layout.layout import KVLayout, dtype_name, element_bytes
 
 
 class PlacedCache(ABC):

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvoffload.device import Device
-from kvoffload.driver.views import view_dlpack
-from kvoffload.engine import OffloadEngine
+from kvoffload.device.device import Device
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError, LayoutError, TransferError
 from kvoffload.jax.adopted import AdoptedCache
 from kvoffload.jax.imports import import_jax
-from kvoffload.jobs import Job
+from kvoffload.layout.dlpack import view_dlpack
 
 _CALLBACK_SECONDS = 60.0  # how long to wait until JAX calls back; it does so while it dispatches, or soon after
 

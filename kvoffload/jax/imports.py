@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from kvoffload.buffers import DeviceArray
+from kvoffload.device.buffers import DeviceArray
 from kvoffload.errors import CapabilityError, LayoutError
-from kvoffload.layout import NARROW_BYTES
+from kvoffload.layout.layout import NARROW_BYTES
 
 
 def import_jax() -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.device import Device
+from kvoffload.device.device import Device
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import TransferError
 from kvoffload.jax.base import PlacedCache
 from kvoffload.jax.imports import from_device
-from kvoffload.layout import KVLayout
+from kvoffload.layout.layout import KVLayout
 
 
 class OwnedCache(PlacedCache):

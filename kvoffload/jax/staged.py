@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.device import Device
-from kvoffload.driver.views import view_dlpack
-from kvoffload.engine import OffloadEngine
+from kvoffload.device.device import Device
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.job import Job
 from kvoffload.errors import LayoutError
-from kvoffload.interop import is_jax_array
 from kvoffload.jax.imports import follow, from_device, import_jax
-from kvoffload.jobs import Job
-from kvoffload.layout import Int64Array, KVLayout, as_ids
+from kvoffload.layout.arrays import is_jax_array
+from kvoffload.layout.dlpack import view_dlpack
+from kvoffload.layout.layout import Int64Array, KVLayout, as_ids
 
 
 class StagedCache:
@@ -74,12 +74,12 @@ class StagedCache:
         jobs = []
         for block_ids, slot_ids in pieces:
             gathered = self._gather(self.array, self._padded(block_ids, 0))
-            relay = engine.callers.relay()
-            engine.callers.order_all_before(relay)  # the staging array is free
+            wait_stream = engine.callers.wait_stream()
+            engine.callers.order_all_before(wait_stream)  # the staging array is free
             with self.device.current():
-                view = view_dlpack(gathered, None if self.device.simulated else relay)
-                self.device.driver.copy(self.stage.address, view.address, self.stage.nbytes, relay)
-            jobs.append(engine.store(np.arange(len(block_ids)), slot_ids, after=relay))
+                view = view_dlpack(gathered, None if self.device.simulated else wait_stream)
+                self.device.driver.copy(self.stage.address, view.address, self.stage.nbytes, wait_stream)
+            jobs.append(engine.store(np.arange(len(block_ids)), slot_ids, after=wait_stream))
             self._held.append((jobs[-1], gathered))
         return jobs
 

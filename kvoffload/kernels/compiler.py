@@ -51,7 +51,7 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Com
     Raises:
         CapabilityError: Triton is missing, or cannot compile this.
     """
-    from kvoffload.driver.simulator.interpreter import LOCK  # it alters triton.language while a kernel runs
+    from kvoffload.simulator.interpreter import LOCK  # it alters triton.language while a kernel runs
 
     with LOCK, contextlib.redirect_stdout(sys.stderr):  # where Triton prints all about a failure
         try:

@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvoffload import cachefiles
 from kvoffload.errors import CapabilityError
+from kvoffload.internal import cachefiles
 from kvoffload.kernels.compiler import OPTIONS, Compiled, compile_kernel, no_triton, triton_version
 from kvoffload.kernels.spec import KernelSpec
 

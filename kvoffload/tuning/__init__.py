@@ -1,6 +1,7 @@
-"""What transfers cost on a machine: measured by `kvoffload.tuner`, kept, and used by `kvoffload.choice`.
+"""What transfers cost on a machine: measured by `kvoffload.calibration`, kept, and used by
+`kvoffload.copiers.selection`.
 
-    Way, Shape       how a transfer is carried, and what it looks like      costs.py
+    CopyMethod, Shape     how a transfer is carried, and what it looks like      costs.py
     Profile          seconds and slow-downs of every way, for a machine     profile.py, costs.py
     load_profile     the measured one, or a default                         profile.py, h200_pcie5.json
     fitting          from timed transfers to costs                          fitting.py
@@ -8,7 +9,7 @@
 Pure: no device is seen here.
 """
 
-from kvoffload.tuning.costs import Shape, Way
+from kvoffload.tuning.costs import CopyMethod, Shape
 from kvoffload.tuning.profile import (
     Deviation,
     Profile,
@@ -24,11 +25,11 @@ from kvoffload.tuning.profile import (
 )
 
 __all__ = [
+    "CopyMethod",
     "Deviation",
     "Profile",
     "ProfileKey",
     "Shape",
-    "Way",
     "default_profile",
     "key_of",
     "load_profile",

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from kvoffload.plan import Direction
+from kvoffload.planning.transfer_plan import Direction
 
 COPIERS = ("strided", "batch", "loop", "gather", "split")
 WITH_PROGRAMS = ("gather", "split")  # those for which a kernel runs
@@ -26,7 +26,7 @@ WITH_PROGRAMS = ("gather", "split")  # those for which a kernel runs
 _LEAST_SECONDS = 1e-7  # whatever a profile says, no transfer takes no time
 
 
-class Way(NamedTuple):
+class CopyMethod(NamedTuple):
     """A way of carrying a transfer out.
 
     Attributes:
@@ -173,21 +173,21 @@ class Costs:
     gather: dict[int, FlatCosts] = field(default_factory=dict)
     split: dict[int, SplitCosts] = field(default_factory=dict)
 
-    def seconds(self, way: Way, shape: Shape) -> float:
+    def seconds(self, method: CopyMethod, shape: Shape) -> float:
         """What is expected; infinity for a way that was not measured. A split without a share has its best one.
 
         Nothing is faster than the link, however straight lines go on.
         """
-        return max(self._seconds(way, shape), shape.nbytes / self.link, _LEAST_SECONDS)
+        return max(self._seconds(method, shape), shape.nbytes / self.link, _LEAST_SECONDS)
 
-    def _seconds(self, way: Way, shape: Shape) -> float:
-        if way.copier == "strided":
+    def _seconds(self, method: CopyMethod, shape: Shape) -> float:
+        if method.copier == "strided":
             return self._strided(shape, 1.0)
-        if way.copier == "gather":
-            return self._gather(way.programs, shape, 1.0)
-        if way.copier == "split":
-            return self._split(way.programs, shape, way.share or self.split_share(shape, way.programs))
-        costs = self.flat.get(way.copier)
+        if method.copier == "gather":
+            return self._gather(method.programs, shape, 1.0)
+        if method.copier == "split":
+            return self._split(method.programs, shape, method.share or self.split_share(shape, method.programs))
+        costs = self.flat.get(method.copier)
         return inf if costs is None else costs.seconds(shape.nbytes / shape.rows, shape.rows)
 
     def split_share(self, shape: Shape, programs: int, lean: float | None = None) -> float:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.tuning.costs import Costs, Curve, FlatCosts, Shape, SplitCosts, StridedCosts, Way
+from kvoffload.tuning.costs import CopyMethod, Costs, Curve, FlatCosts, Shape, SplitCosts, StridedCosts
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -19,7 +19,7 @@ LEAST_STRETCH = 0.8  # less would be noise: two parts at a time are not faster t
 class Sample(NamedTuple):
     """One measured transfer."""
 
-    way: Way
+    method: CopyMethod
     shape: Shape
     seconds: float
 
@@ -36,29 +36,29 @@ def fit(link: float, samples: Sequence[Sample]) -> Costs:
     copies = {label: _curves(label, samples) for label in _labels(samples, ("batch", "loop", "gather"))}
     flat = {label: costs for label, costs in copies.items() if " " not in label}
     gather = {int(label.split(" ")[1]): costs for label, costs in copies.items() if " " in label}
-    strided = [each for each in samples if each.way.copier == "strided"]
+    strided = [each for each in samples if each.method.copier == "strided"]
     costs = Costs(link, fit_strided(strided) if strided else None, flat, gather)
     split = {programs: fit_split(costs, each) for programs, each in _by_programs(samples).items()}
     return replace(costs, split=split)
 
 
 def _labels(samples: Sequence[Sample], copiers: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(each.way.label for each in samples if each.way.copier in copiers))
+    return list(dict.fromkeys(each.method.label for each in samples if each.method.copier in copiers))
 
 
 def _by_programs(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
     found: dict[int, list[Sample]] = {}
     for each in samples:
-        if each.way.copier == "split":
-            found.setdefault(each.way.programs, []).append(each)
+        if each.method.copier == "split":
+            found.setdefault(each.method.programs, []).append(each)
     return found
 
 
 def _curves(label: str, samples: Sequence[Sample]) -> FlatCosts:
     points: dict[int, dict[int, float]] = {}
-    for way, shape, seconds in samples:
-        if way.label == label:
-            count = shape.pieces if way.copier == "gather" else shape.rows
+    for method, shape, seconds in samples:
+        if method.label == label:
+            count = shape.pieces if method.copier == "gather" else shape.rows
             points.setdefault(shape.nbytes // count, {})[count] = seconds
     return FlatCosts(
         tuple(
@@ -98,8 +98,8 @@ def fit_split(costs: Costs, samples: Sequence[Sample]) -> SplitCosts:
     sizes = list(leans)
     columns = np.zeros((len(samples), 1 + len(sizes)))
     columns[:, 0] = 1.0
-    for row, (way, shape, _) in enumerate(samples):
-        ideal = costs.ideal_split(shape, way.programs, way.share)
+    for row, (method, shape, _) in enumerate(samples):
+        ideal = costs.ideal_split(shape, method.programs, method.share)
         columns[row, 1 + sizes.index(_width(samples[row]))] = ideal
     prices = solve(columns, np.array([each.seconds for each in samples]))
     stretch = _floats(np.maximum(prices[1:], LEAST_STRETCH))
@@ -121,9 +121,9 @@ def _fastest(samples: Sequence[Sample]) -> list[Sample]:
 
 def _best_lean(costs: Costs, samples: Sequence[Sample]) -> float:
     """Of the largest transfer, whose share is the least coarse: the fastest share over the balanced one."""
-    way, shape, _ = max(_fastest(samples), key=lambda each: each.shape.nbytes)
-    balanced = costs.split_share(shape, way.programs, 1.0)
-    return way.share / balanced if balanced else 1.0
+    method, shape, _ = max(_fastest(samples), key=lambda each: each.shape.nbytes)
+    balanced = costs.split_share(shape, method.programs, 1.0)
+    return method.share / balanced if balanced else 1.0
 
 
 def solve(columns: Float64Array, seconds: Float64Array) -> Float64Array:

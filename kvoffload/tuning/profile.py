@@ -17,13 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvoffload import cachefiles
-from kvoffload.plan import Direction
-from kvoffload.tuning.costs import Costs, Curve, FlatCosts, Shape, Way
+from kvoffload.internal import cachefiles
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.tuning.costs import CopyMethod, Costs, Curve, FlatCosts, Shape
 from kvoffload.tuning.costs_json import number, parse_costs, parse_label, pretty, render_costs, short
 
 if TYPE_CHECKING:
-    from kvoffload.device import Device
+    from kvoffload.device.device import Device
 
 FORMAT = 1
 _GEN4_X16 = 25e9  # bytes per second: what PCIe Gen4 x16 gives of its 31.5
@@ -74,23 +74,23 @@ class Profile:
     errors: dict[str, Deviation] = field(default_factory=dict)
     simulated: bool = False
 
-    def seconds(self, way: Way, shape: Shape) -> float:
+    def seconds(self, method: CopyMethod, shape: Shape) -> float:
         """Expected seconds on the GPU's clock; infinity for a way that was not measured."""
-        return self.costs[shape.direction].seconds(way, shape)
+        return self.costs[shape.direction].seconds(method, shape)
 
-    def slowdown(self, way: Way) -> float:
+    def slowdown(self, method: CopyMethod) -> float:
         """How many times as long a matrix product takes beside such transfers, at least 1.0.
 
         Of a number of programs that was not measured: as of the next lower one, else of the lowest; of a split: as
         of the kernel alone.
         """
         known = self.slowdowns
-        if way.label in known or not way.programs:
-            return known.get(way.label, 1.0)
-        for copier in (way.copier, "gather"):
+        if method.label in known or not method.programs:
+            return known.get(method.label, 1.0)
+        for copier in (method.copier, "gather"):
             measured = [int(label.split(" ")[1]) for label in known if label.startswith(f"{copier} ")]
             if measured:
-                lower = [programs for programs in measured if programs <= way.programs]
+                lower = [programs for programs in measured if programs <= method.programs]
                 return known[f"{copier} {max(lower, default=min(measured))}"]
         return 1.0
 

@@ -10,8 +10,8 @@ from helpers import Rig, all_are, in_threads, keys, release, rig, warm_up, whole
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Status
-from kvoffload.cli import main
-from kvoffload.policies import POLICIES
+from kvoffload.cache.policies import POLICIES
+from kvoffload.commands import main
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -154,8 +154,8 @@ def test_arrays_in_host_memory_and_read_only_ones_are_refused(cupy: Any) -> None
 # our memory as arrays of others
 
 
-@pytest.mark.parametrize("way", ["from_dlpack", "asarray"])
-def test_importing_waits_for_the_load_in_flight(cupy: Any, gpu_device: kvoffload.Device, way: str) -> None:
+@pytest.mark.parametrize("method", ["from_dlpack", "asarray"])
+def test_importing_waits_for_the_load_in_flight(cupy: Any, gpu_device: kvoffload.Device, method: str) -> None:
     cache = gpu_device.empty((64, 64, 65536), np.uint8)
     layout = KVLayout.from_stacked(cache)
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -165,7 +165,7 @@ def test_importing_waits_for_the_load_in_flight(cupy: Any, gpu_device: kvoffload
         engine.slots[:] = 2
         with stream:
             job = engine.load(range(64), range(64), after=NO_WAIT)  # 256 MiB: 5 ms
-            seen = getattr(cupy, way)(cache)
+            seen = getattr(cupy, method)(cache)
             assert seen.data.ptr == cache.address
             low = seen.min()  # on CuPy's stream, behind the load
             assert int(low) == 2

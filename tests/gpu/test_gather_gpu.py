@@ -33,13 +33,13 @@ from splitting import PROGRAMS
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
-from kvoffload.arena import Table
 from kvoffload.copiers import GatherCopier
+from kvoffload.copiers.table_arena import Table
 from kvoffload.driver import SourceOrder
 from kvoffload.kernels import store as kernel_store
-from kvoffload.plan import build
+from kvoffload.planning.transfer_plan import build
 from kvoffload.testing import Mirror, check_copier_conformance, scramble
-from kvoffload.tuning import Way
+from kvoffload.tuning import CopyMethod
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -63,9 +63,9 @@ def bench(gpu_device: kvoffload.Device) -> Iterator[Rig]:
 def run_every_kernel(bench: Rig) -> None:
     """One program and several, both ways: loading one for the first time may wait for the GPU to be idle."""
     for programs in (1, 4):
-        way = Way("gather", programs, 1.0)
-        submit(bench.engine, store(range(4), range(4), way)).wait(30)
-        submit(bench.engine, load(range(4), range(4), way)).wait(30)
+        method = CopyMethod("gather", programs, 1.0)
+        submit(bench.engine, store(range(4), range(4), method)).wait(30)
+        submit(bench.engine, load(range(4), range(4), method)).wait(30)
     bench.engine.poll()
     paint(bench)
 
@@ -89,7 +89,7 @@ def test_any_layout_and_transfers_move_the_bytes_of_a_naive_loop(
     moves = []
     for index in range(8):
         programs = chance.number(1, 8)
-        gather, split = Way("gather", programs, 1.0), Way("split", programs, chance.number(1, 99) / 100)
+        gather, split = CopyMethod("gather", programs, 1.0), CopyMethod("split", programs, chance.number(1, 99) / 100)
         moves.append(move(chance, spec, split if index % 2 else gather))
     check_moves(gpu_device, spec, moves, seed + number)
 
@@ -103,10 +103,10 @@ def test_any_number_of_programs_carries_scattered_planes(gpu_device: kvoffload.D
     with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=96, sm_limit=programs) as engine:
         fill_slots(engine, 1)
         mirror = Mirror(engine, buffers)
-        way = Way("gather", programs, 1.0)
+        method = CopyMethod("gather", programs, 1.0)
         for each in (
-            store(rng.integers(0, 96, 96).tolist(), rng.permutation(96).tolist(), way),
-            load(rng.integers(0, 96, 96).tolist(), rng.permutation(96).tolist(), way),
+            store(rng.integers(0, 96, 96).tolist(), rng.permutation(96).tolist(), method),
+            load(rng.integers(0, 96, 96).tolist(), rng.permutation(96).tolist(), method),
         ):
             result = submit(engine, each).wait(30)
             expect(mirror, each)
@@ -132,7 +132,7 @@ def test_pitfall_33_any_alignment_gives_the_right_bytes(
         mirror = Mirror(engine, buffers)
         for direction in Direction:
             blocks, slots = rng.permutation(200)[:150].tolist(), rng.permutation(used).tolist()
-            each = Move(direction, 0, blocks, slots, factor - 1, Way("gather", 2, 1.0))
+            each = Move(direction, 0, blocks, slots, factor - 1, CopyMethod("gather", 2, 1.0))
             submit(engine, each).wait(30)
             expect(mirror, each)
         mirror.check()
@@ -158,8 +158,8 @@ def test_pitfall_05_tables_belong_to_a_transfer_until_its_end(
         moves = []
         for number in range(100):
             blocks, slots = (1 + rng.permutation(63)[:16] for _ in range(2))  # neither block 0 nor slot 0
-            way = Way("gather", 1 + number % 4, 1.0)
-            moves.append(store(blocks, slots, way) if number % 3 else load(slots, blocks, way))
+            method = CopyMethod("gather", 1 + number % 4, 1.0)
+            moves.append(store(blocks, slots, method) if number % 3 else load(slots, blocks, method))
         jobs = [submit(bench.engine, each, after=held) for each in moves]
         for each in moves:
             expect(mirror, each)
@@ -180,9 +180,9 @@ def test_long_transfers_in_many_tables(gpu_device: kvoffload.Device, monkeypatch
     with rig(gpu_device, planes=8, block_bytes=4 * KIB, num_blocks=1000, num_slots=1000, sm_limit=4) as bench:
         rng = np.random.default_rng(6)
         mirror = Mirror(bench.engine, [bench.slab])
-        for way in (Way("gather", 4, 1.0), Way("split", 2, 0.5)):
+        for method in (CopyMethod("gather", 4, 1.0), CopyMethod("split", 2, 0.5)):
             for call in (store, load):
-                each = call(rng.permutation(1000), rng.permutation(1000), way)
+                each = call(rng.permutation(1000), rng.permutation(1000), method)
                 submit(bench.engine, each)
                 expect(mirror, each)
         bench.engine.drain(60)
@@ -204,9 +204,9 @@ def test_both_parts_of_a_split_wait_and_are_waited_for(
 
 def test_a_split_is_one_job_whose_time_covers_both_parts(bench: Rig) -> None:
     seconds = {}
-    for way in (Way("strided"), Way("gather", 1, 1.0), Way("split", 1, 0.5)):
-        each = store(range(40), range(40), way)
-        seconds[way.copier] = min(submit(bench.engine, each).wait(30).seconds for _ in range(5))
+    for method in (CopyMethod("strided"), CopyMethod("gather", 1, 1.0), CopyMethod("split", 1, 0.5)):
+        each = store(range(40), range(40), method)
+        seconds[method.copier] = min(submit(bench.engine, each).wait(30).seconds for _ in range(5))
     print({name: f"{40 / 1024 / taken:.1f} GiB/s" for name, taken in seconds.items()})
     assert seconds["split"] > 0.4 * max(seconds.values()), "half of the blocks at least, by either"
     assert seconds["split"] < 1.3 * max(seconds.values())
@@ -218,14 +218,14 @@ def test_a_split_is_one_job_whose_time_covers_both_parts(bench: Rig) -> None:
 def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.Device) -> None:
     planes, buffers = separate(gpu_device, 4, 4 * KIB, 64)
     rng = np.random.default_rng(5)
-    ways = [Way("gather", 1, 1.0), Way("gather", 4, 1.0), Way("split", 2, 0.5)]
+    methods = [CopyMethod("gather", 1, 1.0), CopyMethod("gather", 4, 1.0), CopyMethod("split", 2, 0.5)]
     with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=64, sm_limit=4) as engine:
 
         def transfers(count: int) -> int:
             """Free bytes of GPU memory after so many."""
             for number in range(count):
                 ids = rng.choice(64, 3, replace=False)
-                submit(engine, (load if number % 2 else store)(ids, ids, ways[number % 3]))
+                submit(engine, (load if number % 2 else store)(ids, ids, methods[number % 3]))
                 if number % 100 == 0:
                     engine.drain(30)
                     engine.poll()
@@ -243,8 +243,8 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.De
         assert (files_after - files <= 4, threads_after) == (True, threads)
         assert engine.statistics().events - events <= 100
         whole(engine)
-        assert engine._toolbox._kernels is not None
-        assert [arena.in_use for arena in engine._toolbox._kernels.arenas.values()] == [0, 0]
+        assert engine._copier_set._kernels is not None
+        assert [arena.in_use for arena in engine._copier_set._kernels.arenas.values()] == [0, 0]
     for buffer in buffers:
         buffer.close()
 
@@ -262,7 +262,7 @@ def test_a_second_engine_takes_its_kernels_from_the_cache(
             assert engine.missing_copiers == {}
             engine.slots[:] = 7 + number
             for direction in (Direction.LOAD, Direction.STORE):
-                engine.submit(direction, range(16), range(16), copier=Way("gather", 1, 1.0)).wait(30)
+                engine.submit(direction, range(16), range(16), copier=CopyMethod("gather", 1, 1.0)).wait(30)
             assert (engine.slots[:, : 16 * KIB] == 7 + number).all()
         files = {path.name for path in (tmp_path / "kernels").iterdir()}
         assert len(files) >= 2
@@ -277,11 +277,11 @@ class Submissions:
     """Stores or loads of the same blocks, by a gather copier alone on a stream of its own, and by an engine."""
 
     def __init__(self, engine: OffloadEngine, direction: Direction, blocks: Ids, slots: Ids) -> None:
-        assert engine._toolbox._kernels is not None
+        assert engine._copier_set._kernels is not None
         self.engine, self.direction, self.blocks, self.slots = engine, direction, blocks, slots
         group, address = engine._groups[0], engine._memory.address
         self.plan = build(group, engine.layout, direction, pool_address=address, slots=slots, blocks=blocks)
-        self.copier = GatherCopier(engine._toolbox._kernels, 4)
+        self.copier = GatherCopier(engine._copier_set._kernels, 4)
         self.driver = engine.device.driver
         self.stream = self.driver.stream_create(0)
         self.tables: list[Table] = []
@@ -298,8 +298,8 @@ class Submissions:
         self.tables.pop().release()
 
     def by_engine(self) -> None:
-        way = Way("gather", 4, 1.0)
-        self.engine.submit(self.direction, self.blocks, self.slots, after=NO_WAIT, copier=way)
+        method = CopyMethod("gather", 4, 1.0)
+        self.engine.submit(self.direction, self.blocks, self.slots, after=NO_WAIT, copier=method)
 
     def end_by_engine(self) -> None:
         self.engine.drain(30)

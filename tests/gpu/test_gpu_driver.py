@@ -14,9 +14,9 @@ from helpers import copiers_in
 import kvoffload
 from kvoffload import NO_WAIT, Direction, DriverError, KVLayout, LayoutError, OffloadEngine, Plane, TransferError
 from kvoffload.copiers import BatchCopier, Copier, LoopCopier, StridedCopier
+from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable, address_of
-from kvoffload.memory import PAGE_BYTES, PinnedMemory
-from kvoffload.plan import build, fold
+from kvoffload.planning.transfer_plan import build, fold
 from kvoffload.testing import leak_check, scramble
 
 pytestmark = pytest.mark.gpu

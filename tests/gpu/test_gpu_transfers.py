@@ -103,7 +103,7 @@ def test_pitfall_17_a_pool_pins_exactly_its_slots(gpu_device: kvoffload.Device, 
 def test_pitfall_20_slots_beside_the_borders_of_registered_pieces(
     gpu_device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvoffload import memory
+    from kvoffload.device import pinned as memory
 
     monkeypatch.setattr(memory, "_PIECE_BYTES", 1 << 20)
     planes = gpu_device.allocate_planes(3, block_bytes=100_000, num_blocks=64)

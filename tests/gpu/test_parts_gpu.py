@@ -15,9 +15,9 @@ from strategies import slab_of
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
-from kvoffload.books import Flight
-from kvoffload.jobs import Job, Piece, wait_until
-from kvoffload.launch import Launcher
+from kvoffload.engine.books import Flight
+from kvoffload.engine.job import Job, Piece, wait_until
+from kvoffload.engine.launcher import Launcher
 from kvoffload.testing import Mirror, scramble
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -6,7 +6,7 @@ import threading
 import time
 
 from cuda.bindings import driver as cuda
-from program import (
+from simulator_program import (
     ANY,
     Program,
     R,

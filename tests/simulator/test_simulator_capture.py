@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from capture_probe import GLOBAL, RELAXED, THREAD_LOCAL, Probe, Verdict
 from cuda.bindings import driver as cuda
-from program import (
+from simulator_program import (
     LEGACY,
     Program,
     R,

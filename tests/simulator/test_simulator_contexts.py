@@ -7,13 +7,13 @@ import threading
 from typing import Any
 
 import pytest
-from program import (
+from simulator_program import (
     Program,
     R,
     program_fixture,  # noqa: F401
 )
 
-from kvoffload.driver.simulator import SimulatedDriver
+from kvoffload.simulator import SimulatedDriver
 
 
 def test_calls_need_cuinit_then_a_context() -> None:

@@ -10,7 +10,7 @@ import pytest
 from cuda.bindings import driver as cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program import (
+from simulator_program import (
     ANY,
     DURING_API_CALL,
     ILLEGAL_ADDRESS,
@@ -27,7 +27,7 @@ from program import (
     strided_operation,
 )
 
-from kvoffload.driver.simulator import SimulatorError, memory
+from kvoffload.simulator import SimulatorError, memory
 
 
 def carried(program: Program, order: Any) -> bool:
@@ -142,7 +142,7 @@ def test_a_rectangle_honours_offsets_and_memory_types(program: Program) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from(["strided", "2d", "batch", "loop"]), st.sampled_from([STREAM, ANY]))
-def test_every_copy_call_moves_the_bytes_of_a_naive_loop(data: st.DataObject, way: str, order: Any) -> None:
+def test_every_copy_call_moves_the_bytes_of_a_naive_loop(data: st.DataObject, method: str, order: Any) -> None:
     program = Program(seed=data.draw(st.integers(0, 99)))
     blocks, width, height = (data.draw(st.integers(1, 4)) for _ in range(3))
     pitch = width * blocks
@@ -152,13 +152,13 @@ def test_every_copy_call_moves_the_bytes_of_a_naive_loop(data: st.DataObject, wa
     program.bytes(source, pitch * height)[:] = grid.reshape(-1)
     starts = [(int(target) + to * width, source + at * width) for at, to in enumerate(shuffled)]
     rows = [(to + r * pitch, at + r * pitch, width) for to, at in starts for r in range(height)]
-    if way == "strided":
+    if method == "strided":
         made = [strided_operation(to, at, width, height, pitch, pitch, order) for to, at in starts]
         assert program.strided(made, stream) == R.CUDA_SUCCESS
-    elif way == "2d":
+    elif method == "2d":
         for to, at in starts:
             program.ok("cuMemcpy2DAsync", rectangle(to, at, width, height, pitch, pitch), stream)
-    elif way == "batch":
+    elif method == "batch":
         assert program.batch(rows, stream, order) == R.CUDA_SUCCESS
     else:
         for to, at, nbytes in rows:

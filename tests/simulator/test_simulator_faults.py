@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from program import (
+from simulator_program import (
     ANY,
     ILLEGAL_ADDRESS,
     Program,
@@ -15,7 +15,7 @@ from program import (
     program_fixture,  # noqa: F401
 )
 
-from kvoffload.driver.simulator import space
+from kvoffload.simulator import space
 
 
 def test_a_planned_call_fails_once_and_before_it_did_anything(program: Program) -> None:

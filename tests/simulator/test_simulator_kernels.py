@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from capture_probe import GLOBAL
 from cuda.bindings import driver as cuda
-from program import (
+from simulator_program import (
     ILLEGAL_ADDRESS,
     Program,
     R,
@@ -18,7 +18,7 @@ from program import (
     program_fixture,  # noqa: F401
 )
 
-from kvoffload.driver.simulator import SimulatorError, interpreter, kernels
+from kvoffload.simulator import SimulatorError, interpreter, kernels
 
 A = cuda.CUdevice_attribute
 F = cuda.CUfunction_attribute

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
-from program import (
+from simulator_program import (
     Program,
     R,
     address_of,
     program_fixture,  # noqa: F401
 )
 
-from kvoffload.driver.simulator import SimulatorError, memory, space
+from kvoffload.simulator import SimulatorError, memory, space
 
 
 def test_allocations_are_exact_aligned_and_poisoned(program: Program) -> None:

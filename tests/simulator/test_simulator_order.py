@@ -11,7 +11,7 @@ import pytest
 from cuda.bindings import driver as cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program import (
+from simulator_program import (
     LEGACY,
     PER_THREAD,
     Program,
@@ -19,7 +19,7 @@ from program import (
     program_fixture,  # noqa: F401
 )
 
-from kvoffload.driver.simulator import SimulatorError
+from kvoffload.simulator import SimulatorError
 
 
 def test_nothing_runs_while_a_gate_is_shut(program: Program) -> None:

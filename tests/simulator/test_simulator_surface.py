@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cuda.bindings import driver as cuda
-from program import (
+from simulator_program import (
     ANY,
     DURING_API_CALL,
     PER_THREAD,
@@ -19,7 +19,7 @@ from program import (
 )
 
 from kvoffload.driver import functions
-from kvoffload.driver.simulator import SimulatedDriver, copies
+from kvoffload.simulator import SimulatedDriver, copies
 
 
 def test_offers_every_function_of_the_seam() -> None:

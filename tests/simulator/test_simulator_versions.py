@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
-from program import STREAM, Program, R, address_of, attributes, strided_operation
+from simulator_program import STREAM, Program, R, address_of, attributes, strided_operation
 
-from kvoffload.driver.simulator import DriverError, FunctionNotFoundError, copies
+from kvoffload.simulator import DriverError, FunctionNotFoundError, copies
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""Transfers that go on and on beside a computation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+from kvoffload.bench.baselines import GridStride
+from kvoffload.bench.bed import Bed
+from kvoffload.bench.cases import Lab
+from kvoffload.device.streams import NO_WAIT
+from kvoffload.engine.job import Job
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.tuning import CopyMethod
+
+
+def _queued(lab: Lab) -> int:
+    """Transfers to have under way: one that runs, and something for a GPU to go on with."""
+    return 1 if lab.device.simulated else 3
+
+
+class Background(Protocol):
+    """The same transfer, again and again.
+
+    Attributes:
+        nbytes: of one transfer.
+        seconds: on the GPU clock, of every transfer that had ended when `finish` was called.
+    """
+
+    nbytes: int
+    seconds: list[float]
+
+    def submit(self, after: int | None = None) -> None:
+        """Queue one, behind what is queued on the stream `after`."""
+
+    def top_up(self) -> None:
+        """Queue more, so that some are always under way."""
+
+    def finish(self) -> None:
+        """Wait until all have ended. Those still under way now are not counted: they have run on alone."""
+
+
+class EngineBackground:
+    """Through an engine: `copier` as for `Bed.submit`."""
+
+    def __init__(self, bed: Bed, direction: Direction, copier: str | CopyMethod | None) -> None:
+        self._bed, self._direction, self._copier = bed, direction, copier
+        self.nbytes = bed.nbytes
+        self.seconds: list[float] = []
+        self.reason = ""
+        self._jobs: deque[Job] = deque()
+
+    def submit(self, after: int | None = None) -> None:
+        behind: Any = NO_WAIT if after is None else after
+        jobs = self._bed.submit(self._direction, self._copier, after=behind)
+        self.reason = jobs[0].reason
+        self._jobs += jobs
+
+    def top_up(self) -> None:
+        while self._jobs and self._jobs[0].done:
+            self._retire()
+        while len(self._jobs) < _queued(self._bed.lab):
+            self.submit()
+
+    def finish(self) -> None:
+        while self._jobs and self._jobs[0].done:
+            self._retire()
+        while self._jobs:
+            self._jobs.popleft().wait()
+
+    def _retire(self) -> None:
+        self.seconds.append(self._jobs.popleft().wait().seconds)
+
+
+class StreamBackground:
+    """Bare driver calls on the lab's stream; `queue` is given the stream. `close` waits for what is under way."""
+
+    def __init__(self, lab: Lab, queue: Callable[[int], object], nbytes: int) -> None:
+        self._lab, self._queue = lab, queue
+        self.nbytes = nbytes
+        self.seconds: list[float] = []
+        self._driver, self._stream = lab.driver, lab.timer.stream
+        self._timers: list[int] = []
+        self._free: list[tuple[int, int]] = []
+        self._flying: deque[tuple[int, int]] = deque()
+        with lab.device.current():
+            self._order = self._driver.event_create(timing=False)
+
+    def submit(self, after: int | None = None) -> None:
+        driver, stream = self._driver, self._stream
+        with self._lab.device.current():
+            pair = self._free.pop() if self._free else (self._timer(), self._timer())
+            if after is not None:
+                driver.event_record(self._order, after)
+                driver.stream_wait_event(stream, self._order)
+            driver.event_record(pair[0], stream)
+            self._queue(stream)
+            driver.event_record(pair[1], stream)
+            self._flying.append(pair)
+
+    def _timer(self) -> int:
+        self._timers.append(self._driver.event_create(timing=True))
+        return self._timers[-1]
+
+    def top_up(self) -> None:
+        self._land()
+        while len(self._flying) < _queued(self._lab):
+            self.submit()
+
+    def finish(self) -> None:
+        self._land()
+        while self._flying:
+            self._land(counted=False)
+
+    def _land(self, *, counted: bool = True) -> None:
+        with self._lab.device.current():
+            while self._flying and self._driver.event_query(self._flying[0][1]):
+                pair = self._flying.popleft()
+                if counted:
+                    self.seconds.append(self._driver.event_seconds(*pair))
+                self._free.append(pair)
+
+    def close(self) -> None:
+        """Also after a failed `submit`: what it had queued still runs on memory that others free next."""
+        with self._lab.device.current(), ExitStack() as undo:
+            for event in (self._order, *self._timers):
+                undo.callback(self._driver.event_destroy, event)
+            self._driver.stream_synchronize(self._stream)
+
+
+def grid_background(grid: GridStride, bed: Bed, direction: Direction, programs: int) -> StreamBackground:
+    """The arrays are written once, and copied for every transfer."""
+    return StreamBackground(bed.lab, grid.stage(bed, direction, programs), bed.nbytes)

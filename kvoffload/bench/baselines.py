@@ -1,0 +1,166 @@
+"""What others do, on the addresses of a bed: bare driver calls, and a grid-stride kernel.
+
+    bare strided     the operations of the strided copier, built once, in one cuMemcpy3DBatchAsync
+    flat batch       one cuMemcpyBatchAsync with a descriptor per row, on an idle stream
+    copy loop        cuMemcpyAsync, row by row
+    grid-stride N    a kernel of N programs of 4 warps that copies one row at a time in 8-byte words; three arrays, of
+                     sources, targets and bytes, are copied to the GPU at each call, from ordinary memory as a framework
+                     does that turns an array of the host into one of the GPU; ", pinned": from pinned memory
+
+All are timed on the GPU clock, on a stream of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from kvoffload import kernels
+from kvoffload.bench.bed import Bed, Placement
+from kvoffload.bench.cases import Lab
+from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
+from kvoffload.driver import FlatTable, SourceOrder, address_of, binding_types
+from kvoffload.errors import DriverError
+from kvoffload.kernels import KernelSpec, LoadedKernel
+from kvoffload.planning.transfer_plan import Direction
+
+Run = Callable[[], float]
+BARE_STRIDED, FLAT_BATCH, COPY_LOOP = "bare strided", "flat batch", "copy loop"
+GRID_PROGRAMS = (12, 20)
+_MAX_WORDS = 8192  # of 8 bytes, in a tile: 64 KiB, half the registers of 128 threads
+_WARPS = 4
+
+
+def grid_stride(programs: int, *, pinned: bool = False) -> str:
+    return f"grid-stride {programs}" + (", pinned" if pinned else "")
+
+
+def bare_calls(bed: Bed, direction: Direction) -> dict[str, Run]:
+    """Those that the driver has the calls for."""
+    capabilities = bed.lab.device.capabilities
+    runs = {COPY_LOOP: copy_loop(bed, direction)}
+    if capabilities.flat_batch:
+        runs[FLAT_BATCH] = flat_batch(bed, direction)
+    if capabilities.strided_batch and bed.placement is Placement.FOLDED:
+        runs[BARE_STRIDED] = bare_strided(bed, direction)
+    return runs
+
+
+def bare_strided(bed: Bed, direction: Direction) -> Run:
+    """Of planes that fold."""
+    operations = [
+        _operation(*(ends if direction is Direction.STORE else ends[::-1]), bed.row_bytes, bed.plane_count)
+        for part in bed.parts
+        for ends in _strided_ends(bed, part)
+    ]
+    call = bed.lab.driver.api.cuMemcpy3DBatchAsync
+    timer = bed.lab.timer
+    return lambda: timer.seconds(lambda: _check(call(len(operations), operations, 0, timer.stream)))
+
+
+def _strided_ends(bed: Bed, part: Any) -> Iterable[tuple[tuple[int, int], tuple[int, int]]]:
+    """Device and host end of each run, as (address, pitch)."""
+    pitch = part.planes[1].address - part.planes[0].address
+    for start, slot in zip(part.starts.tolist(), part.slots.tolist(), strict=True):
+        device = part.planes[0].address + start * bed.block_bytes
+        yield (device, pitch), (bed.slot_address + slot * bed.layout.slot_bytes, bed.row_bytes)
+
+
+def _operation(source: tuple[int, int], target: tuple[int, int], width: int, height: int) -> Any:
+    """A strided operation of `height` rows of `width` bytes; ends are (address, pitch)."""
+    driver = binding_types()
+    operation = driver.CUDA_MEMCPY3D_BATCH_OP()
+    for end, (address, pitch) in ((operation.src, source), (operation.dst, target)):
+        end.type = driver.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
+        end.op.ptr.ptr = address
+        end.op.ptr.rowLength = pitch
+    operation.extent.width, operation.extent.height, operation.extent.depth = width, height, 1
+    operation.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    return operation
+
+
+def flat_batch(bed: Bed, direction: Direction) -> Run:
+    """Marshalled as the batch copier does it, before the clock starts."""
+    source, target = bed.ends(direction)
+    table, driver, timer = FlatTable(len(source)), bed.lab.driver, bed.lab.timer
+    table.fill(target, source, np.array([bed.row_bytes], dtype=np.uint64))
+    table.lists(0, len(source))  # makes the objects that the bindings take
+    return lambda: timer.seconds(lambda: driver.copy_batch(table, 0, len(source), SourceOrder.STREAM, timer.stream))
+
+
+def copy_loop(bed: Bed, direction: Direction) -> Run:
+    sources, targets = (end.tolist() for end in bed.ends(direction))
+    nbytes, call, timer = bed.row_bytes, bed.lab.driver.api.cuMemcpyAsync, bed.lab.timer
+
+    def submit() -> None:
+        for target, source in zip(targets, sources, strict=True):
+            _check(call(target, source, nbytes, timer.stream))
+
+    return lambda: timer.seconds(submit)
+
+
+def _check(result: tuple[Any, ...]) -> None:
+    if int(result[0]):
+        raise DriverError("a bare call", result[0].name, int(result[0]))
+
+
+class GridStride:
+    """The kernel, for rows of one size, and its three arrays. Free it with `close`.
+
+    Raises:
+        CapabilityError: no kernel can run here.
+    """
+
+    def __init__(self, lab: Lab, row_bytes: int, capacity: int) -> None:
+        self._lab, self._row_bytes = lab, row_bytes
+        words = min(_MAX_WORDS, 1 << (row_bytes // 8).bit_length() - 1)
+        parameters = (("sources", "i64"), ("targets", "i64"), ("sizes", "i64"), ("count", "i32"))
+        spec = KernelSpec("kvoffload.kernels.baseline", "grid_stride", parameters, (("WORDS", words),), _WARPS)
+        nbytes = -(-24 * capacity // PAGE_BYTES) * PAGE_BYTES
+        with lab.device.current(), ExitStack() as undo:
+            self._kernel: LoadedKernel = kernels.load_kernel(lab.driver, lab.device.capabilities, spec)
+            undo.callback(self._kernel.close)
+            self._pinned = PinnedMemory(lab.driver, nbytes)
+            undo.callback(self._pinned.release)
+            self._device = lab.device.allocate(nbytes)
+            undo.pop_all()
+        self._ordinary = np.zeros(nbytes, dtype=np.uint8)
+
+    def run(self, bed: Bed, direction: Direction, programs: int, *, pinned: bool = False) -> Run:
+        """The arrays are written before the clock starts, and copied after."""
+        timer = self._lab.timer
+
+        def run() -> float:
+            submit = self.stage(bed, direction, programs, pinned=pinned)
+            return timer.seconds(lambda: submit(timer.stream))
+
+        return run
+
+    def stage(self, bed: Bed, direction: Direction, programs: int, *, pinned: bool = False) -> Callable[[int], None]:
+        """Write the arrays, and return what queues their copies and the kernel on a stream."""
+        count = bed.copies
+        memory = self._pinned.array if pinned else self._ordinary
+        rows = memory[: 24 * count].view(np.int64).reshape(3, count)
+        with self._lab.device.current():
+            shift = self._lab.driver.host_device_address(bed.slot_address) - bed.slot_address
+        rows[0], rows[1] = bed.ends(direction)
+        rows[0 if direction is Direction.LOAD else 1] += shift
+        rows[2] = self._row_bytes
+        copy, target, source = self._lab.driver.copy, self._device.address, address_of(memory)
+        arrays = [target + index * 8 * count for index in range(3)]
+
+        def submit(stream: int) -> None:
+            for index, array in enumerate(arrays):
+                copy(array, source + index * 8 * count, 8 * count, stream)
+            self._kernel.launch(stream, programs, (*arrays, count))
+
+        return submit
+
+    def close(self) -> None:
+        with self._lab.device.current():
+            self._kernel.close()
+            self._pinned.release()
+        self._device.close()

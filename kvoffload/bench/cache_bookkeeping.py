@@ -1,0 +1,168 @@
+"""`kvoffload bench cache`: what the prefix cache's bookkeeping costs the host, beside an OrderedDict that does as much.
+
+Runs anywhere: `CacheIndex` has no device. Requests are as long as they come, so that a figure is that of a request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import tracemalloc
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.policies import POLICIES
+from kvoffload.terminal.console import Output, whole
+
+_KEY_BYTES = 16
+_COLUMNS = ("lookup_us", "reserve_commit_us", "touch_us", "bytes_per_block")
+
+
+def add_parser(benches: Any) -> None:
+    parser = benches.add_parser(
+        "cache",
+        help="microseconds and bytes of the prefix cache's bookkeeping",
+        description="Fill a cache with blocks, then look requests of it up at random, and reserve and commit new ones, "
+        "each of which displaces as many blocks; microseconds of a request, medians. Then bytes of Python memory a "
+        "block, with every key touched. Beside it a collections.OrderedDict that finds, drops and inserts the same "
+        "keys. Half of the requests come twice. No GPU is touched.",
+    )
+    parser.add_argument("--blocks", type=whole(1024), default=1_000_000, metavar="N", help="default 1,000,000")
+    parser.add_argument("--keys", type=whole(1), default=512, metavar="N", help="of a request (default 512)")
+    parser.add_argument("--policy", choices=[*sorted(POLICIES), "all"], default="all", help="default all")
+    parser.add_argument("--repeats", type=whole(1), default=300, metavar="N", help="timed requests (default 300)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    output = Output(arguments.json)
+    fields = measure(
+        sorted(POLICIES) if arguments.policy == "all" else [arguments.policy],
+        arguments.blocks,
+        min(arguments.keys, arguments.blocks),
+        arguments.repeats,
+    )
+    output.result(fields)
+    columns = ("what", "lookup", "best", "reserve + commit", "best", "touch", "bytes a block")
+    title = f"{fields['blocks']:,} blocks, requests of {fields['keys']}: microseconds"
+    output.table(title, columns, [_row(row, fields["rows"][0]) for row in fields["rows"]])
+    return 0
+
+
+def measure(policies: list[str], blocks: int, keys: int, repeats: int) -> dict[str, Any]:
+    """Medians, best and bytes: of the OrderedDict first, then of each policy."""
+    rows = [_measure("OrderedDict", partial(_Dictionary, blocks), blocks, keys, repeats)]
+    rows += [_measure(name, partial(_Cache, blocks, name), blocks, keys, repeats) for name in policies]
+    return {"benchmark": "cache", "blocks": blocks, "keys": keys, "repeats": repeats, "rows": rows}
+
+
+class _Dictionary:
+    """What a cache cannot do without: find keys, drop the oldest, insert new ones in their places."""
+
+    def __init__(self, capacity: int) -> None:
+        self._entries: OrderedDict[bytes, int] = OrderedDict()
+        self._capacity = capacity
+        self.evicted = 0
+
+    def lookup(self, keys: list[bytes]) -> int:
+        found = 0
+        for key in keys:
+            if key not in self._entries:
+                break
+            found += 1
+        return found
+
+    def store(self, keys: list[bytes]) -> None:
+        entries = self._entries
+        self.evicted += max(0, len(entries) + len(keys) - self._capacity)
+        for key in keys:
+            entry = len(entries) if len(entries) < self._capacity else entries.popitem(last=False)[1]
+            entries[key] = entry
+
+    def touch(self, keys: list[bytes]) -> None:
+        for key in reversed(keys):
+            self._entries.move_to_end(key)
+
+
+class _Cache:
+    def __init__(self, capacity: int, policy: str) -> None:
+        self._index = CacheIndex(capacity, policy=policy)
+        self.lookup = self._index.lookup
+        self.touch = self._index.touch
+
+    def store(self, keys: list[bytes]) -> None:
+        self._index.reserve(keys).commit()
+
+    @property
+    def evicted(self) -> int:
+        return self._index.statistics().evicted
+
+
+def _measure(name: str, make: Callable[[], Any], blocks: int, keys: int, repeats: int) -> dict[str, Any]:
+    cache, random = make(), Random(0)
+    _fill(cache, blocks, keys)
+    before = cache.evicted
+    lookups = [_timed(cache.lookup, _keys(random.randrange(blocks // keys) * keys, keys)) for _ in range(repeats)]
+    stores, touches = [], []
+    for number in range(repeats):
+        request = _keys(blocks + number * keys, keys)
+        stores.append(_timed(cache.store, request))
+        touches.append(_timed(cache.touch, request))
+    assert cache.evicted - before == repeats * keys, "every new block displaces one"
+    fields: dict[str, Any] = {"name": name}
+    for what, values in zip(_COLUMNS, (lookups, stores, touches), strict=False):
+        fields[what], fields[f"{what}_best"] = statistics.median(values), min(values)
+    return fields | {"bytes_per_block": _bytes_per_block(make, blocks, keys)}
+
+
+def _timed(call: Callable[[list[bytes]], object], keys: list[bytes]) -> float:
+    begin = time.perf_counter()
+    call(keys)
+    return (time.perf_counter() - begin) * 1e6
+
+
+def _bytes_per_block(make: Callable[[], Any], blocks: int, keys: int) -> float:
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        cache = make()
+        _fill(cache, blocks, keys)
+        return (tracemalloc.get_traced_memory()[0] - before) / blocks
+    finally:
+        tracemalloc.stop()
+
+
+def _fill(cache: Any, blocks: int, keys: int) -> None:
+    """Store all blocks; every second request comes once again, soon: new blocks are worth having."""
+    for number, start in enumerate(range(0, blocks, keys)):
+        request = _keys(start, min(keys, blocks - start))
+        cache.store(request)
+        cache.touch(request)
+        if number % 2:
+            cache.touch(_keys(start - keys, keys))
+
+
+def _keys(start: int, count: int) -> list[bytes]:
+    """New objects each time, as requests bring them."""
+    return [number.to_bytes(_KEY_BYTES, "little") for number in range(start, start + count)]
+
+
+def _row(row: dict[str, Any], reference: dict[str, Any]) -> tuple[str, ...]:
+    def beside(what: str) -> str:
+        return f"{row[what]:.0f} ({row[what] / reference[what]:.1f}x)"
+
+    return (
+        row["name"],
+        beside("lookup_us"),
+        f"{row['lookup_us_best']:.0f}",
+        beside("reserve_commit_us"),
+        f"{row['reserve_commit_us_best']:.0f}",
+        beside("touch_us"),
+        f"{row['bytes_per_block']:.0f}",
+    )

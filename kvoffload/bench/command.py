@@ -1,0 +1,65 @@
+"""`kvoffload bench`: transfers against what others do, their cost to the computation beside them and to the host."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvoffload.bench import cache_bookkeeping as bookkeeping
+from kvoffload.bench import frameworks_compared as interop
+from kvoffload.bench import interference, marshal, plots, submit, sweep, transfer
+from kvoffload.bench import layer_groups as parts
+from kvoffload.bench.report import describe_device as describe_device
+from kvoffload.terminal.console import CommandError
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="measure", description="Measure transfers, and what they cost.")
+    benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    for bench in (transfer, sweep, interference, parts, interop, submit, marshal, bookkeeping):
+        bench.add_parser(benches)
+    plot = benches.add_parser(
+        "plot",
+        help="figures of saved results",
+        description="Draw the figures of results that were saved with --save, on this or another machine, as PNGs.",
+    )
+    plot.add_argument("results", nargs="+", metavar="FILE", help="JSON of `bench transfer`, `sweep` or `interference`")
+    plot.add_argument("--output", required=True, metavar="FOLDER", help="where to write them")
+    plot.set_defaults(run=run_plot)
+
+
+def run_plot(arguments: argparse.Namespace) -> int:
+    plots.require()
+    for path in plots.draw(_read_all(arguments.results), arguments.output):
+        print(path)
+    return 0
+
+
+def _read_all(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Results by file, one of a benchmark: the figures of a second would replace those of the first."""
+    found: dict[str, dict[str, Any]] = {}
+    files: dict[str, str] = {}
+    for name in names:
+        fields = _read(name)
+        kind = fields["benchmark"]
+        if kind in files:
+            raise CommandError(
+                f"{files[kind]} and {name} are both results of `bench {kind}`: draw each into a folder of its own"
+            )
+        found[name], files[kind] = fields, name
+    return found
+
+
+def _read(name: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{name} cannot be read as JSON: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("benchmark"), str):
+        raise CommandError(f"{name} is no result of `kvoffload bench ... --json`")
+    if fields.get("simulated"):
+        raise CommandError(f"{name} comes from the simulated device, which has no times to draw")
+    return fields

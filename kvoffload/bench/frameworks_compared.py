@@ -1,0 +1,265 @@
+"""`kvoffload bench interop`: what users of CuPy and of JAX get, with this library and without it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from kvoffload.bench.cargo import Cargo, CopyMethod, run_warmed
+from kvoffload.bench.cases import BIG_COPY, Lab, Timing
+from kvoffload.bench.cupy_methods import CUPY, CupyWays
+from kvoffload.bench.frameworks import check_cupy, check_jax, why_not
+from kvoffload.bench.jax_methods import JAX, JaxWays
+from kvoffload.bench.report import Fields, add_bench_options, conduct, number
+from kvoffload.bench.rows import microseconds
+from kvoffload.errors import CapabilityError
+from kvoffload.internal.models import MODELS, ModelGeometry
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.terminal.console import Advance, CommandError, Output, mib, model, whole
+
+_MODEL = "llama-3.1-8b"
+_BLOCKS = 32
+_IN_A_ROW = 8
+_TIMES = (1, _IN_A_ROW)
+_DESCRIPTION = f"""\
+Store random, non-adjacent blocks of a KV cache of CuPy's and of JAX's to pinned host memory, and load them back, with
+this library and with what the frameworks offer. By the wall clock, from the call until the bytes can be used: a store
+ends when the host may read them, a load when the framework has computed with an element of the last block; so all
+waiting that correctness needs is in it. Transfers are timed one at a time, and {_IN_A_ROW} in a row: queued one after
+another, as far as the framework does not make the host wait, and waited for at the end. Block ids come from the host,
+unless a line says otherwise. Every way moves the same blocks, in rounds of a random order, after a transfer that warms
+up the CPU's caches; figures are medians of the rounds, and of a row, what one transfer takes of it. Targets are
+poisoned before, and all bytes verified after, every timed transfer or row. "big copy": one contiguous pinned copy of
+256 MiB, on the GPU clock.
+A cache is one array (planes, blocks, elements), or in CuPy a "list" of arrays (blocks, elements), one for each plane,
+each in an allocation of its own. What JAX offers is device_put to its memory kind pinned_host, and from there: of all
+blocks in one array, or "per block", each in an array of its own, as a prefix cache needs that stores and finds each by
+itself. The default takes 30 GiB of GPU memory. On the simulated device: small sizes, verified, and no times; of JAX
+what works on the CPU."""
+
+
+_Made = TypeVar("_Made")
+
+
+class Framework(Protocol):
+    """The ways of a framework, made when they are called; `close` closes what they have opened."""
+
+    name: str
+
+    @property
+    def makers(self) -> Mapping[str, Callable[[], CopyMethod]]: ...
+
+    def close(self) -> None: ...
+
+
+class _Tried(NamedTuple):
+    """A way that works, and by direction which copier carried it; no copier where it is not ours."""
+
+    method: CopyMethod
+    carried: dict[Direction, str]
+
+
+def add_parser(benches: Any) -> None:
+    parser = benches.add_parser("interop", help="what users of CuPy and of JAX get", description=_DESCRIPTION)
+    parser.add_argument(
+        "--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=f"geometry of one group (default {_MODEL})"
+    )
+    parser.add_argument(
+        "--blocks", type=whole(1), default=_BLOCKS, metavar="N", help=f"of a transfer (default {_BLOCKS})"
+    )
+    add_bench_options(parser, 15, figures=False)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    geometry: ModelGeometry = arguments.model
+    if len(geometry.groups) > 1:
+        raise CommandError(f"--model {geometry.name} has {len(geometry.groups)} groups; name one with a single group")
+
+    def measure(lab: Lab, output: Output) -> Fields:
+        with output.progress("rounds") as progress:
+            return _measure(lab, geometry.scaled(lab.size.scale), arguments.blocks, progress)
+
+    return conduct(arguments, "interop", measure, _show)
+
+
+def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -> Fields:
+    not_run: dict[str, str] = {}
+    with ExitStack() as stack:
+        cargo = stack.enter_context(closing(Cargo(lab, geometry, count)))
+        frameworks = [stack.enter_context(closing(each)) for each in _frameworks(cargo, not_run)]
+        tried = [each for framework in frameworks for each in _tried(framework, not_run)]
+        timings = {direction: _timings(cargo, tried, direction, progress) for direction in Direction}
+    rows = [row for times in _TIMES for row in _rows(tried, timings, times, lab.device.simulated)]
+    comparisons = list(_comparisons(rows))
+    return {
+        "model": geometry.name,
+        "planes": cargo.shape[0],
+        "block_bytes": cargo.block_bytes,
+        "blocks": count,
+        "nbytes": cargo.nbytes,
+        "methods": rows,
+        "comparisons": comparisons,
+        "ratios": list(_lowest(comparisons)),
+        "not_run": not_run,
+        "wrong_rows": sum(timing.wrong for by_name in timings.values() for timing in by_name.values()),
+    }
+
+
+def _frameworks(cargo: Cargo, not_run: dict[str, str]) -> Iterator[Framework]:
+    """Those that can be used here."""
+    simulated = cargo.lab.device.simulated
+    kinds: dict[str, tuple[Callable[[], None], Callable[[Cargo], Framework]]] = {
+        CUPY: (_refuse_simulated if simulated else check_cupy, CupyWays),
+        JAX: (lambda: check_jax("cpu" if simulated else "gpu"), JaxWays),
+    }
+    for name, (check, kind) in kinds.items():
+        reason = why_not(check, name.lower())
+        if reason is None:
+            framework = _attempt(partial(kind, cargo), name, not_run)
+            if framework is not None:
+                yield framework
+        else:
+            not_run[name] = reason
+
+
+def _refuse_simulated() -> None:
+    raise CapabilityError("it computes on GPUs, and this device is simulated")
+
+
+def _tried(framework: Framework, not_run: dict[str, str]) -> Iterator[_Tried]:
+    """Those of its ways that can store and load."""
+    for name, make in framework.makers.items():
+        tried = _attempt(partial(_try, make), f"{framework.name}: {name}", not_run)
+        if tried is not None:
+            yield tried
+
+
+def _try(make: Callable[[], CopyMethod]) -> _Tried:
+    method, carried = make(), {}
+    for direction in Direction:
+        method.source(direction).fill()
+        jobs = method.carry_out(direction, _IN_A_ROW)
+        if jobs:
+            carried[direction] = jobs[-1].copier
+    return _Tried(method, carried)
+
+
+def _attempt(make: Callable[[], _Made], name: str, not_run: dict[str, str]) -> _Made | None:
+    """None if it cannot be made, with the reason in `not_run`: the others go on."""
+    try:
+        return make()
+    except CapabilityError as error:
+        not_run[name] = str(error)
+    except Exception as error:  # other people's code
+        not_run[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def _timings(cargo: Cargo, tried: Iterable[_Tried], direction: Direction, progress: Advance) -> dict[str, Timing]:
+    """By `_case_name`; the big copy by its own."""
+    cases = {}
+    for method, _ in tried:
+        method.source(direction).fill()
+        for times in _TIMES:
+            cases[_case_name(method.label, times)] = method.case(direction, cargo, times)
+    cases[BIG_COPY] = cargo.lab.big.case(direction)
+    return run_warmed(cases, cargo.lab.repeats, cargo.lab.seed, progress)
+
+
+def _case_name(label: str, times: int) -> str:
+    return f"{label}, {_occasion(times)}"
+
+
+def _occasion(times: int) -> str:
+    return "one at a time" if times == 1 else f"{times} in a row"
+
+
+def _rows(
+    tried: Iterable[_Tried], timings: Mapping[Direction, Mapping[str, Timing]], times: int, simulated: bool
+) -> Iterator[dict[str, Any]]:
+    """Figures by direction, of so many in a row; none on the simulated device."""
+    for method, carried in tried:
+        measured = {direction: timings[direction][_case_name(method.label, times)] for direction in Direction}
+        row = {"framework": method.framework, "method": method.name, "in_a_row": times, "carried": carried}
+        yield row | _figures(measured, simulated)
+    measured = {direction: timings[direction][BIG_COPY] for direction in Direction}
+    yield {"framework": None, "method": BIG_COPY, "in_a_row": times, "carried": {}} | _figures(measured, simulated)
+
+
+def _figures(measured: Mapping[Direction, Timing], simulated: bool) -> dict[str, Any]:
+    wrong = {"wrong": {direction: timing.wrong for direction, timing in measured.items()}}
+    if simulated:
+        return wrong
+    return wrong | {
+        "gb_per_s": {direction: timing.gb_per_s for direction, timing in measured.items()},
+        "median_us": {direction: timing.median * 1e6 for direction, timing in measured.items()},
+        "samples_us": {direction: microseconds(timing) for direction, timing in measured.items()},
+    }
+
+
+def _comparisons(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Bandwidths of each way of ours over those of the framework's own and of the big copy."""
+    for ours in (row for row in rows if row["carried"] and "gb_per_s" in row):
+        others = [row for row in rows if not row["carried"] and row["in_a_row"] == ours["in_a_row"]]
+        for other in (row for row in others if row["framework"] in (ours["framework"], None)):
+            for direction in Direction:
+                value = ours["gb_per_s"][direction] / other["gb_per_s"][direction]
+                names = {"framework": ours["framework"], "in_a_row": ours["in_a_row"], "ours": ours["method"]}
+                yield names | {"other": other["method"], "direction": direction, "value": value}
+
+
+def _lowest(comparisons: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of each way of ours and each direction, beside what the framework offers."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for each in comparisons:
+        if each["other"] != BIG_COPY:
+            occasion = _occasion(each["in_a_row"])
+            name = f"{each['framework']}: {each['ours']} / without it, {each['direction']}, {occasion}"
+            found.setdefault(name, []).append((each["value"], each["other"]))
+    for name, values in found.items():
+        value, other = min(values)
+        yield {"ratio": name, "which": "lowest", "value": value, "at": other}
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+def _show(fields: Fields, output: Output) -> None:
+    simulated = fields["simulated"]
+    moved = f"{fields['blocks']} blocks of {fields['planes']} x {fields['block_bytes']} B, {mib(fields['nbytes'])}"
+    clock = "SIMULATED" if simulated else "wall clock"
+    columns = ["method", *(f"{each} {what}" for what in _heads(simulated) for each in Direction), "carried by"]
+    for times in _TIMES:
+        lines = [_line(row, simulated) for row in fields["methods"] if row["in_a_row"] == times]
+        output.table(f"{moved}, {_occasion(times)}, {clock}", columns, lines)
+        comparisons = [each for each in fields["comparisons"] if each["in_a_row"] == times]
+        for framework in dict.fromkeys(each["framework"] for each in comparisons):
+            of_it = [each for each in comparisons if each["framework"] == framework]
+            _show_comparisons(f"{framework}, {_occasion(times)}", of_it, output)
+
+
+def _line(row: Mapping[str, Any], simulated: bool) -> list[Any]:
+    line = [row["method"] if row["framework"] is None else f"{row['framework']}: {row['method']}"]
+    if not simulated:
+        line += [number(row["gb_per_s"][direction]) for direction in Direction]
+        line += [number(row["median_us"][direction], 0) for direction in Direction]
+    line += [row["wrong"][direction] for direction in Direction]
+    return [*line, " / ".join(dict.fromkeys(row["carried"].values()))]
+
+
+def _heads(simulated: bool) -> list[str]:
+    return ["wrong rows"] if simulated else ["GB/s", "us", "wrong rows"]
+
+
+def _show_comparisons(title: str, comparisons: Sequence[Mapping[str, Any]], output: Output) -> None:
+    ours = list(dict.fromkeys(each["ours"] for each in comparisons))
+    values = {(each["ours"], each["other"], each["direction"]): each["value"] for each in comparisons}
+    lines = [
+        [other, *(" / ".join(number(values[name, other, direction], 2) for direction in Direction) for name in ours)]
+        for other in dict.fromkeys(each["other"] for each in comparisons)
+    ]
+    output.table(f"{title}: GB/s over those of ..., store / load", ["over", *ours], lines)

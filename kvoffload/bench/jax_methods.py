@@ -1,0 +1,283 @@
+"""What users of JAX have: the four caches of this library, and jitted gathers and scatters with JAX's own way to pinned
+memory of its own, for all blocks together or each by itself. On the simulated device JAX computes on the CPU, and what
+needs JAX's memory on the GPU is left out.
+
+The cache is one bfloat16 array (planes, blocks, elements), which updates are given as a donated argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvoffload.bench.cargo import POISON_ELEMENT, Cargo, CopyMethod, Elements, EngineSlots
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.job import Job
+from kvoffload.errors import CapabilityError
+
+JAX = "JAX"
+OWNED, ADOPTED, CALLBACK, STAGED = "OwnedCache", "AdoptedCache", "CallbackCache", "StagedCache"
+OWN = "gather, device_put / device_put, scatter"
+OWN_IDS = f"{OWN}; ids on the device"
+OWN_JITTED = "gather into / scatter from pinned_host, jitted"
+PER_BLOCK = "per block: gather, device_put / device_put, scatter"
+_STAGE_BLOCKS = 32
+
+Submit = Callable[[OffloadEngine], list[Job]]
+
+
+class _Plain:
+    """What takes the place of a cache of this library for JAX's own ways."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+class JaxWays:
+    """Ways by name, made when they are called. `close` closes their engines; the arrays go with the ways."""
+
+    name = JAX
+
+    def __init__(self, cargo: Cargo) -> None:
+        import jax
+
+        self._jax, self._cargo, self._device = jax, cargo, cargo.lab.device
+        target = jax.devices("cpu")[0] if self._device.simulated else jax.devices("gpu")[self._device.index]
+        with ExitStack() as stack:
+            stack.enter_context(jax.default_device(target))
+            self._programs = _Programs(jax, cargo, target)
+            self._plain = self._cache(_Plain(self._new_array()))
+            self._host = _Pinned(jax, cargo, self._programs, cargo.right)
+            self._host_blocks = _Pinned(jax, cargo, self._programs, list(cargo.right_by_block))
+            self._stack = stack.pop_all()
+
+    @property
+    def makers(self) -> dict[str, Callable[[], CopyMethod]]:
+        programs, blocks = self._programs, self._cargo.blocks.astype(np.int32)
+        apart, jitted = (programs.gather_to_host, programs.scatter_from_host), programs.jitted()
+        per_block = programs.gather_blocks, programs.scatter_blocks
+        return {
+            OWNED: self._owned,
+            ADOPTED: self._adopted,
+            CALLBACK: self._callback,
+            STAGED: self._staged,
+            OWN: lambda: self._own(OWN, *apart, blocks, self._host),
+            OWN_IDS: lambda: self._own(OWN_IDS, *apart, programs.ids, self._host),
+            OWN_JITTED: lambda: self._own(OWN_JITTED, *jitted, blocks, self._host),
+            PER_BLOCK: lambda: self._own(PER_BLOCK, *per_block, blocks, self._host_blocks),
+        }
+
+    def _new_array(self) -> Any:
+        return self._jax.numpy.zeros(self._cargo.shape, self._jax.numpy.bfloat16, device=self._programs.on_device)
+
+    def _cache(self, holder: Any) -> _Cache:
+        return _Cache(self._cargo, holder, self._programs)
+
+    def _owned(self) -> CopyMethod:
+        from kvoffload.jax import OwnedCache
+
+        return self._in_place(OWNED, OwnedCache(self._device, self._cargo.shape, self._jax.numpy.bfloat16))
+
+    def _adopted(self) -> CopyMethod:
+        from kvoffload.jax import AdoptedCache
+
+        self._require_gpu()
+        return self._in_place(ADOPTED, AdoptedCache(self._device, self._new_array()))
+
+    def _in_place(self, name: str, held: Any) -> CopyMethod:
+        blocks, slots, cache = self._cargo.blocks, self._cargo.slots, self._cache(held)
+        return self._ours(
+            name,
+            cache,
+            lambda engine: [engine.store(blocks, slots, after=held)],
+            lambda engine: [engine.load(slots, blocks, after=(held, *cache.readers))],
+        )
+
+    def _callback(self) -> CopyMethod:
+        from kvoffload.jax import CallbackCache
+
+        self._require_gpu()
+        held, blocks, slots = CallbackCache(self._device, self._new_array()), self._cargo.blocks, self._cargo.slots
+        return self._ours(
+            CALLBACK,
+            self._cache(held),
+            lambda engine: [held.store(engine, blocks, slots)],
+            lambda engine: [held.load(engine, slots, blocks)],
+        )
+
+    def _staged(self) -> CopyMethod:
+        from kvoffload.jax import StagedCache
+
+        blocks, slots = self._cargo.blocks, self._cargo.slots
+        held = StagedCache(self._device, self._new_array(), stage_blocks=min(_STAGE_BLOCKS, len(blocks)))
+        return self._ours(
+            STAGED,
+            self._cache(held),
+            lambda engine: held.store(engine, blocks, slots),
+            lambda engine: held.load(engine, slots, blocks),
+        )
+
+    def _ours(self, name: str, cache: _Cache, submit_store: Submit, submit_load: Submit) -> CopyMethod:
+        engine = self._stack.enter_context(self._cargo.engine(cache.holder.layout))
+
+        def store() -> Job:
+            return submit_store(engine)[-1]
+
+        def load() -> Job:
+            jobs = submit_load(engine)
+            cache.look()
+            return jobs[-1]
+
+        return CopyMethod(JAX, name, cache, EngineSlots(self._cargo, engine), store, load)
+
+    def _own(
+        self, name: str, gather: Callable[..., Any], scatter: Callable[..., Any], ids: Any, host: _Pinned
+    ) -> CopyMethod:
+        cache = self._plain
+
+        def store() -> None:
+            host.stored.append(gather(cache.holder.array, ids))
+
+        def load() -> None:
+            cache.holder.array = scatter(cache.holder.array, ids, host.stored[-1])
+            cache.look()
+
+        return CopyMethod(JAX, name, cache, host, store, load)
+
+    def _require_gpu(self) -> None:
+        if self._device.simulated:
+            raise CapabilityError("the simulated device cannot reach memory that JAX allocated")
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class _Programs:
+    """What JAX runs and puts where. Scatters donate the cache; `ids`, `right` and `spoiled` are on the device."""
+
+    def __init__(self, jax: Any, cargo: Cargo, target: Any) -> None:
+        self._jax = jax
+        self.on_device = jax.sharding.SingleDeviceSharding(target, memory_kind="device")
+        self.on_host = jax.sharding.SingleDeviceSharding(target, memory_kind="pinned_host")
+        self.right = self.put(cargo.right, self.on_device)
+        self.spoiled = self.put(np.full_like(cargo.right, POISON_ELEMENT), self.on_device)
+        self.ids = jax.device_put(cargo.blocks.astype(np.int32), self.on_device)
+        self.gather = jax.jit(_gather)
+        self.scatter = jax.jit(_scatter, donate_argnums=0)
+        self._scatter_blocks = jax.jit(
+            lambda cache, ids, blocks: _scatter(cache, ids, jax.numpy.stack(blocks, axis=1)), donate_argnums=0
+        )
+        self.look = jax.jit(lambda cache, ids: cache[-1, ids[-1], -1])
+
+    def put(self, elements: Any, where: Any) -> Any:
+        """An array of 16-bit integers, or a list of them, as bfloat16."""
+        bfloat16 = np.dtype(self._jax.numpy.bfloat16)
+        return self._jax.device_put(self._jax.tree.map(lambda each: each.view(bfloat16), elements), where)
+
+    def gather_to_host(self, cache: Any, ids: Any) -> Any:
+        return self._jax.device_put(self.gather(cache, ids), self.on_host)
+
+    def scatter_from_host(self, cache: Any, ids: Any, host: Any) -> Any:
+        return self.scatter(cache, ids, self._jax.device_put(host, self.on_device))
+
+    def gather_blocks(self, cache: Any, ids: Any) -> list[Any]:
+        """Each block by itself, by one program; sent to the host by one call, as a call for each takes longer."""
+        gathered = [self.gather(cache, block) for block in ids]
+        return list(self._jax.device_put(gathered, self.on_host))
+
+    def scatter_blocks(self, cache: Any, ids: Any, blocks: list[Any]) -> Any:
+        """Blocks that were stored each by itself, by one program for so many."""
+        return self._scatter_blocks(cache, ids, self._jax.device_put(blocks, self.on_device))
+
+    def jitted(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The same two, each as one program."""
+        put = partial(self._jax.device_put, device=self.on_device)
+        gather = self._jax.jit(_gather, out_shardings=self.on_host)
+        scatter = self._jax.jit(lambda cache, ids, host: _scatter(cache, ids, put(host)), donate_argnums=0)
+        return gather, scatter
+
+
+def _gather(cache: Any, ids: Any) -> Any:
+    return cache[:, ids]
+
+
+def _scatter(cache: Any, ids: Any, blocks: Any) -> Any:
+    return cache.at[:, ids].set(blocks)
+
+
+class _Cache:
+    """The blocks of an array of JAX's; `holder.array` is set to the result of each update.
+
+    What was seen is kept until the blocks are written from here again: each look must have found the right element.
+    """
+
+    def __init__(self, cargo: Cargo, holder: Any, programs: _Programs) -> None:
+        self._cargo, self.holder, self._programs = cargo, holder, programs
+        self._seen: list[Any] = []
+
+    @property
+    def readers(self) -> list[Any]:
+        """What a load has to follow besides what made the cache: the last look, which follows those before it."""
+        return self._seen[-1:]
+
+    def look(self) -> None:
+        """Compute with an element of the last block."""
+        self._seen.append(self._programs.look(self.holder.array, self._programs.ids))
+
+    def wait(self) -> None:
+        for seen in self._seen:
+            seen.block_until_ready()
+
+    def fill(self) -> None:
+        self._write(self._programs.right)
+
+    def spoil(self) -> None:
+        self._write(self._programs.spoiled)
+
+    def _write(self, blocks: Any) -> None:
+        self._seen.clear()
+        updated = self._programs.scatter(self.holder.array, self._programs.ids, blocks)
+        self.holder.array = updated
+        updated.block_until_ready()
+
+    def wrong(self) -> int:
+        right = self._cargo.right
+        looked_too_early = sum(int(np.asarray(seen).view(np.uint16) != right[-1, -1, -1]) for seen in self._seen)
+        found = np.asarray(self._programs.gather(self.holder.array, self._programs.ids))
+        return self._cargo.wrong(found, right) + looked_too_early
+
+
+class _Pinned:
+    """Pinned memory of JAX's: new arrays for each store, kept until `spoil`.
+
+    Attributes:
+        stored: by each store an array, or a list of them.
+    """
+
+    def __init__(self, jax: Any, cargo: Cargo, programs: _Programs, right: Elements | list[Elements]) -> None:
+        """`right`: what each store has to give."""
+        self._jax, self._cargo, self._programs, self._right = jax, cargo, programs, right
+        spoiled = jax.tree.map(lambda each: np.full_like(each, POISON_ELEMENT), right)
+        self._spoiled = programs.put(spoiled, programs.on_device)
+        self.stored: list[Any] = []
+
+    def fill(self) -> None:
+        self.stored = [self._programs.put(self._right, self._programs.on_host)]
+        self.wait()
+
+    def wait(self) -> None:
+        self._jax.block_until_ready(self.stored)
+
+    def spoil(self) -> None:
+        """JAX gives the next stores the memory that was freed last: spoil as much as these had."""
+        had = len(self.stored)
+        self.stored.clear()
+        self._jax.block_until_ready([self._jax.device_put(self._spoiled, self._programs.on_host) for _ in range(had)])
+
+    def wrong(self) -> int:
+        leaves = self._jax.tree.leaves
+        return self._cargo.wrong(map(np.asarray, leaves(self.stored)), leaves(self._right) * len(self.stored))

@@ -1,0 +1,185 @@
+"""`kvoffload bench parts`: what loading layer by layer costs, and how early the first layer is there."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvoffload.bench.bed import Bed
+from kvoffload.bench.cases import WARM_UP, Lab, Timing, run_rounds
+from kvoffload.bench.report import Fields, add_bench_options, conduct, number
+from kvoffload.bench.rows import COPY_ENGINE, bed_case
+from kvoffload.device.streams import NO_WAIT
+from kvoffload.engine.job import Job
+from kvoffload.internal.models import MODELS, ModelGeometry
+from kvoffload.planning.layer_groups import as_parts
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.terminal.console import Advance, CommandError, Output, model, numbers
+
+_MODEL = "llama-3.1-8b"
+_BLOCKS = [32, 256]
+_PARTS = [1, 2, 4, 8, 16, 32]
+_COPIERS = (*COPY_ENGINE, "gather")  # those that copy parts
+_SIMULATED_SHARE = 16  # of the blocks, one in so many is loaded on the simulated device
+_DESCRIPTION = """\
+Loads of random, non-adjacent blocks into folded planes (in one slab), in 1, 2, 4, ... parts of equally many planes;
+the engine chooses what carries them, and 1 part is a load as any other. "call": how long load() keeps the host; "part
+0" and "all": from just before the call until a stream that was ordered behind the first part, and one behind the whole
+load, has come through, by events on the GPU clock (so not before the call has returned); "GPU": the time of the load
+itself on the GPU clock, and its bandwidth. Medians of interleaved rounds; targets are poisoned before, and
+all bytes verified after, every load; just before it, a small load warms up the CPU's caches. On the simulated device:
+small sizes, verified, and no times."""
+
+
+def add_parser(benches: Any) -> None:
+    parser = benches.add_parser("parts", help="loading layer by layer", description=_DESCRIPTION)
+    parser.add_argument(
+        "--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=f"geometry of one group (default {_MODEL})"
+    )
+    parser.add_argument("--blocks", type=numbers, default=_BLOCKS, metavar="N,...", help="of a load (default 32,256)")
+    parser.add_argument("--parts", type=numbers, default=_PARTS, metavar="N,...", help="default 1,2,4,8,16,32")
+    parser.add_argument("--copier", choices=_COPIERS, help="default: what the engine chooses")
+    add_bench_options(parser, 15, figures=False)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    geometry: ModelGeometry = arguments.model
+    if len(geometry.groups) > 1:
+        raise CommandError(f"--model {geometry.name} has {len(geometry.groups)} groups; name one with a single group")
+    for count in arguments.parts:
+        as_parts(count, geometry.planes)
+
+    def measure(lab: Lab, output: Output) -> Fields:
+        with output.progress("loads") as progress:
+            rows = list(_rows(arguments, lab, progress))
+        return {
+            "parts": [row for _, row in rows],
+            "profile": rows[0][0],
+            "wrong_rows": sum(row["wrong"] for _, row in rows),
+        }
+
+    return conduct(arguments, "parts", measure, _show)
+
+
+def _rows(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Iterator[tuple[str, dict[str, Any]]]:
+    """With where the profile comes from."""
+    share = _SIMULATED_SHARE if lab.device.simulated else 1
+    for done, blocks in enumerate(arguments.blocks, start=1):
+        bed = Bed(lab, arguments.model.scaled(lab.size.scale), count=-(-blocks // share))
+        with bed, bed.twin() as twin, closing(_Watch(lab)) as watch:
+            for row in _measure(bed, twin, watch, arguments.parts, arguments.copier):
+                yield bed.engine.profile.source, row
+        progress(done, len(arguments.blocks))
+
+
+class _Spent(NamedTuple):
+    """Seconds of each load: of the call; on the GPU clock from just before it until part 0 and until all has landed."""
+
+    call: list[float]
+    first: list[float]
+    all: list[float]
+
+
+class _Watch:
+    """Streams that are ordered behind part 0 and behind all of a load, and events on them. Free it with `close`."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._device, self._driver = lab.device, lab.driver
+        self._streams: list[int] = []
+        self._events: list[int] = []
+        with lab.device.current(), ExitStack() as stack:
+            for _ in range(3):
+                self._streams.append(self._driver.stream_create(0))
+                stack.callback(self._driver.stream_destroy, self._streams[-1])
+                self._events.append(self._driver.event_create(timing=True))
+                stack.callback(self._driver.event_destroy, self._events[-1])
+            self._stack = stack.pop_all()
+
+    def load(self, bed: Bed, parts: int, copier: str | None, spent: _Spent, carried: dict[int, str]) -> float:
+        """One load; seconds on the GPU clock, without what it waited for."""
+        with self._device.current():
+            self._record(0)
+            begin = time.perf_counter()
+            job = load(bed, parts, copier)
+            spent.call.append(time.perf_counter() - begin)
+            carried[parts] = job.copier
+            job.order_before(self._streams[1], part=0)
+            self._record(1)
+            job.order_before(self._streams[2])
+            self._record(2)
+            seconds = bed.seconds([job])
+            while not all(map(self._driver.event_query, self._events)):
+                pass
+            for found, event in ((spent.first, self._events[1]), (spent.all, self._events[2])):
+                found.append(self._driver.event_seconds(self._events[0], event))
+        return seconds
+
+    def _record(self, index: int) -> None:
+        self._driver.event_record(self._events[index], self._streams[index])
+
+    def close(self) -> None:
+        with self._device.current():
+            for stream in self._streams:
+                self._driver.stream_synchronize(stream)
+            self._stack.close()
+
+
+def load(bed: Bed, parts: int, copier: str | None) -> Job:
+    (part,) = bed.parts
+    return bed.engine.load(part.slots, part.blocks, after=NO_WAIT, copier=copier, parts=parts)
+
+
+def _measure(bed: Bed, twin: Bed, watch: _Watch, counts: Sequence[int], copier: str | None) -> Iterator[dict[str, Any]]:
+    spent = {count: _Spent([], [], []) for count in counts}
+    carried: dict[int, str] = {}
+    bed.prepare(Direction.LOAD)
+    cases = {
+        str(count): bed_case(
+            bed,
+            Direction.LOAD,
+            partial(watch.load, bed, count, copier, spent[count], carried),
+            lambda count=count: twin.seconds([load(twin, count, copier)]),  # type: ignore[misc]
+        )
+        for count in spent
+    }
+    timings = run_rounds(cases, bed.lab.repeats)
+    for count, each in spent.items():
+        yield _row(bed, count, carried[count], timings[str(count)], each)
+
+
+def _row(bed: Bed, parts: int, copier: str, timing: Timing, spent: _Spent) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "model": bed.model,
+        "planes": bed.plane_count,
+        "block_bytes": bed.block_bytes,
+        "blocks": bed.block_count,
+        "nbytes": bed.nbytes,
+        "parts": parts,
+        "copier": copier,
+        "wrong": timing.wrong,
+    }
+    if not bed.lab.device.simulated:
+        row |= {f"{what}_us": statistics.median(each[WARM_UP:]) * 1e6 for what, each in spent._asdict().items()}
+        row |= {"gpu_us": timing.median * 1e6, "gb_per_s": timing.gb_per_s}
+    return row
+
+
+def _show(fields: Fields, output: Output) -> None:
+    simulated = fields["simulated"]
+    columns = ["load", "parts", "carried by", "wrong rows"]
+    columns += [] if simulated else ["call us", "part 0 us", "all us", "GPU us", "GB/s"]
+    lines = []
+    for row in fields["parts"]:
+        line = [f"{row['model']}: {row['blocks']} blocks, {row['planes']} x {row['block_bytes']}", row["parts"]]
+        line += [row["copier"], row["wrong"]]
+        if not simulated:
+            line += [number(row[f"{what}_us"], 0) for what in ("call", "first", "all", "gpu")]
+            line.append(number(row["gb_per_s"]))
+        lines.append(line)
+    output.table("loading in parts" + (", SIMULATED" if simulated else ""), columns, lines)

@@ -1,0 +1,384 @@
+"""Figures of benchmark results, as PNGs, from what `--json` prints: nothing is measured here.
+
+bandwidth-DIRECTION.png   `bench sweep`: GB/s against bytes of a copy, the link as a line
+count-DIRECTION.png       `bench sweep`: GB/s against the number of copies
+models-DIRECTION.png      `bench transfer`: GB/s by model
+slowdown-DIRECTION.png    `bench interference`: what the computation beside a transfer loses
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvoffload.terminal.console import CommandError
+
+Fields = Mapping[str, Any]
+_LINK = "big copy"
+_INK, _MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+DPI = 160
+_ARROWS = {"store": "GPU to host (store)", "load": "host to GPU (load)"}
+_PLANES = {
+    "folded": "planes in one slab (they fold)",
+    "scattered": "planes in allocations of their own",
+    "interleaved": "planes interleaved",
+}
+
+
+class Series(NamedTuple):
+    """How a way of copying is drawn; `ours` with a solid line."""
+
+    label: str
+    colour: str
+    ours: bool = True
+    width: float = 1.8
+
+
+_CHOICE = Series("kvoffload's choice", "#d6336c", width=3.2)
+_SERIES = {
+    "choice, overlap": _CHOICE,
+    "strided": Series("strided, no SM", "#1c7ed6"),
+    "split 2": Series("split, 2 SMs", "#7048e8"),
+    "gather 4": Series("gather, 4 SMs", "#2b8a3e"),
+    "batch": Series("batch in chunks, no SM", "#e67700"),
+    "grid-stride 12": Series("grid-stride kernel, 12 SMs", "#495057", ours=False),
+    "flat batch": Series("one flat batch", "#868e96", ours=False),
+    "copy loop": Series("cuMemcpyAsync loop", "#adb5bd", ours=False),
+}
+
+
+def require() -> None:
+    """Raise CommandError unless figures can be drawn here."""
+    if find_spec("matplotlib") is None:
+        raise CommandError("figures need matplotlib: pip install 'kvoffload[plot]'")
+
+
+def require_folder(name: str) -> Path:
+    """Make a folder if need be; CommandError unless figures can be written into it."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise CommandError(f"no figures can be written into {name}: {error.strerror}") from error
+
+
+def draw(results: Mapping[str, Fields], folder: str) -> list[Path]:
+    """Write the figures of results into a folder, which is made if need be; their paths.
+
+    Args:
+        results: by what errors call them, such as the file they are from; one of a benchmark.
+        folder: where to.
+
+    Raises:
+        CommandError: none of the results has figures, one lacks something, or the folder cannot be written.
+    """
+    require()
+    from matplotlib import rc_context
+
+    target = require_folder(folder)
+    with rc_context(STYLE):
+        paths = [path for name, fields in results.items() for path in _drawn(name, fields, target)]
+    if not paths:
+        names = ", ".join(sorted({str(fields["benchmark"]) for fields in results.values()}))
+        raise CommandError(f"there is nothing to draw in results of: {names}")
+    return paths
+
+
+def _drawn(name: str, fields: Fields, folder: Path) -> list[Path]:
+    try:
+        return list(_draw(fields, folder))
+    except OSError as error:
+        raise CommandError(f"{folder}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise CommandError(f"{name} is no complete result of `bench {fields['benchmark']}` ({problem})") from error
+
+
+STYLE: Any = {  # matplotlib types the keys of its settings one by one
+    "font.family": "sans-serif",
+    "font.size": 10.5,
+    "text.color": _INK,
+    "axes.edgecolor": _MUTED,
+    "axes.labelcolor": _INK,
+    "axes.titlesize": 11.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "axes.axisbelow": True,
+}
+
+
+def _draw(fields: Fields, folder: Path) -> Iterator[Path]:
+    for direction in _ARROWS:
+        if fields["benchmark"] == "sweep":
+            yield from _save(_by_size(fields, direction), folder / f"bandwidth-{direction}.png")
+            yield from _save(_by_count(fields, direction), folder / f"count-{direction}.png")
+        elif fields["benchmark"] == "transfer":
+            yield from _save(_by_model(fields, direction), folder / f"models-{direction}.png")
+        elif fields["benchmark"] == "interference":
+            yield from _save(_slowdowns(fields, direction), folder / f"slowdown-{direction}.png")
+
+
+def _save(figure: Any, path: Path) -> Iterator[Path]:
+    if figure is not None:
+        figure.savefig(path, dpi=DPI, facecolor="white")
+        yield path
+
+
+def make_figure(width: float, height: float, columns: int, **options: Any) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(1, columns, squeeze=False, **options)[0])
+
+
+def _titled(figure: Any, title: str, fields: Fields) -> Any:
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=14, fontweight="bold")
+    below = 0.98 - 0.2 / figure.get_figheight()  # 0.2 inches are a line of the title
+    figure.text(0.01, below, _where(fields), ha="left", va="top", fontsize=10, color=_MUTED)
+    return figure
+
+
+def _where(fields: Fields) -> str:
+    machine = f"{fields['device']}, driver {fields['driver']}, link {fields['link']}"
+    return f"{machine}; medians of {fields['repeats']} runs or more"  # short transfers get more
+
+
+# lines ----------------------------------------------------------------------------------------------------------------
+
+
+def _by_size(fields: Fields, direction: str) -> Any:
+    """GB/s against bytes of a copy, at one number of copies."""
+    counts = sorted({row["copies"] for row in fields["transfers"]})
+    count = min(counts, key=lambda each: abs(each - 4096))
+    rows = [row for row in fields["transfers"] if row["direction"] == direction and row["copies"] == count]
+    title = f"Scattered blocks, {_ARROWS[direction]}: {count} copies"
+    return _lines(fields, rows, title, "row_bytes", "bytes of one copy", _size)
+
+
+def _by_count(fields: Fields, direction: str) -> Any:
+    """GB/s against the number of copies, at one size."""
+    sizes = sorted({row["row_bytes"] for row in fields["transfers"]})
+    size = min(sizes, key=lambda each: abs(each - 8192))
+    rows = [row for row in fields["transfers"] if row["direction"] == direction and row["row_bytes"] == size]
+    title = f"Scattered blocks, {_ARROWS[direction]}: copies of {_size(size)}"
+    return _lines(fields, rows, title, "copies", "copies in a transfer", str)
+
+
+def _lines(fields: Fields, rows: Sequence[Fields], title: str, key: str, axis: str, text: Callable[[int], str]) -> Any:
+    """One panel for each placement; None without rows."""
+    placements = list(dict.fromkeys(row["placement"] for row in rows))
+    if not placements:
+        return None
+    figure, panels = make_figure(6.9 * len(placements), 5.4, len(placements), sharey=True)
+    link = statistics.median(row["gb_per_s"][_LINK] for row in rows)
+    for panel, placement in zip(panels, placements, strict=True):
+        chosen = sorted((row for row in rows if row["placement"] == placement), key=lambda row: int(row[key]))
+        _panel(panel, chosen, key, link)
+        values = [row[key] for row in chosen]
+        panel.set_xticks(values, [text(value) for value in values])
+        panel.set_xlabel(axis)
+        panel.set_title(_PLANES[placement])
+        panel.tick_params(left=panel is panels[0])
+    panels[0].set_ylabel("GB/s on the GPU clock")
+    return _titled(figure, title, fields)
+
+
+def _panel(panel: Any, rows: Sequence[Fields], key: str, link: float) -> None:
+    panel.set_xscale("log", base=2)
+    panel.minorticks_off()
+    panel.set_ylim(0, link * 1.12)
+    panel.grid(axis="y", color=GRID)
+    panel.axhline(link, color=_MUTED, linewidth=1.2, linestyle=(0, (6, 3)))
+    panel.annotate(
+        f"the link: one big copy, {link:.0f} GB/s",
+        (0.0, link),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 4),
+        textcoords="offset points",
+        color=_MUTED,
+        fontsize=9,
+    )
+    ends = {}
+    for name, series in reversed(_SERIES.items()):
+        points = [(row[key], row["gb_per_s"][name]) for row in rows if name in row["gb_per_s"]]
+        if points:
+            style = "-" if series.ours else (0, (2, 1.2))
+            size = 6.5 if series is _CHOICE else 3.5
+            panel.plot(
+                *zip(*points, strict=True),
+                color=series.colour,
+                linewidth=series.width,
+                linestyle=style,
+                marker="o",
+                markersize=size,
+                zorder=2 if series is _CHOICE else 3,
+                alpha=0.45 if series is _CHOICE else 1.0,
+            )
+            ends[name] = points[-1][1]
+    for name, (value, height) in spread(ends, 0.05 * link, 1.1 * link).items():
+        label_end(panel, rows[-1][key], value, height, _SERIES[name])
+
+
+def label_end(panel: Any, x: float, value: float, height: float, series: Series) -> None:
+    """Right of the line's end, at a height where labels do not overlap, and joined to it."""
+    style: dict[str, Any] = {"arrowstyle": "-", "color": series.colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4}
+    style["relpos"] = (0.0, 0.5)
+    panel.annotate(
+        series.label,
+        (x, value),
+        xytext=(1.05, height),
+        textcoords=("axes fraction", "data"),
+        color=series.colour,
+        va="center",
+        fontsize=9.5,
+        fontweight="bold" if series is _CHOICE else "normal",
+        arrowprops=style,
+        annotation_clip=False,
+    )
+
+
+def spread(ends: Mapping[str, float], gap: float, top: float) -> dict[str, tuple[float, float]]:
+    """Value and height of each label: as near to its value as labels `gap` apart can be, between 0 and `top`."""
+    ordered = sorted(ends.items(), key=lambda item: item[1])
+    groups: list[list[float]] = []  # of labels that touch: the sum of where they would lie if gaps were nothing; count
+    for place, (_, value) in enumerate(ordered):
+        groups.append([value - place * gap, 1])
+        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
+            total, count = groups.pop()
+            groups[-1] = [groups[-1][0] + total, groups[-1][1] + count]
+    bases = [total / count for total, count in groups for _ in range(int(count))]
+    most = top - gap * (len(ordered) - 1)
+    return {
+        name: (value, min(max(base, 0.0), most) + place * gap)
+        for place, ((name, value), base) in enumerate(zip(ordered, bases, strict=True))
+    }
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes} B" if nbytes % 1024 else f"{nbytes // 1024} KiB"
+
+
+# models ---------------------------------------------------------------------------------------------------------------
+
+_MARKS = (  # column of a result, placement, label, colour, marker
+    ("choice, overlap", "folded", "kvoffload, planes fold", "#d6336c", "o"),
+    ("choice, overlap", "scattered", "kvoffload, planes scattered", "#f783ac", "o"),
+    ("grid-stride 12", "folded", "grid-stride kernel, 12 SMs", "#495057", "s"),
+    ("flat batch", "folded", "one flat batch", "#868e96", "D"),
+)
+_FRAMEWORK_MARKS = (
+    ("JAX, wall clock", "folded", "JAX gather + device_put", "#e67700", "^"),
+    ("CuPy", "folded", "CuPy indexing + get/set", "#1c7ed6", "v"),
+)
+
+
+def _by_model(fields: Fields, direction: str) -> Any:
+    """GB/s of every model, blocks not adjacent, in the largest transfer measured; None without rows."""
+    transfers, frameworks = (_largest(fields.get(key, []), direction) for key in ("transfers", "frameworks"))
+    rows = [*transfers, *frameworks]
+    order = sorted({(row["block_bytes"], row["planes"], row["model"]) for row in rows})
+    if not order:
+        return None
+    figure, (panel,) = make_figure(10.5, 1.9 + 0.42 * len(order), 1)
+    heights = {model: place for place, (_, _, model) in enumerate(order)}
+    for marks, chosen in ((_MARKS, transfers), (_FRAMEWORK_MARKS, frameworks)):
+        for name, placement, label, colour, marker in marks:
+            points = {
+                row["model"]: row["gb_per_s"][name]
+                for row in chosen
+                if row["placement"] == placement and name in row["gb_per_s"]
+            }
+            if points:
+                places = [heights[model] for model in points]
+                panel.scatter(list(points.values()), places, color=colour, marker=marker, s=58, label=label, zorder=3)
+    link = statistics.median(row["gb_per_s"][_LINK] for row in rows)
+    panel.axvline(link, color=_MUTED, linewidth=1.2, linestyle=(0, (6, 3)), label=f"the link, {link:.0f} GB/s")
+    names = [f"{model}\n{planes} x {_size(nbytes)}{_amount(rows, model)}" for nbytes, planes, model in order]
+    panel.set_yticks(range(len(order)), names, fontsize=9)
+    panel.set_xlim(0, link * 1.08)
+    panel.set_ylim(-0.6, len(order) - 0.4)
+    panel.grid(axis="both", color=GRID)
+    panel.set_xlabel("GB/s on the GPU clock (JAX: wall clock)")
+    panel.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9.5)
+    return _titled(figure, f"KV blocks of models, {_ARROWS[direction]}", fields)
+
+
+def _largest(every: Sequence[Fields], direction: str) -> list[Fields]:
+    """Of each model and placement the row of the largest transfer."""
+    rows = [row for row in every if row["direction"] == direction and row["row_blocks"] == 1]
+    found = {(row["model"], row["placement"]): row for row in sorted(rows, key=lambda row: int(row["blocks"]))}
+    return list(found.values())
+
+
+def _amount(rows: Sequence[Fields], model: str) -> str:
+    """How many blocks a model's transfers have; others may have had more blocks, or fewer."""
+    counts = sorted({row["blocks"] for row in rows if row["model"] == model})
+    return f", {' or '.join(map(str, counts))} blocks"
+
+
+# bars -----------------------------------------------------------------------------------------------------------------
+
+
+def _slowdowns(fields: Fields, direction: str) -> Any:
+    """One panel for each computation; None without rows."""
+    rows = [row for row in fields["interference"] if row["direction"] == direction and row["method"] != "alone"]
+    computations = list(dict.fromkeys(row["computation"] for row in rows))
+    if not computations:
+        return None
+    methods = sorted({row["method"] for row in rows}, key=_bar_order)
+    figure, panels = make_figure(
+        2.2 + 3.7 * len(computations), 1.9 + 0.31 * len(methods), len(computations), sharey=True
+    )
+    most = max(1.0, *(100 * (row["slowdown"] - 1) for row in rows))
+    for panel, computation in zip(panels, computations, strict=True):
+        lost = {row["method"]: 100 * (row["slowdown"] - 1) for row in rows if row["computation"] == computation}
+        places = [place for place, method in enumerate(methods) if method in lost]
+        values = [lost[methods[place]] for place in places]
+        panel.barh(places, values, color=[_bar_colour(methods[place]) for place in places], height=0.68)
+        for place, method in enumerate(methods):
+            text = f"{round(lost[method])}%" if method in lost else "not measured"
+            panel.text(max(lost.get(method, 0), 0) + 0.015 * most, place, text, va="center", fontsize=9.5)
+        panel.set_xlim(min(0, *values), 1.14 * most)
+        panel.set_title(computation)
+        panel.set_xlabel("% more time")
+        panel.tick_params(left=False)
+        panel.spines["left"].set_visible(False)
+        panel.axvline(0, color=_MUTED, linewidth=1)
+    panels[0].set_yticks(range(len(methods)), [_bar_label(method) for method in methods])
+    panels[0].invert_yaxis()
+    return _titled(figure, f"What the computation beside a transfer loses, {_ARROWS[direction]}", fields)
+
+
+def _bar_order(method: str) -> tuple[int, int]:
+    """The copy engine alone first, then by multiprocessors."""
+    kinds = ("choice", "strided", "batch", "big", "split", "gather", "grid-stride")
+    first, _, last = method.partition(" ")
+    return kinds.index(first.rstrip(",")), int(last) if last.isdigit() else 0
+
+
+def _bar_label(method: str) -> str:
+    if method.startswith("grid-stride"):
+        return f"grid-stride kernel, {method.split(' ')[1]} SMs"
+    copier, _, programs = method.partition(" ")
+    if copier in ("gather", "split"):
+        return f"{copier}, {programs} SM{'s' if programs != '1' else ''}"
+    return {"choice, overlap": _CHOICE.label, "batch": "batch in chunks", "strided": "strided"}.get(method, method)
+
+
+def _bar_colour(method: str) -> str:
+    if method.startswith("grid-stride"):
+        return "#868e96"
+    if method.startswith("choice"):
+        return _CHOICE.colour
+    return {"gather": "#2b8a3e", "split": "#7048e8", "batch": "#e67700"}.get(method.split(" ")[0], "#1c7ed6")

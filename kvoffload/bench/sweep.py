@@ -1,0 +1,110 @@
+"""`kvoffload bench sweep`: bytes of a copy x number of copies x direction x where planes lie, every way of copying."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kvoffload.bench.bed import Bed, Placement
+from kvoffload.bench.cases import Lab
+from kvoffload.bench.latency import geometry_of
+from kvoffload.bench.report import Fields, add_bench_options, conduct
+from kvoffload.bench.rows import Measurer, Row, describe, size_text, wrong_rows
+from kvoffload.bench.summary import ratios
+from kvoffload.bench.tables import cases_of, figures, heads, took, way_text, what
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.terminal.console import Advance, CommandError, Output, numbers
+
+_STEP_BYTES = 32  # block bytes are multiples of this
+_SIZES = [4096, 8192, 16384, 32768, 65536]
+_COUNTS = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
+_PLANES = 64
+_SMALL_SIZES, _SMALL_COUNTS, _SMALL_PLANES = [4096, 32768], [8, 32], 8  # for the simulated device
+_DESCRIPTION = """\
+Transfers of 64 to 8192 copies of 4 to 64 KiB over 64 planes, folded (in one slab) and scattered (an allocation each),
+in both directions: by the engine's choice (prefer "overlap" and "latency"), by each of its copiers, and by what others
+do, as for `bench transfer`, on the same addresses, in interleaved rounds. Medians on the GPU clock; targets are
+poisoned before, and all bytes verified after, every timed transfer. On the simulated device: few, small, no times."""
+
+
+class Grid(NamedTuple):
+    """What to measure: every size with every count. Bytes of a copy; copies; planes of a block."""
+
+    sizes: list[int]
+    counts: list[int]
+    planes: int
+    placements: list[Placement]
+
+
+def add_parser(benches: Any) -> None:
+    parser = benches.add_parser("sweep", help="bytes of a copy x number of copies", description=_DESCRIPTION)
+    parser.add_argument("--sizes", type=numbers, metavar="BYTES,...", help="of a copy (default 4096 to 65536)")
+    parser.add_argument("--counts", type=numbers, metavar="N,...", help="copies of a transfer (default 64 to 8192)")
+    parser.add_argument(
+        "--planes",
+        type=Placement,
+        nargs="+",
+        choices=[Placement.FOLDED, Placement.SCATTERED],
+        default=[Placement.FOLDED, Placement.SCATTERED],
+        help="where planes lie (default: both)",
+    )
+    add_bench_options(parser, 5)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    wrong = [size for size in arguments.sizes or () if size % _STEP_BYTES]
+    if wrong:
+        raise CommandError(f"--sizes: {wrong[0]} is no multiple of {_STEP_BYTES}")
+    return conduct(arguments, "sweep", lambda lab, output: _measure(_grid(arguments, lab), lab, output), _show)
+
+
+def _grid(arguments: argparse.Namespace, lab: Lab) -> Grid:
+    small = lab.device.simulated
+    sizes = arguments.sizes or (_SMALL_SIZES if small else _SIZES)
+    counts = arguments.counts or (_SMALL_COUNTS if small else _COUNTS)
+    return Grid(sorted(sizes), sorted(counts), _SMALL_PLANES if small else _PLANES, arguments.planes)
+
+
+def _measure(grid: Grid, lab: Lab, output: Output) -> Fields:
+    measurer = Measurer()
+    with output.progress("transfers") as progress:
+        rows = list(_rows(grid, lab, measurer, progress))
+    return {
+        "transfers": describe(rows),
+        "ratios": ratios(rows),
+        "not_run": measurer.not_run,
+        "profile": measurer.profile,
+        "wrong_rows": wrong_rows(rows),
+    }
+
+
+def _rows(grid: Grid, lab: Lab, measurer: Measurer, progress: Advance) -> Iterator[Row]:
+    """One bed for all counts of a size: shorter transfers move its first blocks."""
+    runs = sorted({-(-count // grid.planes) for count in grid.counts})
+    done, total = 0, len(grid.placements) * len(grid.sizes) * len(Direction) * len(runs)
+    for placement in grid.placements:
+        for size in grid.sizes:
+            geometry = geometry_of(grid.planes, size, lab.size.scale)
+            with Bed(lab, geometry, placement=placement, count=runs[-1]) as bed, measurer.on(bed) as measure:
+                for direction in Direction:
+                    for each in runs:
+                        yield measure(direction, each)
+                        done += 1
+                        progress(done, total)
+
+
+def _show(fields: Fields, output: Output) -> None:
+    simulated = fields["simulated"]
+    placements = dict.fromkeys(row["placement"] for row in fields["transfers"])
+    for direction in Direction:
+        for placement in placements:
+            chosen = ("direction", "placement"), (direction, placement)
+            rows = [row for row in fields["transfers"] if tuple(row[key] for key in chosen[0]) == chosen[1]]
+            cases = cases_of(rows)
+            lines = [
+                [size_text(row["row_bytes"]), row["copies"], *figures(row, cases, simulated), took(row)] for row in rows
+            ]
+            title = f"{direction} ({way_text(direction)}), {placement}, {what(simulated)}"
+            output.table(title, ("copy", "n", *heads(cases), "took"), lines)

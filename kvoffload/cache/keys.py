@@ -1,0 +1,109 @@
+"""Keys of a prefix cache: digests of token ids, chained, the same in every process and on every machine.
+
+A key says what the model has seen up to the end of its blocks, and what the stored bytes mean. docs/keys.md has the
+byte layout, for whoever computes the same keys in another language, and test vectors.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from kvoffload.errors import LayoutError
+from kvoffload.layout.layout import KVLayout, as_ids
+
+KEY_BYTES = 16
+KEY_VERSION = 1  # of the byte layout; another one gives other keys throughout
+
+_TOKEN_LIMIT = 1 << 32
+_TOKEN_BYTES = 4
+
+
+def chain_keys(
+    token_ids: Any, *, layout: KVLayout, namespace: str, extra: bytes = b"", parent: bytes | None = None
+) -> list[bytes]:
+    """One key for each `layout.tokens_per_block * layout.blocks_per_slot` tokens; what is left over gives none.
+
+    The keys of a prefix are a prefix of the keys. Whatever differs up to the end of a key's tokens, or in the other
+    arguments, gives another key.
+
+    Args:
+        token_ids: anything numpy turns into a 1-D integer array, values in `[0, 2**32)`. Its dtype does not matter.
+        layout: `layout.fingerprint` goes into every key; addresses, strides and numbers of blocks do not.
+        namespace: what else the bytes depend on, and who may share them: model and revision, adapter, rank among the
+            GPUs that split the model, tenant. Any string, taken as it is; "" is one, too.
+        extra: the same as bytes, for digests of images and adapters. Hash long ones yourself.
+        parent: the last key of the tokens before these, to extend a chain without hashing it again; the tokens begin
+            where that key ends. With the other arguments unchanged the keys are those of all tokens at once.
+
+    Returns:
+        Keys of 16 bytes, in the order of the tokens.
+
+    Raises:
+        LayoutError: token_ids, or the layout has no dtype or tokens_per_block.
+        TypeError, ValueError: another argument.
+    """
+    root = _root(layout, namespace, extra)
+    previous = root if parent is None else _parent(parent)
+    data = _token_bytes(token_ids)
+    assert layout.tokens_per_block is not None, "else it has no fingerprint"
+    step = _TOKEN_BYTES * layout.tokens_per_block * layout.blocks_per_slot
+    begin = blake2b(root, digest_size=KEY_BYTES, person=b"kvoffload key").copy  # half as long as options each time
+    keys = []
+    for start in range(0, len(data) - step + 1, step):
+        digest = begin()
+        digest.update(previous + data[start : start + step])
+        previous = digest.digest()
+        keys.append(previous)
+    return keys
+
+
+def _root(layout: KVLayout, namespace: str, extra: bytes) -> bytes:
+    """The digest of everything but tokens; each part has its length before it, so no two read the same."""
+    if not isinstance(layout, KVLayout):
+        raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
+    if not isinstance(namespace, str):
+        raise TypeError(f'namespace must be a string such as "model/adapter/tenant", got {namespace!r:.80}')
+    if not isinstance(extra, bytes):
+        raise TypeError(f'extra must be bytes such as a digest, b"" for nothing, got {extra!r:.80}')
+    message = struct.pack("<Q", KEY_VERSION)
+    for part in (layout.fingerprint, namespace.encode("utf-8", "surrogatepass"), extra):
+        message += struct.pack("<Q", len(part)) + part
+    return blake2b(message, digest_size=KEY_BYTES, person=b"kvoffload root").digest()
+
+
+def _parent(parent: bytes) -> bytes:
+    if not isinstance(parent, bytes):
+        raise TypeError(f"parent must be a key from chain_keys, or None, got {parent!r:.80}")
+    if len(parent) != KEY_BYTES:
+        raise ValueError(
+            f"parent must be a key of {KEY_BYTES} bytes from chain_keys, got {len(parent)}: {parent!r:.80}"
+        )
+    return parent
+
+
+def _token_bytes(token_ids: Any) -> bytes:
+    """Token ids as little-endian 32-bit words."""
+    try:
+        return as_ids("token_ids", token_ids, _TOKEN_LIMIT).astype("<u4").tobytes()
+    except LayoutError as error:
+        raise LayoutError(
+            f"{_culprit(token_ids) or error}; token_ids must be one sequence of integers in [0, 2**32), and what is no "
+            "token goes into extra"
+        ) from None
+
+
+def _culprit(token_ids: Any) -> str | None:
+    """The first value that is no token id, in words; None if there is none, or no telling."""
+    try:
+        len(token_ids)  # has an end
+        for position, value in enumerate(token_ids):
+            plain = value.item() if isinstance(value, np.generic) else value
+            if not isinstance(plain, int) or isinstance(plain, bool) or not 0 <= plain < _TOKEN_LIMIT:
+                return f"token_ids[{position}] is {plain!r:.80}"
+    except TypeError:
+        pass
+    return None

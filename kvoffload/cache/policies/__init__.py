@@ -1,0 +1,44 @@
+"""Which key a full cache gives up.
+
+base.py     Policy: what all of them offer, and what a policy of your own must
+lru.py      LRU: the least recently used
+arc.py      ARC: recency and frequency, balanced by what was given up too early
+s3fifo.py   S3FIFO: a small queue that newcomers must survive
+prefix.py   Prefix, the default: learns from the workload which blocks will be asked for, keeps prefixes before what
+            needs them, and does not store what is worth less than what it would displace
+reuse.py    what Prefix has learned: how soon blocks of each kind are asked for again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvoffload.cache.policies.arc import ARC
+from kvoffload.cache.policies.base import Policy, Protected, Room
+from kvoffload.cache.policies.lru import LRU
+from kvoffload.cache.policies.prefix import Prefix
+from kvoffload.cache.policies.s3fifo import S3FIFO
+
+POLICIES: dict[str, Callable[[int], Policy]] = {"arc": ARC, "lru": LRU, "prefix": Prefix, "s3fifo": S3FIFO}
+DEFAULT_POLICY = "prefix"
+
+__all__ = ["ARC", "DEFAULT_POLICY", "LRU", "POLICIES", "S3FIFO", "Policy", "Prefix", "Protected", "Room", "make_policy"]
+
+
+def make_policy(policy: str | Policy | Callable[[int], Policy], capacity: int) -> Policy:
+    """A policy for so many keys: by name, the caller's own object, or what the caller's own function makes.
+
+    Raises:
+        ValueError: no policy has that name.
+        TypeError: neither a name nor a `Policy` nor a function that makes one.
+    """
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, a Policy or a function, got {policy!r}")
+        policy = POLICIES[policy]
+    made = policy if isinstance(policy, Policy) or not callable(policy) else policy(capacity)
+    if not isinstance(made, Policy):
+        raise TypeError(
+            f"policy must be a name, a kvoffload.cache.policies.Policy or a function that makes one, got {made!r:.80}"
+        )
+    return made

@@ -1,0 +1,124 @@
+"""Recency and frequency, balanced by what was given up too early."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, filterfalse, repeat
+
+from kvoffload.cache.policies.base import Policy, Protected, Room
+
+
+class ARC(Policy):
+    """Keeps keys used once beside keys used more often, and learns how much room each deserve.
+
+    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003), with its names: T1 has the
+    resident keys used once, T2 the others, B1 and B2 remember what was given up from T1 and T2, and p is the size that
+    T1 should have. A key that comes back while B1 remembers it raises p, one that B2 remembers lowers it. One scan of
+    new keys goes through T1 and leaves T2 as it is.
+
+    Where a request brings many keys at once, `make_room` gives up what the paper would, had they come one by one. p is
+    kept in whole keys, and keys that have to stay are passed over. O(1) amortised, plus the keys passed over.
+
+    Args:
+        capacity: keys of the cache, the paper's c. As many more are remembered at most.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        # the oldest first; T1's values: whether the request that brought the key has still to end
+        self._t1: OrderedDict[bytes, bool] = OrderedDict()
+        self._t2: OrderedDict[bytes, None] = OrderedDict()
+        self._b1: OrderedDict[bytes, None] = OrderedDict()
+        self._b2: OrderedDict[bytes, None] = OrderedDict()
+        self._target = 0  # p
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            self._target = self._adapted(self._target, key)
+            ghosts = self._b1 if key in self._b1 else self._b2
+            if key in ghosts:
+                del ghosts[key]
+                self._t2[key] = None
+            else:
+                self._t1[key] = True
+            self._forget()
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            self._use(key)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            if self._t1.get(key):
+                self._t1[key] = False
+                self._t1.move_to_end(key)
+            elif key in self._t1 or key in self._t2:
+                self._use(key)
+
+    def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
+        for key in keys:
+            ghosts = self._b1 if key in self._t1 else self._b2
+            self._take(key)
+            if evicted:
+                ghosts[key] = None
+
+    def victims(self, count: int, protected: Protected) -> list[bytes] | None:
+        return self._choose(repeat(self._target, count), protected)
+
+    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+        target, arrived, limits = self._target, 0, list[int]()
+        for key in reversed(newcomers):
+            target = self._adapted(target, key)
+            limits.append(target - arrived - (key in self._b2))
+            arrived += key not in self._b1 and key not in self._b2
+        victims = self._choose(limits[room:], protected)
+        return None if victims is None else Room(len(newcomers), victims)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return chain(self._t1, self._t2)
+
+    def __len__(self) -> int:
+        return len(self._t1) + len(self._t2)
+
+    def __repr__(self) -> str:
+        sizes = f"T1 {len(self._t1)}, T2 {len(self._t2)}, B1 {len(self._b1)}, B2 {len(self._b2)}, p {self._target}"
+        return f"ARC({len(self)} of {self._capacity} keys: {sizes})"
+
+    def _use(self, key: bytes) -> None:
+        self._take(key)
+        self._t2[key] = None
+
+    def _take(self, key: bytes) -> None:
+        if self._t1.pop(key, None) is None:
+            del self._t2[key]
+
+    def _adapted(self, target: int, key: bytes) -> int:
+        """What p becomes, if it is `target`, when this key arrives."""
+        if key in self._b1:
+            return min(self._capacity, target + max(1, len(self._b2) // len(self._b1)))
+        if key in self._b2:
+            return max(0, target - max(1, len(self._b1) // len(self._b2)))
+        return target
+
+    def _forget(self) -> None:
+        """Keep T1 and B1 within the capacity, and all four lists within twice as much."""
+        while self._b1 and len(self._t1) + len(self._b1) > self._capacity:
+            self._b1.popitem(last=False)
+        while self._b2 and len(self) + len(self._b1) + len(self._b2) > 2 * self._capacity:
+            self._b2.popitem(last=False)
+
+    def _choose(self, limits: Iterable[int], protected: Protected) -> list[bytes] | None:
+        """One key for each limit: T1's oldest while T1 has more keys than that, else T2's, else the other's.
+
+        This is the paper's REPLACE.
+        """
+        once, often = filterfalse(protected, self._t1), filterfalse(protected, self._t2)
+        left, victims = len(self._t1), list[bytes]()
+        for limit in limits:
+            key = next(chain(once, often) if left > limit else chain(often, once), None)
+            if key is None:
+                return None
+            left -= key in self._t1
+            victims.append(key)
+        return victims

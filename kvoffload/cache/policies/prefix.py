@@ -1,0 +1,320 @@
+"""The default policy: keeps what is worth most, prefixes before what needs them, and stores nothing for nothing.
+
+Keys of one request that have been used equally often form a *run*; it knows when they were used, and lies in the queue
+of its kind (see `reuse.py`) in the order of time. So the oldest of each kind stand at the heads of eleven queues,
+whatever is given up comes from the head with the lowest claim, and within a run the deepest key goes first:
+
+    kind 0   run(t=310: e) run(t=402: j) ...        used once, the end of a request
+    kind 1   run(t=310: b c d) run(t=402: g h i)    used once           <- goes from d to b
+    ...
+    kind 10  run(t=402: a)                          used six times or more
+
+A key that is used again moves to a new run; the old one forgets it when it comes to its turn.
+
+Assumptions: uses depend on how often and how long ago a block was used before, in a way that changes slowly; nothing is
+assumed about how. What a request does not share with any other is not worth storing once the model has seen that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, filterfalse, groupby, islice
+from typing import Any
+
+from kvoffload.cache.policies.base import Policy, Protected, Room
+from kvoffload.cache.policies.reuse import KINDS, MOST_USES, ReuseModel, Survivors, kind_of
+
+_FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
+_REMEMBERED_SHARE = 16  # one for so many of the capacity, in a large cache
+_SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
+_BATCH = 128  # keys that are looked at together
+_SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
+
+
+class _Run:
+    """Keys of one request with one number of uses; the deepest last."""
+
+    __slots__ = ("counted", "keys", "kind", "live", "time", "uses")
+
+    def __init__(self, uses: int, kind: int, time: int, counted: bool) -> None:
+        self.uses = uses
+        self.kind = kind
+        self.time = time
+        self.counted = counted  # whether the use by the request under way is among `uses`
+        self.keys: list[bytes] = []
+        self.live = 0  # those of `keys` that are resident and have not moved on
+
+
+class Prefix(Policy):
+    """Gives up the key that is worth least together with all that needs it; O(1) amortised.
+
+    Of new keys it admits those that are worth more than what they would displace, and those that it knows nothing of.
+
+    Args:
+        capacity: keys of the cache.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._model = ReuseModel()
+        self._queues: list[deque[_Run]] = [deque() for _ in range(KINDS)]
+        self._run_of: dict[bytes, _Run] = {}
+        self._gone = _Ghosts(max(_FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
+        self._round = max(_SHORTEST_ROUND, capacity)
+        self._now = 0  # blocks asked for
+        self._next_round = self._round
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        self._use(keys, counted=True, ends=True)
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        self._use(keys, counted=True, ends=False)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._use(keys, counted=False, ends=True)
+
+    def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
+        runs = list(map(self._run_of.pop, keys))
+        if evicted:
+            for run, same in _neighbours(runs, keys):
+                self._remember(same, run)
+        self._leave(Counter(runs))
+
+    def victims(self, count: int, protected: Protected) -> list[bytes] | None:
+        made = self.make_room((), -count, protected)
+        return None if made is None else made.victims
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.victims(len(self), lambda _: False) or ())
+
+    def __len__(self) -> int:
+        return len(self._run_of)
+
+    def __repr__(self) -> str:
+        return f"Prefix({len(self)} keys, {len(self._gone)} remembered, {self._now} blocks asked for)"
+
+    # uses ---------------------------------------------------------------------------------------------------------
+
+    def _use(self, keys: Sequence[bytes], *, counted: bool, ends: bool) -> None:
+        """Move keys to runs of this moment. `counted`: a request under way uses them; else one has ended.
+
+        With `ends` the last key is the end of a request. Keys that are not resident become so if `counted`.
+        """
+        fresh: dict[tuple[int, int, bool], _Run] = {}
+        left: Counter[_Run] = Counter()
+        reused: Counter[_Run] = Counter()
+        asked, last = 0, len(keys) - 1 if ends else -1
+        for resident, old, part in list(self._by_run(keys)):
+            renews = old is not None and old.counted and resident and not counted
+            uses = 1 if old is None else old.uses if renews else min(old.uses + 1, MOST_USES)
+            if not renews:
+                asked += len(part)
+            if old is not None:
+                reused[old] += 0 if renews else len(part)
+                left[old] += len(part) if resident else 0
+            stays = resident or counted
+            ended = last >= 0 and part[-1] is keys[last]
+            for is_end, same in ((False, part[:-1] if ended else part), (True, part[-1:] if ended else [])):
+                kind = kind_of(uses, is_end)
+                run = fresh.get((uses, kind, stays)) or fresh.setdefault(
+                    (uses, kind, stays), _Run(uses, kind, self._now, counted)
+                )
+                if stays:
+                    for key in same:
+                        self._run_of[key] = run
+                    run.keys += same
+                else:
+                    self._remember(same, run)
+        for old, count in reused.items():
+            self._model.reused(old.kind, self._now - old.time, count)
+        self._leave(left)
+        self._queue(fresh.values())
+        self._pass(asked)
+
+    def _by_run(self, keys: Sequence[bytes]) -> Iterator[tuple[bool, _Run | None, list[bytes]]]:
+        """Neighbours that are resident or not and have been in one run. What was remembered of them is forgotten."""
+        for run, same in _neighbours(map(self._run_of.get, keys), keys):
+            if run is not None:
+                yield True, run, same
+            else:
+                gone = self._gone.recall(same)
+                if gone is None:
+                    yield False, None, same
+                else:
+                    for old, absent in _neighbours(gone, same):
+                        yield False, old, absent
+
+    def _queue(self, runs: Iterable[_Run]) -> None:
+        for run in runs:
+            if run.keys:
+                run.live = len(run.keys)
+                self._queues[run.kind].append(run)
+
+    def _leave(self, left: Counter[_Run]) -> None:
+        """So many keys have left these runs."""
+        for run, count in left.items():
+            run.live -= count
+            if run.live == 0:
+                run.keys = []
+            while run.keys and self._run_of.get(run.keys[-1]) is not run:
+                run.keys.pop()
+        for kind in {run.kind for run in left}:
+            queue = self._queues[kind]
+            while queue and not queue[0].live:
+                queue.popleft()
+
+    def _remember(self, keys: list[bytes], run: _Run) -> None:
+        for old, count in self._gone.remember(keys, run):
+            self._model.lost(old.kind, self._now - old.time, count)
+
+    def _pass(self, asked: int) -> None:
+        self._now += asked
+        if self._now >= self._next_round:
+            self._next_round = self._now + self._round
+            for kind, queue in enumerate(self._queues):
+                self._queues[kind] = deque(run for run in queue if run.live)
+                for run in self._queues[kind]:
+                    if 2 * run.live < len(run.keys):
+                        run.keys = [key for key in run.keys if self._run_of.get(key) is run]
+            self._model.learn(self._survivors())
+
+    def _survivors(self) -> Iterator[Survivors]:
+        """All of them; where a queue is long, every so many runs stand for those between."""
+        for queue in self._queues:
+            step = max(1, len(queue) // _SAMPLE)
+            for run in islice(queue, 0, None, step):
+                yield Survivors(run.kind, self._now - run.time, run.live * step)
+        for run, count in self._gone.survivors():
+            yield Survivors(run.kind, self._now - run.time, count)
+
+    # giving up ----------------------------------------------------------------------------------------------------
+
+    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+        """As all policies do; `room` may be negative: so many have to go besides."""
+        admitted, victims = len(newcomers), list[bytes]()
+        worths = self._worths(newcomers)
+        heads = self._heads(protected)
+        while admitted - room > len(victims):
+            head = min(heads, key=self._claim, default=None)
+            rival = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
+            while admitted and worths[admitted - 1] <= rival and admitted - room > len(victims):
+                admitted -= 1
+            if admitted - room <= len(victims):
+                break
+            if head is None:
+                return None
+            victims += head.take(admitted - room - len(victims))
+            if not head.advance():
+                heads.remove(head)
+        return Room(admitted, victims)
+
+    def _worths(self, newcomers: Sequence[bytes]) -> list[float]:
+        """What newcomers are worth on arrival; the last is the end of its request."""
+        if not newcomers:
+            return []
+        known = self._gone.glance(newcomers)
+        uses = [0] * len(newcomers) if known is None else [0 if run is None else run.uses for run in known]
+        worth = [self._model.promise(kind_of(1 + before, False)) for before in range(MOST_USES + 1)]
+        return [*map(worth.__getitem__, uses[:-1]), self._model.promise(kind_of(1 + uses[-1], True))]
+
+    def _heads(self, protected: Protected) -> list[_Head]:
+        heads = [_Head(queue, self._run_of, protected) for queue in self._queues if queue]
+        return [head for head in heads if head.advance()]
+
+    def _claim(self, head: _Head) -> tuple[float, int]:
+        run = head.run
+        return self._model.claim(run.kind, self._now - run.time), run.kind
+
+
+class _Ghosts:
+    """Keys that are not resident, with the run that they were in last: at least half of `most`, the latest.
+
+    Two generations: when the young one is full, the old one is forgotten as a whole, without looking at its keys.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._half = most // 2
+        self._young: dict[bytes, _Run] = {}
+        self._old: dict[bytes, _Run] = {}
+
+    def glance(self, keys: Sequence[bytes]) -> list[_Run | None] | None:
+        """The run of each key, None for those that are not remembered; None if none of them is."""
+        young, old = self._young, self._old
+        if young.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
+            return None
+        return [young.get(key) or old.get(key) for key in keys]
+
+    def recall(self, keys: Sequence[bytes]) -> list[_Run | None] | None:
+        """The same, and these keys are forgotten."""
+        runs = self.glance(keys)
+        if runs is not None:
+            for key in keys:
+                self._young.pop(key, None)
+                self._old.pop(key, None)
+        return runs
+
+    def remember(self, keys: Sequence[bytes], run: _Run) -> list[tuple[_Run, int]]:
+        """Remember that keys, not remembered now, were in a run; what is forgotten for it, as (run, number of keys)."""
+        young = self._young
+        for key in keys:
+            young[key] = run
+        if len(young) <= self._half:
+            return []
+        forgotten = _count_neighbours(self._old.values())
+        self._old, self._young = young, {}
+        return forgotten
+
+    def survivors(self) -> list[tuple[_Run, int]]:
+        """How many keys are remembered with each run; a run may come several times."""
+        return _count_neighbours(chain(self._old.values(), self._young.values()))
+
+    def __len__(self) -> int:
+        return len(self._old) + len(self._young)
+
+
+class _Head:
+    """A walk along one queue over the keys that may go: from run to run, the deepest key first. Changes nothing."""
+
+    def __init__(self, queue: deque[_Run], run_of: dict[bytes, _Run], protected: Protected) -> None:
+        self._batches = self._walk(queue, run_of, protected)
+        self._keys: list[bytes] = []
+        self.run: _Run
+
+    def advance(self) -> bool:
+        """Come to the next keys that may go, of this run or a later one; False if there are none."""
+        if not self._keys:
+            found = next(self._batches, None)
+            if found is None:
+                return False
+            self.run, self._keys = found
+        return True
+
+    def take(self, count: int) -> list[bytes]:
+        """Up to `count` of them."""
+        taken, self._keys = self._keys[:count], self._keys[count:]
+        return taken
+
+    @staticmethod
+    def _walk(
+        queue: deque[_Run], run_of: dict[bytes, _Run], protected: Protected
+    ) -> Iterator[tuple[_Run, list[bytes]]]:
+        for run in queue:
+            for end in range(len(run.keys), 0, -_BATCH):
+                live = [key for key in reversed(run.keys[max(0, end - _BATCH) : end]) if run_of.get(key) is run]
+                found = list(filterfalse(protected, live))
+                if found:
+                    yield run, found
+
+
+def _neighbours(runs: Iterable[_Run | None], keys: Sequence[bytes]) -> Iterator[tuple[Any, list[bytes]]]:
+    """Keys that follow each other and have one run, with it."""
+    begin = 0
+    for run, same in groupby(runs):
+        end = begin + len(list(same))
+        yield run, list(keys[begin:end])
+        begin = end
+
+
+def _count_neighbours(runs: Iterable[_Run]) -> list[tuple[_Run, int]]:
+    """Runs with how often they follow each other."""
+    return [(run, len(list(same))) for run, same in groupby(runs)]

@@ -1,0 +1,173 @@
+"""Three queues that nothing but eviction moves."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, filterfalse, repeat
+from typing import NamedTuple
+
+from kvoffload.cache.policies.base import Policy, Protected, Room
+
+_SMALL_SHARE = 10  # the small queue: one for so many of the capacity
+_MOST_USES = 3
+_COUNTED = 4  # beside the uses in a queue's values: the use by a request under way is counted already
+
+
+class _Plan(NamedTuple):
+    """What giving up `victims` does besides."""
+
+    victims: tuple[bytes, ...]
+    ghosts: list[bytes]  # those of them that leave from the small queue
+    moved: OrderedDict[bytes, int]  # keys that go to the recent end of the main queue, in this order, and their values
+
+
+class S3FIFO(Policy):
+    """A small queue that newcomers must survive, before a main queue.
+
+    Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023). New keys enter the
+    small queue. At its end a key that has been used more than once moves on to the main queue; others are given up, and
+    enter the main queue if they come back while they are remembered. At the end of the main queue a key that has been
+    used gets another round for every use, up to three. Uses are only counted and move nothing.
+
+    Looking for victims moves keys from queue to queue, but `victims` and `make_room` must not. So the search works on
+    the queues as they are, and puts what it would move into a queue of its own, which follows the main queue. These
+    moves are carried out when exactly those victims are given up before anything else has changed; otherwise they are
+    dropped. Keys that have to stay are passed over and keep their places. O(1) amortised, plus the keys passed over.
+
+    Args:
+        capacity: keys of the cache. Nine tenths as many are remembered.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._small_size = max(1, capacity // _SMALL_SHARE)
+        # the oldest first; the value: uses since the key came here, and _COUNTED
+        self._small: OrderedDict[bytes, int] = OrderedDict()
+        self._main: OrderedDict[bytes, int] = OrderedDict()
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._plan: _Plan | None = None  # of the latest answer, unless anything has changed since
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        self._plan = None
+        for key in reversed(keys):
+            queue = self._main if key in self._ghosts else self._small
+            self._ghosts.pop(key, None)
+            queue[key] = _COUNTED
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        self._plan = None
+        for key in keys:
+            queue = self._small if key in self._small else self._main
+            queue[key] = _used(queue[key]) | _COUNTED
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._plan = None
+        for key in keys:
+            queue = self._small if key in self._small else self._main
+            value = queue.get(key)
+            if value is not None:
+                queue[key] = value - _COUNTED if value & _COUNTED else _used(value)
+
+    def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
+        plan, self._plan = self._plan, None
+        if evicted and plan is not None and plan.victims == tuple(keys):
+            for key, value in plan.moved.items():
+                self._take(key)
+                self._main[key] = value
+            ghosts = plan.ghosts
+        else:
+            ghosts = [key for key in keys if key in self._small] if evicted else []
+        for key in keys:
+            self._take(key)
+        self._ghosts.update(dict.fromkeys(ghosts))
+        while len(self._ghosts) > self._capacity - self._small_size:
+            self._ghosts.popitem(last=False)
+
+    def victims(self, count: int, protected: Protected) -> list[bytes] | None:
+        return self._choose(repeat(self._small_size, count), protected)
+
+    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+        """As if the keys came one by one: those that have come count among the small queue's."""
+        arrived, limits = 0, list[int]()
+        for key in reversed(newcomers):
+            limits.append(self._small_size - arrived)
+            arrived += key not in self._ghosts
+        victims = self._choose(limits[room:], protected)
+        return None if victims is None else Room(len(newcomers), victims)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return chain(self._small, self._main)
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def __repr__(self) -> str:
+        sizes = f"small {len(self._small)}, main {len(self._main)}, ghosts {len(self._ghosts)}"
+        return f"S3FIFO({len(self)} of {self._capacity} keys: {sizes})"
+
+    def _take(self, key: bytes) -> None:
+        if self._small.pop(key, None) is None:
+            del self._main[key]
+
+    def _choose(self, limits: Iterable[int], protected: Protected) -> list[bytes] | None:
+        """One key for each limit: out of the small queue while it has so many keys, else out of the main queue."""
+        search = _Search(self._small, self._main, protected)
+        victims = list[bytes]()
+        for limit in limits:
+            key = search.find(limit)
+            if key is None:
+                return None
+            victims.append(key)
+        self._plan = _Plan(tuple(victims), search.ghosts, search.moved)
+        return victims
+
+
+class _Search:
+    """Eviction from the two queues, without changing them."""
+
+    def __init__(self, small: OrderedDict[bytes, int], main: OrderedDict[bytes, int], protected: Protected) -> None:
+        self._small = small
+        self._main = main
+        self._small_keys = filterfalse(protected, small)
+        self._main_keys = filterfalse(protected, main)
+        self._left = len(small)
+        self.ghosts: list[bytes] = []
+        self.moved: OrderedDict[bytes, int] = OrderedDict()
+
+    def find(self, limit: int) -> bytes | None:
+        """The next key to go; None if no other may."""
+        while (key := self._next(limit)) is not None:
+            if key in self._small and key not in self.moved:
+                self._left -= 1
+                if _uses(self._small[key]) <= 1:
+                    self.ghosts.append(key)
+                    return key
+                self.moved[key] = self._small[key] & _COUNTED
+            else:
+                value = self.moved.pop(key) if key in self.moved else self._main[key]
+                if not _uses(value):
+                    return key
+                self.moved[key] = value - 1
+        return None
+
+    def _next(self, limit: int) -> bytes | None:
+        """The oldest key of the queue whose turn it is, or of the other."""
+        if self._left < limit:
+            key = self._next_of_main()
+            return next(self._small_keys, None) if key is None else key
+        key = next(self._small_keys, None)
+        return self._next_of_main() if key is None else key
+
+    def _next_of_main(self) -> bytes | None:
+        key = next(self._main_keys, None)
+        return next(iter(self.moved), None) if key is None else key
+
+
+def _uses(value: int) -> int:
+    return value & _MOST_USES
+
+
+def _used(value: int) -> int:
+    """The value after another use, which nobody has counted ahead."""
+    return min(_uses(value) + 1, _MOST_USES)

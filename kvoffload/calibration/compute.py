@@ -1,0 +1,177 @@
+"""Computation to run beside transfers and to time: a large product of matrices, and a skinny one as in decoding."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffload.device.buffers import DeviceBuffer
+from kvoffload.device.device import Device
+from kvoffload.errors import CapabilityError
+from kvoffload.kernels import KernelSpec, LoadedKernel, load_kernel
+
+_CHUNK_BYTES = 32 << 20
+
+
+class Tiling(NamedTuple):
+    """How a product is cut: one program per tile of the result, `inner` elements of a row or column at a time."""
+
+    rows: int
+    columns: int
+    inner: int
+    stages: int
+    warps: int
+
+
+class Product(NamedTuple):
+    """(rows, inner) @ (inner, columns), and tilings for it, of which the first that the GPU has room for is taken."""
+
+    name: str
+    rows: int
+    columns: int
+    inner: int
+    tilings: tuple[Tiling, ...]
+
+
+MATMUL = Product(
+    "matrix product",
+    4096,
+    4096,
+    4096,
+    (Tiling(128, 256, 64, 4, 8), Tiling(128, 256, 64, 3, 8), Tiling(128, 128, 32, 3, 8)),
+)
+SKINNY = Product("skinny product", 64, 28672, 8192, (Tiling(64, 128, 64, 4, 4), Tiling(64, 128, 64, 3, 4)))
+SMALL = Product("small product", 32, 64, 32, (Tiling(16, 32, 16, 2, 4),))  # for the simulated device
+
+
+class Computation:
+    """A product of random matrices on a stream of its own. A context manager; close it before the device.
+
+    On the simulated device the elements are fp16 instead of bf16; see `kernels.compute`.
+
+    Attributes:
+        stream: its handle.
+        left, right, result: the matrices, row-major.
+
+    Raises:
+        CapabilityError: no kernel can run here; the message says why.
+        CapacityError: GPU memory is short.
+    """
+
+    def __init__(self, device: Device, product: Product, *, seed: int = 0, priority: int = 0) -> None:
+        self.product = product
+        self._device, self._driver = device, device.driver
+        with ExitStack() as undo:
+            with device.current():
+                self._kernel, tiling = _load(device, product)
+                undo.callback(self._closing(self._kernel.close))
+                self.stream = self._driver.stream_create(priority)
+                undo.callback(self._closing(partial(self._driver.stream_destroy, self.stream)))
+            self.left, self.right, self.result = (
+                undo.enter_context(device.allocate(2 * count)) for count in _counts(product)
+            )
+            random = np.random.default_rng(seed)
+            for buffer in (self.left, self.right):
+                _fill(buffer, random, half=device.simulated)
+            self._grid = product.rows // tiling.rows * (product.columns // tiling.columns)
+            self._arguments = (self.left.address, self.right.address, self.result.address)
+            self._undo = undo.pop_all()
+
+    def _closing(self, call: Callable[[], None]) -> Callable[[], None]:
+        def close() -> None:
+            with self._device.current():
+                call()
+
+        return close
+
+    def queue(self, count: int) -> None:
+        """Queue it `count` times, and return; the device's context must be current."""
+        for _ in range(count):
+            self._kernel.launch(self.stream, self._grid, self._arguments)
+
+    def seconds_each(self, count: int, meanwhile: Callable[[], object] | None = None) -> list[float]:
+        """Run it `count` times, one after the other; seconds of each on the GPU's clock.
+
+        Args:
+            count: at most 256: a stream's queue holds no more than about 1000 operations.
+            meanwhile: called again and again until the last has ended, at least once; to queue transfers.
+        """
+        with self._device.current(), ExitStack() as undo:
+            events = []
+            for _ in range(count + 1):
+                events.append(self._driver.event_create(timing=True))
+                undo.callback(self._driver.event_destroy, events[-1])
+            self._driver.event_record(events[0], self.stream)
+            for event in events[1:]:
+                self.queue(1)
+                self._driver.event_record(event, self.stream)
+            self._wait(events[-1], meanwhile)
+            return [self._driver.event_seconds(*pair) for pair in itertools.pairwise(events)]
+
+    def _wait(self, event: int, meanwhile: Callable[[], object] | None) -> None:
+        if meanwhile is not None:
+            meanwhile()
+        while not self._driver.event_query(event):
+            if meanwhile is not None:
+                meanwhile()
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of one product."""
+        return 2 * self.product.rows * self.product.columns * self.product.inner
+
+    def close(self) -> None:
+        """Free the matrices; nothing of it may be running. Idempotent."""
+        self._undo.close()
+
+    def __enter__(self) -> Computation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _counts(product: Product) -> tuple[int, int, int]:
+    """Elements of left, right and result."""
+    return product.rows * product.inner, product.inner * product.columns, product.rows * product.columns
+
+
+def _load(device: Device, product: Product) -> tuple[LoadedKernel, Tiling]:
+    """The kernel with the first tiling that fits."""
+    for tiling in product.tilings:
+        try:
+            spec = kernel_spec(product, tiling, half=device.simulated)
+            return load_kernel(device.driver, device.capabilities, spec), tiling
+        except CapabilityError:
+            if tiling is product.tilings[-1]:
+                raise
+    raise AssertionError("a product has tilings")
+
+
+def kernel_spec(product: Product, tiling: Tiling, *, half: bool) -> KernelSpec:
+    """The kernel for a product; its parameters are the addresses of left, right and result."""
+    constants = {
+        "M": product.rows,
+        "N": product.columns,
+        "K": product.inner,
+        "TILE_M": tiling.rows,
+        "TILE_N": tiling.columns,
+        "TILE_K": tiling.inner,
+        "STAGES": tiling.stages,
+        "HALF": int(half),
+    }
+    parameters = (("left", "i64"), ("right", "i64"), ("result", "i64"))
+    return KernelSpec("kvoffload.kernels.compute", "product", parameters, tuple(constants.items()), tiling.warps)
+
+
+def _fill(buffer: DeviceBuffer, random: np.random.Generator, *, half: bool) -> None:
+    """Normally distributed elements, repeated every 32 MiB: zeros would let the GPU clock higher."""
+    values = random.standard_normal(min(buffer.nbytes, _CHUNK_BYTES) // 2, dtype=np.float32)
+    bits = values.astype(np.float16).view(np.uint16) if half else (values.view(np.uint32) >> 16).astype(np.uint16)
+    for offset in range(0, buffer.nbytes, bits.nbytes):
+        buffer.copy_from(bits[: (buffer.nbytes - offset) // 2], offset)

@@ -1,0 +1,153 @@
+"""Transfers to be timed: GPU memory for planes that fold and for planes that do not, and engines over it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+
+from kvoffload.calibration.schedule import Bed, Case
+from kvoffload.device.device import Device
+from kvoffload.device.streams import NO_WAIT
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.job import Job
+from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.tuning import default_profile
+from kvoffload.tuning.fitting import Sample
+
+_LEAST_SECONDS = 1e-7  # the clock of the events counts half microseconds
+_PITCH_ALIGNMENT = 2 << 20
+_WARM_UP = 1
+_FLUSH_BYTES = 160 << 20  # more than the 126 MB of cache that the largest GPU has
+
+
+class Ground:
+    """Memory for `plane_count` planes, twice: each in an allocation of its own, and all in one slab. A context manager.
+
+    Args:
+        scattered_bytes: of each plane of the first kind.
+        pitch: bytes from plane to plane in the slab; less where the GPU has not that much to spare.
+    """
+
+    def __init__(self, device: Device, plane_count: int, scattered_bytes: int, pitch: int) -> None:
+        with device.current():
+            spare = device.driver.free_and_total_bytes()[0] // 2 // plane_count
+        self.pitch = pitch if spare >= pitch else max(spare // _PITCH_ALIGNMENT, 1) * _PITCH_ALIGNMENT
+        self._device = device
+        with ExitStack() as undo:
+            with device.current():
+                self._stream = device.driver.stream_create(0)
+            undo.callback(self._destroy_stream)
+            self._apart = [undo.enter_context(device.allocate(scattered_bytes)) for _ in range(plane_count)]
+            self._slab = undo.enter_context(device.allocate(plane_count * self.pitch))
+            self._undo = undo.pop_all()
+
+    def planes(self, bed: Bed) -> list[Plane]:
+        """Those of a bed; all of the memory has its place in them."""
+        if bed.planes == 1:
+            return [_plane(self._slab.address, bed.block_bytes, self._slab.nbytes)]
+        if bed.folds:
+            starts = [self._slab.address + index * self.pitch for index in range(bed.planes)]
+            return [_plane(start, bed.block_bytes, self.pitch) for start in starts]
+        return [_plane(each.address, bed.block_bytes, each.nbytes) for each in self._apart[: bed.planes]]
+
+    def flush(self) -> None:
+        """Drive everything else out of the GPU's cache: blocks to be stored are mostly not in it. Waits."""
+        nbytes = min(_FLUSH_BYTES, self._slab.nbytes)
+        with self._device.current():
+            self._device.driver.fill(self._slab.address, 0, nbytes, self._stream)
+            self._device.driver.stream_synchronize(self._stream)
+
+    def _destroy_stream(self) -> None:
+        with self._device.current():
+            self._device.driver.stream_destroy(self._stream)
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def __enter__(self) -> Ground:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _plane(address: int, block_bytes: int, nbytes: int) -> Plane:
+    return Plane(address, block_bytes=block_bytes, num_blocks=nbytes // block_bytes)
+
+
+class Trials:
+    """Transfers of random blocks between the planes of a bed and random slots. A context manager.
+
+    Attributes:
+        counted: transfers whose time was counted in the last `rounds`.
+    """
+
+    def __init__(self, device: Device, ground: Ground, bed: Bed, *, seed: int = 0) -> None:
+        planes = ground.planes(bed)
+        most = min(bed.most_blocks, planes[0].num_blocks)
+        self._bed, self._ground, self._most_blocks = bed, ground, most
+        self.counted = 0
+        self.engine = OffloadEngine(
+            KVLayout([planes]),
+            device=device,
+            num_slots=most + most // 4 + 1,
+            sm_limit=bed.most_programs,
+            profile=default_profile(None),
+        )
+        random = np.random.default_rng(seed)
+        self._blocks = random.permutation(planes[0].num_blocks)[:most]
+        self._slots = random.permutation(self.engine.num_slots)[:most]
+
+    def submit(self, direction: Direction, case: Case) -> Job:
+        blocks, slots = self._blocks[: case.blocks], self._slots[: case.blocks]
+        return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=case.method)
+
+    def seconds(self, direction: Direction, case: Case) -> float:
+        """Of one transfer on an idle GPU, on its clock; NaN if unknown."""
+        self._ground.flush()
+        job = self.submit(direction, case)
+        while not job.done:  # wait() sleeps between looks, and the next transfer would find a slower CPU
+            pass
+        return job.wait().seconds
+
+    def rounds(self, direction: Direction, cases: Sequence[Case], repeats: Callable[[], int]) -> list[Sample]:
+        """Medians over rounds in each of which every case runs once, after one round that does not count.
+
+        Cases for which the GPU had no memory to spare are left out.
+
+        Args:
+            repeats: how many rounds, asked before each.
+        """
+        cases = [case for case in cases if case.blocks <= self._most_blocks]
+        found: list[list[float]] = [[] for _ in cases]
+        done = 0
+        while done < _WARM_UP + repeats():
+            for seconds, case in zip(found, cases, strict=True):
+                seconds.append(self.seconds(direction, case))
+            done += 1
+        self.counted = (done - _WARM_UP) * len(cases)
+        medians = [_median(seconds[_WARM_UP:]) for seconds in found]
+        return [
+            Sample(case.method, self._bed.shape(direction, case.blocks), median)
+            for median, case in zip(medians, cases, strict=True)
+            if median is not None
+        ]
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _median(seconds: Sequence[float]) -> float | None:
+    known = [max(value, _LEAST_SECONDS) for value in seconds if not math.isnan(value)]
+    return statistics.median(known) if known else None

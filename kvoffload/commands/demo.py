@@ -1,0 +1,147 @@
+"""`kvoffload demo`: a made chat workload that stores, evicts and loads, every byte verified."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvoffload.internal.models import MODELS
+from kvoffload.replay.command import bandwidth
+from kvoffload.replay.verified import VerifiedCache
+from kvoffload.terminal.console import Output, add_common_options, mib, model, open_backend, whole
+
+_SYSTEM_BLOCKS = 8
+_MOST_NEW_BLOCKS = 8  # what a turn adds: its question and the answer before it
+_SIMULATED_SCALE = 0.01
+_DESCRIPTION = """\
+Several conversations take turns. All start with the same system prompt; every turn sends the whole history and some new
+blocks. The cache holds less than all of it, so blocks are stored, evicted and loaded; every byte of every load is
+verified. Takes seconds, on a GPU and on the simulated device (there with a hundredth of a block's bytes)."""
+
+
+class Turn(NamedTuple):
+    """A request of a conversation: the keys of its whole history."""
+
+    conversation: int
+    keys: tuple[bytes, ...]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("demo", help="a made chat workload, every byte verified", description=_DESCRIPTION)
+    names = ", ".join(MODELS)
+    parser.add_argument(
+        "--model",
+        type=model,
+        default=MODELS["llama-3.1-8b"],
+        metavar="NAME",
+        help=f"one of {names} (default llama-3.1-8b)",
+    )
+    parser.add_argument("--conversations", type=whole(1), default=8, metavar="N", help="default 8")
+    parser.add_argument("--turns", type=whole(1), default=8, metavar="N", help="of each conversation (default 8)")
+    parser.add_argument("--slots", type=whole(1), default=160, metavar="N", help="blocks the cache holds (default 160)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the workload (default 0)")
+    add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve the turns; 0 if every loaded byte was right, else 1."""
+    output = Output(arguments.json)
+    turns = list(chat(arguments.conversations, arguments.turns, arguments.seed))
+    with open_backend(arguments, output, arguments.seed) as device:
+        geometry = arguments.model.scaled(_SIMULATED_SCALE if device.simulated else 1.0)
+        begin = time.perf_counter()
+        with VerifiedCache(
+            device,
+            geometry,
+            capacity=arguments.slots,
+            longest=max(len(turn.keys) for turn in turns),
+            seed=arguments.seed,
+        ) as served:
+            with output.progress("turns") as progress:
+                for number, turn in enumerate(turns, start=1):
+                    served.serve(turn.keys)
+                    progress(number, len(turns))
+            served.cache.check()
+            fields = _fields(served, turns, arguments, device.name, device.simulated)
+        fields["seconds"] = round(time.perf_counter() - begin, 3)
+    output.result(fields)
+    _print(fields, output)
+    return 1 if fields["corrupt_blocks"] else 0
+
+
+def chat(conversations: int, turns: int, seed: int) -> Iterator[Turn]:
+    """`turns` turns of each conversation, in a seeded order; a key is a digest of everything up to its block."""
+    random = np.random.default_rng(seed)
+    system = _chain((), _SYSTEM_BLOCKS, "system")
+    histories = [system] * conversations
+    order = random.permutation(np.repeat(np.arange(conversations), turns))
+    for number, conversation in enumerate(order.tolist()):
+        added = int(random.integers(1, _MOST_NEW_BLOCKS + 1))
+        histories[conversation] = _chain(histories[conversation], added, f"turn {number}")
+        yield Turn(conversation, histories[conversation])
+
+
+def _chain(keys: tuple[bytes, ...], count: int, content: str) -> tuple[bytes, ...]:
+    """`keys` and `count` more: each is the digest of the key before it and of its own content."""
+    grown = list(keys)
+    for index in range(count):
+        before = grown[-1] if grown else b""
+        grown.append(blake2b(before + f"{content}, block {index}".encode(), digest_size=16).digest())
+    return tuple(grown)
+
+
+def _fields(
+    served: VerifiedCache, turns: list[Turn], arguments: argparse.Namespace, device: str, simulated: bool
+) -> dict[str, Any]:
+    counts = served.counts
+    fields: dict[str, Any] = {
+        "simulated": simulated,
+        "device": device,
+        "model": arguments.model.name,
+        "bytes_per_block": served.bytes_per_key,
+        "slots": arguments.slots,
+        "conversations": arguments.conversations,
+        "turns": len(turns),
+        "distinct_blocks": len({key for turn in turns for key in turn.keys}),
+        "blocks_requested": counts.blocks_requested,
+        "blocks_hit": counts.blocks_hit,
+        "blocks_stored": counts.blocks_stored,
+        "blocks_evicted": served.blocks_evicted,
+        "blocks_declined": served.blocks_declined,
+        "bytes_stored": counts.bytes_stored,
+        "bytes_loaded": counts.bytes_loaded,
+        "verified_blocks": counts.verified_blocks,
+        "corrupt_blocks": counts.corrupt_blocks,
+    }
+    if not simulated:
+        fields["store_gb_per_s"] = bandwidth(counts.bytes_stored, counts.store_seconds)
+        fields["load_gb_per_s"] = bandwidth(counts.bytes_loaded, counts.load_seconds)
+    return fields
+
+
+def _print(fields: dict[str, Any], output: Output) -> None:
+    simulated = fields["simulated"]
+    rows = [
+        ("turns", f"{fields['turns']} of {fields['conversations']} conversations"),
+        ("blocks requested", f"{fields['blocks_requested']:,} ({fields['distinct_blocks']:,} different ones)"),
+        ("blocks hit", f"{fields['blocks_hit']:,}"),
+        ("stored", f"{fields['blocks_stored']:,} ({mib(fields['bytes_stored'])})"),
+        ("evicted", f"{fields['blocks_evicted']:,}"),
+        ("not worth storing", f"{fields['blocks_declined']:,}"),
+        ("loaded", f"{fields['blocks_hit']:,} ({mib(fields['bytes_loaded'])})"),
+        ("verified, every byte", f"{fields['verified_blocks']:,}"),
+        ("corrupt", f"{fields['corrupt_blocks']:,}"),
+    ]
+    if not simulated:
+        rows.append(("stores, GPU clock", f"{fields['store_gb_per_s']} GB/s"))
+        rows.append(("loads, GPU clock", f"{fields['load_gb_per_s']} GB/s"))
+    output.banner(simulated)
+    where = "SIMULATED" if simulated else fields["device"]
+    title = f"demo: {fields['model']}, {fields['slots']} slots of {mib(fields['bytes_per_block'])}, {where}"
+    output.table(title, ("what", "how much"), rows)

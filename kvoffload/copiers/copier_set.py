@@ -1,0 +1,207 @@
+"""The copiers of an engine: which of them can run here, and how they share a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvoffload import kernels
+from kvoffload.copiers.base import Copier, Share
+from kvoffload.copiers.batch import BatchCopier
+from kvoffload.copiers.gather import GatherCopier, GatherKernels
+from kvoffload.copiers.loop import LoopCopier
+from kvoffload.copiers.selection import choose
+from kvoffload.copiers.strided import StridedCopier
+from kvoffload.device.pinned import PinnedMemory
+from kvoffload.driver import Capabilities, Driver
+from kvoffload.errors import CapabilityError, DriverError
+from kvoffload.internal.cachefiles import warn_once
+from kvoffload.internal.teardown import run_all
+from kvoffload.layout.layout import KVLayout
+from kvoffload.planning.transfer_plan import BlockPlan, Direction
+from kvoffload.tuning import CopyMethod, Profile, Shape
+
+_KERNELS = ("gather", "split")
+NAMES = ("strided", "gather", "split", "batch", "loop")
+
+
+def why_not(capabilities: Capabilities, sm_limit: int = 1) -> dict[str, str | None]:
+    """For every copier: None if it can run here as far as is known without trying, else the reason."""
+    no_kernel = "sm_limit=0 forbids kernels" if sm_limit == 0 else kernels.why_not(capabilities)
+    return {
+        "strided": None,
+        "gather": no_kernel,
+        "split": no_kernel,
+        "batch": None if capabilities.flat_batch else capabilities.missing["cuMemcpyBatchAsync"],
+        "loop": None,
+    }
+
+
+def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
+    """Raise ValueError if `name` names no copier, CapabilityError if that one cannot run here; None is right."""
+    if name is None:
+        return
+    if isinstance(name, CopyMethod):
+        if not 0.0 <= name.share <= 1.0:
+            raise ValueError(f"copier has a share of {name.share!r}; a share is from 0.0 to 1.0")
+        name = name.copier
+    if not isinstance(name, str) or name not in NAMES:
+        raise ValueError(f"copier must be one of {', '.join(NAMES)} or None, got {name!r}")
+    if missing[name] is not None:
+        raise CapabilityError(f"copier={name!r} cannot run here: {missing[name]}; the loop copier works")
+
+
+def check_carries_parts(name: str | CopyMethod | None) -> None:
+    """Raise ValueError if `name` names a copier that cannot copy a load in parts."""
+    if (name.copier if isinstance(name, CopyMethod) else name) == "split":
+        raise ValueError(
+            f"copier={name!r} cannot copy a load in parts: kernel and copy engine go through the planes side by side, "
+            "each at its own pace; ask for strided, gather, batch, loop or None, or leave parts out"
+        )
+
+
+def shape_of(plan: BlockPlan) -> Shape:
+    """What a plan of at least one block looks like to a profile."""
+    operations, rows = plan.count()
+    return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
+
+
+class CopierSet:
+    """The copiers that can run for one layout and pool on one device.
+
+    Args:
+        driver: its context must be current.
+        capabilities: what the device can do.
+        layout: whose groups are copied.
+        memory: the slot pool.
+        sm_limit: programs of a kernel at most; 0 forbids kernels.
+
+    Attributes:
+        missing: for every copier None, or why it cannot run here.
+    """
+
+    def __init__(
+        self, driver: Driver, capabilities: Capabilities, layout: KVLayout, memory: PinnedMemory, sm_limit: int
+    ) -> None:
+        self.missing = why_not(capabilities, sm_limit)
+        self._sm_limit = sm_limit
+        self._interpreted = driver.simulated  # 2 ms a tile: kernels run there when they are asked for
+        self._strided = StridedCopier(driver, batched=capabilities.strided_batch)
+        self._batch = BatchCopier(driver, with_prelude=capabilities.flat_batch)
+        self._loop = LoopCopier(driver)
+        self._gather: dict[int, GatherCopier] = {}
+        self._kernels: GatherKernels | None = None
+        if sm_limit > 0:
+            try:
+                self._load_kernels(driver, capabilities, layout, memory)
+            except BaseException:
+                self._batch.close()
+                raise
+
+    def _load_kernels(self, driver: Driver, capabilities: Capabilities, layout: KVLayout, memory: PinnedMemory) -> None:
+        try:
+            self._kernels = GatherKernels(driver, capabilities, layout, memory)
+        except (CapabilityError, DriverError) as error:
+            if isinstance(error, DriverError) and not error.out_of_memory:  # that is: no room for the table of rows
+                raise
+            self.missing["gather"] = self.missing["split"] = str(error)
+            warn_once(
+                f"no copy kernels: {error}. Transfers that they would carry take the copy engine; sm_limit=0 says that "
+                "this is meant, `kvoffload doctor` says more",
+                cause="no kernels",
+            )
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """The copiers to choose from: those that can run; on the simulated device no kernels."""
+        able = tuple(name for name in NAMES if self.missing[name] is None)
+        return _without_kernels(able) if self._interpreted else able
+
+    def choose(
+        self, plan: BlockPlan, wanted: str | CopyMethod | None, profile: Profile, prefer: str
+    ) -> tuple[CopyMethod, str]:
+        """The way for a plan, and why: what is wanted, see `check_copier`, completed; or what the profile says.
+
+        Raises:
+            CapabilityError: the kernel is wanted for a load in parts, and cannot carry these.
+        """
+        shape = shape_of(plan)
+        if isinstance(wanted, CopyMethod):
+            self._check_parts(wanted.copier, plan)
+            return self._complete(wanted, shape, profile), "asked for"
+        if wanted is None:
+            available = self._carrying_parts(plan)
+        else:
+            self._check_parts(wanted, plan)
+            available = (wanted,)
+        method, reason, _ = choose(shape, available, profile, prefer, self._sm_limit, plan.group.num_parts)
+        return method, reason if wanted is None else "asked for by name"
+
+    def _carrying_parts(self, plan: BlockPlan) -> tuple[str, ...]:
+        """The copiers to choose from for a plan, in parts or not."""
+        if plan.group.num_parts == 1:
+            return self.offered
+        unable = _KERNELS if self._why_not_in_parts(plan) else ("split",)
+        return tuple(name for name in self.offered if name not in unable)
+
+    def _check_parts(self, name: str, plan: BlockPlan) -> None:
+        if name == "gather" and plan.group.num_parts > 1 and (reason := self._why_not_in_parts(plan)):
+            raise CapabilityError(f"copier='gather' cannot carry these parts: {reason}; the loop copier can")
+
+    def _why_not_in_parts(self, plan: BlockPlan) -> str | None:
+        """Why the kernel cannot carry a plan's parts."""
+        if self._kernels is None:
+            return self.missing["gather"]
+        return self._kernels.why_not_in_parts(plan.group_index, plan.group.parts)
+
+    def _complete(self, wanted: CopyMethod, shape: Shape, profile: Profile) -> CopyMethod:
+        if wanted.copier not in ("gather", "split"):
+            return CopyMethod(wanted.copier)
+        programs = min(max(1, wanted.programs), self._sm_limit)
+        if wanted.copier == "gather":
+            return CopyMethod("gather", programs, 1.0)
+        return CopyMethod("split", programs, wanted.share or profile.split_share(shape, programs))
+
+    def shares(self, method: CopyMethod, plan: BlockPlan) -> tuple[Share, ...]:
+        """The plan as `way` carries it. A split of too few blocks to share is left to the copy engine."""
+        if method.copier == "gather":
+            return (self._by_kernel(method, plan),)
+        if method.copier == "split":
+            return self._split(method, plan)
+        by_engine: dict[str, Copier] = {"strided": self._strided, "batch": self._batch, "loop": self._loop}
+        copier = by_engine[method.copier]
+        return (Share(copier.prepare(plan), copier),)
+
+    def _split(self, method: CopyMethod, plan: BlockPlan) -> tuple[Share, ...]:
+        by_engine = len(plan) - round(len(plan) * method.share)
+        if by_engine == 0:
+            return (self._by_kernel(method, plan),)
+        strided = Share(self._strided.prepare(plan.cut(0, by_engine)), self._strided)
+        if by_engine == len(plan):
+            return (strided,)
+        return (self._by_kernel(method, plan.cut(by_engine, len(plan))), strided)  # quicker to queue, so it comes first
+
+    def _by_kernel(self, method: CopyMethod, plan: BlockPlan) -> Share:
+        assert self._kernels is not None
+        copier = self._gather.get(method.programs)
+        if copier is None:
+            copier = self._gather[method.programs] = GatherCopier(self._kernels, method.programs)
+        return Share(copier.prepare(plan), copier)
+
+    def clear(self, direction: Direction) -> None:
+        """Nothing of a direction is in flight: forget what an interrupt may have left taken."""
+        if self._kernels is not None:
+            self._kernels.clear(direction)
+
+    def keep(self) -> None:
+        """The context is lost: the GPU may still use what the kernels used."""
+        if self._kernels is not None:
+            self._kernels.keep()
+
+    def close(self) -> None:
+        """Give back what the copiers used; nothing may be in flight."""
+        run_all((self._batch.close, *(() if self._kernels is None else (self._kernels.close,))))
+
+
+def _without_kernels(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in _KERNELS)

@@ -1,0 +1,201 @@
+"""Which way a transfer is carried, from what each is expected to take and how much it slows a computation.
+
+Nothing is measured here, and nothing is near a device. A choice is made for a *class* of transfers, those that differ
+by a few percent in their number of blocks, and kept: every transfer of a class is carried alike, whichever came first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import lru_cache
+from math import inf
+from typing import Any, NamedTuple
+
+from kvoffload.tuning import CopyMethod, Profile, Shape
+
+PREFERENCES = ("overlap", "latency")
+TOLERANCE = 1.1  # "overlap" takes what slows computation least among the ways within this factor of the fastest
+_ALIKE = 0.02  # slow-downs nearer to each other than that are one: about what measuring them again changes
+_GATHER_PROGRAMS = (1, 2, 3, 4)
+_MOST_PROGRAMS = 8  # 2 to 4 fill the link; more only slow the computation
+_SPLIT_PROGRAMS = (1, 2)
+_LINK_BOUND = 1.15  # times what a big copy takes
+_MANTISSA_BITS = 5
+# Seconds that each further part of a load adds to what its copies and bytes take. By the copy engine, 32 blocks of 64
+# planes x 32 KiB in 2 to 16 parts on an H200: 30 us, in which the driver takes in the next copies. Launches of a kernel
+# are queued well ahead; between two of them the link idles until the first words of the next are under way: 8 us, over
+# 32 parts.
+_PART_SECONDS = {"gather": 8e-6}
+_PART_SECONDS_BY_ENGINE = 30e-6
+_SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
+_BY_DEFAULT = ("strided", "batch", "loop", "gather", "split")  # where no way was measured
+
+
+class Choice(NamedTuple):
+    """A way, and why.
+
+    Attributes:
+        reason: a sentence with figures.
+        seconds: expected, on the GPU's clock; infinity if unknown.
+    """
+
+    method: CopyMethod
+    reason: str
+    seconds: float
+
+
+class Expected(NamedTuple):
+    """What a way would take.
+
+    Attributes:
+        slowdown: how many times as long a matrix product takes beside it; 1.0 for the copy engine, whose ways differ
+            in that only as much as in bandwidth.
+        cautious: seconds, and more by the copier's median error where the link is not what bounds it. So a copier that
+            is as fast as the host happens to be must promise more.
+    """
+
+    method: CopyMethod
+    seconds: float
+    slowdown: float
+    cautious: float
+
+
+def check_prefer(prefer: Any) -> str:
+    """`prefer`, if it is one of `PREFERENCES`; else ValueError."""
+    if prefer not in PREFERENCES:
+        raise ValueError(
+            f"prefer must be 'overlap' (slow computation least) or 'latency' (be fastest), got {prefer!r:.40}"
+        )
+    return str(prefer)
+
+
+def choose(
+    shape: Shape, available: Collection[str], profile: Profile, prefer: str, sm_limit: int, parts: int = 1
+) -> Choice:
+    """The way for a transfer.
+
+    Args:
+        shape: of the transfer.
+        available: names of copiers that can carry it; not empty. With one name: the best way of that copier.
+        profile: what they cost.
+        prefer: "latency": the fastest; "overlap": of the ways within 1.1x of the fastest, the one that slows
+            computation least; of those alike in that, one that the host need not submit copy by copy, and the fastest.
+            For this, a way whose bound is not the link counts as slower by its copier's median error.
+        sm_limit: programs of a kernel at most.
+        parts: in which it is carried, one after the other; the copies of the shape are those of all parts.
+    """
+    alike, scale = _class_of(shape)
+    choice = _choose(alike, frozenset(available), profile, prefer, sm_limit, parts)
+    return choice if scale == 1.0 else choice._replace(seconds=choice.seconds * scale)
+
+
+def _class_of(shape: Shape) -> tuple[Shape, float]:
+    """The shape that stands for all like it, and how many times as many blocks this one has.
+
+    Bytes of a block, planes, and what is merged (a number that only some layouts have) stay as they are, or nearly so.
+    """
+    direction, blocks, pieces, operations, rows, nbytes = shape
+    excess = blocks.bit_length() - _MANTISSA_BITS
+    if excess <= 0:
+        return shape, 1.0
+    alike = (blocks + (1 << excess - 1)) >> excess << excess
+    nbytes, pieces, scale = nbytes // blocks * alike, pieces // blocks * alike, blocks / alike
+    if rows == shape.pieces:  # nothing is merged: all counts go with the blocks
+        return Shape(direction, alike, pieces, operations // blocks * alike, pieces, nbytes), scale
+    merged, height = round(shape.pieces / rows, 1), round(rows / operations, 1)
+    rows = max(1, round(pieces / merged))
+    return Shape(direction, alike, pieces, max(1, round(rows / height)), rows, nbytes), scale
+
+
+@lru_cache(maxsize=4096)
+def _choose(
+    shape: Shape, available: frozenset[str], profile: Profile, prefer: str, sm_limit: int, parts: int
+) -> Choice:
+    best, *others = rank(shape, available, profile, prefer, sm_limit, parts)
+    return Choice(best.method, _explain(best, others, shape), best.seconds)
+
+
+def rank(
+    shape: Shape, available: Collection[str], profile: Profile, prefer: str, sm_limit: int, parts: int = 1
+) -> list[Expected]:
+    """All ways, the best first; at least one. Arguments as for `choose`."""
+    found = [_expect(method, shape, profile, parts) for method in _methods(shape, available, profile, sm_limit)]
+    if all(each.seconds == inf for each in found):
+        return sorted(found, key=lambda each: _BY_DEFAULT.index(each.method.copier))
+    found.sort(key=lambda each: each.cautious)
+    return found if prefer == "latency" else _least_disturbing_first(found, shape)
+
+
+def _expect(method: CopyMethod, shape: Shape, profile: Profile, parts: int) -> Expected:
+    seconds = profile.seconds(method, shape) + (parts - 1) * _PART_SECONDS.get(method.copier, _PART_SECONDS_BY_ENGINE)
+    cautious = seconds
+    if seconds > _LINK_BOUND * shape.nbytes / profile.costs[shape.direction].link and method.copier in profile.errors:
+        cautious *= 1 + profile.errors[method.copier].median
+    return Expected(method, seconds, profile.slowdown(method) if method.programs else 1.0, cautious)
+
+
+def _least_disturbing_first(found: list[Expected], shape: Shape) -> list[Expected]:
+    """Of ways by time: those near the fastest by what they cost the computation, then the host; then the others."""
+    near = [each for each in found if each.cautious <= TOLERANCE * found[0].cautious]
+    ordered = []
+    rest = near
+    while rest:
+        least = min(each.slowdown for each in rest)
+        alike = [each for each in rest if each.slowdown <= least + _ALIKE]
+        ordered += sorted(alike, key=lambda each: _is_submitted_by_copy(each.method, shape))
+        rest = [each for each in rest if each.slowdown > least + _ALIKE]
+    return ordered + found[len(near) :]
+
+
+def _is_submitted_by_copy(method: CopyMethod, shape: Shape) -> bool:
+    """Whether it costs the host 0.4 to 2 us for every copy, where others cost that for every block."""
+    return method.copier in ("batch", "loop") and shape.rows > shape.operations
+
+
+def _methods(shape: Shape, available: Collection[str], profile: Profile, sm_limit: int) -> list[CopyMethod]:
+    """What could carry a transfer; at least one way."""
+    folds = shape.rows > shape.operations
+    flat = [name for name in ("batch", "loop") if name in available]
+    # a strided copy of a single row takes 4 us, a flat one 2 at most
+    names = flat if flat and not folds else ["strided", *flat]
+    methods = [CopyMethod(name) for name in names if name in available]
+    if "gather" in available:
+        methods += [CopyMethod("gather", programs, 1.0) for programs in _programs(_GATHER_PROGRAMS, sm_limit)]
+    if "split" in available and (folds or not methods):
+        methods += _splits(shape, profile, sm_limit)
+    return methods
+
+
+def _splits(shape: Shape, profile: Profile, sm_limit: int) -> Iterator[CopyMethod]:
+    for programs in _SPLIT_PROGRAMS:
+        if programs <= sm_limit:
+            yield CopyMethod("split", programs, profile.split_share(shape, programs))
+
+
+def _programs(usual: tuple[int, ...], sm_limit: int) -> list[int]:
+    most = min(sm_limit, _MOST_PROGRAMS)
+    more = [most] if most > usual[-1] else []
+    return [programs for programs in usual if programs <= most] + more
+
+
+def _explain(best: Expected, others: list[Expected], shape: Shape) -> str:
+    if best.seconds == inf:
+        return f"{best.method}: no way was measured, see `kvoffload tune`"
+    text = f"{best.method}: {_rate(best, shape)} expected"
+    known = [each for each in others if each.seconds < inf]
+    if not known:
+        return f"{text}, the only way"
+    fastest = min(known, key=lambda each: each.seconds)
+    if best.seconds <= fastest.seconds:
+        return f"{text}, the fastest; next is {fastest.method} with {_rate(fastest, shape)}"
+    if best.slowdown < fastest.slowdown - _ALIKE:
+        gain = "slows computation less"
+    else:
+        gain = "costs the host less" if best.cautious >= fastest.cautious else "is surer"
+    return f"{text}, {best.seconds / fastest.seconds:.2f}x of {fastest.method} ({_rate(fastest, shape)}), and {gain}"
+
+
+def _rate(expected: Expected, shape: Shape) -> str:
+    if shape.nbytes < _SMALL_BYTES:
+        return f"{expected.seconds * 1e6:.0f} us"
+    return f"{shape.nbytes / expected.seconds / 1e9:.1f} GB/s"

@@ -1,0 +1,91 @@
+"""Descriptor tables that a GPU reads while a transfer runs: pieces of pinned memory, lent out and taken back.
+
+Each table belongs to the piece of a transfer that was given it until that piece has ended. Pieces of one direction end
+in the order in which they were queued, so the arena is a ring.
+
+    |....|table 3|table 4|...........|table 1 (given back)|table 2|
+                          ^ next                                   when table 1 and 2 are back, their room is free
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from kvoffload.layout.layout import Int64Array
+
+_ALIGNMENT_BYTES = 64
+
+
+class Table:
+    """Room for `words`, int64, (n,), at `device_address`; the lender's again after `release`."""
+
+    __slots__ = ("_arena", "device_address", "released", "start", "stop", "words")
+
+    def __init__(self, arena: TableArena, start: int, stop: int, count: int) -> None:
+        self._arena = arena
+        self.start = start
+        self.stop = stop
+        self.released = False
+        self.words: Int64Array = arena.words[start // 8 : start // 8 + count]
+        self.device_address = arena.device_address + start
+
+    def release(self) -> None:
+        """Give the room back: nothing on the GPU reads it any more. Idempotent."""
+        self.released = True
+        self._arena.collect()
+
+
+class TableArena:
+    """A ring of tables in pinned memory.
+
+    Args:
+        memory: uint8, (n,), pinned; begins and ends on multiples of 64 bytes.
+        device_address: where the GPU sees it.
+    """
+
+    def __init__(self, memory: np.ndarray[tuple[int], np.dtype[np.uint8]], device_address: int) -> None:
+        self.words: Int64Array = memory.view(np.int64)
+        self.device_address = device_address
+        self._nbytes = memory.nbytes
+        self._tables: deque[Table] = deque()
+        self._next = 0
+
+    @property
+    def in_use(self) -> int:
+        """Tables that are out."""
+        return sum(not table.released for table in self._tables)
+
+    def take(self, count: int) -> Table | None:
+        """A table of `count` words, or None while there is no room."""
+        nbytes = -(-8 * count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        start = self._find(nbytes)
+        if start is None:
+            return None
+        table = Table(self, start, start + nbytes, count)
+        self._tables.append(table)
+        self._next = table.stop
+        return table
+
+    def _find(self, nbytes: int) -> int | None:
+        if not self._tables:
+            return 0 if nbytes <= self._nbytes else None
+        first = self._tables[0].start
+        if self._next > first:  # free: behind the last table, and before the first
+            if self._next + nbytes <= self._nbytes:
+                return self._next
+            return 0 if nbytes < first else None
+        return self._next if self._next + nbytes < first else None  # never all of it: full and empty must differ
+
+    def collect(self) -> None:
+        """Take in what has been given back at the old end of the ring."""
+        while self._tables and self._tables[0].released:
+            self._tables.popleft()
+
+    def clear(self) -> None:
+        """Take all tables back; nothing on the GPU reads one."""
+        for table in self._tables:
+            table.released = True  # whoever has one in mind must not take it for theirs
+        self._tables.clear()
+        self._next = 0

@@ -1,0 +1,194 @@
+"""Pinned host memory as numpy arrays.
+
+The slot pool is anonymous memory of our own: mapped, its pages touched by many threads, then registered with the
+driver in pieces. Measured on an H200 machine with 16 CPUs, 4 GiB: cuMemHostAlloc 2.7 s (one thread, the driver's lock
+held), touch and register 0.17 s with huge pages, 0.35 s without; the same bandwidth afterwards. When the engine
+closes, the memory is unregistered and lives on as ordinary memory for as long as numpy views of it do.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.driver import Driver, address_of
+from kvoffload.errors import CapacityError, DriverError, KVOffloadError
+from kvoffload.internal import hostinfo
+
+UInt8Array = npt.NDArray[np.uint8]
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+PAGE_BYTES = mmap.PAGESIZE
+_PIECE_BYTES = 1 << 30  # registered at a time: each call is short, progress is visible, no platform limit is met
+_NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
+_SPARE_BYTES = 256 << 20  # left to the rest of the machine
+
+
+_still_registered: list[PinnedMemory] = []  # what the driver would not unregister, kept mapped
+
+
+class PinnedMemory:
+    """`nbytes` of host memory, page-aligned and pinned, exactly as many as asked for.
+
+    RLIMIT_MEMLOCK does not bound it: on Linux with driver 580, with a limit of 64 KiB, registering and allocating 1 GiB
+    worked for root and for another user alike. What bounds it is memory itself, or the cgroup's share of it.
+
+    Args:
+        driver: its context must be current.
+        nbytes: a multiple of the page size.
+        unit_bytes: pieces registered apart end on multiples of this, so that no copy of one unit spans two of them:
+            the driver refuses a copy that does.
+        numa_cpus: where to run the threads that touch the pages, so that Linux places them on that node. Empty:
+            anywhere.
+        progress: called with (bytes done, bytes in all) after each piece.
+
+    Attributes:
+        array: uint8, (nbytes,), zeros. Valid as long as anybody holds it, also after `release`.
+
+    Raises:
+        CapacityError: memory is short, or the driver cannot pin that much; what was registered is rolled back.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        nbytes: int,
+        *,
+        unit_bytes: int = PAGE_BYTES,
+        numa_cpus: frozenset[int] = frozenset(),
+        progress: Progress | None = None,
+    ) -> None:
+        self._driver = driver
+        self._registered: list[int] = []
+        self._device_offsets: npt.NDArray[np.int64] | None = None
+        self.array = _map(nbytes)
+        self.address = address_of(self.array)
+        done = 0
+        try:
+            for start, stop in _pieces(nbytes, unit_bytes):
+                _check_available(stop - start, nbytes, done)
+                touch(self.array[start:stop], numa_cpus)
+                driver.host_register(self.address + start, stop - start)
+                self._registered.append(self.address + start)
+                done = stop
+                if progress is not None:
+                    progress(done, nbytes)
+        except KVOffloadError as error:
+            self.release()
+            if isinstance(error, DriverError):
+                raise CapacityError(_explain(nbytes, done, f"the driver said: {error}")) from error
+            raise
+        except BaseException:  # Ctrl-C, or the progress callback
+            self.release()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    def device_addresses(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Host addresses in this memory as a kernel sees them, int64; a driver may map registered memory elsewhere."""
+        if self._device_offsets is None:
+            mapped = [self._driver.host_device_address(start) - start for start in self._registered]
+            self._device_offsets = np.array(mapped[:1] if len(set(mapped)) == 1 else mapped, dtype=np.int64)
+        offsets = self._device_offsets
+        if len(offsets) == 1:
+            return addresses + offsets if offsets[0] else addresses
+        piece = np.searchsorted(np.array(self._registered), addresses, side="right") - 1
+        return addresses + offsets[piece]
+
+    def release(self) -> None:
+        """Unpin. The bytes stay where they are. Nothing on the GPU may still use the memory. Idempotent."""
+        try:
+            while self._registered:
+                self._unregister(self._registered[-1])
+                self._registered.pop()
+        except DriverError:
+            self.keep()
+            raise
+
+    def keep(self) -> None:
+        """Never unmap what is still registered: a later mapping at the same place could not be registered."""
+        if self._registered:
+            _still_registered.append(self)
+
+    def _unregister(self, address: int) -> None:
+        try:
+            self._driver.host_unregister(address)
+        except DriverError as error:
+            if error.sticky:
+                raise
+            try:
+                self._driver.host_unregister(address)  # safe to repeat, unlike a free
+            except DriverError as second:
+                if second.code != _NOT_REGISTERED:
+                    raise
+
+
+def _pieces(nbytes: int, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _PIECE_BYTES // unit_bytes) * unit_bytes
+    return ((start, min(start + step, nbytes)) for start in range(0, nbytes, step))
+
+
+def _map(nbytes: int) -> UInt8Array:
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise CapacityError(_explain(nbytes, 0, f"Linux would not map it: {error}")) from error
+    # Huge pages: 2.4 times as fast to touch and register. Not every kernel has them.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            _advise(mapping, getattr(mmap, advice))
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def _advise(mapping: mmap.mmap, advice: int) -> None:
+    # DONTFORK: a child that shares the pages would make the parent copy them on write, away from what the GPU sees.
+    try:
+        mapping.madvise(advice)
+    except OSError:
+        pass
+
+
+def touch(array: UInt8Array, cpus: frozenset[int] = frozenset()) -> None:
+    """Write a zero to every page of fresh, page-aligned zeros, by many threads at once where that pays."""
+    threads = min(16, len(cpus) or hostinfo.usable_cpus(), array.nbytes >> 24)
+    if threads < 2:
+        array[::PAGE_BYTES] = 0
+        return
+    step = -(-array.nbytes // (threads * PAGE_BYTES)) * PAGE_BYTES
+    pin = None if not cpus else lambda: os.sched_setaffinity(0, cpus)  # 0 is the calling thread, not the process
+    with ThreadPoolExecutor(threads, initializer=pin) as pool:
+        starts = range(0, array.nbytes, step)
+        list(pool.map(lambda start: array[start : start + step : PAGE_BYTES].fill(0), starts))
+
+
+def _check_available(piece_bytes: int, nbytes: int, done: int) -> None:
+    """Refuse before Linux has to kill somebody: touching pages that are not there ends in the out-of-memory killer."""
+    for _ in range(5):
+        available = hostinfo.available_bytes()
+        if available is None or available >= piece_bytes + min(_SPARE_BYTES, piece_bytes):
+            return
+        time.sleep(0.02)  # virtual machines that grow need a moment
+    raise CapacityError(_explain(nbytes, done, "memory is short"))
+
+
+def _explain(nbytes: int, done: int, reason: str) -> str:
+    def gib(value: int | None) -> str:
+        return "unknown" if value is None else f"{value / (1 << 30):.2f} GiB"
+
+    cgroup = hostinfo.tightest_cgroup()
+    limit = ", no cgroup limit"
+    if cgroup is not None:
+        limit = f", cgroup {cgroup.path} allows {gib(cgroup.limit_bytes)} with {gib(cgroup.used_bytes)} used"
+    return (
+        f"cannot pin {gib(nbytes)} ({nbytes} bytes) of host memory: {reason}. "
+        f"Pinned before that: {gib(done)} (given back); available now {gib(hostinfo.available_bytes())} of "
+        f"{gib(hostinfo.total_bytes())}{limit}. Ask for fewer slots (num_slots), or free memory"
+    )

@@ -1,0 +1,68 @@
+"""Which transfers of the other direction a new one must wait for: last writer and last reader of every slot and block.
+
+Within a direction transfers run in the order of submission, so one number says it all: the sequence number of the
+latest store (or load) that touched a slot or a block. A load waits for the latest store that wrote its slots or read
+its blocks; a store waits for the latest load that read its slots or wrote its blocks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.layout.layout import Group, Int64Array, KVLayout
+from kvoffload.planning.transfer_plan import Direction
+
+
+class HazardTable:
+    """Sequence numbers by slot, and by block for each group; 0 means never touched.
+
+    Groups over the same planes share one table (a hybrid model's groups often do, with block tables of their own).
+    Groups whose memory overlaps in any other way share a single entry: waits that are not needed, never one too few.
+    """
+
+    def __init__(self, layout: KVLayout, num_slots: int) -> None:
+        self._slots = {direction: np.zeros(num_slots, dtype=np.int64) for direction in Direction}
+        self._blocks: list[dict[Direction, Int64Array]] = []
+        self._divisors: list[int] = []  # block id // divisor is the index of its entry
+        clusters = _overlapping(layout.groups)
+        for members in clusters:
+            fine = len({_geometry(layout.groups[index]) for index in members}) == 1
+            entries = max(layout.groups[index].num_blocks for index in members) if fine else 1
+            tables = {direction: np.zeros(entries, dtype=np.int64) for direction in Direction}
+            for index in members:
+                self._blocks.append(tables)
+                self._divisors.append(1 if fine else layout.groups[index].num_blocks)
+        order = np.argsort([index for members in clusters for index in members])
+        self._blocks = [self._blocks[position] for position in order]
+        self._divisors = [self._divisors[position] for position in order]
+
+    def latest_on_slots(self, direction: Direction, slots: Int64Array) -> int:
+        """Sequence number of the latest transfer of `direction` that touched one of `slots`."""
+        return int(self._slots[direction][slots].max(initial=0))
+
+    def latest_on_blocks(self, direction: Direction, group: int, blocks: Int64Array) -> int:
+        """Sequence number of the latest transfer of `direction` that touched one of `blocks`."""
+        return int(self._blocks[group][direction][blocks // self._divisors[group]].max(initial=0))
+
+    def record(self, direction: Direction, group: int, slots: Int64Array, blocks: Int64Array, sequence: int) -> None:
+        """Note that transfer `sequence` touches these; sequence numbers rise."""
+        self._slots[direction][slots] = sequence
+        self._blocks[group][direction][blocks // self._divisors[group]] = sequence
+
+
+def _geometry(group: Group) -> frozenset[tuple[int, int, int]]:
+    return frozenset((plane.address, plane.block_stride, plane.block_bytes) for plane in group.planes)
+
+
+def _overlapping(groups: tuple[Group, ...]) -> list[list[int]]:
+    """Groups clustered so that those of different clusters share no byte range."""
+    spans = sorted((plane.address, plane.end, index) for index, group in enumerate(groups) for plane in group.planes)
+    cluster = list(range(len(groups)))
+    end, owner = 0, 0
+    for start, stop, index in spans:
+        if start < end and cluster[index] != cluster[owner]:
+            old, new = cluster[index], cluster[owner]
+            cluster = [new if each == old else each for each in cluster]
+        if stop > end:
+            end, owner = stop, index
+    return [[index for index in range(len(groups)) if cluster[index] == each] for each in sorted(set(cluster))]

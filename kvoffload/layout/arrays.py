@@ -1,0 +1,149 @@
+"""Arrays of other libraries as planes, through `__cuda_array_interface__` or DLPack; nothing is copied, and no library
+is imported for it but cuda.core, where DLPack is all that an array speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvoffload.device.buffers import DeviceArray
+from kvoffload.errors import LayoutError
+from kvoffload.layout.dlpack import CUDA, MANAGED, ArrayView, packed_strides, view_dlpack
+from kvoffload.layout.layout import Plane, dtype_name
+
+
+def is_jax_array(array: Any) -> bool:
+    """Whether JAX owns an array: it computes on streams that the legacy default stream does not order."""
+    return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
+
+
+def options_of(arrays: Sequence[Any]) -> dict[str, Any]:
+    """What a layout knows of its arrays: their type, if all have one, and whether the default stream orders them."""
+    names = {_dtype_of(array) for array in arrays}
+    return {
+        "dtype": names.pop() if len(names) == 1 else None,
+        "on_default_stream": not any(is_jax_array(array) for array in arrays),
+    }
+
+
+def _dtype_of(array: Any) -> str | None:
+    try:
+        return dtype_name(getattr(array, "dtype", None))
+    except LayoutError:
+        return None
+
+
+def plane_from_array(array: Any, name: str) -> Plane:
+    """The plane behind a device array of shape `(num_blocks, ...)`.
+
+    Raises:
+        LayoutError: no device array, read-only, empty, or not contiguous within a block; the message names it.
+    """
+    view = _describe(array, name)
+    if not view.shape:
+        raise LayoutError(f"{name} has no axes; a plane needs a block axis: shape (num_blocks, ...)")
+    return _plane(view, 0, name, array)
+
+
+def planes_from_stacked(array: Any, plane_axis: int, block_axis: int) -> list[Plane]:
+    """The planes of one device array that has a plane axis and a block axis; the other axes make up a block."""
+    return planes_of_view(_describe(array, "array"), plane_axis, block_axis, array)
+
+
+def planes_of_view(view: ArrayView, plane_axis: int, block_axis: int, owner: object) -> list[Plane]:
+    """The same from where an array lies, and what is to be kept alive."""
+    axes = len(view.shape)
+    for name, axis in (("plane_axis", plane_axis), ("block_axis", block_axis)):
+        if not -axes <= axis < axes:
+            raise LayoutError(f"{name} must be an axis of shape {view.shape}, got {axis}")
+    plane_axis, block_axis = plane_axis % axes, block_axis % axes
+    if plane_axis == block_axis:
+        raise LayoutError(f"plane_axis and block_axis must differ, both are {plane_axis}")
+    rest = [axis for axis in range(axes) if axis != plane_axis]
+    planes = []
+    for index in range(view.shape[plane_axis]):
+        part = view._replace(
+            address=view.address + index * view.strides[plane_axis],
+            shape=tuple(view.shape[axis] for axis in rest),
+            strides=tuple(view.strides[axis] for axis in rest),
+        )
+        planes.append(_plane(part, rest.index(block_axis), f"array plane {index}", owner))
+    return planes
+
+
+def _describe(array: Any, name: str) -> ArrayView:
+    if isinstance(array, DeviceArray):
+        array.buffer.check()
+        return ArrayView(
+            array.address, array.shape, packed_strides(array.shape, array.itemsize), array.itemsize, read_only=False
+        )
+    interface = None if is_jax_array(array) else _cuda_array_interface(array)  # JAX's calls every array read-only
+    if interface is not None:
+        view = _from_interface(interface, name)
+    elif hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        view = _from_dlpack(array, name)
+    else:
+        raise LayoutError(
+            f"{name} must be an array in GPU memory, with __cuda_array_interface__ or __dlpack__ (CuPy, JAX, Numba, "
+            f"cuda.core, PyTorch, DeviceArray), got {type(array).__name__}; or make a kvoffload.Plane from its address"
+        )
+    if view.read_only:
+        raise LayoutError(f"{name} is read-only; loads write it: pass a writable array")
+    if 0 in view.shape:
+        raise LayoutError(f"{name} is empty: shape {view.shape}")
+    return view
+
+
+def _cuda_array_interface(array: Any) -> dict[str, Any] | None:
+    try:
+        interface: dict[str, Any] | None = getattr(array, "__cuda_array_interface__", None)
+    except Exception:  # PyTorch refuses bfloat16 here, for one, and speaks DLPack
+        return None
+    return interface
+
+
+def _from_interface(interface: dict[str, Any], name: str) -> ArrayView:
+    if interface.get("mask") is not None:
+        raise LayoutError(f"{name} has a mask; blocks are copied whole")
+    shape = tuple(int(extent) for extent in interface["shape"])
+    itemsize = np.dtype(interface["typestr"]).itemsize
+    address, read_only = interface["data"]
+    strides = interface.get("strides")
+    in_bytes = packed_strides(shape, itemsize) if strides is None else tuple(int(stride) for stride in strides)
+    return ArrayView(int(address), shape, in_bytes, itemsize, bool(read_only))
+
+
+def _from_dlpack(array: Any, name: str) -> ArrayView:
+    try:
+        kind = int(array.__dlpack_device__()[0])
+        if kind in (CUDA, MANAGED):
+            return view_dlpack(array, None if is_jax_array(array) else -1)
+    except Exception as error:  # each library has its own; what they say is what the user has to know
+        raise LayoutError(f"{name}: its {type(array).__name__} gives no access to its memory: {error}") from error
+    raise LayoutError(f"{name} is not in GPU memory (DLPack device type {kind}); planes are GPU memory")
+
+
+def _plane(view: ArrayView, block_axis: int, name: str, owner: object) -> Plane:
+    """A plane over one array; everything but the block axis must be one contiguous range."""
+    inner = sorted(
+        (view.strides[axis], view.shape[axis])
+        for axis in range(len(view.shape))
+        if axis != block_axis and view.shape[axis] > 1
+    )
+    expected = view.itemsize
+    for stride, extent in inner:
+        if stride != expected:
+            raise LayoutError(
+                f"{name} is not contiguous within a block: shape {view.shape}, strides {view.strides} bytes, "
+                f"block axis {block_axis}"
+            )
+        expected *= extent
+    num_blocks = view.shape[block_axis]
+    stride = view.strides[block_axis] if num_blocks > 1 else expected
+    if stride < expected:
+        raise LayoutError(
+            f"{name}: blocks overlap or run backwards: block stride {stride} bytes, block {expected} bytes"
+        )
+    return Plane(view.address, block_bytes=expected, num_blocks=num_blocks, block_stride=stride, owner=owner)

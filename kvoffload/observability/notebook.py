@@ -1,0 +1,328 @@
+"""What objects show of themselves in a notebook: tables and small bars.
+
+Markup and inline styles, nothing from elsewhere and no script. Text and background are the page's own, so that it can
+be read in light and dark; only bars have colours. Whatever is no markup is escaped. Nothing here asks a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvoffload.engine.metrics import CacheStatistics, DirectionTotals, EngineStatistics
+from kvoffload.planning.transfer_plan import FoldedGroup, describe_fold, fold
+
+if TYPE_CHECKING:
+    from kvoffload.cache.admission import Namespace
+    from kvoffload.device.device import Device
+    from kvoffload.engine.engine import OffloadEngine
+    from kvoffload.engine.report import PlanReport
+    from kvoffload.layout.layout import Group, KVLayout
+
+_BLUE, _LIGHT_BLUE, _ORANGE, _NOTHING = "#3d7fc4", "#7fb2e5", "#d9822b", "transparent"
+_MOST_DRAWN = 128  # planes of a slot; beyond that they would be thinner than a pixel
+_MADE_UP = "made up"
+_SIMULATED = "simulated: no GPU, times are made up"
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+class Segment(NamedTuple):
+    """A part of a bar; `text` for the legend, "" leaves it out of there."""
+
+    text: str
+    amount: int
+    colour: str
+
+
+# pieces ---------------------------------------------------------------------------------------------------------------
+
+
+def element(name: str, *content: object, style: str = "") -> Markup:
+    """An element; of its content, what is no Markup is escaped."""
+    inside = "".join(each if isinstance(each, Markup) else escape(str(each)) for each in content)
+    attribute = f' style="{escape(style)}"' if style else ""
+    return Markup(f"<{name}{attribute}>{inside}</{name}>")
+
+
+def join(pieces: Iterable[Markup]) -> Markup:
+    return Markup("".join(pieces))
+
+
+def table(rows: Iterable[Sequence[object]], heads: Sequence[object] = ()) -> Markup:
+    """Rows, of which the first cell is a heading; `heads` above them."""
+    style = "text-align:left;vertical-align:top;padding:1px 14px 1px 0"
+    top = element("tr", *(element("th", head, style=style) for head in heads)) if heads else Markup()
+    body = join(
+        element(
+            "tr",
+            element("th", first, style=f"{style};font-weight:normal;opacity:.7"),
+            *(element("td", cell, style=style) for cell in rest),
+        )
+        for first, *rest in rows
+    )
+    return element("table", top, body, style="border-collapse:collapse;margin:2px 0")
+
+
+def bar(segments: Sequence[Segment]) -> Markup:
+    """Segments side by side, as wide as their amounts, and what they are below."""
+    total = sum(segment.amount for segment in segments) or 1
+    drawn = join(
+        element("span", style=f"width:{100 * segment.amount / total:.4g}%;background:{segment.colour}")
+        for segment in segments
+        if segment.amount
+    )
+    square = "display:inline-block;width:9px;height:9px;border:1px solid;margin:0 5px 0 0;background:"
+    legend = join(
+        element("span", element("span", style=square + segment.colour), segment.text, style="margin-right:16px")
+        for segment in segments
+        if segment.text
+    )
+    frame = element("div", drawn, style="display:flex;max-width:520px;height:13px;border:1px solid;overflow:hidden")
+    return element("div", frame, element("div", legend, style="font-size:90%"), style="margin:3px 0")
+
+
+def card(title: str, marks: Sequence[str], *content: Markup) -> Markup:
+    """What an object shows: its kind, marks beside it, and the rest."""
+    style = "border:1px dashed;border-radius:4px;padding:0 6px;margin-left:8px;font-size:90%"
+    head = element("div", element("strong", title), *(element("span", mark, style=style) for mark in marks))
+    return element("div", head, *content, style="margin:4px 0")
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: "32 KiB", "1.5 GiB"."""
+    amount, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024 or unit == "TiB":
+            break
+        amount /= 1024
+    return f"{amount:,.0f} {unit}" if amount == int(amount) else f"{amount:,.2f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds == inf:
+        return "not measured"
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+# layouts --------------------------------------------------------------------------------------------------------------
+
+
+def layout_card(layout: KVLayout) -> Markup:
+    """The groups of a layout, how they fold by address alone, and a slot."""
+    rows = [*_layout_rows(layout, fold(layout)), *_slot_rows(layout)]
+    if layout.dtype is not None:
+        rows.append(("dtype", layout.dtype))
+    if layout.tokens_per_block is not None:
+        rows.append(("tokens per block", layout.tokens_per_block))
+    note = "By address alone: an engine asks the driver which allocation holds each plane, and no run crosses one."
+    return card("KVLayout", (), table(rows), element("div", note, style="opacity:.7"))
+
+
+def _layout_rows(layout: KVLayout, folded: Sequence[FoldedGroup]) -> Iterator[tuple[str, object]]:
+    for number, (group, runs) in enumerate(zip(layout.groups, folded, strict=True)):
+        which = f"group {number}: " if layout.num_groups > 1 else ""
+        yield f"{which}planes", f"{_planes(group)}, {size(group.bytes_per_block)} a block"
+        yield f"{which}folding", f"{describe_fold([runs])}: a block takes {_operations(runs)}"
+
+
+def _planes(group: Group) -> str:
+    sizes = sorted({plane.block_bytes for plane in group.planes})
+    shown = "/".join(map(size, sizes[:3])) + ("/..." if len(sizes) > 3 else "")
+    return f"{plural(len(group.planes), 'plane')} x {shown} x {plural(group.num_blocks, 'block')}"
+
+
+def _operations(folded: FoldedGroup) -> str:
+    """What the copy engine does for a block: '1 operation of the copy engine, 64 rows of 32 KiB'."""
+    rows = [f"{plural(each.row_count, 'row')} of {size(each.width)}" for each in folded.classes]
+    shown = ", ".join(rows[:3]) + (", ..." if len(rows) > 3 else "")
+    return f"{plural(folded.runs, 'operation')} of the copy engine, {shown}"
+
+
+def _slot_rows(layout: KVLayout) -> Iterator[tuple[str, object]]:
+    factor = layout.blocks_per_slot
+    yield "slot", f"blocks_per_slot={factor}, slot_bytes={layout.slot_bytes:,} ({size(layout.slot_bytes)})"
+    for number, group in enumerate(layout.groups):
+        name = "a slot's bytes" + (f", group {number}" if layout.num_groups > 1 else "")
+        yield name, bar(_slot_segments(group, factor, layout.slot_bytes))
+
+
+def _slot_segments(group: Group, factor: int, slot_bytes: int) -> list[Segment]:
+    """Plane after plane in two colours by turns, and the padding at the end."""
+    blocks = "" if factor == 1 else f", {factor} blocks each"
+    text = f"{plural(len(group.planes), 'plane')}{blocks}, {size(group.payload_bytes)}"
+    sizes = [plane.block_bytes * factor for plane in group.planes]
+    sizes = sizes if len(sizes) <= _MOST_DRAWN else [group.payload_bytes]
+    colours = (_BLUE, _LIGHT_BLUE)
+    planes = [Segment(text if place == 0 else "", each, colours[place % 2]) for place, each in enumerate(sizes)]
+    padding = slot_bytes - group.payload_bytes
+    return [*planes, Segment(f"padding, {size(padding)}", padding, _NOTHING)] if padding else planes
+
+
+# engines --------------------------------------------------------------------------------------------------------------
+
+
+def engine_card(
+    engine: OffloadEngine, folded: Sequence[FoldedGroup], copiers: Mapping[str, str | None], *, closed: bool
+) -> Markup:
+    """What an engine holds, has done and can do.
+
+    Args:
+        folded: its groups, by allocation.
+        copiers: for each None, or why it cannot run.
+        closed: whether the engine is.
+    """
+    device, layout = engine.device, engine.layout
+    statistics = None if device.foreign else engine.statistics()
+    pool_bytes = engine.num_slots * layout.slot_bytes
+    pinned = "given back" if closed else "pinned"
+    rows: list[tuple[str, object]] = [
+        ("device", f"{device.name} (device {device.index})"),
+        ("pool", f"{plural(engine.num_slots, 'slot')} x {size(layout.slot_bytes)}, {size(pool_bytes)} {pinned}"),
+        *_layout_rows(layout, folded),
+    ]
+    if statistics is not None:
+        rows += _busy_rows(statistics)
+    rows += [
+        ("copiers", _copiers(copiers, simulated=device.simulated)),
+        ("chosen by", f"prefer={engine.prefer!r}, at most {plural(engine.sm_limit, 'SM')}; {engine.profile.source}"),
+    ]
+    totals = Markup() if statistics is None else _totals(statistics)
+    return card("OffloadEngine", _marks(device, closed=closed), table(rows), totals)
+
+
+def _marks(device: Device, *, closed: bool) -> list[str]:
+    """What must not be overlooked."""
+    conditions = {
+        _SIMULATED: device.simulated,
+        "closed": closed,
+        "belongs to the parent of this process": device.foreign,
+    }
+    return [mark for mark, holds in conditions.items() if holds]
+
+
+def _busy_rows(statistics: EngineStatistics) -> list[tuple[str, object]]:
+    streams = f"{statistics.streams_in_use} of {plural(statistics.streams, 'stream')}"
+    return [
+        ("jobs", f"{statistics.in_flight:,} in flight, {statistics.held:,} of them held on the host for lack of room"),
+        ("in use", f"{streams}, {statistics.events_in_use} of {plural(statistics.events, 'event')}"),
+    ]
+
+
+def _totals(statistics: EngineStatistics) -> Markup:
+    rows = [
+        (
+            name,
+            f"{totals.jobs - totals.failed:,}",
+            f"{totals.failed:,}",
+            size(totals.nbytes),
+            _bandwidth(totals, simulated=statistics.simulated),
+        )
+        for name, totals in (("store", statistics.store), ("load", statistics.load))
+    ]
+    return table(rows, ("", "done", "failed", "bytes", "GB/s on the GPU clock"))
+
+
+def _bandwidth(totals: DirectionTotals, *, simulated: bool) -> str:
+    if simulated:
+        return _MADE_UP
+    return f"{totals.nbytes / totals.seconds / 1e9:.1f}" if totals.seconds else "-"
+
+
+def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
+    """Those that can run, and a line for each other with the reason."""
+    able = [name for name, reason in copiers.items() if reason is None]
+    interpreted = " (kernels are interpreted here: only when asked for by name)" if simulated else ""
+    lines = [", ".join(able) + (interpreted if "gather" in able else "")]
+    lines += [f"not {name}: {reason}" for name, reason in copiers.items() if reason is not None]
+    return join(element("div", line) for line in lines)
+
+
+# caches ---------------------------------------------------------------------------------------------------------------
+
+
+def cache_card(
+    engine: OffloadEngine, statistics: CacheStatistics | None, described: str, namespaces: Mapping[str, Namespace]
+) -> Markup:
+    """What a block cache holds and has found.
+
+    Args:
+        statistics: its own; None in a forked process.
+        described: its index in a line, the policy included.
+        namespaces: with their quotas and priorities.
+    """
+    rows: list[tuple[str, object]] = [("keys and policy", described)]
+    if statistics is not None:
+        rows += [("slots", bar(_residency(statistics))), *_cache_rows(statistics)]
+    quotas = table(
+        (
+            (name, "-" if each.max_blocks is None else f"{each.max_blocks:,}", each.priority)
+            for name, each in namespaces.items()
+        ),
+        ("namespace", "blocks at most", "priority"),
+    )
+    marks = _marks(engine.device, closed=False)
+    return card("BlockCache", marks, table(rows), quotas if namespaces else Markup())
+
+
+def _residency(statistics: CacheStatistics) -> list[Segment]:
+    free = statistics.capacity - statistics.resident - statistics.pending
+    in_use = min(statistics.pinned + statistics.pending, statistics.capacity - free)
+    resident = statistics.capacity - free - in_use
+    return [
+        Segment(f"{resident:,} resident", resident, _BLUE),
+        Segment(f"{in_use:,} leased, loading or being stored", in_use, _ORANGE),
+        Segment(f"{free:,} free of {statistics.capacity:,}", free, _NOTHING),
+    ]
+
+
+def _cache_rows(statistics: CacheStatistics) -> list[tuple[str, object]]:
+    each = statistics
+    rate = f" ({each.hits / each.lookups:.1%})" if each.lookups else ""
+    return [
+        (
+            "looked up",
+            f"{plural(each.lookups, 'block')}, {plural(each.hits, 'hit')}{rate}, {each.lookups - each.hits:,} missed",
+        ),
+        ("moved", f"{each.stored:,} stored, {each.loaded:,} loaded"),
+        ("gone", f"{each.evicted:,} evicted, {each.removed:,} removed"),
+        ("not stored", f"{each.declined:,} declined, {each.failed:,} failed"),
+    ]
+
+
+# plans ----------------------------------------------------------------------------------------------------------------
+
+
+def plan_card(report: PlanReport) -> Markup:
+    """What a transfer would be, what carries it, and what else could."""
+    rows = [
+        ("transfer", f"{report.direction} of {plural(report.blocks, 'block')}, {size(report.nbytes)}"),
+        ("operations", f"{report.operations:,} if strided, {report.rows:,} if flat"),
+        ("why", report.reason),
+        ("expected from", report.profile),
+    ]
+    methods = [] if report.method is None else [(report.method, report.seconds), *report.alternatives]
+    times = table(
+        (
+            (str(method), duration(seconds), _rate(report.nbytes, seconds), "chosen" if method is report.method else "")
+            for method, seconds in methods
+        ),
+        ("method", "expected", "GB/s", ""),
+    )
+    marks = ("nothing is submitted", *(("simulated: the times are of another device",) if report.simulated else ()))
+    return card("PlanReport", marks, table(rows), times if methods else Markup())
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return "-" if seconds == inf else f"{nbytes / seconds / 1e9:.1f}"

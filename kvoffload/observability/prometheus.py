@@ -1,0 +1,222 @@
+"""Statistics of block caches, and of the engines below them, as Prometheus metrics; needs prometheus_client.
+
+    collector = prometheus.register(cache, gpu="0")     what serves metrics now serves these, too
+    collector.add(another, gpu="1")                     of one registry all caches are in one collector
+
+Everything is read when the metrics are asked for. Nothing here keeps a cache alive; one that is gone, or that belongs
+to the parent of a forked process, yields nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+from kvoffload.engine.metrics import CacheStatistics, DirectionTotals, EngineStatistics, Histogram
+from kvoffload.errors import CapabilityError, ClosedError
+
+
+class Cache(Protocol):
+    """What a collector needs of a cache. If it has an `engine` with `statistics()`, that is asked, too."""
+
+    def statistics(self) -> CacheStatistics: ...
+
+
+class _Metric(NamedTuple):
+    """A metric: `kind` is "Gauge", "Counter" or "Histogram", `label` the one it has besides those of the cache."""
+
+    kind: str
+    text: str
+    label: str = ""
+
+
+_STATES = ("resident", "pending", "pinned")
+_COUNTED = {
+    "lookups": "Blocks that lookups asked for.",
+    "hits": "Leading blocks that lookups found.",
+    "stored": "Blocks stored.",
+    "loaded": "Blocks loaded.",
+    "evicted": "Blocks given up for others.",
+    "failed": "Blocks whose store failed or was given up.",
+    "declined": "Blocks that were not worth storing.",
+    "removed": "Blocks taken out by remove() and clear().",
+}
+_METRICS = {
+    "kvoffload_cache_blocks": _Metric("Gauge", "Blocks in the cache; pinned ones are among the resident.", "state"),
+    "kvoffload_cache_capacity_blocks": _Metric("Gauge", "Blocks that fit into the cache."),
+    **{f"kvoffload_cache_{field}": _Metric("Counter", text) for field, text in _COUNTED.items()},
+    "kvoffload_cache_residency_seconds": _Metric("Histogram", "How long evicted blocks had been in the cache."),
+    "kvoffload_cache_reuse_distance_blocks": _Metric("Histogram", "Blocks touched between two touches of a block."),
+    "kvoffload_transfer_bytes": _Metric("Counter", "Payload bytes of transfers that did not fail.", "direction"),
+    "kvoffload_transfer_seconds": _Metric("Counter", "GPU time of transfers that did not fail.", "direction"),
+    "kvoffload_transfer_jobs": _Metric("Counter", "Transfers that have ended.", "direction"),
+    "kvoffload_transfer_failed_jobs": _Metric("Counter", "Transfers that have failed.", "direction"),
+    "kvoffload_transfer_jobs_in_flight": _Metric("Gauge", "Transfers that have not ended."),
+    "kvoffload_transfer_jobs_held": _Metric("Gauge", "Transfers in flight that wait on the host for the driver."),
+    "kvoffload_pinned_bytes": _Metric("Gauge", "Pinned host memory of the slots."),
+}
+_OWN_LABELS = {"state", "direction", "le"}
+
+
+class CacheCollector:
+    """Turns the statistics of caches into metrics: a custom collector of prometheus_client.
+
+    GPU time on the simulated device is made up and left out.
+
+    Args:
+        cache: a BlockCache, or what has its `statistics()`. Not kept alive.
+        labels: of every metric of this cache.
+
+    Raises:
+        CapabilityError: prometheus_client is not installed.
+        ValueError, TypeError: a label that Prometheus or these metrics have no room for.
+    """
+
+    def __init__(self, cache: Cache, /, **labels: str) -> None:
+        self._client = _client()
+        self._label_names = tuple(sorted(_checked(labels)))
+        self._caches = [(weakref.ref(cache), self._values(labels))]
+
+    def add(self, cache: Cache, /, **labels: str) -> None:
+        """Collect from another cache as well.
+
+        Args:
+            labels: as for the first cache, with other values.
+
+        Raises:
+            ValueError: other labels than the first cache has, or the values of another one that is still there.
+        """
+        if tuple(sorted(labels)) != self._label_names:
+            raise ValueError(f"labels must be {list(self._label_names)} as for the first cache, got {sorted(labels)}")
+        values = self._values(_checked(labels))
+        living = [(known, taken) for known, taken in self._caches if known() is not None]
+        if any(taken == values for _, taken in living):
+            raise ValueError(f"labels {labels} belong to another cache; give each its own values")
+        self._caches = [*living, (weakref.ref(cache), values)]
+
+    def describe(self) -> Iterator[Any]:
+        """The metrics without values: a registry refuses two collectors of the same ones."""
+        for name in _METRICS:
+            yield self._family(name)
+
+    def collect(self) -> Iterator[Any]:
+        """The metrics of all caches that are still there, those without any value left out."""
+        families = {name: self._family(name) for name in _METRICS}
+        for reference, values in self._caches:
+            for sample in _samples(reference()):
+                own = [sample.label] if sample.label else []
+                families[sample.name].add_metric([*values, *own], **self._arguments(sample.value))
+        yield from (family for family in families.values() if family.samples)
+
+    def _values(self, labels: dict[str, str]) -> tuple[str, ...]:
+        return tuple(labels[name] for name in self._label_names)
+
+    def _family(self, name: str) -> Any:
+        metric = _METRICS[name]
+        own = [metric.label] if metric.label else []
+        family = getattr(self._client.core, f"{metric.kind}MetricFamily")
+        return family(name, metric.text, labels=[*self._label_names, *own])
+
+    def _arguments(self, value: float | Histogram) -> dict[str, Any]:
+        """What `add_metric` of a family takes; buckets are cumulative there."""
+        if not isinstance(value, Histogram):
+            return {"value": value}
+        bounds = [self._client.utils.floatToGoString(bound) for bound in (*value.bounds, float("inf"))]
+        return {"buckets": list(zip(bounds, accumulate(value.counts), strict=True)), "sum_value": value.total}
+
+
+def register(cache: Cache, /, registry: Any = None, **labels: str) -> CacheCollector:
+    """Have a registry collect from a cache.
+
+    Args:
+        registry: a `prometheus_client.CollectorRegistry`; None: the default one.
+        cache, labels: as for CacheCollector.
+
+    Returns:
+        The collector: `add` more caches to it, or give it to `registry.unregister`.
+
+    Raises:
+        ValueError: the registry has such a collector already.
+        What CacheCollector raises.
+    """
+    collector = CacheCollector(cache, **labels)
+    chosen = _client().core.REGISTRY if registry is None else registry
+    try:
+        chosen.register(collector)
+    except ValueError as error:
+        raise ValueError(
+            "registry has a collector of these metrics already: add() the cache to that one, or unregister() it"
+        ) from error
+    return collector
+
+
+class _Sample(NamedTuple):
+    """A value of a metric; `label` is that of its own label, if it has one."""
+
+    name: str
+    value: float | Histogram
+    label: str = ""
+
+
+def _samples(cache: Cache | None) -> Iterator[_Sample]:
+    if cache is None:
+        return
+    engine = getattr(cache, "engine", None)
+    try:
+        of_cache, of_engine = cache.statistics(), engine.statistics() if engine is not None else None
+    except ClosedError:  # must not keep a registry from collecting everything else
+        return
+    yield from _cache_samples(of_cache)
+    if of_engine is not None:
+        yield from _engine_samples(of_engine)
+
+
+def _cache_samples(statistics: CacheStatistics) -> Iterator[_Sample]:
+    for state in _STATES:
+        yield _Sample("kvoffload_cache_blocks", getattr(statistics, state), state)
+    yield _Sample("kvoffload_cache_capacity_blocks", statistics.capacity)
+    for field in _COUNTED:
+        yield _Sample(f"kvoffload_cache_{field}", getattr(statistics, field))
+    yield _Sample("kvoffload_cache_residency_seconds", statistics.residency_seconds)
+    yield _Sample("kvoffload_cache_reuse_distance_blocks", statistics.reuse_distance_blocks)
+
+
+def _engine_samples(statistics: EngineStatistics) -> Iterator[_Sample]:
+    directions: dict[str, DirectionTotals] = {"store": statistics.store, "load": statistics.load}
+    for direction, totals in directions.items():
+        yield _Sample("kvoffload_transfer_bytes", totals.nbytes, direction)
+        if not statistics.simulated:
+            yield _Sample("kvoffload_transfer_seconds", totals.seconds, direction)
+        yield _Sample("kvoffload_transfer_jobs", totals.jobs, direction)
+        yield _Sample("kvoffload_transfer_failed_jobs", totals.failed, direction)
+    yield _Sample("kvoffload_transfer_jobs_in_flight", statistics.in_flight)
+    yield _Sample("kvoffload_transfer_jobs_held", statistics.held)
+    yield _Sample("kvoffload_pinned_bytes", statistics.pinned_bytes)
+
+
+def _checked(labels: dict[str, str]) -> dict[str, str]:
+    for name, value in labels.items():
+        if name in _OWN_LABELS or not re.fullmatch("(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name):
+            raise ValueError(
+                f"label {name!r} must be letters, digits and underscores, not two of them first, and none of "
+                f"{sorted(_OWN_LABELS)}"
+            )
+        if not isinstance(value, str):
+            raise TypeError(f"label {name} must be a string, got {value!r:.80}")
+    return labels
+
+
+def _client() -> Any:
+    """prometheus_client, with its modules `core` and `utils`."""
+    try:
+        import prometheus_client.core
+        import prometheus_client.utils
+    except ImportError as error:
+        raise CapabilityError(
+            f"metrics need prometheus_client, which cannot be imported ({error}); install it: "
+            "pip install 'kvoffload[prometheus]'"
+        ) from None
+    return prometheus_client

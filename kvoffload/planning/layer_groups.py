@@ -1,0 +1,103 @@
+"""Loads in parts, such as one for each layer: which planes make up a part, and how a group folds by them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from kvoffload.errors import LayoutError
+from kvoffload.layout.layout import KVLayout
+from kvoffload.planning.transfer_plan import FoldedGroup, fold, fold_group
+
+Parts = tuple[tuple[int, ...], ...]  # indices of the planes of each part
+
+_KEPT_FOLDS = 64
+_WANTED = "parts must be None, how many there are, or for each part the indices of its planes"
+
+
+def as_parts(parts: Any, num_planes: int) -> Parts | None:
+    """The planes of each part; None where all of them are in one.
+
+    Args:
+        parts: None; or how many equal runs of planes, in their order; or for each part the indices of its planes.
+        num_planes: of the group.
+
+    Raises:
+        LayoutError: parts of unequal size, or not every plane in exactly one part.
+        TypeError: something else; the message says what is right.
+    """
+    if parts is None:
+        return None
+    if isinstance(parts, bool | str | bytes):
+        raise TypeError(f"{_WANTED}; got {parts!r}")
+    try:
+        count = operator.index(parts)
+    except TypeError:
+        found = _as_tuples(parts)
+        _check_planes(found, num_planes)
+    else:
+        found = _equal_parts(count, num_planes)
+    return None if len(found) == 1 else found
+
+
+@lru_cache(maxsize=_KEPT_FOLDS)
+def _equal_parts(count: int, num_planes: int) -> Parts:
+    if count < 1 or num_planes % count:
+        divisors = ", ".join(str(each) for each in range(1, num_planes + 1) if num_planes % each == 0)
+        raise LayoutError(
+            f"parts={count} does not divide the group's {num_planes} planes: give one of {divisors}, or list the "
+            "planes of each part"
+        )
+    size = num_planes // count
+    return tuple(tuple(range(first, first + size)) for first in range(0, num_planes, size))
+
+
+def _as_tuples(parts: Any) -> Parts:
+    try:
+        return tuple(tuple(map(operator.index, planes)) for planes in parts)
+    except TypeError:
+        raise TypeError(f"{_WANTED}; got {parts!r:.80}") from None
+
+
+def _check_planes(parts: Parts, num_planes: int) -> None:
+    planes = list(chain.from_iterable(parts))
+    if all(parts) and sorted(planes) == list(range(num_planes)):
+        return
+    for number, each in enumerate(parts):
+        if not each:
+            raise LayoutError(f"parts[{number}] has no planes; leave it out")
+        outside = [plane for plane in each if not 0 <= plane < num_planes]
+        if outside:
+            raise LayoutError(f"parts[{number}] names plane {outside[0]}, and the group has planes [0, {num_planes})")
+    times = np.bincount(planes, minlength=num_planes)
+    wrong = int(np.flatnonzero(times != 1)[0])
+    what = "is in no part" if times[wrong] == 0 else f"is named {times[wrong]} times"
+    raise LayoutError(f"plane {wrong} {what}; parts must name each of the group's {num_planes} planes once")
+
+
+class Folds:
+    """The groups of a layout, folded.
+
+    Args:
+        layout, allocations: as for `plan.fold`.
+
+    Attributes:
+        groups: each with all of its planes together.
+    """
+
+    def __init__(self, layout: KVLayout, allocations: Sequence[Sequence[int]]) -> None:
+        self.groups = fold(layout, allocations)
+        self._in_parts = lru_cache(maxsize=_KEPT_FOLDS)(partial(_fold_in_parts, layout, allocations))
+
+    def of(self, group: int, parts: Parts | None) -> FoldedGroup:
+        """A group by its index, folded in parts, or with all planes together."""
+        return self.groups[group] if parts is None else self._in_parts(group, parts)
+
+
+def _fold_in_parts(layout: KVLayout, allocations: Sequence[Sequence[int]], group: int, parts: Parts) -> FoldedGroup:
+    return fold_group(layout.groups[group], layout.blocks_per_slot, allocations[group], parts)

@@ -1,0 +1,325 @@
+"""`kvoffload replay`: a trace through the cache, every byte of every load verified, or without bytes."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
+from kvoffload.device.device import Device
+from kvoffload.internal.models import MODELS
+from kvoffload.replay import hitplot, metadata, saving
+from kvoffload.replay.trace import Request, read_trace
+from kvoffload.replay.verified import Counts, VerifiedCache
+from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
+from kvoffload.terminal.console import (
+    CommandError,
+    Output,
+    add_common_options,
+    mib,
+    model,
+    numbers,
+    open_backend,
+    scale,
+    whole,
+)
+
+_MOST_IN_FLIGHT = 256  # an engine has room for so many with several groups, too
+_DESCRIPTION = """\
+Serve the requests of a trace in file order. Of each, the leading blocks that the cache holds are loaded and their bytes
+verified; of the others, those that it does not hold are filled with bytes derived from their keys and stored, unless
+the policy declines them. A request longer than the cache uses its first keys. At its end all its keys are touched.
+With --metadata-only no bytes move: a row for each policy and number of slots, and Belady's optimum as the upper bound.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("replay", help="serve a trace, verify every byte", description=_DESCRIPTION)
+    _add_traffic(parser)
+    _add_cache(parser)
+    _add_bytes(parser)
+    saving.add_options(parser)
+    add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_traffic(parser: argparse.ArgumentParser) -> None:
+    traffic = parser.add_mutually_exclusive_group(required=True)
+    traffic.add_argument(
+        "trace", type=Path, nargs="?", metavar="TRACE", help='JSON lines, each with "hash_ids": a list of integers'
+    )
+    kinds = "; ".join(f"{name}: {workload.summary}" for name, workload in WORKLOADS.items())
+    traffic.add_argument(
+        "--workload", choices=tuple(WORKLOADS), metavar="NAME", help=f"made traffic instead of a trace ({kinds})"
+    )
+    parser.add_argument(
+        "--requests",
+        type=whole(1),
+        metavar="N",
+        help=f"stop after so many requests (default: all of a trace, {DEFAULT_REQUESTS} of a workload)",
+    )
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, help="of workloads, of bytes and of where blocks lie (default 0)"
+    )
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--slots",
+        type=numbers,
+        default=[4096],
+        metavar="N[,N...]",
+        help="blocks that the cache holds, one per hash id (default 4096: 8 GiB of pinned memory for llama-3.1-8b); "
+        "several with --metadata-only",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=(*sorted(POLICIES), "all"),
+        default=DEFAULT_POLICY,
+        help=f"what the cache gives up (default {DEFAULT_POLICY}); all with --metadata-only",
+    )
+    parser.add_argument(
+        "--metadata-only", action="store_true", help="count hits only: no bytes, no device; --model is not needed"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="with --metadata-only: draw the hit rate against the slots"
+    )
+
+
+def _add_bytes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("with bytes")
+    group.add_argument("--model", type=model, metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    group.add_argument(
+        "--scale",
+        type=scale,
+        default=1.0,
+        metavar="X",
+        help="shrink a block's bytes to X times as many, rounded up to 16, for machines without a GPU; above 0, at "
+        "most 1 (the default)",
+    )
+    group.add_argument(
+        "--blocks-per-hash",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="device blocks that a hash id covers (default 1; 32 blocks of 16 tokens are the 512 tokens of an id)",
+    )
+    group.add_argument(
+        "--in-flight",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="requests that may be under way at a time, each with device blocks of its own (default 1)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Replay; 0 if every loaded byte was right, else 1."""
+    output = Output(arguments.json)
+    _check(arguments)
+    if arguments.metadata_only:
+        return _without_bytes(arguments, output)
+    saving.rates(arguments, measures=arguments.backend != "simulated")  # before the trace is read
+    requests = _requests(arguments)
+    with open_backend(arguments, output, arguments.seed) as device:
+        rates = saving.rates(arguments, measures=not device.simulated)
+        if device.simulated and arguments.scale == 1:
+            output.note("kvoffload: the simulated device copies with the CPU; --scale 0.01 makes it quick")
+        fields = _with_bytes(arguments, requests, device, output)
+        if rates is not None and not device.simulated:
+            rates = replace(rates, load_gb_per_s=fields["load_gb_per_s"], measured=True)
+        fields["saving"] = None if rates is None else rates.fields | rates.fields_of(fields["blocks_hit"])
+    output.result(fields)
+    _print(fields, rates, output)
+    return 1 if fields["corrupt_blocks"] else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together."""
+    if arguments.metadata_only:
+        if arguments.in_flight != 1:
+            raise CommandError(f"--in-flight {arguments.in_flight} needs bytes: leave out --metadata-only")
+        if arguments.plot is not None:
+            hitplot.require(arguments.plot)
+        return
+    if arguments.model is None:
+        raise CommandError("--model is needed: its blocks are what moves (or use --metadata-only)")
+    if len(arguments.slots) > 1 or arguments.policy == "all":
+        given = "--policy all" if arguments.policy == "all" else f"--slots {','.join(map(str, arguments.slots))}"
+        raise CommandError(f"{given} needs --metadata-only: one cache at a time is filled with bytes")
+    if arguments.plot is not None:
+        raise CommandError("--plot needs --metadata-only: it draws hits by policy and slots")
+    if arguments.in_flight > _MOST_IN_FLIGHT:
+        raise CommandError(f"--in-flight must be at most {_MOST_IN_FLIGHT}, got {arguments.in_flight}")
+
+
+def _requests(arguments: argparse.Namespace) -> list[Request]:
+    if arguments.workload is None:
+        return read_trace(arguments.trace, arguments.requests)
+    return make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
+
+
+def _traffic(arguments: argparse.Namespace) -> dict[str, Any]:
+    trace = None if arguments.trace is None else str(arguments.trace)
+    return {"trace": trace, "workload": arguments.workload, "seed": arguments.seed}
+
+
+# without bytes --------------------------------------------------------------------------------------------------------
+
+
+def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
+    rates = saving.rates(arguments, measures=False)
+    requests = _requests(arguments)
+    blocks = sum(map(len, requests))
+    policies = sorted(POLICIES) if arguments.policy == "all" else [arguments.policy]
+    rows = metadata.survey(requests, list(dict.fromkeys(arguments.slots)), policies, output)
+    traffic = arguments.workload or arguments.trace.name
+    output.result(
+        {
+            "metadata_only": True,
+            **_traffic(arguments),
+            "requests": len(requests),
+            "blocks_requested": blocks,
+            "saving": None if rates is None else rates.fields,
+            "rows": metadata.as_fields(rows, rates),
+        }
+    )
+    title = f"replay without bytes: {traffic}, {blocks:,} blocks in {len(requests):,} requests"
+    metadata.print_rows(rows, title, rates, output)
+    if arguments.plot is not None:
+        hitplot.draw(rows, f"{traffic}: {blocks:,} blocks in {len(requests):,} requests", arguments.plot)
+        output.line(str(arguments.plot))
+    return 0
+
+
+# with bytes -----------------------------------------------------------------------------------------------------------
+
+
+def _with_bytes(
+    arguments: argparse.Namespace, requests: Sequence[Request], device: Device, output: Output
+) -> dict[str, Any]:
+    """Serve all requests; the fields of the result."""
+    begin = time.perf_counter()
+    with output.progress("pinning the pool") as progress:
+        served = VerifiedCache(
+            device,
+            arguments.model.scaled(arguments.scale),
+            capacity=arguments.slots[0],
+            longest=max((len(request) for request in requests), default=0),
+            blocks_per_key=arguments.blocks_per_hash,
+            policy=arguments.policy,
+            in_flight=arguments.in_flight,
+            seed=arguments.seed,
+            progress=progress,
+        )
+    with served:
+        serving = time.perf_counter()
+        with output.progress("requests") as progress:
+            served.serve_all(requests, progress)
+        end = time.perf_counter()
+        served.cache.check()
+        fields = {
+            "metadata_only": False,
+            "simulated": device.simulated,
+            "device": device.name,
+            **_traffic(arguments),
+            "model": arguments.model.name,
+            "policy": arguments.policy,
+            "slots": arguments.slots[0],
+            "scale": arguments.scale,
+            "blocks_per_hash": arguments.blocks_per_hash,
+            "in_flight": arguments.in_flight,
+            "bytes_per_slot": served.bytes_per_key,
+            **_counted(served),
+            "seconds": round(end - begin, 3),
+            "serving_seconds": round(end - serving, 3),
+        }
+        if not device.simulated:
+            fields |= _bandwidths(served.counts, end - serving)
+        return fields
+
+
+def _counted(served: VerifiedCache) -> dict[str, Any]:
+    counts = served.counts
+    microseconds = 1e6 * np.array(counts.call_seconds or [0.0])
+    return {
+        "requests": counts.requests,
+        "requests_refused": counts.requests_refused,
+        "blocks_requested": counts.blocks_requested,
+        "blocks_hit": counts.blocks_hit,
+        "hit_rate": counts.blocks_hit / counts.blocks_requested if counts.blocks_requested else 0.0,
+        "blocks_stored": counts.blocks_stored,
+        "blocks_evicted": served.blocks_evicted,
+        "blocks_declined": served.blocks_declined,
+        "bytes_stored": counts.bytes_stored,
+        "bytes_loaded": counts.bytes_loaded,
+        "verified_blocks": counts.verified_blocks,
+        "sampled_blocks": counts.sampled_blocks,
+        "corrupt_blocks": counts.corrupt_blocks,
+        "call_us_mean": round(float(microseconds.mean()), 1),
+        "call_us_p99": round(float(np.percentile(microseconds, 99)), 1),
+    }
+
+
+def _bandwidths(counts: Counts, wall_seconds: float) -> dict[str, Any]:
+    """On the GPU's clock, where transfers that overlap count as long as each, and by the time that passed."""
+    return {
+        "store_gb_per_s": bandwidth(counts.bytes_stored, counts.store_seconds),
+        "load_gb_per_s": bandwidth(counts.bytes_loaded, counts.load_seconds),
+        "store_gb_per_wall_s": bandwidth(counts.bytes_stored, wall_seconds),
+        "load_gb_per_wall_s": bandwidth(counts.bytes_loaded, wall_seconds),
+    }
+
+
+def bandwidth(nbytes: int, seconds: float) -> float | None:
+    """GB/s, or None where nothing was moved."""
+    return round(nbytes / seconds / 1e9, 2) if seconds > 0 else None
+
+
+def _print(fields: dict[str, Any], rates: saving.Rates | None, output: Output) -> None:
+    simulated = fields["simulated"]
+    host = "host time of the simulated device" if simulated else "host time"
+    rows = [
+        ("requests", f"{fields['requests']:,}, {fields['in_flight']} under way at a time"),
+        ("requests refused, nothing stored", f"{fields['requests_refused']:,}"),
+        ("blocks requested", f"{fields['blocks_requested']:,}"),
+        ("blocks hit", f"{fields['blocks_hit']:,} ({fields['hit_rate']:.2%})"),
+        ("blocks stored", f"{fields['blocks_stored']:,} ({mib(fields['bytes_stored'])})"),
+        ("blocks evicted", f"{fields['blocks_evicted']:,}"),
+        ("blocks declined", f"{fields['blocks_declined']:,}"),
+        ("bytes loaded", mib(fields["bytes_loaded"])),
+        ("blocks verified", f"{fields['verified_blocks']:,} ({fields['sampled_blocks']:,} also plane by plane)"),
+        ("blocks corrupt", f"{fields['corrupt_blocks']:,}"),
+        (f"inside cache calls, a request, {host}", f"{fields['call_us_mean']} us, p99 {fields['call_us_p99']} us"),
+    ]
+    if simulated:
+        rows.append(("host seconds, simulated device", f"{fields['seconds']:.1f}"))
+    else:
+        rows.append(("wall seconds, verification included", f"{fields['seconds']:.1f}"))
+        for name in ("store", "load"):
+            rows.append((f"{name}s, GPU clock", f"{fields[f'{name}_gb_per_s']} GB/s"))
+            rows.append((f"{name}s, wall clock, verification included", f"{fields[f'{name}_gb_per_wall_s']} GB/s"))
+    rows += [] if rates is None else _saved(rates, fields["blocks_hit"])
+    output.banner(simulated)
+    where = "SIMULATED" if simulated else fields["device"]
+    title = (
+        f"replay: {fields['model']}, {fields['policy']}, {fields['slots']} slots of {mib(fields['bytes_per_slot'])}, "
+        f"{where}"
+    )
+    output.table(title, ("what", "how much"), rows)
+    if rates is not None:
+        output.line(f"Of {rates.tokens_per_hash} tokens a block: {rates.describe()}.")
+
+
+def _saved(rates: saving.Rates, hits: int) -> list[tuple[str, str]]:
+    seconds = rates.load_seconds(hits)
+    return [
+        ("prefill not computed again", f"{rates.prefill_seconds(hits):,.1f} s"),
+        (f"loading it instead, {mib(rates.load_bytes(hits))}", "-" if seconds is None else f"{seconds:,.1f} s"),
+    ]

@@ -1,0 +1,58 @@
+"""Several requests under way at a time, on one thread: each runs until it waits for a transfer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+from kvoffload.cache.cache_job import CacheJob
+from kvoffload.engine.job import wait_until
+
+_T = TypeVar("_T")
+
+
+class _Waiting(NamedTuple):
+    steps: Iterator[CacheJob]
+    job: CacheJob
+
+
+def overlap(
+    start: Callable[[_T, int], Iterator[CacheJob]], requests: Iterable[_T], lanes: int, ended: Callable[[], None]
+) -> None:
+    """Start requests in order, at most `lanes` at a time, and go on with each when the job it waits for has ended.
+
+    Args:
+        start: called with a request and the number of a lane that no other request under way has; yields the jobs that
+            the request waits for, and is resumed when they have ended, well or not.
+        requests: what to serve.
+        lanes: how many may be under way.
+        ended: called after each request.
+
+    Raises:
+        What `start` and its steps raise; the other requests under way go no further.
+    """
+    free = deque(range(lanes))
+    waiting: dict[int, _Waiting] = {}
+    remaining = iter(requests)
+
+    def go_on(lane: int, steps: Iterator[CacheJob]) -> None:
+        job = next(steps, None)
+        if job is not None:
+            waiting[lane] = _Waiting(steps, job)
+        else:
+            free.append(lane)
+            ended()
+
+    while True:
+        beginning = list(islice(remaining, len(free)))
+        for request in beginning:
+            lane = free.popleft()
+            go_on(lane, start(request, lane))
+        if waiting:
+            wait_until(lambda: any(each.job.done for each in waiting.values()), None, "a request of the replay")
+            for lane in [lane for lane, each in waiting.items() if each.job.done]:
+                go_on(lane, waiting.pop(lane).steps)
+        elif not beginning:
+            return

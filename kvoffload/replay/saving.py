@@ -1,0 +1,127 @@
+"""What hits are worth: prefill that is not computed again, against loading the blocks instead."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+
+from kvoffload.internal.models import ModelGeometry
+from kvoffload.terminal.console import CommandError, whole
+
+_TOKENS_PER_HASH = 512  # of the published traces
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What turns hits into seconds.
+
+    Attributes:
+        model: whose blocks are loaded, at their full size.
+        tokens_per_hash: tokens that a key covers.
+        prefill_tokens_per_second: what the model computes.
+        load_gb_per_s: host to GPU; None as long as nobody knows.
+        measured: whether that was measured in this run, on the GPU's clock; else it was given.
+    """
+
+    model: ModelGeometry
+    tokens_per_hash: int
+    prefill_tokens_per_second: float
+    load_gb_per_s: float | None
+    measured: bool = False
+
+    def prefill_seconds(self, hits: int) -> float:
+        """Of computing the tokens of so many hits."""
+        return hits * self.tokens_per_hash / self.prefill_tokens_per_second
+
+    def load_bytes(self, hits: int) -> int:
+        """Of the blocks that hold those tokens, in all planes."""
+        return hits * self.tokens_per_hash * self.model.bytes_per_block // self.model.tokens_per_block
+
+    def load_seconds(self, hits: int) -> float | None:
+        """Of loading those; None if the bandwidth is not known."""
+        if hits == 0:
+            return 0.0
+        return None if self.load_gb_per_s is None else self.load_bytes(hits) / (self.load_gb_per_s * 1e9)
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "model": self.model.name,
+            "tokens_per_hash": self.tokens_per_hash,
+            "prefill_tokens_per_second": self.prefill_tokens_per_second,
+            "load_gb_per_s": self.load_gb_per_s,
+            "load_gb_per_s_measured": self.measured,
+        }
+
+    def fields_of(self, hits: int) -> dict[str, object]:
+        """For JSON, of so many hits."""
+        return {
+            "prefill_seconds_saved": self.prefill_seconds(hits),
+            "load_bytes": self.load_bytes(hits),
+            "load_seconds": self.load_seconds(hits),
+        }
+
+    def describe(self) -> str:
+        """What a table's figures rest on."""
+        source = "measured in this run" if self.measured else "as given"
+        loads = (
+            "loads not measured" if self.load_gb_per_s is None else f"loads at {self.load_gb_per_s:g} GB/s, {source}"
+        )
+        return f"prefill at {self.prefill_tokens_per_second:,g} tokens/s as given, {loads}"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what hits are worth (printed with --prefill-tokens-per-second)")
+    group.add_argument(
+        "--prefill-tokens-per-second", type=positive, metavar="X", help="prompt tokens that the model computes a second"
+    )
+    group.add_argument(
+        "--load-gb-per-s",
+        type=positive,
+        metavar="X",
+        help="host to GPU, where this run does not measure it: without bytes, and on the simulated device",
+    )
+    group.add_argument(
+        "--tokens-per-hash",
+        type=whole(1),
+        default=_TOKENS_PER_HASH,
+        metavar="N",
+        help=f"prompt tokens that a hash id covers (default {_TOKENS_PER_HASH})",
+    )
+
+
+def rates(arguments: argparse.Namespace, *, measures: bool) -> Rates | None:
+    """What `add_options` got; None if nobody asked.
+
+    Args:
+        arguments: also with `model`.
+        measures: whether the run moves bytes on a GPU, so that the bandwidth is to be measured.
+
+    Raises:
+        CommandError: an option is missing, or has no use; the message names it.
+    """
+    if arguments.prefill_tokens_per_second is None:
+        if arguments.load_gb_per_s is not None:
+            raise CommandError("--load-gb-per-s says nothing without --prefill-tokens-per-second: give that, too")
+        return None
+    if arguments.model is None:
+        raise CommandError("--prefill-tokens-per-second needs --model: the bytes to load are its blocks'")
+    if arguments.load_gb_per_s is None and not measures:
+        raise CommandError(
+            "--prefill-tokens-per-second needs --load-gb-per-s here: no load is timed without bytes that move on a GPU"
+        )
+    given = None if measures else arguments.load_gb_per_s
+    return Rates(arguments.model, arguments.tokens_per_hash, arguments.prefill_tokens_per_second, given)
+
+
+def positive(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
+    return value

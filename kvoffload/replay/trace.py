@@ -1,0 +1,63 @@
+"""Reading a trace: JSON lines, each with `hash_ids`, one id per prefix block of a request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvoffload.terminal.console import CommandError
+
+KEY_BYTES = 16  # a hash id as a cache key: signed, big-endian
+
+Request = tuple[bytes, ...]
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[Request]:
+    """The keys of the first `limit` requests, in the order of the file; all of them for None.
+
+    Lines of white space are passed over. An empty `hash_ids` is a request for nothing.
+
+    Raises:
+        CommandError: the file cannot be read, or a line is broken; the message names it by its number.
+    """
+    requests: list[Request] = []
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if limit is not None and len(requests) >= limit:
+                    break
+                if line.strip():
+                    requests.append(_parse(line, f"{path}, line {number}"))
+    except OSError as error:
+        raise CommandError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    return requests
+
+
+def _parse(line: bytes, where: str) -> Request:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{where}: not a JSON object: {error}") from error
+    if not isinstance(record, dict):
+        raise CommandError(f"{where}: must be a JSON object, got {_shown(record)}")
+    if "hash_ids" not in record:
+        raise CommandError(f'{where}: has no "hash_ids"')
+    ids = record["hash_ids"]
+    if not isinstance(ids, list):
+        raise CommandError(f'{where}: "hash_ids" must be a list of integers, got {_shown(ids)}')
+    return tuple(_key(each, f'{where}: "hash_ids"[{position}]') for position, each in enumerate(ids))
+
+
+def _key(hash_id: Any, where: str) -> bytes:
+    if not isinstance(hash_id, int) or isinstance(hash_id, bool):
+        raise CommandError(f"{where} must be an integer, got {_shown(hash_id)}")
+    try:
+        return hash_id.to_bytes(KEY_BYTES, "big", signed=True)
+    except OverflowError:
+        raise CommandError(f"{where} must fit into {8 * KEY_BYTES} bits, got {_shown(hash_id)}") from None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

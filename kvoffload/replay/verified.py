@@ -1,0 +1,295 @@
+"""A block cache under test: a second engine writes blocks before stores and reads them back after loads.
+
+    store   pattern of the key -> staging slot -> device block -> (the cache) -> slot
+    load    poison -> device block;  slot -> (the cache) -> device block -> staging slot -> compared with the pattern
+
+Some loaded blocks are also read back plane by plane with synchronous copies, which owe nothing to the planner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+
+from kvoffload.cache.block_cache import BlockCache
+from kvoffload.cache.cache_job import CacheJob
+from kvoffload.cache.policies import DEFAULT_POLICY, Policy, make_policy
+from kvoffload.cache.reservations import Status
+from kvoffload.device.device import Device
+from kvoffload.device.pinned import Progress, UInt8Array
+from kvoffload.device.streams import NO_WAIT
+from kvoffload.driver import address_of
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.errors import CapacityError
+from kvoffload.internal.models import ModelGeometry
+from kvoffload.internal.patterns import KeyPatterns
+from kvoffload.layout.layout import Int64Array, KVLayout
+from kvoffload.replay.overlap import overlap
+
+_STAGING_BYTES = 128 << 20
+_MAX_STAGING_KEYS = 256
+_POISON = 0xA5
+SAMPLE_EVERY = 64  # one loaded block of so many is also read plane by plane
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass
+class Counts:
+    """What has been served so far; blocks are the cache's, one per key.
+
+    `store_seconds` and `load_seconds` are on the device's clock, added up: where transfers overlap, more than the time
+    that passed. `call_seconds` are the host's, inside the cache's calls, by request. `requests_refused` had blocks that
+    could not be stored, because too little might be given up for them.
+    """
+
+    requests: int = 0
+    requests_refused: int = 0
+    blocks_requested: int = 0
+    blocks_hit: int = 0
+    blocks_stored: int = 0
+    bytes_stored: int = 0
+    bytes_loaded: int = 0
+    verified_blocks: int = 0
+    sampled_blocks: int = 0
+    corrupt_blocks: int = 0
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
+    call_seconds: list[float] = field(default_factory=list)
+
+
+class _Clock:
+    """Adds up the host's seconds inside the calls of one request."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def call(self, function: Callable[_P, _R], /, *arguments: _P.args, **options: _P.kwargs) -> _R:
+        begin = time.perf_counter()
+        try:
+            return function(*arguments, **options)
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+class VerifiedCache:
+    """A `BlockCache` over planes of its own, with every byte of every load checked. A context manager.
+
+    Args:
+        device: allocates the planes; stays open.
+        geometry: of the planes.
+        capacity: keys that the cache holds.
+        longest: keys of the longest request; the device gets so many blocks, not more than `capacity`, for each request
+            that may be under way.
+        blocks_per_key: device blocks that a key covers.
+        policy: of the cache, by name.
+        in_flight: requests that may be under way at a time.
+        seed: of the patterns and of where blocks lie.
+        progress: called with (bytes done, bytes in all) while the cache's pool is pinned.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        geometry: ModelGeometry,
+        *,
+        capacity: int,
+        longest: int,
+        blocks_per_key: int = 1,
+        policy: str = DEFAULT_POLICY,
+        in_flight: int = 1,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        self._device = device
+        self._factor = blocks_per_key
+        self._lanes = in_flight
+        self._places = max(1, min(longest, capacity))  # of a lane
+        self.layout = _make_layout(device, geometry, in_flight * self._places, blocks_per_key)
+        self._groups = range(self.layout.num_groups)
+        self.bytes_per_key = geometry.bytes_per_block * blocks_per_key
+        # room for copies that hold many operations: each takes places in the streams' queues
+        self._batch = max(1, min(self._places, _MAX_STAGING_KEYS, _STAGING_BYTES // self.layout.slot_bytes))
+        self._staging = OffloadEngine(self.layout, device=device, num_slots=self._batch + 1)
+        self._staging.slots[self._batch] = _POISON
+        self.engine = OffloadEngine(
+            self.layout, device=device, num_slots=capacity * self.layout.num_groups, progress=progress
+        )
+        chosen = make_policy(policy, capacity)
+        self._may_decline = type(chosen).make_room is not Policy.make_room
+        self.cache = BlockCache(self.engine, policy=chosen)
+        self._patterns = KeyPatterns(self.layout.groups[0].payload_bytes, seed)
+        self._random = np.random.default_rng(seed)
+        self.counts = Counts()
+
+    @property
+    def blocks_evicted(self) -> int:
+        return self.cache.statistics().evicted
+
+    @property
+    def blocks_declined(self) -> int:
+        return self.cache.statistics().declined
+
+    def serve(self, keys: Sequence[bytes]) -> int:
+        """One request: load and verify what leads and is present, store the rest, touch all. The number of hits."""
+        before = self.counts.blocks_hit
+        for job in self.steps(keys):
+            job.wait()
+        return self.counts.blocks_hit - before
+
+    def serve_all(self, requests: Sequence[Sequence[bytes]], progress: Progress) -> None:
+        """Requests in order, as many at a time as may be under way.
+
+        Args:
+            requests: their keys.
+            progress: called with (requests that have ended, requests in all).
+        """
+        done = 0
+
+        def ended() -> None:
+            nonlocal done
+            done += 1
+            progress(done, len(requests))
+
+        overlap(self.steps, requests, self._lanes, ended)
+
+    def steps(self, keys: Sequence[bytes], lane: int = 0) -> Iterator[CacheJob]:
+        """One request, on the device blocks of a lane: yields the jobs that it waits for, and goes on when they have
+        ended. Others may be served meanwhile, on other lanes."""
+        counts, clock = self.counts, _Clock()
+        counts.requests += 1
+        counts.blocks_requested += len(keys)
+        used = keys[: self.cache.capacity]
+        if not used:
+            return
+        places = lane * self._places + self._random.permutation(self._places)[: len(used)]
+        hits = clock.call(self.cache.lookup, used)
+        counts.blocks_hit += hits
+        if hits:
+            yield from self._load(used[:hits], places[:hits], clock)
+        yield from self._store(used, places, clock)
+        clock.call(self.cache.touch, used)
+        counts.call_seconds.append(clock.seconds)
+
+    def _load(self, keys: Sequence[bytes], places: Int64Array, clock: _Clock) -> Iterator[CacheJob]:
+        for start in range(0, len(keys), self._batch):
+            self._poison(places[start : start + self._batch])
+        job = clock.call(self.cache.load, keys, self._per_group(places), after=NO_WAIT)
+        yield job
+        seconds, nbytes = _finish(job)
+        self.counts.load_seconds += seconds
+        self.counts.bytes_loaded += nbytes
+        for start in range(0, len(keys), self._batch):
+            part = slice(start, start + self._batch)
+            self._verify(keys[part], places[part])
+
+    def _store(self, keys: Sequence[bytes], places: Int64Array, clock: _Clock) -> Iterator[CacheJob]:
+        """Store what is absent, and not on its way for another request; all keys of the request are named, so that none
+        of them is given up for another."""
+        position = {key: index for index, key in reversed(list(enumerate(keys)))}
+        unique = list(dict.fromkeys(keys))
+        known = zip(unique, self.cache.status(unique), strict=True)
+        absent = [key for key, status in known if status is Status.MISS]
+        if not absent:
+            return
+        for start in range(0, len(absent), self._batch):
+            part = absent[start : start + self._batch]
+            self._write(part, places[[position[key] for key in part]])
+        where = places[[position[key] for key in unique]]
+        try:
+            job = clock.call(self.cache.store, unique, self._per_group(where), after=NO_WAIT)
+        except CapacityError:  # the rest is pinned by requests under way
+            self.counts.requests_refused += 1
+            return
+        stored = set(job.keys)
+        assert stored <= set(absent), "the cache stores nothing that it holds"
+        assert self._may_decline or len(stored) == len(absent), "the cache stores all that it did not hold"
+        yield job
+        seconds, nbytes = _finish(job)
+        self.counts.blocks_stored += len(job.keys)
+        self.counts.store_seconds += seconds
+        self.counts.bytes_stored += nbytes
+
+    # the other side -----------------------------------------------------------------------------------------------
+
+    def _write(self, keys: Sequence[bytes], places: Int64Array) -> None:
+        """Bring the keys' patterns into the device blocks of `places`."""
+        for group in self._groups:
+            self._patterns.fill(self._staging.slots[: len(keys)], keys, group)
+            slots = np.arange(len(keys))
+            self._staging.load(slots, self._blocks(places), group=group, after=NO_WAIT).wait()
+
+    def _poison(self, places: Int64Array) -> None:
+        slots = np.full(len(places), self._batch)
+        for group in self._groups:
+            self._staging.load(slots, self._blocks(places), group=group, after=NO_WAIT).wait()
+
+    def _verify(self, keys: Sequence[bytes], places: Int64Array) -> None:
+        """Compare the device blocks of `places` with the keys' patterns."""
+        wrong: set[int] = set()
+        for group in self._groups:
+            self._staging.slots[: len(keys)] = ~np.uint8(_POISON)
+            self._staging.store(self._blocks(places), np.arange(len(keys)), group=group, after=NO_WAIT).wait()
+            wrong.update(self._patterns.wrong(self._staging.slots[: len(keys)], keys, group))
+        for index in np.flatnonzero(self._random.integers(0, SAMPLE_EVERY, len(keys)) == 0):
+            self.counts.sampled_blocks += 1
+            if not self._sample(keys[int(index)], int(places[index])):
+                wrong.add(int(index))
+        self.counts.verified_blocks += len(keys)
+        self.counts.corrupt_blocks += len(wrong)
+
+    def _sample(self, key: bytes, place: int) -> bool:
+        """Whether the blocks of one key are right, read plane by plane and block by block with synchronous copies."""
+        for index, group in enumerate(self.layout.groups):
+            found = np.empty(group.payload_bytes, dtype=np.uint8)
+            for plane, offset in zip(group.planes, group.host_offsets.tolist(), strict=True):
+                for sub_block in range(self._factor):
+                    begin = offset + sub_block * plane.block_bytes
+                    address = plane.address + (place * self._factor + sub_block) * plane.block_stride
+                    self._read(found[begin : begin + plane.block_bytes], address)
+            if not np.array_equal(found, self._patterns.expected(key, index)):
+                return False
+        return True
+
+    def _read(self, target: UInt8Array, address: int) -> None:
+        with self._device.current():
+            self._device.driver.copy_to_host(address_of(target), address, target.nbytes)
+
+    def _blocks(self, places: Int64Array) -> Int64Array:
+        """The device blocks of places: `blocks_per_key` adjacent ones each."""
+        return (places[:, np.newaxis] * self._factor + np.arange(self._factor)).reshape(-1)
+
+    def _per_group(self, places: Int64Array) -> object:
+        blocks = self._blocks(places)
+        return blocks if len(self._groups) == 1 else [blocks] * len(self._groups)
+
+    def close(self) -> None:
+        """Close both engines. Idempotent."""
+        self._patterns.close()
+        self.engine.close()
+        self._staging.close()
+
+    def __enter__(self) -> VerifiedCache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _make_layout(device: Device, geometry: ModelGeometry, places: int, blocks_per_key: int) -> KVLayout:
+    groups = [
+        device.allocate_planes(count, block_bytes=geometry.block_bytes, num_blocks=places * blocks_per_key)
+        for count in geometry.planes_per_group
+    ]
+    return KVLayout(groups, blocks_per_slot=blocks_per_key, tokens_per_block=geometry.tokens_per_block)
+
+
+def _finish(job: CacheJob) -> tuple[float, int]:
+    """Wait for a job: its seconds on the device's clock, and its bytes."""
+    results = job.wait()
+    return sum(result.seconds for result in results), sum(result.nbytes for result in results)

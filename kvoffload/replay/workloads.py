@@ -1,0 +1,123 @@
+"""Made traffic: kinds of it that no trace at hand has, as requests of keys, to see what a cache does with each.
+
+A block's key stands for the block and everything before it, so a key is always preceded by the same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.replay.trace import KEY_BYTES, Request
+
+DEFAULT_REQUESTS = 4000
+
+
+class Blocks:
+    """Gives out numbers of blocks that nobody had before."""
+
+    def __init__(self) -> None:
+        self._used = 0
+
+    def new(self, count: int) -> list[int]:
+        first, self._used = self._used, self._used + count
+        return list(range(first, self._used))
+
+
+Traffic = Callable[[np.random.Generator, Blocks], Iterator[list[int]]]
+
+
+class Workload(NamedTuple):
+    """A kind of traffic.
+
+    Attributes:
+        summary: what it is, in a line.
+        parts: endless sources of requests; each serves an equal share of them, one after the other.
+    """
+
+    summary: str
+    parts: tuple[Traffic, ...]
+
+
+def make_workload(name: str, requests: int = DEFAULT_REQUESTS, seed: int = 0) -> list[Request]:
+    """So many requests of a kind of traffic; the same for the same seed.
+
+    Raises:
+        ValueError: there is no such kind; the message lists those there are.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
+    random, blocks, parts = np.random.default_rng(seed), Blocks(), WORKLOADS[name].parts
+    shares = [requests * (place + 1) // len(parts) - requests * place // len(parts) for place in range(len(parts))]
+    made = chain.from_iterable(islice(part(random, blocks), share) for part, share in zip(parts, shares, strict=True))
+    return [tuple(number.to_bytes(KEY_BYTES, "big", signed=True) for number in request) for request in made]
+
+
+def system_prompts(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]:
+    """40 prompts, some far more popular than others, each time with a question that nobody asks again."""
+    prompts = [blocks.new(_between(random, 4, 39)) for _ in range(40)]
+    popularity = _zipf(len(prompts), 1.0)
+    while True:
+        yield prompts[random.choice(len(prompts), p=popularity)] + blocks.new(_between(random, 1, 19))
+
+
+def documents(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]:
+    """Instructions, one of 2,000 documents, some more popular than others, and a question about it."""
+    instructions = blocks.new(10)
+    texts = [blocks.new(_between(random, 5, 60)) for _ in range(2000)]
+    popularity = _zipf(len(texts), 0.9)
+    while True:
+        yield instructions + texts[random.choice(len(texts), p=popularity)] + blocks.new(_between(random, 1, 5))
+
+
+def agents(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]:
+    """40 sessions at a time, which all begin alike; each turn sends the whole history and some more."""
+    instructions = blocks.new(10)
+    histories: list[list[int]] = [[] for _ in range(40)]
+    turns_left = [0] * len(histories)
+    while True:
+        session = int(random.integers(len(histories)))
+        if turns_left[session] == 0:
+            histories[session] = instructions + blocks.new(_between(random, 8, 23))
+            turns_left[session] = _between(random, 20, 120)
+        histories[session] = histories[session] + blocks.new(_between(random, 1, 6))
+        turns_left[session] -= 1
+        yield histories[session]
+
+
+def evaluation(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]:
+    """The same 100 prompts again and again, in the same order."""
+    prompts = [blocks.new(_between(random, 20, 60)) for _ in range(100)]
+    while True:
+        yield from prompts
+
+
+def no_reuse(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]:
+    """Nothing is ever asked for again."""
+    while True:
+        yield blocks.new(_between(random, 1, 59))
+
+
+WORKLOADS: dict[str, Workload] = {
+    "system-prompts": Workload("a few system prompts, each with questions asked once", (system_prompts,)),
+    "documents": Workload("questions about documents of unequal popularity", (documents,)),
+    "agents": Workload("long sessions whose every turn sends the whole history", (agents,)),
+    "evaluation": Workload("the same prompts again and again, in order", (evaluation,)),
+    "no-reuse": Workload("nothing is asked for twice", (no_reuse,)),
+    "change": Workload("documents, and from half way on agents", (documents, agents)),
+}
+
+
+def _between(random: np.random.Generator, least: int, most: int) -> int:
+    """A whole number, every one from `least` to `most` equally likely."""
+    return int(random.integers(least, most + 1))
+
+
+def _zipf(count: int, exponent: float) -> npt.NDArray[np.float64]:
+    """Probabilities that fall with the rank."""
+    weights = 1 / np.arange(1, count + 1) ** exponent
+    return np.asarray(weights / weights.sum())

@@ -1,0 +1,99 @@
+"""Graph captures: which are under way, what they have drawn in, and which calls they forbid to whom."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NoReturn
+
+from cuda.bindings import driver as cuda
+
+from kvoffload.simulator.contexts import Stream
+from kvoffload.simulator.errors import RefusedError
+
+_MODE = cuda.CUstreamCaptureMode
+GLOBAL = _MODE.CU_STREAM_CAPTURE_MODE_GLOBAL
+THREAD_LOCAL = _MODE.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+RELAXED = _MODE.CU_STREAM_CAPTURE_MODE_RELAXED
+UNSUPPORTED = cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+INVALIDATED = cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+
+# What CUDA calls "potentially unsafe API calls", of those that there are here.
+UNSAFE = frozenset(
+    {
+        "cuEventQuery",
+        "cuEventSynchronize",
+        "cuMemAlloc",
+        "cuMemFree",
+        "cuMemHostAlloc",
+        "cuMemHostRegister",
+        "cuMemHostUnregister",
+        "cuModuleUnload",
+        "cuStreamQuery",
+        "cuStreamSynchronize",
+    }
+)
+
+
+class Capture:
+    """One graph capture: the stream it began on, and all that were drawn into it."""
+
+    def __init__(self, origin: Stream, mode: Any) -> None:
+        self.origin = origin
+        self.mode = mode
+        self.thread = threading.get_ident()
+        self.streams = [origin]
+        self.unjoined: set[Stream] = set()  # drawn in, and not yet waited for by another of the capture's streams
+        self.node_count = 0
+        self.invalidated = False
+
+    def check(self) -> None:
+        """Raise RefusedError if it is invalidated: its streams and events are of no use until it is ended."""
+        if self.invalidated:
+            raise RefusedError(INVALIDATED)
+
+    def refuse(self, status: Any) -> NoReturn:
+        """A call that cannot be part of it fails and invalidates it."""
+        self.invalidated = True
+        raise RefusedError(status)
+
+
+class Captures:
+    """The captures of one driver, and every thread's capture mode. Used under the driver's lock."""
+
+    def __init__(self) -> None:
+        self._under_way: list[Capture] = []
+        self._local = threading.local()
+
+    def begin(self, stream: Stream, mode: Any) -> None:
+        stream.capture = Capture(stream, _MODE(int(mode)))
+        self._under_way.append(stream.capture)
+
+    def end(self, capture: Capture) -> None:
+        self._under_way.remove(capture)
+        for stream in capture.streams:
+            stream.capture = None
+
+    def exchange_mode(self, mode: Any) -> Any:
+        """Set the calling thread's mode; the one before."""
+        before = getattr(self._local, "mode", GLOBAL)
+        self._local.mode = _MODE(int(mode))
+        return before
+
+    def refuse_unsafe(self, name: str) -> None:
+        """Fail a call that the captures under way forbid to the calling thread, and invalidate those captures."""
+        if not self._under_way or name not in UNSAFE:
+            return
+        mode, forbidden = getattr(self._local, "mode", GLOBAL), False
+        self._under_way = [capture for capture in self._under_way if not capture.origin.destroyed]
+        for capture in self._under_way:
+            if _forbids(capture, mode):
+                capture.invalidated = forbidden = True
+        if forbidden:
+            raise RefusedError(UNSUPPORTED)
+
+
+def _forbids(capture: Capture, mode: Any) -> bool:
+    """Whether a capture forbids unsafe calls to the calling thread, which is in `mode`."""
+    if RELAXED in (mode, capture.mode):
+        return False
+    return capture.thread == threading.get_ident() or (mode == GLOBAL and capture.mode == GLOBAL)

@@ -1,0 +1,238 @@
+"""Runs Triton kernels in Triton's interpreter, over the memory of the simulated device.
+
+The interpreter replaces functions of `triton.language` while a kernel runs, and holds the program's number in a global
+object, so only one kernel runs at a time in a process, and nothing may be compiled meanwhile: that is what `LOCK` is
+for. Triton's own launcher looks every replacement up again for every launch, and in some versions leaves them in place;
+here they are looked up once, and are swapped in and out.
+
+Triton, and with it a kernel's module, are imported when a kernel is first asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvoffload.simulator.errors import SimulatorError
+from kvoffload.simulator.operations import MISALIGNED_ADDRESS, DeviceFaultError
+
+LOCK = threading.RLock()
+
+_ABSENT = object()
+
+
+class Memory(Protocol):
+    """What a kernel's addresses are checked against, before each load and store."""
+
+    def check(self, addresses: NDArray[np.int64], nbytes: int, *, writes: bool) -> None:
+        """Raise DeviceFaultError unless the kernel may touch `nbytes` at each address; never called with none."""
+
+
+class Interpreted:
+    """A kernel that can be run; made by `load`."""
+
+    def __init__(self, rewritten: Callable[..., None], name: str) -> None:
+        self._rewritten = rewritten
+        self._name = name
+
+    def run(
+        self,
+        grid: int,
+        order: Sequence[int],
+        arguments: Sequence[tuple[str, str, int]],
+        constants: Mapping[str, int],
+        memory: Memory,
+    ) -> None:
+        """Run the programs `order` of a grid of `grid`, one after another.
+
+        Args:
+            arguments: name, type ("i32" or "i64") and value of every parameter that is not a constant.
+
+        Raises:
+            DeviceFaultError: from `memory`, or for an address that is not as aligned as it must be.
+            SimulatorError: the interpreter cannot run the kernel.
+        """
+        with LOCK, _interpreting(memory) as builder:
+            values = {name: _scalar(kind, value) for name, kind, value in arguments} | dict(constants)
+            builder.set_grid_dim(grid, 1, 1)
+            for program in order:
+                builder.set_grid_idx(program, 0, 0)
+                self._call(values)
+
+    def _call(self, values: Mapping[str, Any]) -> None:
+        try:
+            self._rewritten(**values)
+        except (DeviceFaultError, SimulatorError):
+            raise
+        except Exception as error:
+            raise SimulatorError(f"Triton's interpreter cannot run {self._name}: {error!r}") from error
+
+
+@functools.cache
+def load(module: str, function: str) -> Interpreted:
+    """The kernel `function` of an importable module.
+
+    Raises:
+        ImportError: there is no such module, or no Triton.
+        AttributeError: the module has no such kernel.
+    """
+    with LOCK:
+        kernel = getattr(importlib.import_module(module), function).fn
+        return Interpreted(_rewrite(kernel), f"{module}.{function}")
+
+
+def _rewrite(kernel: Callable[..., None]) -> Callable[..., None]:
+    """The kernel as the interpreter wants it, in a copy of its module: the interpreter adds names there.
+
+    Jitted functions of the same module that it calls are rewritten as well.
+    """
+    from triton.runtime.jit import KernelInterface
+
+    original: dict[str, Any] = kernel.__globals__
+    scope = dict(original)
+    for name, each in original.items():
+        helper = getattr(each, "fn", None)
+        if isinstance(each, KernelInterface) and getattr(helper, "__globals__", None) is original:
+            scope[name] = _rewrite_in(scope, helper)
+    rewritten: Callable[..., None] = _rewrite_in(scope, kernel)
+    return rewritten
+
+
+def _rewrite_in(scope: dict[str, Any], function: Any) -> Any:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    copy.__annotations__, copy.__qualname__ = function.__annotations__, function.__qualname__
+    return InterpretedFunction(copy).rewrite()
+
+
+def _scalar(kind: str, value: int) -> Any:
+    """A kernel's argument: of the type declared, not of the narrowest type that holds the value."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    dtype, numpy_dtype = (tl.int64, np.int64) if kind == "i64" else (tl.int32, np.int32)
+    return tl.tensor(TensorHandle(np.array([value], numpy_dtype), dtype), dtype)
+
+
+# replacing functions of triton.language ---------------------------------------------------------------------------
+
+
+class _Replacement(NamedTuple):
+    """An attribute of a module, a class or an object; `_ABSENT` where it has none of its own."""
+
+    holder: Any
+    name: str
+    before: Any
+    after: Any
+
+    def apply(self, value: Any) -> None:
+        if value is _ABSENT:
+            delattr(self.holder, self.name)
+        else:
+            setattr(self.holder, self.name, value)
+
+
+@contextmanager
+def _interpreting(memory: Memory) -> Iterator[Any]:
+    """Have `triton.language` do what it says, on `memory`; the interpreter's builder."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    replacements = (*_language_replacements(), *_memory_replacements(builder, memory))
+    try:
+        for each in replacements:
+            each.apply(each.after)
+        yield builder
+    finally:
+        for each in reversed(replacements):
+            each.apply(each.before)
+
+
+@functools.cache
+def _language_replacements() -> tuple[_Replacement, ...]:
+    """What Triton's interpreter replaces: found by letting it, and comparing before and after."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def visible() -> None: ...
+
+    modules = [tl, *(each for each in vars(tl).values() if isinstance(each, ModuleType) and _is_language(each))]
+    classes = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    holders = [*modules, *(each for each in classes if each.__module__.startswith("triton."))]
+    befores = [dict(vars(holder)) for holder in holders]
+    interpreter._patch_lang(FunctionType(visible.__code__, {"tl": tl}))
+    found = []
+    for holder, before in zip(holders, befores, strict=True):
+        for name, after in list(vars(holder).items()):
+            old = before.get(name, _ABSENT)
+            if old is not after:
+                found.append(_Replacement(holder, name, old, after))
+    for each in found:
+        each.apply(each.before)
+    merged = {(id(each.holder), each.name): each for each in found}
+    for ours in (_checked_promise(tl), _index(tl.tensor)):
+        theirs = merged.get((id(ours.holder), ours.name), ours)
+        merged[id(ours.holder), ours.name] = ours._replace(before=theirs.before)
+    return tuple(merged.values())
+
+
+def _index(tensor: Any) -> _Replacement:
+    """As of Triton 3.9; before, it fails on numpy 2.4, where an array of one element is no longer a number."""
+    return _Replacement(
+        tensor, "__index__", tensor.__dict__.get("__index__", _ABSENT), lambda self: int(self.handle.data.item())
+    )
+
+
+def _is_language(module: ModuleType) -> bool:
+    return module.__name__.startswith("triton.language")
+
+
+def _checked_promise(tl: Any) -> _Replacement:
+    """A GPU takes `multiple_of` at its word and faults if it was wrong; so does this."""
+
+    def multiple_of(tensor: Any, values: Any) -> Any:
+        first: Any = values[0] if isinstance(values, list | tuple) else values
+        factor = int(first.value if hasattr(first, "value") else first)  # a tl.constexpr has one
+        handle = getattr(tensor, "handle", None)  # a constant has none
+        if handle is not None and (handle.data % factor != 0).any():
+            raise DeviceFaultError(f"multiple_of(..., {factor}) of {handle.data.reshape(-1)[:4]}", MISALIGNED_ADDRESS)
+        return tensor
+
+    return _Replacement(tl, "multiple_of", tl.multiple_of, multiple_of)
+
+
+def _memory_replacements(builder: Any, memory: Memory) -> list[_Replacement]:
+    """The builder's methods that reach memory; all others go through these."""
+
+    def checked(name: str, mask_at: int | None, writes: bool) -> _Replacement:
+        original = getattr(builder, name)
+
+        def method(pointers: Any, *arguments: Any, **options: Any) -> Any:
+            mask = None if mask_at is None else arguments[mask_at].data
+            _check(memory, pointers, mask, writes)
+            return original(pointers, *arguments, **options)
+
+        return _Replacement(builder, name, _ABSENT, method)
+
+    return [checked("create_masked_load", 0, writes=False), checked("create_masked_store", 1, writes=True)]
+
+
+def _check(memory: Memory, pointers: Any, mask: NDArray[np.bool_] | None, writes: bool) -> None:
+    addresses = pointers.data.view(np.int64)
+    nbytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+    if mask is not None and not mask.all():
+        addresses = np.broadcast_to(addresses, mask.shape)[mask]
+    if addresses.size == 0:
+        return
+    if nbytes > 1 and int(np.bitwise_or.reduce(addresses, axis=None)) & (nbytes - 1):
+        raise DeviceFaultError(f"a kernel touched {nbytes} bytes at unaligned addresses", MISALIGNED_ADDRESS)
+    memory.check(addresses, nbytes, writes=writes)

@@ -1,0 +1,140 @@
+"""Modules of simulated kernels, their functions, and launches.
+
+The machine code of the simulated GPU is the name of a Triton kernel with its constants, as JSON behind `MAGIC`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvoffload.simulator import interpreter
+from kvoffload.simulator.contexts import Context
+from kvoffload.simulator.memory import MemoryTable, Region
+from kvoffload.simulator.operations import (
+    BYTES_PER_MICROSECOND,
+    MICROSECONDS_PER_COPY,
+    DeviceFaultError,
+    Operation,
+)
+
+MAGIC = b"kvoffload simulated kernel\n"
+DEFAULT_SHARED_BYTES = 48 << 10  # what a launch may ask for without cuFuncSetAttribute
+
+_NAMES = {"module", "function", "parameters", "constants", "threads", "shared_bytes"}
+
+
+@dataclass(slots=True, eq=False)
+class Code:
+    """What an image says. `parameters`: names and types, "i32" or "i64"; `threads` and `shared_bytes` of a block."""
+
+    module: str
+    function: str
+    parameters: list[tuple[str, str]]
+    constants: dict[str, int]
+    threads: int
+    shared_bytes: int
+
+    @classmethod
+    def parse(cls, image: bytes) -> Code:
+        """Raises ValueError for anything that is no image."""
+        if not image.startswith(MAGIC):
+            raise ValueError("no image of a simulated kernel")
+        fields = json.loads(image[len(MAGIC) :])
+        if not isinstance(fields, dict) or set(fields) != _NAMES:
+            raise ValueError(f"an image has {sorted(_NAMES)}, this one {fields!r:.200}")
+        fields["parameters"] = [(str(name), str(kind)) for name, kind in fields["parameters"]]
+        fields["constants"] = dict(fields["constants"])
+        if {kind for _, kind in fields["parameters"]} - {"i32", "i64"}:
+            raise ValueError(f"parameters are i32 or i64, these are {fields['parameters']}")
+        return cls(**fields)
+
+
+@dataclass(slots=True, eq=False)
+class Function:
+    """A kernel of a module; `max_dynamic_shared_bytes` is what its launches may ask for."""
+
+    handle: int
+    module: Module
+    kernel: interpreter.Interpreted
+    max_dynamic_shared_bytes: int = DEFAULT_SHARED_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class Module:
+    """Code loaded into a context; `pending` counts the queued launches of its functions."""
+
+    handle: int
+    context: Context
+    code: Code
+    functions: list[Function] = field(default_factory=list)
+    pending: int = 0
+
+
+class LaunchOperation(Operation):
+    """A kernel's launch. Arguments were read when it was launched; whatever they point to is read when it runs."""
+
+    __slots__ = ("arguments", "chance", "function", "grid", "memory", "shared_bytes", "stored_bytes")
+
+    def __init__(
+        self,
+        function: Function,
+        grid: int,
+        shared_bytes: int,
+        arguments: Sequence[tuple[str, str, int]],
+        memory: MemoryTable,
+        chance: random.Random,
+    ) -> None:
+        super().__init__(_pointed_at(arguments, memory))
+        self.function = function
+        self.grid = grid
+        self.shared_bytes = shared_bytes
+        self.arguments = arguments
+        self.memory = memory
+        self.chance = chance
+        self.stored_bytes = 0
+        function.module.pending += 1
+
+    def run(self) -> float:
+        """Run the programs in random order: CUDA promises none."""
+        code = self.function.module.code
+        if self.shared_bytes < code.shared_bytes:
+            raise DeviceFaultError(f"{code.function} uses {code.shared_bytes} shared bytes, got {self.shared_bytes}")
+        order = self.chance.sample(range(self.grid), self.grid)
+        self.function.kernel.run(self.grid, order, self.arguments, code.constants, self)
+        return MICROSECONDS_PER_COPY + self.stored_bytes / BYTES_PER_MICROSECOND
+
+    def end(self) -> None:
+        self.function.module.pending -= 1
+
+    def check(self, addresses: NDArray[np.int64], nbytes: int, *, writes: bool) -> None:
+        """See `interpreter.Memory`."""
+        device = self.function.module.context.device
+        if not self.memory.reachable(addresses, nbytes, device):
+            verb, address = "stored" if writes else "loaded", _first_wrong(self.memory, addresses, nbytes, device)
+            name = self.function.module.code.function
+            raise DeviceFaultError(f"{name} {verb} {nbytes} bytes at {address:#x}, which the GPU cannot reach")
+        if writes:
+            self.stored_bytes += nbytes * addresses.size
+
+
+def _first_wrong(memory: MemoryTable, addresses: NDArray[np.int64], nbytes: int, device: int) -> int:
+    candidates = addresses.reshape(-1, 1)
+    return next(int(each[0]) for each in candidates if not memory.reachable(each, nbytes, device))
+
+
+def _pointed_at(arguments: Sequence[tuple[str, str, int]], memory: MemoryTable) -> list[Region]:
+    """The memory whose addresses are arguments: it must not be freed before the kernel has run."""
+    regions = [memory.at(value) for _, kind, value in arguments if kind == "i64"]
+    return [region for region in regions if region is not None]
+
+
+def pack(**fields: Any) -> bytes:
+    """An image; the fields are those of `Code`."""
+    return MAGIC + json.dumps(fields).encode()

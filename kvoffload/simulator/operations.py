@@ -1,0 +1,301 @@
+"""What a stream's queue holds: each operation says whether it may run, runs, and says what it costs.
+
+Costs are microseconds of a clock that is made up: round figures in the proportion of a PCIe Gen5 GPU, so that elapsed
+times are positive and plausible. They measure nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from cuda.bindings import driver as cuda
+
+from kvoffload.simulator import space
+from kvoffload.simulator.contexts import Record, Stream
+from kvoffload.simulator.errors import RefusedError
+from kvoffload.simulator.memory import Indices, MemoryTable, Region
+
+BYTES_PER_MICROSECOND = 50_000
+FLAT_COPIES_PER_PLACE = 23
+MICROSECONDS_PER_COPY = 1.0
+MICROSECONDS_PER_MARKER = 0.25
+EVENT_RESOLUTION = 0.5  # microseconds
+
+ILLEGAL_ADDRESS = cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+MISALIGNED_ADDRESS = cuda.CUresult.CUDA_ERROR_MISALIGNED_ADDRESS
+
+_ORDER = cuda.CUmemcpySrcAccessOrder
+STREAM = int(_ORDER.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+DURING_API_CALL = int(_ORDER.CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL)
+ANY = int(_ORDER.CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+
+Dependency = tuple[Stream, int]
+
+
+class DeviceFaultError(Exception):
+    """The operation touched what it may not: its context is lost, and says `status` from now on."""
+
+    def __init__(self, text: str, status: Any = ILLEGAL_ADDRESS) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Operation:
+    """An entry of a stream's queue. It runs once all `dependencies`, (stream, operation number) pairs, are done.
+
+    `places` is what it takes of the queue's depth. As measured on driver 580 with CUDA 13.0: waits and records of plain
+    events none, records of timing events one, every operation of a strided batch one, about 23 copies of a flat batch
+    one. (There, all streams of a context share four queues for each direction; here, each stream has its own.)
+    """
+
+    __slots__ = ("dependencies", "regions")
+    is_copy = False
+    places = 1
+
+    def __init__(self, regions: Sequence[Region] = ()) -> None:
+        self.dependencies: list[Dependency] = []
+        self.regions = regions
+
+    def open(self) -> bool:
+        """Whether nothing in memory holds the operation back."""
+        return True
+
+    def run(self) -> float:
+        """Do the work; the microseconds that it took."""
+        return MICROSECONDS_PER_MARKER
+
+    def end(self) -> None:
+        """The operation has left its queue, whether it ran or was dropped."""
+
+
+class WaitEventOperation(Operation):
+    """Holds its stream until its dependencies are done."""
+
+    __slots__ = ()
+    places = 0
+
+
+class RecordOperation(Operation):
+    """Notes the time, in the steps that CUDA's events have: two that are close together are 0 apart."""
+
+    __slots__ = ("clock", "places", "record")
+
+    def __init__(self, record: Record, clock: Callable[[], float], timing: bool) -> None:
+        super().__init__()
+        self.places = int(timing)
+        self.record = record
+        self.clock = clock
+
+    def run(self) -> float:
+        self.record.microseconds = self.clock() // EVENT_RESOLUTION * EVENT_RESOLUTION
+        return MICROSECONDS_PER_MARKER
+
+
+class WaitValueOperation(Operation):
+    """Holds its stream until a word satisfies a condition of CUstreamWaitValue_flags."""
+
+    __slots__ = ("address", "condition", "value")
+
+    def __init__(self, regions: Sequence[Region], address: int, value: int, flags: int) -> None:
+        super().__init__(regions)
+        self.address = address
+        self.value = value
+        self.condition = flags & 3
+
+    def open(self) -> bool:
+        word = space.read_word(self.address)
+        if self.condition == 0:  # cyclic: (int32_t)(*addr - value) >= 0
+            return (word - self.value) & 0xFFFFFFFF < 0x80000000
+        if self.condition == 1:
+            return word == self.value
+        return bool(word & self.value) if self.condition == 2 else (word | self.value) != 0xFFFFFFFF
+
+
+class WriteValueOperation(Operation):
+    __slots__ = ("address", "value")
+
+    def __init__(self, regions: Sequence[Region], address: int, value: int) -> None:
+        super().__init__(regions)
+        self.address = address
+        self.value = value
+
+    def run(self) -> float:
+        space.write_word(self.address, self.value)
+        return MICROSECONDS_PER_MARKER
+
+
+class FillOperation(Operation):
+    __slots__ = ("address", "byte", "nbytes")
+
+    def __init__(self, regions: Sequence[Region], address: int, byte: int, nbytes: int) -> None:
+        super().__init__(regions)
+        self.address = address
+        self.byte = byte
+        self.nbytes = nbytes
+
+    def run(self) -> float:
+        space.view(self.address, self.nbytes)[:] = self.byte
+        return MICROSECONDS_PER_COPY + self.nbytes / BYTES_PER_MICROSECOND
+
+
+class KernelOperation(Operation):
+    """A Python function in the place of a kernel; its pointers are checked when it runs, as on a GPU."""
+
+    __slots__ = ("function", "memory", "spans")
+
+    def __init__(self, function: Callable[[], object], spans: Sequence[tuple[int, int]], memory: MemoryTable) -> None:
+        super().__init__([region for address, _ in spans if (region := memory.at(address)) is not None])
+        self.function = function
+        self.spans = spans
+        self.memory = memory
+
+    def run(self) -> float:
+        for address, nbytes in self.spans:
+            self._check(address, nbytes)
+        self.function()
+        return MICROSECONDS_PER_COPY + sum(nbytes for _, nbytes in self.spans) / BYTES_PER_MICROSECOND
+
+    def _check(self, address: int, nbytes: int) -> None:
+        try:
+            region = self.memory.find(address, nbytes)
+        except RefusedError:
+            region = None
+        if region is None:
+            raise DeviceFaultError(f"a kernel touched {nbytes} bytes at {address:#x}, which no GPU can reach")
+
+
+class Descriptors(NamedTuple):
+    """The copies of one batch as arrays: `height` rows of `width` bytes each, pitches in bytes."""
+
+    target: Indices
+    source: Indices
+    width: Indices
+    height: Indices
+    target_pitch: Indices
+    source_pitch: Indices
+
+    @property
+    def nbytes(self) -> int:
+        return int((self.width * self.height).sum())
+
+    def select(self, chosen: Indices) -> Descriptors:
+        return Descriptors(*(column[chosen] for column in self))
+
+
+class Copy:
+    """Copies that share one source access order. The source is read by `snapshot`, or at the latest by `run`."""
+
+    __slots__ = ("done", "nbytes")
+    places = 1
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.done = False
+
+    def snapshot(self) -> None:
+        """Read the source now; `run` then writes these bytes."""
+        raise NotImplementedError
+
+    def run(self, fault: bool) -> None:
+        """Write the target; with `fault` only a part of it, as a copy that is cut off."""
+        raise NotImplementedError
+
+
+class LinearCopy(Copy):
+    __slots__ = ("_bytes", "source", "target")
+
+    def __init__(self, target: int, source: int, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.target = target
+        self.source = source
+        self._bytes: space.Bytes | None = None
+
+    def snapshot(self) -> None:
+        if self._bytes is None and not self.done:
+            self._bytes = space.view(self.source, self.nbytes).copy()
+
+    def run(self, fault: bool) -> None:
+        nbytes = self.nbytes // 2 if fault else self.nbytes
+        source = space.view(self.source, nbytes) if self._bytes is None else self._bytes[:nbytes]
+        space.view(self.target, nbytes)[:] = source
+        self.done, self._bytes = True, None
+
+
+class BatchCopy(Copy):
+    """Many strided copies, carried out in random order: CUDA promises none."""
+
+    __slots__ = ("_bytes", "chance", "descriptors", "places")
+
+    def __init__(self, descriptors: Descriptors, chance: random.Random) -> None:
+        super().__init__(descriptors.nbytes)
+        count = len(descriptors.width)
+        self.places = count if (descriptors.height > 1).any() else -(-count // FLAT_COPIES_PER_PLACE)
+        self.descriptors = descriptors
+        self.chance = chance
+        self._bytes: list[space.Bytes] | None = None
+
+    def snapshot(self) -> None:
+        if self._bytes is None and not self.done:
+            columns = self.descriptors
+            lists = (columns.source, columns.width, columns.height, columns.source_pitch)
+            self._bytes = [space.rows(*row).copy() for row in zip(*(each.tolist() for each in lists), strict=True)]
+
+    def run(self, fault: bool) -> None:
+        count = len(self.descriptors.width)
+        order = np.random.default_rng(self.chance.getrandbits(32)).permutation(count)
+        if fault:
+            order = order[: count // 2]
+        if self._bytes is not None:
+            self._write_snapshots(order, self._bytes)
+        elif (self.descriptors.height == 1).all():
+            self._copy_flat(order)
+        else:
+            self._copy_rows(order)
+        self.done, self._bytes = True, None
+
+    def _copy_flat(self, order: Indices) -> None:
+        chosen = self.descriptors.select(order)
+        view = space.view
+        for target, source, nbytes in zip(
+            chosen.target.tolist(), chosen.source.tolist(), chosen.width.tolist(), strict=True
+        ):
+            view(target, nbytes)[:] = view(source, nbytes)
+
+    def _copy_rows(self, order: Indices) -> None:
+        columns = [column.tolist() for column in self.descriptors.select(order)]
+        for target, source, width, height, target_pitch, source_pitch in zip(*columns, strict=True):
+            space.rows(target, width, height, target_pitch)[:] = space.rows(source, width, height, source_pitch)
+
+    def _write_snapshots(self, order: Indices, snapshots: list[space.Bytes]) -> None:
+        columns = self.descriptors
+        lists = [each.tolist() for each in (columns.target, columns.width, columns.height, columns.target_pitch)]
+        for index in order.tolist():
+            target, width, height, pitch = (each[index] for each in lists)
+            space.rows(target, width, height, pitch)[:] = snapshots[index]
+
+
+class CopyOperation(Operation):
+    """One copy call: its parts differ in source access order."""
+
+    __slots__ = ("fault", "parts", "places")
+    is_copy = True
+
+    def __init__(self, parts: Sequence[Copy], regions: Sequence[Region]) -> None:
+        super().__init__(regions)
+        self.parts = parts
+        self.places = sum(part.places for part in parts)
+        self.fault = False
+
+    def run(self) -> float:
+        for part in self.parts:
+            part.run(self.fault)
+        if self.fault:
+            raise DeviceFaultError("an injected fault")
+        return MICROSECONDS_PER_COPY * len(self.parts) + sum(p.nbytes for p in self.parts) / BYTES_PER_MICROSECOND
+
+    def end(self) -> None:
+        for part in self.parts:  # a dropped copy must not be read early when its source is long gone
+            part.done = True

@@ -1,0 +1,144 @@
+"""`bench parts`: every load verified, whatever its parts; no times from the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from benching import run_json
+
+import kvoffload
+from kvoffload.bench import layer_groups as parts
+from kvoffload.bench.bed import Bed
+from kvoffload.bench.cases import SMALL, WARM_UP, Lab
+from kvoffload.commands import main
+from kvoffload.internal.models import MODELS
+from kvoffload.testing import check_clean_close
+
+SIMULATED = ("bench", "parts", "--backend", "simulated")
+TIMES = ("call_us", "first_us", "all_us", "gpu_us", "gb_per_s")
+COUNTS = [1, 2, 4, 8, 16, 32]
+
+
+def test_bench_parts_verifies_every_load(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = run_json(capsys, *SIMULATED)
+    assert [(row["blocks"], row["parts"]) for row in fields["parts"]] == [
+        (blocks, count) for blocks in (2, 16) for count in COUNTS
+    ]
+    for row in fields["parts"]:
+        assert (row["model"], row["planes"], row["block_bytes"]) == ("llama-3.1-8b", 64, 512)
+        assert row["nbytes"] == row["blocks"] * 64 * 512
+        assert row["copier"] in ("strided", "batch", "loop")
+        assert row["wrong"] == 0
+        assert not set(row) & set(TIMES), "no time is a GPU's"
+    assert (fields["benchmark"], fields["simulated"], fields["wrong_rows"]) == ("parts", True, 0)
+
+
+def test_bench_parts_prints_a_table_that_says_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SIMULATED, "--blocks", "20", "--parts", "4", "--copier", "batch"]) == 0
+    out = capsys.readouterr().out
+    assert "loading in parts, SIMULATED" in out
+    (line,) = [line for line in out.splitlines() if "llama-3.1-8b: 2 blocks" in line]
+    assert [cell.strip() for cell in line.strip("│").split("│")][1:] == ["4", "batch", "0"]
+    assert "GB/s" not in out
+
+
+def test_bench_parts_of_the_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the simulated device it carries what it is asked to carry."""
+    options = ("--blocks", "16", "--parts", "1,4", "--copier", "gather", "--repeats", "1")
+    fields = run_json(capsys, *SIMULATED, *options)
+    assert [(row["parts"], row["copier"], row["wrong"]) for row in fields["parts"]] == [
+        (1, "gather", 0),
+        (4, "gather", 0),
+    ]
+
+
+def test_bench_parts_counts_wrong_bytes_of_every_round_and_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_block_less(bed: Bed, count: int, _: str | None) -> kvoffload.Job:
+        (part,) = bed.parts
+        stop = -1 if count == 2 else None
+        return bed.engine.load(part.slots[:stop], part.blocks[:stop], after=kvoffload.NO_WAIT, parts=count)
+
+    monkeypatch.setattr(parts, "load", one_block_less)
+    fields = run_json(capsys, *SIMULATED, "--blocks", "64", "--parts", "1,2,4", "--repeats", "2", code=1)
+    assert [row["wrong"] for row in fields["parts"]] == [0, 64 * (WARM_UP + 2), 0]
+    assert fields["wrong_rows"] == 64 * (WARM_UP + 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--parts", "3"), "parts=3 does not divide the group's 64 planes"),
+        (("--parts", "0"), "must be at least 1"),
+        (("--blocks", "x"), "must be an integer"),
+        (("--copier", "split"), "invalid choice: 'split'"),
+        (("--model", "gpt-oss-20b"), "gpt-oss-20b has 2 groups"),
+        (("--model", "nobody"), "unknown model 'nobody'"),
+    ],
+)
+def test_bench_parts_refuses_bad_options(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    assert main([*SIMULATED, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def pretending(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Lab]:
+    """A lab on a simulated device that says it is none, so that times are kept."""
+    device = kvoffload.open_device(backend="simulated", seed=seed)
+    size = SMALL._replace(big_bytes=1 << 16)
+    with Lab(device, size, repeats=3, seed=seed) as lab, monkeypatch.context() as patch:
+        patch.setattr(device, "simulated", False)
+        yield lab
+    check_clean_close(device)
+
+
+def test_times_are_medians_of_the_counted_rounds(pretending: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, str]] = []
+    ordered: list[int | None] = []
+    load, order_before = parts.load, kvoffload.Job.order_before
+
+    def noted_order(job: kvoffload.Job, stream: Any, part: int | None = None) -> None:
+        ordered.append(part)
+        order_before(job, stream, part)
+
+    def noted(bed: Bed, count: int, copier: str | None) -> kvoffload.Job:
+        seen.append((count, "bed" if len(bed.parts[0].blocks) == 20 else "twin"))
+        return load(bed, count, copier)
+
+    monkeypatch.setattr(parts, "load", noted)
+    monkeypatch.setattr(kvoffload.Job, "order_before", noted_order)
+    geometry = MODELS["llama-3.1-8b"].scaled(1 / 64)
+    with Bed(pretending, geometry, count=20, sm_limit=0) as bed, bed.twin() as twin:
+        with closing(parts._Watch(pretending)) as watch:
+            rows: list[dict[str, Any]] = list(parts._measure(bed, twin, watch, [1, 4], None))
+        assert seen.count((4, "bed")) == seen.count((4, "twin")) == WARM_UP + 3
+        assert seen.index((4, "twin")) < seen.index((4, "bed")), "it warms up the caches"
+    assert ordered == [0, None] * 2 * (WARM_UP + 3)
+    for row in rows:
+        assert row["wrong"] == 0
+        assert all(np.isfinite(row[name]) for name in TIMES)
+        assert min(row["call_us"], row["gpu_us"]) > 0
+        assert row["gb_per_s"] == pytest.approx(row["nbytes"] / row["gpu_us"] / 1e3)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("gpu_device")
+def test_bench_parts_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = run_json(capsys, "bench", "parts", "--repeats", "3", "--backend", "cuda")
+    assert (fields["simulated"], fields["wrong_rows"]) == (False, 0)
+    assert [(row["blocks"], row["parts"]) for row in fields["parts"]] == [(n, c) for n in (32, 256) for c in COUNTS]
+    for row in fields["parts"]:
+        assert all(row[name] > 0 for name in TIMES)
+        assert row["first_us"] <= row["all_us"]
+        if row["parts"] >= 8 and row["blocks"] == 256:
+            assert row["first_us"] < 0.5 * row["all_us"]
+        if row["parts"] > 1:
+            assert row["copier"] in ("strided", "gather", "batch", "loop")

@@ -1,0 +1,525 @@
+"""What all policies promise, and what each of them is for."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvoffload.cache.policies import ARC, LRU, POLICIES, S3FIFO, Policy, Protected, make_policy
+
+NAMES = ["lru", "arc", "s3fifo", "prefix"]
+ADMITS_ALL = ["lru", "arc", "s3fifo"]
+SCAN_RESISTANT = ["arc", "s3fifo"]
+
+
+def key(index: int) -> bytes:
+    return b"%d" % index
+
+
+def keys(*indices: int) -> list[bytes]:
+    return [key(index) for index in indices]
+
+
+def nothing(_: bytes) -> bool:
+    return False
+
+
+def order(policy: Policy) -> list[bytes] | None:
+    """All resident keys as they would go from now on."""
+    return policy.victims(len(policy), nothing)
+
+
+def state(policy: Policy) -> object:
+    return list(policy), len(policy), repr(policy), order(policy)
+
+
+def request(policy: Policy, capacity: int, wanted: Sequence[bytes]) -> int:
+    """A request's life in a cache of that capacity; says how many of its keys were there."""
+    resident = set(policy)
+    found = [each for each in wanted if each in resident]
+    newcomers = [each for each in wanted if each not in resident]
+    policy.load(found)
+    made = policy.make_room(newcomers, capacity - len(resident), set(wanted).__contains__)
+    assert made is not None
+    policy.remove(made.victims, evicted=True)
+    policy.insert(newcomers[: made.admitted])
+    policy.touch(wanted)
+    return len(found)
+
+
+def lived_in(name: str, seed: int, capacity: int = 40) -> Policy:
+    """A full cache's policy after requests of many kinds; those with even numbers have ended."""
+    policy, chance = make_policy(name, capacity), random.Random(seed)
+    policy.insert([key(index) for index in range(capacity)])
+    for moment in range(60):
+        base = chance.choice([0, 5, 1000 + 10 * moment])
+        wanted = keys(*range(base, base + chance.randint(1, 8)))
+        newcomers = [each for each in wanted if each not in set(policy)]
+        policy.load([each for each in wanted if each in set(policy)])
+        assert policy.evict(len(newcomers), set(wanted).__contains__) is not None
+        policy.insert(newcomers)
+        if moment % 2 == 0:
+            policy.touch(wanted)
+    assert len(policy) == capacity
+    return policy
+
+
+# what all of them promise
+
+
+def test_every_policy_is_tested() -> None:
+    assert sorted(NAMES) == sorted(POLICIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_policy_knows_exactly_the_resident_keys(name: str) -> None:
+    policy = make_policy(name, 8)
+    assert list(policy) == []
+    policy.insert(keys(0, 1, 2, 3, 4))
+    policy.load(keys(1, 3))
+    policy.touch(keys(0, 9, 1))
+    policy.remove(keys(3), evicted=False)
+    assert set(policy) == set(keys(0, 1, 2, 4))
+    given = policy.evict(2, nothing)
+    assert given is not None
+    assert set(policy) == set(keys(0, 1, 2, 4)) - set(given)
+    assert len(policy) == len(list(policy)) == 2
+    policy.insert(given)
+    assert sorted(policy) == keys(0, 1, 2, 4)
+    policy.touch([])
+    policy.remove(list(policy), evicted=True)
+    assert len(policy) == 0
+    assert policy.victims(0, nothing) == []
+    assert policy.victims(1, nothing) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_one_request_what_needs_others_goes_first(name: str) -> None:
+    policy = make_policy(name, 8)
+    policy.insert(keys(0, 1, 2, 3))
+    assert order(policy) == keys(3, 2, 1, 0)
+    policy.touch(keys(0, 1, 2, 3))
+    policy.load(keys(0, 1, 2, 3))
+    policy.touch(keys(0, 1, 2, 3))
+    assert order(policy) == keys(3, 2, 1, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_choosing_changes_nothing_and_evicting_takes_what_was_chosen(name: str, seed: int) -> None:
+    policy, other = lived_in(name, seed), lived_in(name, seed)
+    before = state(policy)
+    for count in (0, 1, 7, 40):
+        chosen = policy.victims(count, nothing)
+        assert chosen is not None
+        assert len(set(chosen)) == count
+        assert policy.victims(count, nothing) == chosen
+    room = policy.make_room([b"new"], 0, nothing)
+    assert room is not None
+    assert policy.make_room([b"new"], 0, nothing) == room
+    assert state(policy) == before
+    assert policy.evict(7, nothing) == other.evict(7, nothing), "whether or not somebody has asked before"
+    assert state(policy) == state(other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_protected_keys_are_never_chosen(name: str, seed: int) -> None:
+    policy, chance = lived_in(name, seed), random.Random(seed)
+    for share in (0.1, 0.5, 0.9):
+        protected = {each for each in policy if chance.random() < share}
+        may_go = len(policy) - len(protected)
+        chosen = policy.victims(may_go, protected.__contains__)
+        assert chosen is not None
+        assert set(chosen) == set(policy) - protected
+        assert policy.victims(may_go + 1, protected.__contains__) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_refused_eviction_changes_nothing(name: str, seed: int) -> None:
+    policy, untouched = lived_in(name, seed), lived_in(name, seed)
+    protected = set(list(policy)[::2])
+    before = state(policy)
+    assert policy.evict(21, protected.__contains__) is None
+    assert policy.evict(41, nothing) is None
+    assert policy.make_room(keys(*range(5000, 5041)), 0, nothing) is None or name == "prefix"
+    assert state(policy) == before
+    assert policy.evict(20, protected.__contains__) == untouched.evict(20, protected.__contains__)
+    assert state(policy) == state(untouched)
+
+
+@pytest.mark.parametrize("name", ADMITS_ALL)
+def test_these_admit_all_newcomers(name: str, seed: int) -> None:
+    policy = lived_in(name, seed)
+    for count, room, given_up in ((0, 0, 0), (3, 5, 0), (3, 3, 0), (9, 4, 5), (40, 0, 40)):
+        made = policy.make_room(keys(*range(5000, 5000 + count)), room, nothing)
+        assert made is not None
+        assert made.admitted == count
+        assert len(set(made.victims)) == given_up
+    assert policy.make_room(keys(*range(5000, 5041)), 0, nothing) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_policy_shows_is_live(name: str) -> None:
+    policy = make_policy(name, 8)
+    empty = repr(policy)
+    policy.insert(keys(0, 1))
+    assert repr(policy) != empty
+    assert "2" in repr(policy)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pitfall_26_one_request_is_one_use(name: str) -> None:
+    """Whether a request loads its keys and ends, or only ends, and however long the cache was at work meanwhile."""
+    loading, touching = make_policy(name, 12), make_policy(name, 12)
+    for policy in (loading, touching):
+        policy.insert(keys(*range(8)))
+        policy.touch(keys(*range(8)))
+    chance = random.Random(26)
+    for _ in range(50):
+        base = chance.randrange(8)
+        wanted = keys(*range(base, 8))[: chance.randint(1, 4)]
+        loading.load(wanted)
+        loading.touch(wanted)
+        touching.touch(wanted)
+        assert order(loading) == order(touching)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pitfall_26_the_end_of_a_request_does_not_count_what_was_counted(name: str) -> None:
+    """Requests of which none shares anything with another count as one use each, whether or not their ends are told."""
+    telling, silent = make_policy(name, 30), make_policy(name, 30)
+    for base in range(0, 60, 3):
+        wanted = keys(base, base + 1, base + 2)
+        for policy in (telling, silent):
+            assert policy.evict(max(0, len(policy) + 3 - 30), set(wanted).__contains__) is not None
+            policy.insert(wanted)
+        telling.touch(wanted)
+        assert order(telling) == order(silent)
+
+
+@pytest.mark.parametrize("name", ["lru", "arc"])
+def test_pitfall_26_fifty_touches_in_a_row_are_as_good_as_one(name: str) -> None:
+    """Of keys whose first request is over: they are recent and have been used again, and no more is known."""
+    often, once = make_policy(name, 8), make_policy(name, 8)
+    for policy, touches in ((often, 50), (once, 1)):
+        policy.insert(keys(0, 1, 2, 3))
+        policy.touch(keys(0, 1, 2, 3))
+        for _ in range(touches):
+            policy.touch(keys(3))
+        policy.touch(keys(2))
+    assert state(often) == state(once)
+    assert list(often)[-2:] == keys(3, 2), "recency follows requests, not their length"
+
+
+# scale
+
+
+def seconds_per_eviction(name: str, capacity: int, evictions: int) -> float:
+    """In a full cache of which some recent keys are asked for again, by requests of ten keys."""
+    policy, chance, batch = make_policy(name, capacity), random.Random(27), 10
+    names = keys(*range(capacity + evictions))
+    resident = set(names[:capacity])
+    for start in range(0, capacity, batch):
+        policy.insert(names[start : start + batch])
+        policy.touch(names[start : start + batch])
+    began = time.process_time()
+    for start in range(capacity, capacity + evictions, batch):
+        wanted = names[start : start + batch]
+        recent = chance.randrange(start - 500, start - batch)
+        again = [each for each in names[recent : recent + batch] if each in resident]
+        policy.load(again)
+        victims = policy.evict(batch, set(again).__contains__)
+        assert victims is not None
+        resident.difference_update(victims)
+        resident.update(wanted)
+        policy.insert(wanted)
+        policy.touch(again + wanted)
+    took = time.process_time() - began
+    assert set(policy) == resident
+    assert len(resident) == capacity
+    return took / evictions
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pitfall_27_100_000_evictions_take_linear_time(name: str) -> None:
+    """The cost of an eviction does not grow with the cache: looking at all of its keys would cost 30 times as much."""
+    small = seconds_per_eviction(name, 2_000, 10_000)
+    large = seconds_per_eviction(name, 60_000, 100_000)
+    assert large < 6 * small + 1e-5, f"{1e6 * small:.1f} and {1e6 * large:.1f} us"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pitfall_27_victims_one_at_a_time_cost_as_much_as_many_at_once(name: str) -> None:
+    """Also where every key has been used so often that it would get another round."""
+    policy = make_policy(name, 20_000)
+    names = keys(*range(20_000))
+    policy.insert(names)
+    for _ in range(4):
+        policy.touch(names)
+    began = time.process_time()
+    at_once = policy.victims(10_000, nothing)
+    assert at_once is not None
+    assert time.process_time() - began < 1.0
+    began = time.process_time()
+    single = [policy.evict(1, nothing) for _ in range(10_000)]
+    assert time.process_time() - began < 3.0
+    assert single == [[victim] for victim in at_once]
+
+
+# what each of them is for
+
+
+def test_lru_gives_up_the_least_recently_used_first() -> None:
+    policy = LRU()
+    policy.insert(keys(0, 1, 2, 3))
+    policy.touch(keys(3))
+    policy.insert(keys(9))
+    policy.load(keys(1))
+    assert list(policy) == keys(2, 0, 3, 9, 1)
+    assert policy.victims(3, nothing) == keys(2, 0, 3)
+    assert policy.victims(3, set(keys(2, 3)).__contains__) == keys(0, 9, 1)
+    assert repr(policy) == "LRU(5 keys)"
+
+
+def hits_beside_scans(name: str) -> int:
+    """Hits on 60 keys asked for over and over, between scans of keys that never come back."""
+    policy, capacity, hits, fresh = make_policy(name, 100), 100, 0, iter(range(1_000, 100_000))
+    hot = [keys(*range(start, start + 10)) for start in range(0, 60, 10)]
+    for _ in range(30):
+        for _ in range(3):
+            hits += sum(request(policy, capacity, wanted) for wanted in hot)
+        for _ in range(15):
+            assert request(policy, capacity, keys(*(next(fresh) for _ in range(10)))) == 0
+    return hits
+
+
+@pytest.mark.parametrize("name", SCAN_RESISTANT)
+def test_a_scan_does_not_wash_out_what_is_used_often(name: str) -> None:
+    asked = 30 * 3 * 60
+    assert hits_beside_scans("lru") == asked * 2 // 3, "every scan costs LRU all it had"
+    assert hits_beside_scans(name) > 0.95 * asked
+
+
+def test_arc_tells_keys_used_once_from_keys_used_again() -> None:
+    policy = ARC(4)
+    policy.insert(keys(0, 1, 2, 3))
+    policy.touch(keys(0, 1, 2, 3))
+    policy.load(keys(3))
+    assert list(policy) == keys(2, 1, 0, 3)
+    assert repr(policy) == "ARC(4 of 4 keys: T1 3, T2 1, B1 0, B2 0, p 0)"
+    assert policy.victims(4, nothing) == keys(2, 1, 0, 3)
+    assert policy.victims(2, set(keys(0, 1, 2)).__contains__) is None
+    assert policy.victims(1, set(keys(0, 1, 2)).__contains__) == keys(3), "T1 holds none that may go"
+    assert policy.victims(2, set(keys(3, 2)).__contains__) == keys(1, 0)
+
+
+def test_arc_learns_from_what_comes_back() -> None:
+    policy = ARC(4)
+    policy.insert(keys(0, 1, 2, 3))
+    policy.load(keys(0, 1))
+    assert policy.evict(1, nothing) == keys(3)
+    policy.insert(keys(3))
+    assert repr(policy) == "ARC(4 of 4 keys: T1 1, T2 3, B1 0, B2 0, p 1)"
+    assert policy.evict(1, nothing) == keys(1), "T1 is as large as it should be"
+    policy.insert(keys(1))
+    assert repr(policy) == "ARC(4 of 4 keys: T1 1, T2 3, B1 0, B2 0, p 0)"
+    policy.remove(keys(2), evicted=False)
+    policy.insert(keys(2))
+    assert repr(policy) == "ARC(4 of 4 keys: T1 1, T2 3, B1 0, B2 0, p 0)", "what was not evicted is not remembered"
+
+
+def test_arc_never_wants_more_than_there_is() -> None:
+    """One key that comes back outweighs many that have not: p would pass the capacity."""
+    policy = ARC(4)
+    policy.insert(keys(0, 1, 2, 3))
+    policy.load(keys(0, 1, 2, 3))
+    assert policy.evict(3, nothing) == keys(3, 2, 1)
+    for back, target in ((10, 3), (11, 4)):
+        policy.insert(keys(back))
+        stays = set(policy).difference(keys(back))
+        assert policy.evict(1, stays.__contains__) == keys(back)
+        policy.insert(keys(back))
+        assert f"B1 0, B2 3, p {target}" in repr(policy)
+
+
+def test_arc_makes_room_as_if_newcomers_came_one_by_one() -> None:
+    """p is 2 and T1 has two keys: of four newcomers the first finds T1 no larger than that."""
+    policy = ARC(8)
+    policy.insert(keys(*range(8)))
+    policy.load(keys(0, 1, 2, 3))
+    for back in (7, 6):
+        assert policy.evict(1, nothing) == keys(back)
+        policy.insert(keys(back))
+    assert list(policy) == keys(5, 4, 3, 2, 1, 0, 7, 6)
+    assert "T1 2, T2 6, B1 0, B2 0, p 2" in repr(policy)
+    assert policy.victims(4, nothing) == keys(3, 2, 1, 0)
+    assert policy.make_room(keys(20, 21, 22, 23), 0, nothing) == (4, keys(3, 5, 4, 2))
+
+
+def test_arc_remembers_no_more_than_the_paper_allows(seed: int) -> None:
+    policy, chance = ARC(16), random.Random(seed)
+    seen = set[str]()
+    for moment in range(600):
+        base = chance.choice([0, chance.randrange(40), 1000 + 8 * moment])
+        request(policy, 16, keys(*range(base, base + chance.randint(1, 8))))
+        assert len(policy._t1) + len(policy._b1) <= 16
+        assert len(policy) + len(policy._b1) + len(policy._b2) <= 32
+        assert not set(policy) & (policy._b1.keys() | policy._b2.keys())
+        assert 0 <= policy._target <= 16
+        seen.add(repr(policy))
+    assert len({each.split()[-1] for each in seen}) > 4, "p has moved"
+
+
+def test_s3fifo_keeps_what_survives_the_small_queue() -> None:
+    policy = S3FIFO(20)
+    policy.insert(keys(0, 1, 2, 3, 4))
+    policy.touch(keys(0, 1, 2, 3, 4))
+    policy.touch(keys(4, 3))
+    policy.touch(keys(4, 2))
+    policy.touch(keys(2))
+    assert policy.victims(2, nothing) == keys(3, 1)
+    assert list(policy) == keys(4, 3, 2, 1, 0), "4 and 2 move on when the others go, and not before"
+    assert policy.evict(2, nothing) == keys(3, 1)
+    assert list(policy) == keys(0, 4, 2)
+    assert repr(policy) == "S3FIFO(3 of 20 keys: small 1, main 2, ghosts 2)"
+    policy.insert(keys(1))
+    assert list(policy) == keys(0, 4, 2, 1), "remembered, so it has survived"
+    assert repr(policy) == "S3FIFO(4 of 20 keys: small 1, main 3, ghosts 1)"
+
+
+def main_of(*uses: int) -> S3FIFO:
+    """A policy with main queue 0, 1, ... of so many uses, and nothing in the small queue."""
+    policy = S3FIFO(20)
+    names = keys(*range(len(uses)))
+    policy.insert(names[::-1])
+    policy.evict(len(names), nothing)
+    policy.insert(names[::-1])
+    policy.touch(names)
+    for name, times in zip(names, uses, strict=True):
+        for _ in range(times):
+            policy.touch([name])
+    assert list(policy._main) == names
+    return policy
+
+
+def test_s3fifo_gives_another_round_for_every_use_up_to_three() -> None:
+    assert main_of(1, 0, 2).victims(3, nothing) == keys(1, 0, 2)
+    assert main_of(3, 50, 1).victims(3, nothing) == keys(2, 0, 1)
+    policy = main_of(1, 0, 2)
+    assert policy.evict(1, nothing) == keys(1)
+    assert list(policy) == keys(2, 0)
+    policy.touch(keys(0))
+    assert policy.evict(1, nothing) == keys(0)
+    assert repr(policy) == "S3FIFO(1 of 20 keys: small 0, main 1, ghosts 0)", "who leaves the main queue is forgotten"
+
+
+@pytest.mark.parametrize("meanwhile", ["load", "touch", "insert", "remove", "removed itself", "others go", "more go"])
+def test_s3fifo_drops_moves_if_anything_else_comes_between(meanwhile: str) -> None:
+    policy = main_of(1, 0, 0, 0)
+    assert policy.victims(1, nothing) == keys(1), "0 would get another round"
+    going = {"others go": keys(2), "more go": keys(1, 2)}.get(meanwhile, keys(1))
+    if meanwhile in ("load", "touch"):
+        getattr(policy, meanwhile)(keys(3))
+    elif meanwhile == "insert":
+        policy.insert(keys(9))
+    elif meanwhile == "remove":
+        policy.remove(keys(3), evicted=False)
+    policy.remove(going, evicted=meanwhile != "removed itself")
+    assert next(iter(policy._main)) == key(0)
+    assert not set(going) & set(policy)
+
+
+def test_s3fifo_passes_over_protected_keys_and_leaves_them_in_place() -> None:
+    policy = main_of(0, 1, 0, 0)
+    assert policy.evict(1, set(keys(0)).__contains__) == keys(2)
+    assert list(policy) == keys(0, 3, 1)
+    policy.insert(keys(7, 8, 9))
+    assert policy.evict(2, set(keys(7, 8, 9)).__contains__) == keys(0, 3), "the small queue holds none that may go"
+    assert policy.evict(1, set(keys(1, 9)).__contains__) == keys(8)
+    assert policy.evict(2, set(keys(1, 9)).__contains__) is None
+
+
+def test_s3fifo_makes_room_as_if_newcomers_came_one_by_one() -> None:
+    """They fill the small queue, and what is in it goes before the main queue does."""
+    policy = main_of(0, 0, 0)
+    policy.insert(keys(5, 6, 7))
+    assert policy.victims(3, nothing) == keys(7, 6, 0)
+    assert policy.make_room(keys(10, 11, 12), 0, nothing) == (3, keys(7, 6, 5))
+    assert policy.evict(2, nothing) == keys(7, 6)
+    assert policy.make_room(keys(10, 11), 0, nothing) == (2, keys(0, 5))
+    assert policy.make_room(keys(7, 6), 0, nothing) == (2, keys(0, 1)), "these are remembered: the main queue is theirs"
+
+
+def test_s3fifo_remembers_as_many_keys_as_the_main_queue_holds() -> None:
+    policy = S3FIFO(20)
+    for index in range(100):
+        request(policy, 20, keys(index))
+        assert len(policy._ghosts) <= 18
+        assert not policy._ghosts.keys() & set(policy)
+    assert list(policy._ghosts) == keys(*range(62, 80))
+
+
+# how one is chosen
+
+
+class OldestFirst(Policy):
+    """A user's own: first in, first out."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.keys: list[bytes] = []
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        self.keys += keys
+
+    def load(self, keys: Sequence[bytes]) -> None: ...
+
+    def touch(self, keys: Sequence[bytes]) -> None: ...
+
+    def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
+        del evicted
+        self.keys = [each for each in self.keys if each not in keys]
+
+    def victims(self, count: int, protected: Protected) -> list[bytes] | None:
+        found = [each for each in self.keys if not protected(each)]
+        return found[:count] if len(found) >= count else None
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+def test_a_policy_of_the_callers_own_is_used_as_it_is() -> None:
+    mine = OldestFirst(3)
+    assert make_policy(mine, 8) is mine
+    made = make_policy(OldestFirst, 8)
+    assert isinstance(made, OldestFirst)
+    assert made.capacity == 8
+    made.insert(keys(0, 1, 2))
+    assert made.evict(4, nothing) is None
+    assert made.evict(1, nothing) == keys(0)
+    assert made.make_room(keys(7, 8, 9), 2, nothing) == (3, keys(1))
+    assert made.make_room(keys(7, 8, 9), 0, nothing) is None
+    assert made.make_room(keys(7), 2, nothing) == (1, [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policy_is_chosen_by_name(name: str) -> None:
+    made = make_policy(name, 8)
+    assert type(made) is POLICIES[name]
+    assert make_policy(POLICIES[name], 8) is not made
+
+
+def test_what_is_no_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"policy must be one of arc, lru, prefix, s3fifo.*got 'fifo'"):
+        make_policy("fifo", 8)
+    with pytest.raises(
+        TypeError, match=r"policy must be a name, a kvoffload.cache.policies.Policy or a function.*got 7"
+    ):
+        make_policy(7, 8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a function that makes one, got \[8\]"):
+        make_policy(lambda capacity: [capacity], 8)  # type: ignore[arg-type, return-value]

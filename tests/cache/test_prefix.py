@@ -1,0 +1,222 @@
+"""The prefix policy: the same as a brute-force one, prefixes before what needs them, and what it learns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from policy_oracles import ACTIONS, PAIRS, SideBySide, Step
+from policy_steps import STEPS
+from prefix_oracle import PrefixOracle, Settings
+
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.policies import Prefix, prefix, reuse
+from kvoffload.cache.policies.reuse import KINDS, ReuseModel, Survivors, kind_of
+
+EDGES = (0, 2, 4, 7, 11, 16, 24, 40, 70, 120, 300)
+
+
+@pytest.fixture
+def small() -> Iterator[None]:
+    """Constants with which learning, forgetting and batches of keys happen within a few steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reuse, "EDGES", EDGES)
+        patch.setattr(prefix, "_FEWEST_REMEMBERED", 9)
+        patch.setattr(prefix, "_SHORTEST_ROUND", 20)
+        patch.setattr(prefix, "_BATCH", 3)
+        patch.setitem(PAIRS, "prefix", (Prefix, partial(PrefixOracle, settings=Settings(EDGES, 9, 20))))
+        yield
+
+
+@pytest.mark.usefixtures("small")
+@settings(max_examples=250, suppress_health_check=list(HealthCheck))
+@given(capacity=st.integers(1, 14), steps=st.lists(STEPS, max_size=40))
+def test_any_steps_give_up_what_the_oracle_gives_up(capacity: int, steps: list[Step]) -> None:
+    pair = SideBySide("prefix", capacity)
+    for step in steps:
+        pair.take(step)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("capacity", [7, 40])
+def test_long_courses_give_up_what_the_oracle_gives_up(capacity: int, seed: int) -> None:
+    """Conversations that grow and come back, and requests that never do."""
+    chance = random.Random(seed)
+    pair = SideBySide("prefix", capacity)
+    lengths = [1] * 6
+    for moment in range(300):
+        number = chance.randrange(len(lengths))
+        lengths[number] = lengths[number] % 9 + chance.randint(0, 2)
+        keys = (b"start", *(b"%d/%d" % (number, place) for place in range(lengths[number])))
+        if chance.random() < 0.3:
+            keys = (b"start", *(b"once/%d/%d" % (moment, place) for place in range(chance.randint(1, 5))))
+        protected = frozenset(key for key in pair.policy if chance.random() < chance.choice([0, 0.1, 0.9]))
+        action = chance.choice(["request"] * 8 + list(ACTIONS))
+        pair.take(Step(action, keys[:capacity], protected, chance.randint(0, capacity // 2)))
+    assert isinstance(pair.oracle, PrefixOracle)
+    assert pair.oracle.due > 10 * pair.oracle.round, "it has learned often"
+
+
+@pytest.mark.usefixtures("small")
+def test_a_prefix_never_goes_before_what_needs_it(seed: int) -> None:
+    """Whatever was learned: requests of a random tree, and the whole order of leaving after each."""
+    chance = random.Random(seed)
+    policy, resident = Prefix(60), set[bytes]()
+    for _ in range(800):
+        path = [b""]
+        for _ in range(chance.randint(1, 8)):
+            path.append(path[-1] + b"%d" % min(chance.randrange(4), chance.randrange(4)))
+        keys = path[1:]
+        policy.load([key for key in keys if key in resident])
+        made = policy.make_room(
+            [key for key in keys if key not in resident], 60 - len(resident), set(keys).__contains__
+        )
+        assert made is not None
+        policy.remove(made.victims, evicted=True)
+        resident -= set(made.victims)
+        stored = [key for key in keys if key not in resident][: made.admitted]
+        policy.insert(stored)
+        resident |= set(stored)
+        policy.touch(keys)
+        gone = set[bytes]()
+        for key in policy:
+            gone.add(key)
+            needing = [other for other in resident if other.startswith(key)]
+            assert gone.issuperset(needing), (seed, key)
+
+
+def play(index: CacheIndex, requests: Sequence[list[bytes]]) -> tuple[int, int]:
+    """Hits, and blocks stored."""
+    hits = 0
+    before = index.statistics().stored
+    for keys in requests:
+        hits += index.lookup(keys)
+        index.reserve(keys).commit()
+        index.touch(keys)
+    return hits, index.statistics().stored - before
+
+
+def scan(start: int, count: int) -> list[list[bytes]]:
+    return [[b"once/%d/%d" % (start + number, place) for place in range(20)] for number in range(count)]
+
+
+def loop(count: int) -> list[list[bytes]]:
+    return [[b"often/%d/%d" % (number % 40, place) for place in range(20)] for number in range(count)]
+
+
+def test_what_never_comes_back_is_not_stored_once_that_is_known() -> None:
+    """Half of the requests come back after 1,600 blocks, the others never; the cache holds what comes back."""
+    mixed = [request for pair in zip(loop(4_000), scan(0, 4_000), strict=True) for request in pair]
+    index = CacheIndex(900, policy="prefix")
+    play(index, mixed[:4_000])
+    hits, stored = play(index, mixed[4_000:])
+    assert hits > 0.9 * 2_000 * 20
+    assert stored < 0.15 * 2_000 * 20
+    least = CacheIndex(900, policy="lru")
+    play(least, mixed[:4_000])
+    assert play(least, mixed[4_000:])[0] == 0
+
+
+def test_a_change_of_the_workload_is_noticed() -> None:
+    """What used to come back does not any more, and what never did now does."""
+    index = CacheIndex(900, policy="prefix")
+    play(index, [request for pair in zip(loop(3_000), scan(0, 3_000), strict=True) for request in pair])
+    after = [[b"new/%d/%d" % (number % 40, place) for place in range(20)] for number in range(4_000)]
+    play(index, after[:2_000])
+    assert play(index, after[2_000:])[0] > 0.9 * 2_000 * 20
+
+
+def test_requests_need_not_be_touched() -> None:
+    """Whoever only stores and loads gets recency and frequency all the same."""
+    policy = Prefix(8)
+    policy.insert([b"a", b"b", b"c", b"d"])
+    policy.load([b"a", b"b"])
+    policy.load([b"c"])
+    assert policy.victims(4, lambda _: False) == [b"d", b"b", b"a", b"c"]
+
+
+# the model
+
+
+def model_of(make: Callable[[ReuseModel], object]) -> ReuseModel:
+    model = ReuseModel()
+    make(model)
+    return model
+
+
+@pytest.mark.usefixtures("small")
+def test_worth_is_the_best_density_of_uses() -> None:
+    """100 blocks: 10 used at age 0..1, 30 at 4..6, 60 forgotten at 11..15; by hand."""
+
+    def observe(model: ReuseModel) -> None:
+        model.reused(1, 1, 10)
+        model.reused(1, 5, 30)
+        model.lost(1, 12, 60)
+        model.learn([])
+
+    model = model_of(observe)
+    first = 10 / 100
+    kept = 2 * (1 - first / 2)
+    second = (1 - first) * 30 / 90
+    by_age_7 = (first + second) / (kept + 2 * (1 - first) + 3 * (1 - first - second / 2))
+    assert model.worth(1, 0) == pytest.approx(max(first / kept, by_age_7))
+    assert model.worth(1, 4) == pytest.approx((30 / 90) / (3 * (1 - 30 / 90 / 2)))
+    assert model.worth(1, 8) == 0.0
+
+
+@pytest.mark.usefixtures("small")
+def test_what_still_waits_counts_as_far_as_it_has_waited() -> None:
+    def observe(model: ReuseModel) -> None:
+        model.reused(1, 5, 30)
+        model.learn([Survivors(1, 3, 50)])
+
+    model = model_of(observe)
+    assert model.worth(1, 4) == pytest.approx(1 / (3 * 0.5)), "all 30 that reached age 4 were used within 3 blocks"
+
+
+@pytest.mark.usefixtures("small")
+def test_too_few_observations_conclude_nothing() -> None:
+    model = ReuseModel()
+    before = [model.worth(kind, 0) for kind in range(KINDS)]
+    model.reused(3, 0, 8)
+    model.learn([])
+    assert [model.worth(kind, 0) for kind in range(KINDS)] == before
+    model.reused(3, 0, 8)
+    model.learn([])
+    assert model.worth(3, 0) != before[3]
+
+
+def test_observations_fade() -> None:
+    def observe(model: ReuseModel) -> None:
+        model.reused(1, 1_000, 1_000)
+        model.learn([])
+        for _ in range(30):
+            model.lost(1, 100_000, 1_000)
+            model.learn([])
+
+    assert model_of(observe).worth(1, 900) < 1e-5
+
+
+def test_kinds_rise_along_a_chain() -> None:
+    """What comes first was used as often or more, and where it was used as often, is not the end."""
+    kinds = [kind_of(uses, is_end) for uses in range(1, 8) for is_end in (True, False)]
+    assert kinds == sorted(kinds)
+    assert (kinds[0], kinds[-1]) == (0, KINDS - 1)
+
+
+@pytest.mark.usefixtures("small")
+def test_claims_cover_what_may_need_a_block(seed: int) -> None:
+    chance = random.Random(seed)
+    model = ReuseModel()
+    for _ in range(200):
+        model.reused(chance.randrange(KINDS), chance.randrange(100), chance.randint(1, 9))
+        model.lost(chance.randrange(KINDS), chance.randrange(400), chance.randint(1, 9))
+    model.learn([])
+    for kind in range(KINDS):
+        for age in EDGES:
+            needing = [model.worth(low, old) for low in range(kind + 1) for old in EDGES if old >= age]
+            assert model.claim(kind, age) == max(needing)

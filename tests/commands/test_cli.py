@@ -1,0 +1,259 @@
+"""The command line: every command with and without JSON, what goes to which stream, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from benching import run_json
+
+import kvoffload
+from kvoffload.commands import build_parser, main
+from kvoffload.commands import demo as demo_module
+from kvoffload.replay.verified import VerifiedCache
+from kvoffload.terminal.console import Output
+
+SMALL_TRANSFER = ("bench", "transfer", "--model", "gpt-oss-20b", "--planes", "folded", "--rows", "2", "--blocks", "2")
+COMMANDS = [("doctor",), ("demo", "--turns", "2"), SMALL_TRANSFER]
+GPU_FIGURES = re.compile(r"GB/s|gb_per_s|GPU clock", re.IGNORECASE)
+
+
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with no NVIDIA driver, whatever this one has."""
+
+    def no_driver() -> Any:
+        raise kvoffload.CapabilityError("no driver library here; install one")
+
+    monkeypatch.setattr("kvoffload.driver.cuda.load", no_driver)
+
+
+# every command --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each[0])
+def test_without_a_gpu_every_command_runs_simulated_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    without_cuda(monkeypatch)
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("SIMULATED DEVICE")
+    assert captured.out.count("SIMULATED") >= 2  # and in the titles of the tables
+    assert "no driver library here" in captured.err
+    assert not GPU_FIGURES.search(captured.out)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each[0])
+def test_json_is_one_object_that_says_simulated(capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
+    fields = run_json(capsys, *command, "--backend", "simulated")
+    assert fields["simulated"] is True
+    assert not any(name.endswith("gb_per_s") for name in fields)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each[0])
+def test_backend_cuda_without_a_gpu_is_exit_code_2_with_a_way_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    without_cuda(monkeypatch)
+    assert main([*command, "--backend", "cuda"]) == 2
+    captured = capsys.readouterr()
+    assert "no driver library here; install one" in captured.out + captured.err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each[0])
+def test_no_escape_codes_and_no_progress_when_not_a_terminal(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    assert main([*command, "--backend", "simulated"]) == 0
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err
+    assert captured.err.count("\n") == 1  # the one note about the simulated device
+
+
+def test_progress_goes_to_stderr_when_that_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Output(as_json=True).progress("requests") as progress:
+        progress(3, 4)
+    assert "requests" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ("bench", "marshal")], ids=lambda each: each[-1])
+def test_without_rich_tables_are_an_error_and_json_works(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("kvoffload.terminal.console.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(command) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "pip install 'kvoffload[cli]'" in captured.err
+    options = () if "marshal" in command else ("--backend", "simulated")
+    run_json(capsys, *command, *options)
+
+
+@pytest.mark.parametrize("arguments", [(), ("juggle",), ("bench",), ("demo", "--slots", "0"), ("demo", "--model", "x")])
+def test_bad_usage_is_exit_code_2_with_usage_on_stderr(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "usage: kvoffload" in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("doctor",), ("demo",), ("replay",), ("bench",), ("bench", "transfer"), ("bench", "marshal")]
+)
+def test_help_is_exit_code_0(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    assert main([*arguments, "--help"]) == 0
+    assert "usage: kvoffload" in capsys.readouterr().out
+
+
+def test_ctrl_c_is_exit_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(VerifiedCache, "serve", interrupted)
+    assert main(["demo", "--backend", "simulated", "--json"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_python_dash_m_runs_the_same() -> None:
+    command = [sys.executable, "-m", "kvoffload", "demo", "--turns", "2", "--backend", "simulated", "--json"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["corrupt_blocks"] == 0
+
+
+def test_importing_the_command_line_imports_nothing_optional() -> None:
+    optional = ("rich", "triton", "jax", "cupy", "matplotlib", "cuda.bindings")
+    program = (
+        "import sys, kvoffload.commands as cli; cli.build_parser();"
+        f"print([name for name in {optional} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+# doctor ---------------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_without_a_gpu_says_what_is_missing_and_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_cuda(monkeypatch)
+    fields = run_json(capsys, "doctor")
+    assert fields["gpus"] == []
+    assert "no driver library here" in fields["problem"]
+    assert any("nvidia-smi" in line for line in fields["advice"])
+    assert any("kvoffload demo" in line for line in fields["advice"])
+    assert fields["copiers"] == dict.fromkeys(("strided", "gather", "split", "batch", "loop"))
+    assert fields["memory"]["usable_cpus"] >= 1
+    assert fields["packages"]["numpy"] == np.__version__
+
+
+def test_doctor_works_without_any_device_at_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_cuda(monkeypatch)
+
+    def nothing(*_: object, **__: object) -> None:
+        raise kvoffload.CapabilityError("cuda-bindings cannot be imported")
+
+    monkeypatch.setattr("kvoffload.terminal.console.open_device", nothing)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "no driver library here" in out
+    assert "RLIMIT_MEMLOCK" in out
+    assert "does not bound what CUDA pins" in out
+
+
+def test_doctor_shows_why_a_copier_cannot_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = kvoffload.open_device(backend="simulated", driver_version=(12, 4), bindings_version=(13, 3))
+    monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: old)
+    fields = run_json(capsys, "doctor", "--backend", "simulated")
+    assert fields["copiers"]["strided"] is None
+    assert "need a CUDA driver >= 13.0" in fields["copiers"]["batch"]
+    assert "cuMemcpyBatchAsync" in fields["missing"]
+
+
+# demo -----------------------------------------------------------------------------------------------------------------
+
+
+def test_demo_stores_evicts_loads_and_verifies(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = run_json(capsys, "demo", "--backend", "simulated", "--seed", "5")
+    assert fields["turns"] == 64
+    assert fields["distinct_blocks"] > fields["slots"]
+    assert fields["blocks_hit"] > 0
+    assert fields["blocks_evicted"] > 0
+    assert fields["blocks_stored"] >= fields["distinct_blocks"]
+    assert fields["verified_blocks"] == fields["blocks_hit"]
+    assert fields["corrupt_blocks"] == 0
+
+
+def test_demo_is_seeded(capsys: pytest.CaptureFixture[str]) -> None:
+    one, same, other = (
+        run_json(capsys, "demo", "--backend", "simulated", "--turns", "3", "--seed", seed) for seed in ("1", "1", "2")
+    )
+    for fields in (one, same, other):
+        del fields["seconds"]
+    assert one == same
+    assert one != other
+
+
+def test_demo_turns_come_back_with_their_history() -> None:
+    turns = list(demo_module.chat(conversations=3, turns=4, seed=9))
+    assert len(turns) == 12
+    latest: dict[int, tuple[bytes, ...]] = {}
+    for turn in turns:
+        before = latest.get(turn.conversation, turn.keys[:8])
+        assert turn.keys[: len(before)] == before
+        assert len(turn.keys) > len(before)
+        latest[turn.conversation] = turn.keys
+    assert len({keys[:8] for keys in latest.values()}) == 1  # one system prompt
+    assert len({keys[8] for keys in latest.values()}) == 3
+
+
+def test_demo_with_a_wrong_byte_is_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = VerifiedCache.serve
+
+    def serve_then_spoil(self: VerifiedCache, keys: Any) -> int:
+        hits = serve(self, keys)
+        self.engine.slots[0, 5] ^= 0x10
+        return hits
+
+    monkeypatch.setattr(VerifiedCache, "serve", serve_then_spoil)
+    assert main(["demo", "--backend", "simulated"]) == 1
+    assert re.search(r"corrupt\s+│\s+[1-9]", capsys.readouterr().out)
+
+
+def test_the_parser_names_every_command() -> None:
+    text = build_parser().format_help()
+    for command in ("doctor", "demo", "replay", "bench"):
+        assert command in text
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu_device")
+def test_demo_and_doctor_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = run_json(capsys, "demo", "--backend", "cuda")
+    assert (fields["simulated"], fields["corrupt_blocks"]) == (False, 0)
+    assert fields["store_gb_per_s"] > 1
+    fields = run_json(capsys, "doctor", "--backend", "cuda")
+    assert fields["gpus"]
+    assert fields["problem"] is None

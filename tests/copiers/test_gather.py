@@ -1,0 +1,215 @@
+"""The gather copier on the simulated device: the bytes of a naive loop, and what it costs the host."""
+
+from __future__ import annotations
+
+import gc
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gathering import (
+    ONE_PROGRAM,
+    Drawn,
+    Move,
+    Seeded,
+    check_moves,
+    expect,
+    fill_slots,
+    layout_spec,
+    load,
+    move,
+    record_launches,
+    separate,
+    small_tables,
+    store,
+    submit,
+)
+from helpers import rig, whole
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import kvoffload
+from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
+from kvoffload.copiers import GatherCopier
+from kvoffload.driver import SourceOrder
+from kvoffload.planning.transfer_plan import build
+from kvoffload.simulator.kernels import LaunchOperation
+from kvoffload.testing import Mirror, check_clean_close, scramble
+from kvoffload.tuning import CopyMethod
+
+KIB = 1024
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # it takes minutes: kernels are interpreted
+
+
+def open_simulated(seed: int) -> kvoffload.Device:
+    return kvoffload.open_device(backend="simulated", seed=seed)
+
+
+# bytes
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], phases=NO_SHRINKING)
+@given(data=st.data(), seed=st.integers(0, 1 << 16))
+def test_any_transfers_move_the_bytes_of_a_naive_loop_and_no_others(data: st.DataObject, seed: int) -> None:
+    chance = Drawn(data.draw)
+    spec = layout_spec(chance)
+    moves = [move(chance, spec, CopyMethod("gather", chance.number(1, 8), 1.0)) for _ in range(chance.number(1, 4))]
+    device = open_simulated(seed)
+    check_moves(device, spec, moves, seed)
+    check_clean_close(device)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_transfers_longer_than_a_table_move_the_same_bytes(
+    number: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_tables(monkeypatch, blocks=1 + number % 4)
+    launches = record_launches(monkeypatch)
+    chance = Seeded(seed + number)
+    device = open_simulated(number)
+    spec = layout_spec(chance)
+    moves = [move(chance, spec, CopyMethod("gather", chance.number(1, 8), 1.0)) for _ in range(6)]
+    check_moves(device, spec, moves, seed)
+    assert all(launch.arguments[-1] <= 1 + number % 4 for launch in launches)
+    assert len(launches) == sum(-(-len(each.blocks) // (1 + number % 4)) for each in moves)
+    check_clean_close(device)
+
+
+ALIGNMENTS = [
+    (18 * KIB, 0),
+    (656, 0),
+    (656, 16),
+    (24, 0),
+    (24, 8),
+    (20, 4),
+    (4096, 8),
+    (4096, 1),
+    (5, 0),
+    (3, 1),
+    (1, 0),
+]
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize(("block_bytes", "offset"), ALIGNMENTS)
+def test_pitfall_33_any_alignment_gives_the_right_bytes(
+    device: kvoffload.Device, block_bytes: int, offset: int, factor: int
+) -> None:
+    """Block bytes that are a multiple of 16 or not, at addresses that are or not."""
+    planes, buffers = separate(device, 4, block_bytes, 11, offset)
+    for index, buffer in enumerate(buffers):
+        scramble(buffer, index)
+    layout = KVLayout([planes], blocks_per_slot=factor)
+    with OffloadEngine(layout, device=device, num_slots=12, sm_limit=4) as engine:
+        fill_slots(engine, 3)
+        mirror = Mirror(engine, buffers)
+        for first in range(factor):
+            used = layout.slots_for(10, first)
+            for each in (
+                Move(Direction.STORE, 0, [7, 1, 2, 3, 10, 0, 9, 7, 4, 5], list(range(used)), first, ONE_PROGRAM),
+                Move(Direction.LOAD, 0, [3, 10, 9, 8, 0, 1, 2, 4, 6, 5], list(range(used))[::-1], first, ONE_PROGRAM),
+            ):
+                submit(engine, each).wait(10)
+                expect(mirror, each)
+                mirror.check()
+
+
+@pytest.mark.parametrize("method", [CopyMethod("gather", 3, 1.0), CopyMethod("split", 2, 0.5)], ids=str)
+def test_a_block_of_every_size_in_one_group(device: kvoffload.Device, method: CopyMethod) -> None:
+    sizes = [18 * KIB, 16, 656, 2048, 4096, 48]
+    buffers = [device.allocate(size * 9) for size in sizes]
+    planes = [
+        kvoffload.Plane(buffer.address, block_bytes=size, num_blocks=9, owner=buffer)
+        for size, buffer in zip(sizes, buffers, strict=True)
+    ]
+    for index, buffer in enumerate(buffers):
+        scramble(buffer, index)
+    with OffloadEngine(KVLayout([planes]), device=device, num_slots=9, sm_limit=4) as engine:
+        mirror = Mirror(engine, buffers)
+        for each in (store([8, 0, 8, 3], [5, 1, 0, 2], method), load([5, 2, 2], [1, 4, 3], method)):
+            submit(engine, each).wait(10)
+            expect(mirror, each)
+        mirror.check()
+
+
+# what it costs the host
+
+
+@pytest.fixture
+def kernels_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured here is the host's share, and the interpreter is slow under tracemalloc."""
+    monkeypatch.setattr(LaunchOperation, "run", lambda operation: 1.0 + operation.grid)
+
+
+def _peak_bytes(device: kvoffload.Device, planes: int) -> int:
+    """Python memory that the second of two stores of 4096 blocks takes at its peak, while it is submitted."""
+    made = device.allocate_planes(planes, block_bytes=16, num_blocks=4096)
+    with OffloadEngine(KVLayout([made]), device=device, num_slots=4096, sm_limit=4) as engine:
+        blocks, slots = np.arange(4096)[::-1].copy(), np.arange(4096)
+        for _ in range(2):
+            tracemalloc.start()
+            job = engine.submit(Direction.STORE, blocks, slots, after=NO_WAIT, copier=ONE_PROGRAM)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            job.wait(10)
+    return peak
+
+
+@pytest.mark.usefixtures("kernels_do_nothing")
+def test_the_host_touches_every_block_once_whatever_the_planes(device: kvoffload.Device) -> None:
+    one, many = (_peak_bytes(device, planes) for planes in (1, 128))
+    assert many < 1.1 * one + 4096
+    assert many < 12 * 8 * 4096, "a few words a block"
+
+
+@pytest.mark.usefixtures("kernels_do_nothing")
+def test_submitting_takes_as_long_for_many_planes_as_for_one(device: kvoffload.Device) -> None:
+    best = {}
+    for planes in (1, 128):
+        made = device.allocate_planes(planes, block_bytes=16, num_blocks=512)
+        with OffloadEngine(KVLayout([made]), device=device, num_slots=512, sm_limit=4) as engine:
+            copier = GatherCopier(engine._copier_set._kernels, 4)  # type: ignore[arg-type]
+            blocks, slots = np.arange(512)[::-1].copy(), np.arange(512)
+            group = engine._groups[0]
+            address = engine._memory.address
+            taken = []
+            for _ in range(50):
+                plan = build(group, engine.layout, Direction.STORE, pool_address=address, slots=slots, blocks=blocks)
+                began = time.perf_counter()
+                staged = copier.stage(copier.prepare(plan).cut(0, len(plan)), SourceOrder.STREAM)
+                taken.append(time.perf_counter() - began)
+                assert staged is not None
+                assert staged.table is not None
+                staged.table.release()
+            best[planes] = min(taken)
+    print({planes: f"{seconds * 1e6:.1f} us" for planes, seconds in best.items()})
+    assert best[128] < 3 * best[1] + 20e-6
+    assert best[128] < 500e-6
+
+
+@pytest.mark.usefixtures("kernels_do_nothing")
+def test_nothing_grows_with_transfers(device: kvoffload.Device) -> None:
+    ours = tracemalloc.Filter(True, f"{Path(kvoffload.__file__).parent}/*")
+    simulators = tracemalloc.Filter(False, "*/driver/simulator/*")
+    with rig(device, planes=2, block_bytes=16, sm_limit=4) as bench:
+
+        def bytes_after(count: int) -> int:
+            for _ in range(count):
+                submit(bench.engine, store([1, 2], [3, 4]))
+                submit(bench.engine, load([3], [5])).wait(10)
+                bench.engine.poll()
+            bench.engine.drain(10)
+            bench.engine.poll()
+            gc.collect()
+            held = tracemalloc.take_snapshot().filter_traces((ours, simulators)).statistics("filename")
+            return sum(each.size for each in held)
+
+        tracemalloc.start()
+        bytes_after(20)
+        before = bytes_after(20)
+        after = bytes_after(100)
+        tracemalloc.stop()
+        assert after - before < 100 * 8, "in 200 transfers: not a word for each"
+        whole(bench.engine)

@@ -1,0 +1,438 @@
+"""OffloadEngine: arguments, refusals, copiers, streams of other libraries, capture, groups, contexts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import COPY_ENGINE_ONLY, LEVELS, Rig, number_blocks, rig, simulated, whole
+
+import kvoffload
+from kvoffload import (
+    NO_WAIT,
+    CapabilityError,
+    DriverError,
+    KVLayout,
+    LayoutError,
+    OffloadEngine,
+    Plane,
+    TransferError,
+)
+from kvoffload.simulator import SimulatedDriver
+
+
+@pytest.fixture(params=LEVELS)
+def bench(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    with simulated(11, request.param) as device, rig(device) as made:
+        yield made
+        made.engine.drain(10)
+        whole(made.engine)
+
+
+def busy(bench: Rig) -> Any:
+    """A count of everything that a submission would change."""
+    simulator: Any = bench.device.simulator
+    statistics = bench.engine.statistics()
+    return statistics.in_flight, statistics.streams_in_use, statistics.events_in_use, simulator.pending_operations()
+
+
+# arguments
+
+WRONG: list[tuple[str, Callable[[OffloadEngine], object], type[Exception], str]] = [
+    ("block too big", lambda e: e.store([16], [0]), LayoutError, r"blocks\[0\] is 16, outside \[0, 16\)"),
+    ("block negative", lambda e: e.store([1, -1], [0, 1]), LayoutError, r"blocks\[1\] is -1"),
+    ("slot too big", lambda e: e.load([99], [0]), LayoutError, r"slots\[0\] is 99"),
+    ("lengths differ", lambda e: e.store([1, 2], [0]), LayoutError, "need 2 slots"),
+    ("two-dimensional", lambda e: e.store([[1]], [0]), LayoutError, "one-dimensional"),
+    ("floats", lambda e: e.store([1.0], [0]), LayoutError, "integers"),
+    ("text", lambda e: e.store("1", [0]), LayoutError, "blocks"),
+    ("ragged", lambda e: e.store([[1], [2, 3]], [0]), LayoutError, "blocks"),
+    ("group", lambda e: e.store([1], [0], group=1), LayoutError, "group"),
+    ("group negative", lambda e: e.store([1], [0], group=-1), LayoutError, "group"),
+    ("sub-block", lambda e: e.load([1], [0], first_sub_block=1), LayoutError, "first_sub_block"),
+    ("copier", lambda e: e.store([1], [0], copier="fast"), ValueError, "strided, gather, split, batch, loop or None"),
+    ("source order", lambda e: e.load([1], [0], source_order="never"), ValueError, "auto, stream, any"),
+    ("after", lambda e: e.store([1], [0], after="stream"), TypeError, "after must be a stream handle"),
+    ("after a bool", lambda e: e.store([1], [0], after=True), TypeError, "after"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), [each[1:] for each in WRONG], ids=[each[0] for each in WRONG])
+def test_bad_arguments_raise_and_nothing_happens(
+    bench: Rig, call: Callable[[OffloadEngine], object], error: type[Exception], text: str
+) -> None:
+    before = busy(bench)
+    with pytest.raises(error, match=text) as caught:
+        call(bench.engine)
+    assert isinstance(caught.value, (ValueError, TypeError)), "bad values are ValueErrors"
+    assert busy(bench) == before
+    assert bench.engine.poll() == []
+
+
+def test_pitfall_08_overlapping_targets_are_refused(bench: Rig) -> None:
+    """Copies of one transfer have no order, so each target may be there once. Sources may repeat."""
+    before = busy(bench)
+    with pytest.raises(LayoutError, match=r"slots\[[02]\] repeats 5"):
+        bench.engine.store([1, 2, 3], [5, 6, 5])
+    with pytest.raises(LayoutError, match=r"blocks\[[01]\] repeats 3"):
+        bench.engine.load([1, 2], [3, 3])
+    assert busy(bench) == before
+    bench.engine.store([1, 1], [5, 6]).wait(10)
+    assert (bench.engine.slots[5:7, :256] == 2).all()
+    bench.engine.load([5, 5], [3, 4]).wait(10)
+    assert (bench.block(3) == 2).all()
+    assert (bench.block(4) == 2).all()
+
+
+def test_pitfall_08_planes_that_share_bytes_are_refused() -> None:
+    with simulated(1) as device:
+        address = device.allocate(1 << 16).address
+        planes = [Plane(address + shift, block_bytes=64, num_blocks=8) for shift in (0, 256)]
+        with pytest.raises(LayoutError, match="share bytes"):
+            KVLayout([planes])
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [3, 1],
+        (3, 1),
+        np.array([3, 1], np.uint8),
+        np.array([3, 1], np.int32),
+        np.array([9, 3, 9, 1])[1::2],
+        range(3, 0, -2),
+    ],
+    ids=["list", "tuple", "uint8", "int32", "strided", "range"],
+)
+def test_ids_are_whatever_numpy_turns_into_integers(bench: Rig, ids: Any) -> None:
+    bench.engine.store(ids, ids).wait(10)
+    assert (bench.slot(3) == 4).all()
+    assert (bench.slot(1) == 2).all()
+    assert (bench.slot(2) == 102).all()
+
+
+def test_ids_may_be_reused_by_the_caller_at_once(bench: Rig) -> None:
+    held = bench.stream()
+    gate = bench.gate(held)
+    ids = np.array([3, 4])
+    job = bench.engine.store(ids, ids, after=held)
+    ids[:] = 7
+    follower = bench.engine.load([3], [5], after=NO_WAIT)
+    gate.open()
+    job.wait(10)
+    follower.wait(10)
+    assert (bench.slot(3) == 4).all()
+    assert (bench.slot(7) == 107).all()
+    assert (bench.block(5) == 4).all()
+
+
+def test_empty_transfers_are_done_at_once(bench: Rig) -> None:
+    before = busy(bench)
+    for job in (bench.engine.store([], []), bench.engine.load(np.empty(0), ())):
+        assert job.done
+        assert job.wait(0).nbytes == 0
+        job.order_before(bench.stream())
+    assert busy(bench) == before
+
+
+# copiers
+
+
+@pytest.mark.parametrize("copier", ["strided", "batch", "loop"])
+def test_a_copier_asked_for_by_name_is_used_or_refused(bench: Rig, copier: str) -> None:
+    if copier == "batch" and not bench.device.capabilities.flat_batch:
+        with pytest.raises(CapabilityError, match="cannot run here"):
+            bench.engine.store([1], [1], copier=copier)
+        return
+    job = bench.engine.store([1], [1], copier=copier)
+    assert job.wait(10).copier == copier
+    assert job.reason == "asked for by name"
+    assert (bench.slot(1) == 2).all()
+
+
+@pytest.mark.parametrize("copier", ["gather", "split"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copier_with_a_kernel_is_used_where_kernels_are_allowed(level: str, copier: str) -> None:
+    with simulated(11, level) as device, rig(device, sm_limit=2) as bench:
+        job = bench.engine.store(range(8), range(8), copier=copier)
+        assert (job.wait(10).copier, job.copier, job.reason) == (copier, copier, "asked for by name")
+        assert job.method is not None
+        assert 1 <= job.method.programs <= 2
+        bench.engine.load(range(8), range(8, 16), copier=copier).wait(10)
+        for number in range(8):
+            assert (bench.slot(number) == number + 1).all()
+            assert (bench.block(8 + number) == number + 1).all()
+
+
+@pytest.mark.parametrize("copier", ["gather", "split"])
+def test_a_copier_with_a_kernel_is_refused_where_kernels_are_forbidden(bench: Rig, copier: str) -> None:
+    before = busy(bench)
+    with pytest.raises(CapabilityError, match=f"copier='{copier}' cannot run here: sm_limit=0 forbids kernels"):
+        bench.engine.store([1], [1], copier=copier)
+    assert busy(bench) == before
+    assert bench.engine.missing_copiers[copier] == "sm_limit=0 forbids kernels"
+
+
+def test_without_kernels_the_choice_is_among_the_others(bench: Rig) -> None:
+    """One block, whose planes fold and so make one operation; and a plane alone, which the profile finds no better."""
+    job = bench.engine.store([1], [1])
+    assert (job.wait(10).copier, bench.engine.sm_limit) == ("strided", 0)
+    assert job.reason.startswith("strided: ")
+    assert " expected, " in job.reason
+    assert job.method == kvoffload.tuning.CopyMethod("strided")
+    with rig(bench.device, planes=1, num_blocks=64, num_slots=64) as alone:
+        available = {"strided", "loop"} | ({"batch"} if bench.device.capabilities.flat_batch else set())
+        for count in (1, 8, 64):
+            assert alone.engine.store(range(count), range(count)).wait(10).copier in available
+
+
+# streams of other libraries
+
+
+class _WithProtocol:
+    """A stream as CuPy and cuda.core show theirs."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+class _WithProperty:
+    def __init__(self, handle: int) -> None:
+        self.__cuda_stream__ = (0, handle)
+
+
+@pytest.mark.parametrize(
+    "wrap", [int, _WithProtocol, _WithProperty, np.int64], ids=["int", "method", "property", "numpy"]
+)
+def test_streams_by_handle_or_by_protocol(bench: Rig, wrap: Callable[[int], Any]) -> None:
+    stream, reader = bench.stream(), bench.stream()
+    gate = bench.gate(stream)
+    bench.fill(stream, 77)
+    job = bench.engine.store([3], [0], after=wrap(stream))
+    job.order_before(wrap(reader))
+    bench.settle()
+    assert not job.done
+    gate.open()
+    job.wait(10)
+    assert (bench.slot(0) == 77).all()
+
+
+def test_a_bindings_stream_is_taken(bench: Rig) -> None:
+    from cuda.bindings.driver import CUstream
+
+    bench.engine.store([3], [0], after=CUstream(bench.stream())).wait(10)
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2])
+def test_pitfall_07_default_streams_never_reach_a_batch_call(bench: Rig, handle: int) -> None:
+    simulator: Any = bench.device.simulator
+    simulator.faults.calls = []
+    job = bench.engine.store([3], [0], after=handle)
+    job.order_before(handle)
+    job.wait(10)
+    for name, arguments in simulator.faults.calls:
+        if "Batch" in name or "batch" in name or name == "cuMemcpyAsync":
+            assert int(arguments[-1]) > 2
+        if name in ("cuEventRecord", "cuStreamWaitEvent", "cuStreamIsCapturing"):
+            assert 0 not in [int(argument) for argument in arguments[:2]], "0 may mean either default stream"
+
+
+def test_pitfall_07_a_capturing_stream_is_refused_and_nothing_happens(bench: Rig) -> None:
+    simulator: Any = bench.device.simulator
+    stream = bench.stream()
+    with bench.device.current():
+        assert int(simulator.cuStreamBeginCapture(stream, 0)[0]) == 0
+    before = busy(bench)
+    for call in (bench.engine.store, bench.engine.load):
+        with pytest.raises(TransferError, match="captured into a graph"):
+            call([1], [1], after=stream)
+    assert busy(bench) == before
+    job = bench.engine.store([1], [1], after=NO_WAIT)
+    with pytest.raises(TransferError, match="captured into a graph"):
+        job.order_before(stream)
+    job.wait(10)
+    with bench.device.current():
+        assert int(simulator.cuStreamEndCapture(stream)[0]) == 0
+    bench.engine.store([1], [1], after=stream).wait(10)
+
+
+@pytest.mark.parametrize("kind", ["another context", "another device"])
+def test_a_stream_of_another_context_is_refused_and_nothing_happens(kind: str) -> None:
+    driver = SimulatedDriver(device_count=2, deadlock_seconds=0.3)
+    with kvoffload.open_device(0, backend=driver) as device, rig(device) as bench:
+        context = driver.cuCtxCreate(None, 0, 1 if kind == "another device" else 0)[1]
+        stream = int(driver.cuStreamCreate(1)[1])
+        before = busy(bench)
+        for call in (bench.engine.store, bench.engine.load):
+            with pytest.raises(ValueError, match=f"after={stream:#x} is no stream of this device's context") as caught:
+                call([1], [1], after=stream)
+            assert "NO_WAIT" in str(caught.value)
+        assert busy(bench) == before
+        assert bench.engine.poll() == []
+        assert (bench.slot(1) == 101).all()
+        assert int(driver.cuCtxGetCurrent()[1]) == int(context)
+        bench.engine.store([1], [1], after=NO_WAIT).wait(10)
+        assert (bench.slot(1) == 2).all()
+        driver.cuStreamDestroy(stream)
+        driver.cuCtxDestroy(context)
+
+
+def test_what_is_no_stream_at_all_is_refused_and_nothing_happens(bench: Rig) -> None:
+    before = busy(bench)
+    with pytest.raises((ValueError, DriverError)):
+        bench.engine.store([1], [1], after=0x1234560)
+    assert busy(bench) == before
+
+
+# several groups and sub-blocks
+
+
+def test_groups_have_block_tables_of_their_own() -> None:
+    with simulated(1) as device:
+        first = device.allocate_planes(4, block_bytes=64, num_blocks=8)
+        second = device.allocate_planes(2, block_bytes=32, num_blocks=20)
+        number_blocks(first, 1)
+        number_blocks(second, 51)
+        with OffloadEngine(KVLayout([first, second]), device=device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
+            engine.store([3], [0], group=0)
+            engine.store([19], [1], group=1).wait(10)
+            engine.drain(10)
+            assert (engine.slots[0, :256] == 4).all()
+            assert (engine.slots[1, :64] == 70).all()
+            assert (engine.slots[1, 64:] == 0).all()
+            with pytest.raises(LayoutError, match="outside"):
+                engine.store([8], [2], group=0)
+
+
+@pytest.mark.parametrize("first_sub_block", [0, 1, 2, 3])
+def test_sub_blocks_of_partial_slots_stay_as_they_are(first_sub_block: int) -> None:
+    with simulated(1) as device:
+        planes = device.allocate_planes(2, block_bytes=16, num_blocks=16)
+        number_blocks(planes, 1)
+        with OffloadEngine(
+            KVLayout([planes], blocks_per_slot=4), device=device, num_slots=4, **COPY_ENGINE_ONLY
+        ) as engine:
+            engine.slots[:] = 99
+            blocks = [5, 6, 7, 2, 11]
+            slots = [2, 0, 3][: engine.layout.slots_for(5, first_sub_block)]
+            engine.store(blocks, slots, first_sub_block=first_sub_block).wait(10)
+            expected = np.full((4, 2, 4), 99)
+            for index, block in enumerate(blocks):
+                at = first_sub_block + index
+                expected[slots[at // 4], :, at % 4] = block + 1
+            payload = engine.slots[:, : 2 * 4 * 16].reshape(4, 2, 4, 16)
+            assert (payload == expected[..., np.newaxis]).all()
+            assert (engine.slots[:, 128:] == 99).all()
+
+
+# making an engine
+
+
+def test_planes_that_are_not_this_devices_memory_are_refused() -> None:
+    with simulated(1) as device:
+        buffer = device.allocate(1000)
+        with pytest.raises(LayoutError, match=r"groups\[0\]\[0\].*past the end"):
+            OffloadEngine(
+                KVLayout([[Plane(buffer.address, block_bytes=100, num_blocks=11)]]), device=device, num_slots=1
+            )
+        with pytest.raises(LayoutError, match="is not memory of"):
+            OffloadEngine(KVLayout([[Plane(64, block_bytes=100, num_blocks=1)]]), device=device, num_slots=1)
+        OffloadEngine(
+            KVLayout([[Plane(buffer.address, block_bytes=100, num_blocks=10)]]), device=device, num_slots=1
+        ).close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_slots": 0},
+        {"num_slots": 2.0},
+        {"max_in_flight": 0},
+        {"sm_limit": -1},
+        {"stream_priority": 3},
+        {"num_slots": True},
+    ],
+    ids=str,
+)
+def test_bad_options_are_value_errors(options: dict[str, Any]) -> None:
+    with simulated(1) as device:
+        layout = KVLayout([device.allocate_planes(1, block_bytes=16, num_blocks=4)])
+        with pytest.raises(ValueError, match=next(iter(options))):
+            OffloadEngine(layout, device=device, **options)
+        assert device.simulator is not None
+        assert device.simulator.leaks()["registered_ranges"] == 0
+
+
+def test_stream_priority_reaches_the_driver() -> None:
+    with simulated(1) as device:
+        layout = KVLayout([device.allocate_planes(1, block_bytes=16, num_blocks=4)])
+        simulator: Any = device.simulator
+        simulator.faults.calls = []
+        with OffloadEngine(layout, device=device, num_slots=4, stream_priority=-5) as engine:
+            engine.store([1], [1]).wait(10)
+            made = [arguments for name, arguments in simulator.faults.calls if name == "cuStreamCreateWithPriority"]
+            assert made
+            assert set(made) == {(1, -5)}
+            assert engine.statistics().streams == len(made)
+
+
+def test_the_pool_is_exactly_as_large_as_asked_for() -> None:
+    with simulated(1) as device:
+        layout = KVLayout([device.allocate_planes(3, block_bytes=1000, num_blocks=4)], blocks_per_slot=3)
+        with OffloadEngine(layout, device=device, num_slots=7) as engine:
+            assert layout.slot_bytes == 12288
+            assert engine.slots.shape == (7, 12288)
+            assert engine.slots.dtype == np.uint8
+            assert engine.slots.flags.writeable
+            assert engine.statistics().pinned_bytes == 7 * 12288
+
+
+# threads and contexts
+
+
+def test_pitfall_36_any_thread_and_any_context(bench: Rig) -> None:
+    """A thread without a context, and one with another context current: right device, and theirs is current after."""
+    simulator: Any = bench.device.simulator
+    seen: list[int] = []
+    errors: list[BaseException] = []
+
+    def work(own: bool) -> None:
+        try:
+            if own:
+                arguments = (None, 0, 0) if bench.device.driver.bindings_version >= (13, 0) else (0, 0)
+                context = int(simulator.cuCtxCreate(*arguments)[1])
+            bench.engine.store([1], [1], after=NO_WAIT).wait(10)
+            bench.engine.load([1], [2]).wait(10)
+            bench.engine.poll()
+            with pytest.raises(LayoutError):
+                bench.engine.store([99], [1])
+            current = int(simulator.cuCtxGetCurrent()[1])
+            seen.append(current == (context if own else 0))
+            if own:
+                simulator.cuCtxDestroy(context)
+        except BaseException as error:
+            errors.append(error)
+
+    for own in (False, True):
+        thread = threading.Thread(target=work, args=(own,))
+        thread.start()
+        thread.join()
+    assert errors == []
+    assert seen == [True, True]
+
+
+def test_a_device_in_a_context_of_the_callers() -> None:
+    driver = SimulatedDriver()
+    driver.cuInit(0)
+    context = driver.cuCtxCreate(None, 0, 0)[1]
+    with kvoffload.open_device(backend=driver, context=context) as device, rig(device) as bench:
+        bench.engine.store([1], [1]).wait(10)
+        assert (bench.slot(1) == 2).all()
+    leaks = driver.leaks()
+    assert (leaks.pop("contexts"), sum(leaks.values())) == (1, 0), "the caller's context is the caller's to destroy"

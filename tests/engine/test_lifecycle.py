@@ -1,0 +1,399 @@
+"""The life of devices and engines: closing, forgetting, waiting, threads, limits."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+from helpers import in_threads, leaks_of, no_leaks, rig, shuttles, simulated, whole
+
+import kvoffload
+from kvoffload import NO_WAIT, CapacityError, ClosedError, KVLayout, OffloadEngine
+from kvoffload.device import streams
+
+# closing
+
+
+def test_pitfall_31_use_after_close_is_a_clear_error() -> None:
+    with simulated(1) as device:
+        engine = OffloadEngine(
+            KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)]), device=device, num_slots=4
+        )
+        job = engine.store([1], [1])
+        engine.close()
+        for call, ids in ((engine.store, [1]), (engine.load, [1]), (engine.store, [])):
+            with pytest.raises(ClosedError, match="closed"):
+                call(ids, ids)
+        assert job.done
+        assert job.wait().nbytes == 128
+        assert engine.poll() == []
+        assert engine.statistics().in_flight == 0
+        engine.drain(1)
+        assert "closed" in repr(engine)
+
+
+def test_pitfall_31_closing_twice_is_closing_once() -> None:
+    device = simulated(1)
+    engine = OffloadEngine(
+        KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)]), device=device, num_slots=4
+    )
+    for _ in range(2):
+        engine.close()
+    for _ in range(2):
+        device.close()
+    engine.close()
+    no_leaks(device.simulator)
+
+
+def test_pitfall_31_closing_with_work_in_flight_waits_for_it() -> None:
+    device = simulated(1)
+    with rig(device) as bench:
+        held = bench.stream()
+        gate = bench.gate(held)
+        job = bench.engine.store([3], [0], after=held)
+        with pytest.raises(TimeoutError):
+            bench.engine.close(timeout=0.02)
+        bench.engine.load([5], [5], after=NO_WAIT).wait(10)
+        opener = threading.Timer(0.05, gate.open)
+        opener.start()
+        bench.engine.close()
+        assert job.done
+        assert (bench.slot(0) == 4).all()
+        opener.join()
+    device.close()
+    no_leaks(device.simulator)
+
+
+def test_closing_a_device_closes_its_engines_and_frees_its_memory() -> None:
+    device = simulated(1)
+    engines = [
+        OffloadEngine(KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)]), device=device, num_slots=4)
+        for _ in range(3)
+    ]
+    jobs = [engine.store([1], [1]) for engine in engines]
+    device.close()
+    assert all(job.finished for job in jobs)
+    for engine in engines:
+        with pytest.raises(ClosedError):
+            engine.store([1], [1])
+    with pytest.raises(ClosedError):
+        device.allocate(1)
+    no_leaks(device.simulator)
+
+
+def test_a_device_that_cannot_close_in_time_stays_open() -> None:
+    device = simulated(1)
+    with rig(device) as bench:
+        held = bench.stream()
+        gate = bench.gate(held)
+        job = bench.engine.store([3], [0], after=held)
+        with pytest.raises(TimeoutError):
+            device.close(timeout=0.02)
+        assert not device.closed
+        gate.open()
+        job.wait(10)
+    device.close()
+    no_leaks(device.simulator)
+
+
+def test_views_of_the_pool_stay_valid_after_close() -> None:
+    device = simulated(1)
+    engine = OffloadEngine(
+        KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)]), device=device, num_slots=64
+    )
+    engine.slots[:] = 7
+    row, whole_pool = engine.slots[3], engine.slots
+    engine.close()
+    device.close()
+    no_leaks(device.simulator)
+    del engine, device
+    gc.collect()
+    others = [np.zeros(64 * 4096, np.uint8) for _ in range(8)]
+    whole_pool[5] = 9
+    assert (row == 7).all()
+    assert (whole_pool[5] == 9).all()
+    assert not any(other.any() for other in others)
+
+
+def test_an_engine_and_a_device_are_context_managers() -> None:
+    with simulated(1) as device:
+        layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
+        with OffloadEngine(layout, device=device, num_slots=4) as engine:
+            job = engine.store([1], [1])
+        assert job.finished
+    assert device.closed
+
+
+def test_closing_from_two_threads_at_once() -> None:
+    device = simulated(1)
+    with rig(device) as bench:
+        bench.engine.store([1], [1])
+        in_threads(*[lambda: bench.engine.close(10)] * 4)
+    device.close()
+    no_leaks(device.simulator)
+
+
+# forgetting
+
+
+@pytest.mark.parametrize(("sm_limit", "copier"), [(0, "strided"), (4, "gather"), (4, "split")])
+def test_a_forgotten_engine_gives_everything_back_and_is_told_of(sm_limit: int, copier: str) -> None:
+    with simulated(1) as device:
+        planes = device.allocate_planes(2, block_bytes=64, num_blocks=4)
+        engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4, sm_limit=sm_limit)
+        engine.store([1], [1], copier=copier).wait(10)
+        watch = weakref.ref(engine)
+        del engine
+        gc.collect()
+        assert watch() is None
+        with pytest.warns(ResourceWarning, match="an OffloadEngine was never closed") as told:
+            device.reclaim()
+        assert len(told) == 1
+        assert leaks_of(device) == {"primary_retains": 1, "device_allocations": 1}
+        device.reclaim()
+    assert leaks_of(device) == {}
+
+
+def test_an_engine_that_nobody_holds_is_garbage_at_once() -> None:
+    """No cycle keeps it until the collector comes, and with it gigabytes of pinned memory."""
+    with simulated(1) as device:
+        layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
+        engine = OffloadEngine(layout, device=device, num_slots=4)
+        engine.store([1], [1], after=[1, np.zeros(2)]).wait(10)
+        engine.load([1], [1], parts=2).order_before(1, part=0)
+        engine.drain(10)
+        watch = weakref.ref(engine)
+        gc.disable()
+        try:
+            del engine
+            assert watch() is None
+        finally:
+            gc.enable()
+        with pytest.warns(ResourceWarning, match="an OffloadEngine was never closed"):
+            device.reclaim()
+
+
+@pytest.mark.parametrize(("sm_limit", "copier"), [(0, "strided"), (4, "gather"), (4, "split")])
+def test_a_forgotten_device_is_freed_by_the_next_one_and_is_told_of(sm_limit: int, copier: str) -> None:
+    device = simulated(1)
+    simulator = device.simulator
+    assert simulator is not None
+    planes = device.allocate_planes(2, block_bytes=64, num_blocks=4)
+    engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4, sm_limit=sm_limit)
+    engine.store([1], [1], copier=copier).wait(10)
+    made = simulator.leaks()
+    # the pool, and what kernels read their blocks from; planes, and what kernels find their rows in, and scratch
+    assert (made["registered_ranges"], made["device_allocations"]) == ((2, 3) if sm_limit else (1, 2))
+    assert (made["modules"] > 0) == (sm_limit > 0)
+    del device, engine, planes
+    gc.collect()
+    assert simulator.leaks() == made, "a finalizer calls no driver"
+    with pytest.warns(ResourceWarning, match="was never closed") as told, simulated(2):
+        pass
+    assert sorted(str(each.message).split(" was")[0] for each in told) == ["a Device", "an OffloadEngine"]
+    no_leaks(simulator)
+
+
+@pytest.mark.parametrize("call", ["cuMemcpy3DBatchAsync", "cuLaunchKernel"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_forgotten_with_work_in_flight_lives_until_it_has_ended(fails: bool, call: str) -> None:
+    with simulated(1) as device:
+        planes = device.allocate_planes(4, block_bytes=64, num_blocks=4)
+        assert device.simulator is not None
+        if fails:
+            device.simulator.faults.fail_call(call)
+        engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4)
+        job = engine.store([1], [1], copier="gather" if call == "cuLaunchKernel" else "strided")
+        assert (job.error is not None) == fails
+        watch = weakref.ref(engine)
+        del engine, job
+        gc.collect()
+        assert watch() is not None, "the device knows that it works"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(200):
+                device.reclaim()
+                gc.collect()
+                if watch() is None:
+                    break
+            device.reclaim()
+        assert watch() is None
+        assert [str(each.message).split(";")[0] for each in told] == ["an OffloadEngine was never closed"]
+        assert device.simulator.leaks()["registered_ranges"] == 0
+
+
+def test_a_forgotten_buffer_is_freed_later_and_takes_no_lock() -> None:
+    with simulated(1) as device:
+        assert device.simulator is not None
+        buffer = device.allocate(1000)
+        calls = device.simulator.faults.total_calls
+        del buffer
+        assert device.simulator.faults.total_calls == calls, "a finalizer may run anywhere: it calls no driver"
+        device.reclaim()
+        assert device.simulator.leaks()["device_allocations"] == 0
+
+
+def test_a_slab_lives_as_long_as_one_of_its_planes() -> None:
+    with simulated(1) as device:
+        assert device.simulator is not None
+        planes = device.allocate_planes(3, block_bytes=64, num_blocks=4)
+        last = planes[2]
+        del planes
+        device.reclaim()
+        assert device.simulator.leaks()["device_allocations"] == 1
+        del last
+        device.reclaim()
+        assert device.simulator.leaks()["device_allocations"] == 0
+
+
+# waiting and polling
+
+
+def test_wait_with_a_timeout_raises_and_the_job_goes_on() -> None:
+    with simulated(1) as device, rig(device) as bench:
+        held = bench.stream()
+        gate = bench.gate(held)
+        job = bench.engine.store([3], [0], after=held)
+        began = time.perf_counter()
+        with pytest.raises(TimeoutError, match="goes on"):
+            job.wait(timeout=0.05)
+        assert 0.05 <= time.perf_counter() - began < 2
+        with pytest.raises(TimeoutError):
+            bench.engine.drain(timeout=0.01)
+        with pytest.raises(TimeoutError):
+            job.wait(timeout=0)
+        assert not job.done
+        gate.open()
+        assert job.wait(10).job_id == job.id
+        assert job.result().job_id == job.id
+        assert (bench.slot(0) == 4).all()
+
+
+def test_poll_reports_each_job_once_and_not_those_waited_for() -> None:
+    with simulated(1) as device, rig(device) as bench:
+        jobs = [bench.engine.store([index], [index]) for index in range(6)]
+        empty = bench.engine.load([], [])
+        jobs[2].wait(10)
+        jobs[4].result()
+        bench.engine.drain(10)
+        results = bench.engine.poll()
+        assert sorted(result.job_id for result in results) == sorted([jobs[i].id for i in (0, 1, 3, 5)] + [empty.id])
+        assert bench.engine.poll() == []
+        stored = next(result for result in results if result.job_id == jobs[0].id)
+        assert (stored.direction, stored.nbytes, stored.copier, stored.error) == ("store", 256, "strided", None)
+        assert stored.seconds >= 0
+        assert repr(stored).startswith("SimulatedTransferResult(")
+        nothing = next(result for result in results if result.job_id == empty.id)
+        assert (nothing.nbytes, nothing.copier, nothing.seconds) == (0, "none", 0.0)
+
+
+def test_done_does_not_take_the_report_away() -> None:
+    with simulated(1) as device, rig(device) as bench:
+        job = bench.engine.store([1], [1])
+        while not job.done:
+            pass
+        assert [result.job_id for result in bench.engine.poll()] == [job.id]
+
+
+# threads
+
+
+def test_four_threads_submit_poll_and_wait() -> None:
+    """Each thread has slots and blocks of its own and checks its own bytes."""
+    with simulated(1) as device, rig(device, num_blocks=32, num_slots=32) as bench:
+        engine = bench.engine
+        polled: list[int] = []
+        waited = shuttles(bench, 4, 25, between=lambda: polled.extend(result.job_id for result in engine.poll()))
+        polled.extend(result.job_id for result in engine.poll())
+        assert len(polled) == len(set(polled))
+        assert sorted(waited) == list(range(1, 201))
+        whole(engine)
+
+
+def test_waiting_in_one_thread_does_not_keep_others_from_submitting() -> None:
+    with simulated(1) as device, rig(device) as bench:
+        held = bench.stream()
+        gate = bench.gate(held)
+        job = bench.engine.store([3], [0], after=held)
+        thread = threading.Thread(target=job.wait)
+        thread.start()
+        time.sleep(0.02)
+        bench.engine.load([5], [5], after=NO_WAIT).wait(10)
+        assert thread.is_alive()
+        gate.open()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+# limits
+
+
+def test_too_many_jobs_in_flight_raise_and_nothing_happens() -> None:
+    with simulated(1) as device, rig(device, max_in_flight=3) as bench:
+        held = bench.stream()
+        gate = bench.gate(held)
+        jobs = [bench.engine.store([index], [index], after=held) for index in range(3)]
+        before = bench.engine.statistics()
+        for _ in range(3):
+            with pytest.raises(CapacityError, match="max_in_flight=3"):
+                bench.engine.store([5], [5], after=held)
+            with pytest.raises(CapacityError):
+                bench.engine.load([6], [6])
+        assert bench.engine.statistics() == before
+        assert device.simulator is not None
+        gate.open()
+        bench.engine.drain(10)
+        assert [result.job_id for result in bench.engine.poll()] == [job.id for job in jobs]
+        assert (bench.slot(5) == 105).all()
+        assert bench.engine.store([5], [5]).wait(10).job_id > jobs[-1].id
+
+
+def test_what_finds_no_room_in_the_queues_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes off later, in order and behind what it has to follow; until then no stream can wait for it."""
+    monkeypatch.setattr(streams, "QUEUE_LIMIT", 6)  # two transfers of a block on each stream
+    with simulated(1) as device, rig(device) as bench:
+        held = bench.stream()
+        gate = bench.gate(held)
+        stores = [bench.engine.store([index], [0], after=held) for index in range(10)]
+        load = bench.engine.load([0], [14], after=NO_WAIT)
+        assert bench.engine.statistics().in_flight == 11
+        assert bench.engine.statistics().held == 3, "two stores of ten, and the load that follows the last"
+        for job in (stores[-1], load):
+            with pytest.raises(CapacityError, match="waits on the host"):
+                job.order_before(held)
+        stores[0].order_before(held)
+        gate.open()
+        bench.engine.drain(10)
+        whole(bench.engine)
+        assert (bench.slot(0) == 10).all()
+        assert (bench.block(14) == 10).all()
+        reported = [result.job_id for result in bench.engine.poll() if result.direction == "store"]
+        assert reported == [job.id for job in stores]
+        load.order_before(held)
+
+
+def test_reports_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload.engine import flight
+
+    assert flight._MAX_REPORTS == 65_536
+    monkeypatch.setattr(flight, "_MAX_REPORTS", 10)
+    with simulated(1) as device, rig(device) as bench:
+        jobs = [bench.engine.store([], []) for _ in range(25)]
+        statistics = bench.engine.statistics()
+        assert (statistics.unreported, statistics.dropped_reports) == (10, 15)
+        assert [result.job_id for result in bench.engine.poll()] == [job.id for job in jobs[-10:]]
+
+
+def test_a_second_device_of_the_same_driver_keeps_the_context_alive() -> None:
+    first = simulated(1)
+    second = kvoffload.open_device(backend=first.simulator)
+    with rig(second) as bench:
+        first.close()
+        bench.engine.store([1], [1]).wait(10)
+    second.close()
+    no_leaks(second.simulator)

@@ -1,0 +1,771 @@
+"""Kernels: compiled without a GPU, kept in the cache folder, loaded and launched; and what is said where that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from capture_probe import GLOBAL, pushed
+from cuda.bindings import driver as bindings
+
+import kvoffload
+from kvoffload import CapabilityError, DriverError
+from kvoffload.driver import Driver, functions, probe
+from kvoffload.errors import KVOffloadWarning
+from kvoffload.internal import cachefiles
+from kvoffload.kernels import Compiled, KernelSpec, compile_kernel, compiler, load_kernel, loader, store, why_not
+from kvoffload.testing import SimulatedDriver, check_clean_close
+
+TESTS = Path(__file__).parent.parent
+ROOT = TESTS.parent
+PARAMETERS = (("table", "i64"), ("result", "i64"), ("num_rows", "i32"))
+COPY_ROWS = KernelSpec("kernel_for_tests", "copy_rows", PARAMETERS, (("WORDS", 512), ("ROWS", 8), ("ALIGNMENT", 16)), 8)
+READ_WORD = KernelSpec("kernel_for_tests", "read_word", (("source", "i64"), ("target", "i64")), (), 4)
+
+A = bindings.CUdevice_attribute
+THREADS = int(A.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
+SHARED = int(A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+MAJOR = int(A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+
+
+class Loads:
+    """A driver that takes every module; where no GPU is, it shows what would have been loaded."""
+
+    simulated = False
+
+    def __init__(self) -> None:
+        self.images: list[bytes] = []
+        self.launches: list[tuple[int, ...]] = []
+
+    def module_load(self, image: bytes) -> int:
+        self.images.append(image)
+        return 1
+
+    def module_unload(self, module: int) -> None:
+        assert module == 1
+
+    def module_function(self, _: int, name: str) -> int:
+        assert name in ("read_word", "copy_rows")
+        return 2
+
+    def function_max_threads(self, _: int) -> int:
+        return 1024
+
+    def function_allow_shared(self, _: int, nbytes: int) -> None:
+        assert nbytes > 48 << 10
+
+    def launch(self, *arguments: int) -> None:
+        self.launches.append(arguments)
+
+
+@contextmanager
+def device_with(attributes: dict[int, int]) -> Iterator[kvoffload.Device]:
+    """A simulated device with other attributes."""
+    simulator = SimulatedDriver()
+    simulator.attributes |= attributes
+    device = kvoffload.open_device(backend=simulator)
+    yield device
+    check_clean_close(device)
+
+
+@pytest.fixture
+def capabilities() -> Any:
+    with device_with({}) as device:
+        return device.capabilities
+
+
+@pytest.fixture
+def no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cachefiles, "_warned", set())
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
+    """What is compiled, by something quicker than Triton."""
+    seen: list[KernelSpec] = []
+
+    def pretend(spec: KernelSpec, _: tuple[int, int]) -> Compiled:
+        seen.append(spec)
+        return Compiled(b"\x7fELF" + bytes(range(256)), "// ptx", spec.function, 65_536, 5, spec.threads)
+
+    monkeypatch.setattr(store, "compile_kernel", pretend)
+    return seen
+
+
+# compiling
+
+
+@pytest.mark.parametrize("compute_capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_kernels_are_compiled_without_a_gpu(compute_capability: tuple[int, int]) -> None:
+    if compute_capability >= (10, 0) and metadata.version("triton").startswith("3.2"):
+        pytest.skip("the ptxas in Triton 3.2 is older than these GPUs")
+    made = compile_kernel(COPY_ROWS, compute_capability)
+    assert made.cubin.startswith(b"\x7fELF")
+    assert f".target sm_{compute_capability[0]}{compute_capability[1]}" in made.ptx
+    assert f".entry {made.name}(" in made.ptx
+    assert made.name == "copy_rows"
+    assert made.threads == 256
+    assert made.shared_bytes >= 2 * 8 * 512 * 8, "a ring of three stages, of which one is being filled"
+    assert made.parameter_count >= 3
+    assert f"{made.name}_param_{made.parameter_count - 1}" in made.ptx
+    assert f"{made.name}_param_{made.parameter_count}" not in made.ptx
+    assert "cp.async.cg.shared.global" in made.ptx
+    assert "st.global.v2.b64" in made.ptx or "st.global.v4.b32" in made.ptx
+    assert "torch" not in sys.modules
+
+
+def test_what_cannot_be_compiled_is_named_and_the_line_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    broken = KernelSpec("kernel_for_tests", "broken", (("target", "i64"),), (), 4)
+    with pytest.raises(
+        CapabilityError,
+        match=r"cannot compile kernel_for_tests\.broken\(\) for compute capability 9\.0: .*there_is_no_such_function",
+    ):
+        compile_kernel(broken, (9, 0))
+    with pytest.raises(CapabilityError, match=r"read_word\(\) for compute capability 99\.0: ptxas.* fatal .*sm_99"):
+        compile_kernel(READ_WORD, (99, 0))
+    assert capsys.readouterr().out == "", "standard output belongs to the program"
+
+
+def test_a_result_that_cannot_be_used_is_a_lack_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(*_: Any) -> Any:
+        return SimpleNamespace(asm={}, metadata=None)
+
+    monkeypatch.setattr(compiler, "_build", odd)
+    with pytest.raises(CapabilityError, match=r"cannot compile kernel_for_tests\.read_word\(\) .* 9\.0: 'ptx'$"):
+        compile_kernel(READ_WORD, (9, 0))
+
+
+def test_a_triton_that_breaks_while_it_is_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text("print('hello')\nraise RuntimeError('many\\nlines, and no such symbol')")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from kvoffload import CapabilityError; from kvoffload.kernels import KernelSpec, compile_kernel\n"
+        "try: compile_kernel(KernelSpec('kernel_for_tests', 'read_word', (), (), 4), (9, 0))\n"
+        "except CapabilityError as error: print(error)"
+    )
+    assert run(program) == (
+        "kernels need Triton, which cannot be imported (lines, and no such symbol); "
+        "install it: pip install 'triton>=3.2'"
+    )
+
+
+def test_triton_needs_no_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert compile_kernel(READ_WORD, (9, 0)).cubin
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "file" / "below")
+
+
+def run(program: str, **environment: str) -> str:
+    """The output of a program that finds the package and the kernels of the tests."""
+    paths = os.pathsep.join(map(str, (ROOT, TESTS / "support", TESTS / "kernels", os.environ.get("PYTHONPATH", ""))))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_program_that_has_set_tritons_interpreter_can_compile_too() -> None:
+    program = "from test_kernels import *; print(compile_kernel(READ_WORD, (9, 0)).name)"
+    assert run(program, TRITON_INTERPRET="1") == "read_word"
+
+
+# no Triton
+
+
+NO_TRITON = "import sys; sys.modules['triton'] = None; from test_kernels import *\n"
+
+
+def test_without_triton_there_is_a_reason_and_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    remedy = r"kernels need Triton, which cannot be imported \(.*\); install it: pip install 'triton>=3\.2'"
+    with pytest.raises(CapabilityError, match=remedy):
+        compile_kernel(READ_WORD, (9, 0))
+    with device_with({}) as device, device.current():
+        with pytest.raises(CapabilityError, match=remedy):
+            load_kernel(device.driver, device.capabilities, READ_WORD, cache_folder=tmp_path)
+        assert device.simulator.leaks()["modules"] == 0
+
+
+def test_a_triton_that_is_not_installed_is_seen_without_importing_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capabilities: Any
+) -> None:
+    assert why_not(capabilities) is None
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    reason = "kernels need Triton, which is not installed; install it: pip install 'triton>=3.2'"
+    assert why_not(capabilities) == reason
+    with pytest.raises(CapabilityError) as caught:
+        store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    assert str(caught.value) == reason
+
+
+def test_importing_the_loader_imports_nothing_heavy() -> None:
+    program = "import sys, kvoffload.kernels; print(*sys.modules)"
+    loaded = set(run(program).split())
+    assert not {name for name in loaded if name.split(".")[0] in ("triton", "cuda", "torch")}
+    assert "kvoffload.kernels.gather" not in loaded
+
+
+# the cache
+
+
+def test_a_kernel_from_the_cache_is_loaded_without_triton(tmp_path: Path, capabilities: Any) -> None:
+    driver: Any = Loads()
+    load_kernel(driver, capabilities, READ_WORD, cache_folder=tmp_path)
+    program = (
+        f"{NO_TRITON}import types, pickle\n"
+        "capabilities = types.SimpleNamespace(kernels=True, compute_capability=(9, 0), max_shared_bytes=232448)\n"
+        "driver = Loads()\n"
+        "kernel = load_kernel(driver, capabilities, READ_WORD)\n"
+        "kernel.launch(1, 4, (2, 3))\n"
+        "print(driver.images[0].hex(), [name for name in sys.modules if name.startswith('triton.')])"
+    )
+    image, imported = run(program, KVOFFLOAD_CACHE=str(tmp_path)).split(" ", 1)
+    assert bytes.fromhex(image) == driver.images[0]
+    assert imported == "[]"
+
+
+def test_a_kernel_is_compiled_once(
+    tmp_path: Path, compilations: list[KernelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVOFFLOAD_CACHE", str(tmp_path))
+    first = store.compiled_kernel(READ_WORD, (9, 0))
+    assert store.compiled_kernel(READ_WORD, (9, 0)) == first
+    assert compilations == [READ_WORD]
+    (file,) = (tmp_path / "kernels").iterdir()
+    assert file == store.kernel_path(READ_WORD, (9, 0))
+
+
+def test_every_input_of_the_compilation_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernel_in_a_folder.py").write_text("A = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = READ_WORD._replace(module="kernel_in_a_folder")
+    paths = [store.kernel_path(each, (9, 0), tmp_path) for each in (spec, READ_WORD, spec._replace(warps=8))]
+    paths.append(store.kernel_path(spec._replace(constants=(("WORDS", 8),)), (9, 0), tmp_path))
+    paths.append(store.kernel_path(spec, (8, 0), tmp_path))
+    monkeypatch.setattr(metadata, "version", lambda _: "3.99")
+    paths.append(store.kernel_path(spec, (9, 0), tmp_path))
+    (tmp_path / "kernel_in_a_folder.py").write_text("A = 2")
+    paths.append(store.kernel_path(spec, (9, 0), tmp_path))
+    monkeypatch.setattr(store, "OPTIONS", {})
+    paths.append(store.kernel_path(spec, (9, 0), tmp_path))
+    assert len(set(paths)) == len(paths) == 8
+    assert "kernel_in_a_folder" not in sys.modules
+
+
+def test_a_kernel_without_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CapabilityError, match="the source of no_such_module is needed"):
+        store.kernel_path(READ_WORD._replace(module="no_such_module"), (9, 0), tmp_path)
+
+
+def _flipped(content: bytes) -> bytes:
+    """With one character of the machine code changed."""
+    at = content.index(b'"cubin": "') + 30
+    return content[:at] + (b"A" if content[at : at + 1] != b"A" else b"B") + content[at + 1 :]
+
+
+def _renamed(content: bytes) -> bytes:
+    """Whole, with its checksum, but of another version of this library."""
+    fields = json.loads(content)["kernel"]
+    fields["title"] = fields.pop("name")
+    return json.dumps({"sha256": store._digest(fields), "kernel": fields}).encode()
+
+
+def _with(**changes: Any) -> Callable[[bytes], bytes]:
+    """Whole, with its checksum, but with other fields."""
+
+    def change(content: bytes) -> bytes:
+        fields = json.loads(content)["kernel"] | changes
+        return json.dumps({"sha256": store._digest(fields), "kernel": fields}).encode()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: b"[" * 200_000,
+        _with(made_for="0" * 64),
+        _with(cubin=[1]),
+        _with(cubin="~~~~"),
+        _with(ptx=None),
+        _with(name=5),
+        _with(shared_bytes=-1),
+        _with(shared_bytes="65536"),
+        _with(parameter_count=1),
+        _with(parameter_count=10**12),
+        _with(parameter_count=5.0),
+        _with(threads=256),
+        _with(threads=True),
+        lambda _: b"",
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-1],
+        _flipped,
+        _renamed,
+        lambda _: b"[]",
+        lambda _: b"5",
+        lambda _: b'{"kernel": {}, "sha256": "0"}',
+        lambda _: bytes(range(256)),
+    ],
+)
+def test_a_damaged_file_is_ignored_and_made_again(
+    tmp_path: Path, compilations: list[KernelSpec], damage: Callable[[bytes], bytes]
+) -> None:
+    whole = store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    path = store.kernel_path(READ_WORD, (9, 0), tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(damage(content))
+    assert store.compiled_kernel(READ_WORD, (9, 0), tmp_path) == whole
+    assert len(compilations) == 2
+    assert path.read_bytes() == content
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_the_file_of_another_kernel_is_ignored(tmp_path: Path, compilations: list[KernelSpec]) -> None:
+    wider = READ_WORD._replace(constants=(("WORDS", 8),))
+    one, other = (store.kernel_path(spec, (9, 0), tmp_path) for spec in (READ_WORD, wider))
+    for spec in (READ_WORD, wider):
+        store.compiled_kernel(spec, (9, 0), tmp_path)
+    content = other.read_bytes()
+    other.write_bytes(one.read_bytes())
+    store.compiled_kernel(wider, (9, 0), tmp_path)
+    assert compilations == [READ_WORD, wider, wider]
+    assert other.read_bytes() == content
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_can_write_is_ignored_and_made_again(
+    tmp_path: Path, compilations: list[KernelSpec], mode: int
+) -> None:
+    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    path = store.kernel_path(READ_WORD, (9, 0), tmp_path)
+    path.chmod(mode)
+    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    assert len(compilations) == 2
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    assert len(compilations) == 2, "others may read it"
+
+
+@pytest.mark.parametrize(("owner", "count"), [(0, 1), (12345, 1), (54321, 2)])
+def test_a_file_of_another_user_is_ignored(
+    tmp_path: Path, compilations: list[KernelSpec], monkeypatch: pytest.MonkeyPatch, owner: int, count: int
+) -> None:
+    store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    real = os.fstat
+
+    def owned(handle: int) -> os.stat_result:
+        fields = list(real(handle))
+        fields[4] = owner
+        return os.stat_result(fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        patch.setattr(os, "fstat", owned)
+        store.compiled_kernel(READ_WORD, (9, 0), tmp_path)
+    assert len(compilations) == count
+
+
+def test_folders_for_cached_files_are_made_for_one_user(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "kernels" / "file"
+    assert cachefiles.write(path, b"content")
+    assert {folder.stat().st_mode & 0o777 for folder in (path.parent, path.parent.parent)} == {0o700}
+    path.parent.parent.chmod(0o755)
+    assert cachefiles.write(path, b"more")
+    assert path.parent.parent.stat().st_mode & 0o777 == 0o755, "a folder that is there stays as it is"
+
+
+@pytest.mark.usefixtures("no_warning_yet")
+def test_where_nothing_can_be_written_kernels_work_and_there_is_one_warning(
+    tmp_path: Path, compilations: list[KernelSpec], capabilities: Any
+) -> None:
+    (tmp_path / "file").touch()
+    driver: Any = Loads()
+    folder = tmp_path / "file" / "below"
+    with pytest.warns(
+        KVOffloadWarning, match=r"below/kernels cannot be written \(Not a directory\): .* KVOFFLOAD_CACHE"
+    ):
+        load_kernel(driver, capabilities, READ_WORD, cache_folder=folder)
+    load_kernel(driver, capabilities, COPY_ROWS, cache_folder=folder)  # a second warning would be an error
+    assert len(compilations) == len(driver.images) == 2
+    assert not isinstance(KVOffloadWarning("..."), kvoffload.KVOffloadError)
+
+
+@pytest.mark.usefixtures("no_warning_yet")
+def test_a_file_that_cannot_be_read_is_as_good_as_none(tmp_path: Path, compilations: list[KernelSpec]) -> None:
+    store.kernel_path(READ_WORD, (9, 0), tmp_path).mkdir(parents=True)
+    with pytest.warns(KVOffloadWarning, match="cannot be written"):
+        assert store.compiled_kernel(READ_WORD, (9, 0), tmp_path).threads == 128
+    assert compilations == [READ_WORD]
+
+
+def test_the_cache_folder_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVOFFLOAD_CACHE", str(tmp_path / "chosen"))
+    assert cachefiles.cache_folder() == tmp_path / "chosen"
+    monkeypatch.delenv("KVOFFLOAD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cachefiles.cache_folder() == tmp_path / "kvoffload"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_warning_yet")
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    path = tmp_path / "file"
+    assert cachefiles.write(path, b"before")
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "replace", fail)
+    if isinstance(error, OSError):
+        with pytest.warns(KVOffloadWarning, match="No space left on device"):
+            assert not cachefiles.write(path, b"after")
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            cachefiles.write(path, b"after")
+    assert cachefiles.read(path) == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("no_warning_yet")
+def test_an_error_without_a_text_of_its_own_is_told_and_a_lost_file_is_no_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(name: str, _: Path) -> None:
+        os.unlink(name)
+        raise OSError("somebody tidied up")
+
+    monkeypatch.setattr(os, "replace", lose)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.warns(KVOffloadWarning, match=r"cannot be written \(somebody tidied up\)"):
+        assert not cachefiles.write(tmp_path / "file", b"content")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+    def refuse(**_: Any) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setenv("KVOFFLOAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert cachefiles.why_not_writable() == "no room"
+
+
+def test_processes_that_write_the_same_file_leave_one_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "file"
+    program = (
+        "import sys; from pathlib import Path; from kvoffload import cachefiles\n"
+        "for _ in range(300): assert cachefiles.write(Path(sys.argv[1]), sys.argv[2].encode() * 100_000)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(path), letter], env=environment) for letter in "ab"]
+    seen = set()
+    while any(writer.poll() is None for writer in writers):
+        content = cachefiles.read(path)
+        if content is not None:
+            assert len(content) == 100_000
+            assert len(set(content)) == 1
+            seen.add(content[:1])
+    assert [writer.wait(30) for writer in writers] == [0, 0]
+    assert seen == {b"a", b"b"}
+    assert list(path.parent.iterdir()) == [path]
+
+
+# what the GPU can do
+
+
+def test_pitfall_34_a_gpu_with_fewer_threads_in_a_block_is_refused_when_the_kernel_is_loaded() -> None:
+    with device_with({THREADS: 128}) as device, device.current():
+        with pytest.raises(
+            CapabilityError, match=r"copy_rows\(.*\) needs 256 threads in a block, and .* runs 128 of it"
+        ):
+            load_kernel(device.driver, device.capabilities, COPY_ROWS)
+        assert device.simulator.leaks()["modules"] == 0
+        load_kernel(device.driver, device.capabilities, READ_WORD).close()
+
+
+def test_pitfall_34_a_gpu_with_less_shared_memory_is_refused_when_the_kernel_is_loaded() -> None:
+    with device_with({SHARED: 48 << 10}) as device, device.current():
+        assert device.capabilities.max_shared_bytes == 49_152
+        with pytest.raises(
+            CapabilityError, match="needs 65536 bytes of shared memory in a block, and this GPU has 49152"
+        ):
+            load_kernel(device.driver, device.capabilities, COPY_ROWS)
+        assert device.simulator.faults.call_count["cuModuleLoadData"] == 0
+
+
+def test_pitfall_34_the_shared_memory_asked_for_is_what_was_compiled(tmp_path: Path, capabilities: Any) -> None:
+    driver: Any = Loads()
+    kernel = load_kernel(driver, capabilities, COPY_ROWS, cache_folder=tmp_path)
+    assert kernel.shared_bytes == compile_kernel(COPY_ROWS, (9, 0)).shared_bytes
+    less = capabilities.__class__(**{**_fields(capabilities), "max_shared_bytes": kernel.shared_bytes - 1})
+    with pytest.raises(CapabilityError, match=f"needs {kernel.shared_bytes} bytes of shared memory"):
+        load_kernel(driver, less, COPY_ROWS, cache_folder=tmp_path)
+
+
+def _fields(capabilities: Any) -> dict[str, Any]:
+    return {name: getattr(capabilities, name) for name in capabilities.__dataclass_fields__}
+
+
+def test_a_gpu_that_is_too_old_is_refused_with_both_numbers() -> None:
+    with device_with({MAJOR: 7}) as device, device.current():
+        reason = "kernels need compute capability >= 8.0, this GPU has 7.0"
+        assert not device.capabilities.kernels
+        assert device.capabilities.missing["kernels"] == why_not(device.capabilities) == reason
+        with pytest.raises(CapabilityError, match=reason):
+            load_kernel(device.driver, device.capabilities, READ_WORD)
+
+
+def test_bindings_without_kernel_calls_are_no_error_until_a_kernel_is_loaded() -> None:
+    class Without:
+        """A simulator whose bindings lack two calls."""
+
+        def __init__(self, simulator: SimulatedDriver) -> None:
+            self._simulator = simulator
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("cuModuleLoadData", "cuLaunchKernel"):
+                raise AttributeError(name)
+            return getattr(self._simulator, name)
+
+    with device_with({}) as device, device.current():
+        poor = Driver(Without(device.simulator), raw=None, bindings_version=(13, 3), simulated=True)
+        found = probe(poor, 0)
+        assert not found.kernels
+        assert why_not(found) == "these bindings (13.3) have no cuModuleLoadData, cuLaunchKernel"
+        with pytest.raises(CapabilityError, match="have no cuModuleLoadData"):
+            load_kernel(poor, found, READ_WORD)
+
+
+# loading and launching
+
+
+def copy_some_rows(device: kvoffload.Device, count: int, grid: int, folder: Path | None = None) -> None:
+    """Copy rows from device memory to registered host memory, and compare."""
+    nbytes, driver = 4096, device.driver
+    chance = np.random.default_rng(count)
+    content = chance.integers(0, 256, count * nbytes, dtype=np.uint8)
+    buffer = device.allocate(content.size)
+    host = _pages(content.size + 8192)
+    with device.current():
+        driver.copy_to_device(buffer.address, _address(content), content.size)
+        driver.host_register(_address(host), host.size)
+        base = driver.host_device_address(_address(host))
+        order = chance.permutation(count)
+        table = host[content.size :].view(np.int64)
+        table[:count] = buffer.address + nbytes * order
+        table[count : 2 * count] = base + nbytes * np.arange(count)
+        kernel = load_kernel(driver, device.capabilities, COPY_ROWS, cache_folder=folder)
+        stream = driver.stream_create(0)
+        kernel.launch(stream, grid, (base + content.size, base + host.size - 8, count))
+        driver.stream_synchronize(stream)
+        kernel.close()
+        kernel.close()
+        driver.stream_destroy(stream)
+        driver.host_unregister(_address(host))
+    buffer.close()
+    assert (host[: content.size].reshape(count, nbytes) == content.reshape(count, nbytes)[order]).all()
+    assert host[-8:].view(np.int32)[0] == count
+    assert repr(kernel).endswith("shared bytes, closed)")
+
+
+def _pages(nbytes: int) -> Any:
+    """Zeros, in pages of their own."""
+    raw = np.zeros(nbytes + 8192, np.uint8)
+    start = -_address(raw) % 4096
+    return raw[start : start + nbytes]
+
+
+def _address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize(("count", "grid"), [(1, 1), (13, 3), (64, 4)])
+def test_a_kernel_copies_rows_on_the_simulated_device(device: kvoffload.Device, count: int, grid: int) -> None:
+    copy_some_rows(device, count, grid)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("count", "grid"), [(1, 1), (13, 3), (500, 4)])
+def test_a_kernel_copies_rows_on_the_gpu(gpu_device: kvoffload.Device, count: int, grid: int, tmp_path: Path) -> None:
+    for _ in range(2):  # compiled, then from the cache
+        copy_some_rows(gpu_device, count, grid, tmp_path)
+
+
+def test_a_launch_is_one_driver_call_with_its_arguments_in_place(tmp_path: Path, capabilities: Any) -> None:
+    driver: Any = Loads()
+    kernel = load_kernel(driver, capabilities, COPY_ROWS, cache_folder=tmp_path)
+    for arguments in ((1 << 40, 7, -3), (0, 0, 2**31 - 1)):
+        kernel.launch(5, 4, arguments)
+        function, grid, threads, shared_bytes, stream, pointers = driver.launches[-1]
+        assert (function, grid, threads, shared_bytes, stream) == (2, 4, 256, kernel.shared_bytes, 5)
+        count = compile_kernel(COPY_ROWS, (9, 0)).parameter_count
+        addresses = struct.unpack(f"<{count}Q", _memory(pointers, 8 * count))
+        values = [_memory(address, 8) for address in addresses]
+        assert struct.unpack("<q", values[0]) + struct.unpack("<q", values[1]) == arguments[:2]
+        assert struct.unpack("<i", values[2][:4]) == arguments[2:]
+        assert values[3:] == [bytes(8)] * (count - 3), "Triton's own, at the end"
+    assert len(driver.launches) == 2
+    assert driver.launches[0][-1] == driver.launches[1][-1], "nothing is allocated for a launch"
+    for wrong in ((1, 2), (1, 2, 3, 4), (1, 2, 2**31), (1, 1 << 63, 2), (1, 2, 0.5)):
+        with pytest.raises(struct.error):
+            kernel.launch(5, 4, wrong)  # type: ignore[arg-type]
+    assert len(driver.launches) == 2
+
+
+def _memory(address: int, nbytes: int) -> bytes:
+    from kvoffload.simulator import space
+
+    return space.view(address, nbytes).tobytes()
+
+
+LOADING = ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncGetAttribute", "cuFuncSetAttribute"]
+
+
+@pytest.mark.parametrize("call", LOADING)
+@pytest.mark.parametrize("error", ["NO_BINARY_FOR_GPU", "INVALID_IMAGE", "UNSUPPORTED_PTX_VERSION", "UNKNOWN"])
+def test_a_kernel_that_cuda_refuses_is_a_lack_of_this_gpu_and_leaves_nothing_behind(
+    device: kvoffload.Device, call: str, error: str
+) -> None:
+    refusal = getattr(bindings.CUresult, f"CUDA_ERROR_{error}")
+    with device.current():
+        device.simulator.faults.fail_call(call, error=refusal)
+        with pytest.raises(CapabilityError, match=rf"copy_rows\(.*\) cannot .*{call} returned CUDA_ERROR_{error} \("):
+            load_kernel(device.driver, device.capabilities, COPY_ROWS)
+        assert device.simulator.leaks()["modules"] == 0
+        load_kernel(device.driver, device.capabilities, COPY_ROWS).close()
+
+
+@pytest.mark.parametrize("call", LOADING)
+@pytest.mark.parametrize("error", ["OUT_OF_MEMORY", "ILLEGAL_ADDRESS"])
+def test_a_lost_context_or_no_memory_while_a_kernel_is_loaded_is_a_driver_error(
+    device: kvoffload.Device, call: str, error: str
+) -> None:
+    with device.current():
+        device.simulator.faults.fail_call(call, error=getattr(bindings.CUresult, f"CUDA_ERROR_{error}"))
+        with pytest.raises(DriverError, match=f"{call} returned CUDA_ERROR_{error}"):
+            load_kernel(device.driver, device.capabilities, COPY_ROWS)
+        assert device.simulator.leaks()["modules"] == 0
+        kernel = load_kernel(device.driver, device.capabilities, COPY_ROWS)
+        kernel.close()
+
+
+def test_an_error_of_a_launch_is_a_driver_error(device: kvoffload.Device) -> None:
+    with device.current():
+        kernel = load_kernel(device.driver, device.capabilities, READ_WORD)
+        with pytest.raises(DriverError, match="cuLaunchKernel returned CUDA_ERROR_INVALID_VALUE"):
+            kernel.launch(1, 0, (0, 0))
+        kernel.close()
+
+
+def test_a_kernel_can_be_loaded_while_somebody_captures_a_stream(device: kvoffload.Device) -> None:
+    capture_table = _capture_verdicts(device, READ_WORD, relaxed=True)
+    assert set(capture_table.values()) == {"CUDA_SUCCESS"}
+
+
+MODULE_CALLS = {  # while another stream is captured, in the mode GLOBAL
+    "cuModuleLoadData": "CUDA_SUCCESS",
+    "cuModuleUnload": "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+    "cuModuleGetFunction": "CUDA_SUCCESS",
+    "cuFuncGetAttribute": "CUDA_SUCCESS",
+    "cuFuncSetAttribute": "CUDA_SUCCESS",
+    "cuLaunchKernel": "CUDA_SUCCESS",
+}
+
+
+def test_the_simulator_forbids_what_cuda_forbids_during_a_capture(device: kvoffload.Device) -> None:
+    assert _capture_verdicts(device, READ_WORD) == MODULE_CALLS
+
+
+@pytest.mark.gpu
+def test_cuda_forbids_what_the_simulator_forbids_during_a_capture(gpu_device: kvoffload.Device) -> None:
+    assert _capture_verdicts(gpu_device, READ_WORD) == MODULE_CALLS
+    capture_table = _capture_verdicts(gpu_device, READ_WORD, relaxed=True)
+    assert set(capture_table.values()) == {"CUDA_SUCCESS"}
+
+
+def _capture_verdicts(device: kvoffload.Device, spec: KernelSpec, *, relaxed: bool = False) -> dict[str, str]:
+    """What each call answers while another stream is captured, and in the library's capture mode if `relaxed`."""
+    api, driver = device.driver.api, device.driver
+    made = loader._simulated(spec) if device.simulated else compile_kernel(spec, device.capabilities.compute_capability)
+    arguments = np.zeros(made.parameter_count, np.uint64)
+    memory = device.allocate(8)
+    arguments[:2] = memory.address
+    pointers = _address(arguments) + 8 * np.arange(made.parameter_count, dtype=np.uint64)
+    attribute = bindings.CUfunction_attribute
+    with device.current():
+        captured, stream = driver.stream_create(0), driver.stream_create(0)
+        module, spare = driver.module_load(made.cubin), driver.module_load(made.cubin)
+        function = driver.module_function(module, made.name)
+        kernel = (function, 1, 1, 1, made.threads, 1, 1, made.shared_bytes, stream, _address(pointers), 0)
+        most = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.function_allow_shared(function, 65_536)
+    calls: dict[str, Callable[[], Any]] = {
+        "cuModuleLoadData": lambda: api.cuModuleLoadData(made.cubin),
+        "cuModuleUnload": lambda: api.cuModuleUnload(spare),
+        "cuModuleGetFunction": lambda: api.cuModuleGetFunction(module, made.name.encode()),
+        "cuFuncGetAttribute": lambda: api.cuFuncGetAttribute(
+            attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function
+        ),
+        "cuFuncSetAttribute": lambda: api.cuFuncSetAttribute(function, most, 65_536),
+        "cuLaunchKernel": lambda: api.cuLaunchKernel(*kernel),
+    }
+    answers = {}
+    for name, call in calls.items():
+        with pushed(device):
+            assert int(api.cuStreamBeginCapture(captured, GLOBAL)[0]) == 0
+            before = driver.relax_capture_mode() if relaxed else None
+            status, *values = call()
+            if relaxed:
+                driver.restore_capture_mode(before)
+            answers[name] = status.name
+            ended = api.cuStreamEndCapture(captured)[0].name
+            assert (ended == "CUDA_SUCCESS") == (answers[name] == "CUDA_SUCCESS")
+            if name == "cuModuleLoadData" and status.name == "CUDA_SUCCESS":
+                driver.module_unload(int(values[0]))
+    with device.current():
+        driver.stream_synchronize(stream)
+        for each in (module, *([spare] if answers["cuModuleUnload"] != "CUDA_SUCCESS" else [])):
+            driver.module_unload(each)
+        driver.stream_destroy(captured)
+        driver.stream_destroy(stream)
+    memory.close()
+    return answers
+
+
+def test_the_seams_kernel_calls_are_listed_once() -> None:
+    assert set(functions.KERNELS) < set(functions.OPTIONAL)
+    assert len(set(functions.OPTIONAL)) == len(functions.OPTIONAL)
+
+
+def test_warnings_are_given_once_for_each_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cachefiles, "_warned", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for cause in ("a", "b", "a"):
+            cachefiles.warn_once(f"because of {cause}", cause=cause)
+    assert [str(each.message) for each in caught] == ["because of a", "because of b"]

@@ -1,0 +1,165 @@
+"""GPU memory of ours as arrays of other libraries. On a simulated device they see it as host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvoffload
+from kvoffload import NO_WAIT, KVLayout, LayoutError, OffloadEngine
+from kvoffload.layout.layout import element_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "itemsize"),
+    [
+        (np.float16, "float16", 2),
+        ("bf16", "bfloat16", 2),
+        ("float8_e4m3fn", "float8_e4m3fn", 1),
+        ("<f4", "float32", 4),
+        (np.uint8, "uint8", 1),
+        (bool, "bool", 1),
+        ("complex64", "complex64", 8),
+    ],
+)
+def test_an_array_says_what_it_is(device: kvoffload.Device, dtype: Any, name: str, itemsize: int) -> None:
+    array = device.empty((3, 5, 7), dtype)
+    assert (array.shape, array.dtype, array.itemsize, array.nbytes) == ((3, 5, 7), name, itemsize, 105 * itemsize)
+    assert (array.buffer.address, array.buffer.nbytes) == (array.address, array.nbytes)
+    assert repr(array) == f"DeviceArray((3, 5, 7), {name}, {array.address:#x})"
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, -1), 7, (2.5,), "ab", None])
+def test_bad_shapes_are_refused(device: kvoffload.Device, shape: Any) -> None:
+    with pytest.raises(ValueError, match="shape must be a sequence of positive integers, got "):
+        device.empty(shape, "uint8")
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "nonsense", None, object, "U4"])
+def test_types_without_a_known_size_are_refused(device: kvoffload.Device, dtype: Any) -> None:
+    with pytest.raises(LayoutError, match="dtype must be"):
+        device.empty((3,), dtype)
+
+
+def test_a_view_has_elements_of_the_same_size(device: kvoffload.Device) -> None:
+    array = device.empty((4, 4), "bfloat16")
+    view = array.view("uint16")
+    assert (view.dtype, view.address, view.buffer) == ("uint16", array.address, array.buffer)
+    with pytest.raises(ValueError, match="dtype must have 2 bytes like bfloat16, got 'uint8'"):
+        array.view("uint8")
+
+
+def test_sizes_of_types() -> None:
+    assert [element_bytes(name) for name in ("float64", "bfloat16", "float8_e5m2")] == [8, 2, 1]
+
+
+# as planes
+
+
+def test_an_array_of_any_type_is_planes(device: kvoffload.Device) -> None:
+    for dtype in ("bfloat16", "float8_e4m3fn", "float32"):
+        array = device.empty((3, 8, 4, 2), dtype)
+        layout = KVLayout.from_stacked(array)
+        assert layout.dtype == dtype
+        assert layout.groups[0].planes[2].address == array.address + 2 * array.nbytes // 3
+        assert all(plane.owner is array for plane in layout.groups[0].planes)
+        assert KVLayout.from_stacked(array, 1, 0).groups[0].num_blocks == 3
+
+
+def test_a_layout_knows_the_type_of_its_arrays_unless_they_differ(device: kvoffload.Device) -> None:
+    half, single = device.empty((4, 4), "float16"), device.empty((4, 4), "float32")
+    assert KVLayout.from_arrays([half]).dtype == "float16"
+    assert KVLayout.from_arrays([half, single]).dtype is None
+    assert KVLayout.from_arrays([half], dtype="bfloat16").dtype == "bfloat16"
+    assert KVLayout.from_arrays([device.allocate(64)]).dtype is None
+
+
+# exports
+
+
+def test_numpy_sees_the_memory_itself(device: kvoffload.Device) -> None:
+    array = device.empty((2, 3, 4), "float32")
+    seen = np.from_dlpack(array)
+    assert (seen.shape, seen.dtype.name) == ((2, 3, 4), "float32")
+    array.buffer.copy_from(np.arange(24, dtype=np.float32))
+    assert (seen.reshape(-1) == np.arange(24)).all()
+    whole = np.from_dlpack(array.buffer)
+    assert (whole.dtype.name, whole.shape) == ("uint8", (96,))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_export_waits_for_the_transfers_in_flight(seed: int) -> None:
+    with kvoffload.open_device(backend="simulated", seed=seed) as device:
+        array = device.empty((4, 16, 64), "uint8")
+        array.buffer.copy_from(np.zeros(array.nbytes, np.uint8))
+        other = device.empty((4, 16, 64), "uint8")
+        with (
+            OffloadEngine(KVLayout.from_stacked(array), device=device, num_slots=8, sm_limit=0) as engine,
+            OffloadEngine(KVLayout.from_stacked(other), device=device, num_slots=8, sm_limit=0) as bystander,
+        ):
+            engine.slots[:] = 9
+            job = engine.load(range(8), range(8), after=NO_WAIT)
+            waiting = bystander.load(range(8), range(8), after=NO_WAIT)
+            assert (np.from_dlpack(array)[:, :8] == 9).all()
+            assert job.finished
+            assert not waiting.finished
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_array_interface_names_a_stream_behind_the_transfers_in_flight(seed: int) -> None:
+    with kvoffload.open_device(backend="simulated", seed=seed) as device:
+        array = device.empty((4, 16, 64), "uint8")
+        array.buffer.copy_from(np.zeros(array.nbytes, np.uint8))
+        layout = KVLayout.from_stacked(array)
+        with (
+            OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as first,
+            OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as second,
+        ):
+            assert array.__cuda_array_interface__["stream"] is None
+            first.slots[:], second.slots[:] = 7, 9
+            first.load(range(4), range(4), after=NO_WAIT)
+            second.load(range(4), range(4, 8), after=NO_WAIT)
+            stream = array.__cuda_array_interface__["stream"]
+            seen: list[np.ndarray[Any, Any]] = []
+            view = device.simulator.view(array.address, array.nbytes).reshape(array.shape)
+            with device.current():
+                device.simulator.enqueue(stream, lambda: seen.append(view.copy()))
+            first.drain(10)
+            second.drain(10)
+            device.simulator.run_all()
+            assert (seen[0][:, :4] == 7).all()
+            assert (seen[0][:, 4:8] == 9).all()
+            assert array.__cuda_array_interface__["stream"] is None
+
+
+def test_the_array_interface_of_a_type_that_numpy_knows(device: kvoffload.Device) -> None:
+    array = device.empty((3, 4), "float16")
+    found = array.__cuda_array_interface__
+    assert (found["shape"], found["typestr"], found["data"]) == ((3, 4), "<f2", (array.address, False))
+    assert not hasattr(array.view("bfloat16"), "__cuda_array_interface__")
+
+
+def test_exports_that_cannot_be(device: kvoffload.Device) -> None:
+    array = device.empty((3, 4), "float16")
+    with pytest.raises(BufferError, match="exported without a copy"):
+        array.__dlpack__(copy=True)
+    with pytest.raises(BufferError, match="only where it is"):
+        array.__dlpack__(dl_device=(2, 0))
+    with pytest.raises(BufferError, match=r"bfloat16 is not exported; view\('uint16'\) is"):
+        array.view("bfloat16").__dlpack__()
+    array.buffer.close()
+    for use in (array.__dlpack__, lambda: array.__cuda_array_interface__):
+        with pytest.raises(kvoffload.ClosedError):
+            use()
+    with pytest.raises(kvoffload.ClosedError):
+        KVLayout.from_stacked(array)
+
+
+def test_a_closed_device_exports_nothing() -> None:
+    device = kvoffload.open_device(backend="simulated")
+    array = device.empty((3, 4), "float16")
+    device.close()
+    with pytest.raises(kvoffload.ClosedError):
+        np.from_dlpack(array)

@@ -1,0 +1,247 @@
+"""Planes, groups, slots and ids: what is accepted, what is refused, and where a block lies in a slot."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload import KVLayout, LayoutError, Plane
+from kvoffload.layout.layout import as_ids
+
+FAR = 1 << 20
+
+
+def plane(address: int = FAR, block_bytes: int = 64, num_blocks: int = 8, block_stride: int | None = None) -> Plane:
+    return Plane(address, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride)
+
+
+def planes(count: int, **options: Any) -> list[Plane]:
+    return [plane(FAR * (index + 1), **options) for index in range(count)]
+
+
+# planes
+
+
+def test_a_plane_ends_with_the_payload_of_its_last_block() -> None:
+    padded = plane(4096, block_bytes=100, num_blocks=3, block_stride=128)
+    assert (padded.span_bytes, padded.end) == (356, 4452)
+    assert plane(4096, block_bytes=100, num_blocks=3).block_stride == 100
+
+
+@pytest.mark.parametrize("number", ["address", "block_bytes", "num_blocks", "block_stride"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, "8", True, np.bool_(True), [1], object()])
+def test_a_plane_refuses_what_is_no_positive_integer_by_name(number: str, value: Any) -> None:
+    numbers: dict[str, Any] = {"address": 4096, "block_bytes": 64, "num_blocks": 8, "block_stride": 64, number: value}
+    with pytest.raises(LayoutError, match=f"^{number} must be an integer.*got "):
+        Plane(numbers.pop("address"), **numbers)
+
+
+def test_a_plane_takes_numpy_integers_and_keeps_python_ones() -> None:
+    made = Plane(np.uint64(1 << 46), block_bytes=np.int32(64), num_blocks=np.int64(8))  # type: ignore[arg-type]
+    assert [type(each) for each in (made.address, made.block_bytes, made.num_blocks, made.block_stride)] == [int] * 4
+    assert made == plane(1 << 46)
+
+
+def test_a_plane_refuses_a_stride_below_its_payload() -> None:
+    with pytest.raises(LayoutError, match=r"block_stride must be at least block_bytes \(64\), got 63"):
+        plane(block_stride=63)
+
+
+def test_planes_are_frozen_values_with_a_telling_repr() -> None:
+    assert plane() == plane()
+    assert len({plane(), plane(), plane(num_blocks=9)}) == 2
+    with pytest.raises(AttributeError):
+        plane().address = 5  # type: ignore[misc]
+    assert repr(plane(0x1000, block_stride=80)) == "Plane(0x1000, block_bytes=64, num_blocks=8, block_stride=80)"
+    assert repr(plane(0x1000)) == "Plane(0x1000, block_bytes=64, num_blocks=8)"
+
+
+def test_a_bad_layout_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="num_blocks"):
+        plane(num_blocks=0)
+
+
+# slots
+
+
+@pytest.mark.parametrize(
+    ("sizes", "factor", "slot_bytes"),
+    [
+        ([[64]], 1, 4096),
+        ([[4096]], 1, 4096),
+        ([[4097]], 1, 8192),
+        ([[1024, 1024]], 2, 4096),
+        ([[16], [5000, 1]], 2, 12288),
+    ],
+)
+def test_a_slot_is_the_largest_groups_payload_in_whole_pages(
+    sizes: list[list[int]], factor: int, slot_bytes: int
+) -> None:
+    groups = [
+        [plane(FAR * (10 * g + p + 1), block_bytes=size) for p, size in enumerate(group)]
+        for g, group in enumerate(sizes)
+    ]
+    layout = KVLayout(groups, blocks_per_slot=factor)
+    assert layout.slot_bytes == slot_bytes
+    assert [group.payload_bytes for group in layout.groups] == [sum(group) * factor for group in sizes]
+    assert [group.bytes_per_block for group in layout.groups] == [sum(group) for group in sizes]
+
+
+def test_a_slot_holds_plane_after_plane_without_gaps() -> None:
+    group = KVLayout([[plane(FAR, 100), plane(2 * FAR, 7), plane(3 * FAR, 50)]], blocks_per_slot=3).groups[0]
+    assert group.host_offsets.tolist() == [0, 300, 321]
+    assert group.host_offsets.dtype == np.int64
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3, 5])
+def test_pitfall_11_slots_for_partial_first_and_last_slots(factor: int) -> None:
+    layout = KVLayout([planes(1)], blocks_per_slot=factor)
+    for count in range(12):
+        for first in range(factor):
+            touched = {(first + index) // factor for index in range(count)}
+            assert layout.slots_for(count, first) == len(touched)
+
+
+# groups
+
+
+def test_layouts_refuse_nothing_and_the_wrong_nesting() -> None:
+    with pytest.raises(LayoutError, match="groups is empty"):
+        KVLayout([])
+    with pytest.raises(LayoutError, match=r"groups\[1\] has no planes"):
+        KVLayout([planes(1), []])
+    everything: list[Any] = [planes(2), plane(), None, 5]
+    for wrong in everything:
+        with pytest.raises(LayoutError, match=r"groups must be a list of lists of planes: KVLayout\(\[planes\]\), got"):
+            KVLayout(wrong)
+    with pytest.raises(LayoutError, match=r"groups\[0\]\[1\] must be a Plane, got int"):
+        KVLayout([[plane(), 5]])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("factor", [0, -2, 1.5, True, None])
+def test_layouts_refuse_a_bad_blocks_per_slot_by_name(factor: Any) -> None:
+    with pytest.raises(LayoutError, match=r"^blocks_per_slot must be an integer.*got"):
+        KVLayout([planes(1)], blocks_per_slot=factor)
+
+
+def test_planes_of_a_group_have_one_block_table() -> None:
+    with pytest.raises(LayoutError, match=r"groups\[1\].*num_blocks differ: \[8, 9\]"):
+        KVLayout([planes(1), [plane(FAR, num_blocks=8), plane(2 * FAR, num_blocks=9)]])
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (plane(4096), plane(4096)),
+        (plane(4096), plane(4096 + 511)),  # the last byte
+        (plane(4096 + 511), plane(4096)),
+        (plane(4096, block_stride=128), plane(4096 + 63, block_stride=128)),
+        (plane(4096, block_stride=128), plane(4096 + 65, block_stride=128)),  # wraps into the next block
+        (plane(4096, block_stride=128), plane(4096 + 64, block_stride=256)),  # other strides meet somewhere
+    ],
+)
+def test_pitfall_12_planes_of_a_group_that_share_a_byte_are_refused(pair: tuple[Plane, Plane]) -> None:
+    with pytest.raises(LayoutError, match=r"groups\[0\]\[\d\] and groups\[0\]\[\d\] share bytes of device memory"):
+        KVLayout([[plane(FAR), *pair]])
+
+
+def test_neighbours_and_interleaved_planes_share_nothing() -> None:
+    KVLayout([[plane(4096), plane(4096 + 512)]])
+    KVLayout([[plane(4096 + 64 * index, block_stride=64 * 5) for index in range(5)]])
+    KVLayout([[plane(4096, block_stride=128), plane(4096 + 64, block_stride=128)]])
+    KVLayout([[plane(4096)], [plane(4096)]])  # two groups may use the same memory
+
+
+def test_sharing_is_found_behind_a_plane_that_ends_late() -> None:
+    long = Plane(4096, block_bytes=64, num_blocks=8, block_stride=1024)
+    between = Plane(4096 + 64, block_bytes=64, num_blocks=8, block_stride=1024)
+    hidden = Plane(4096 + 96, block_bytes=64, num_blocks=8, block_stride=1024)
+    with pytest.raises(LayoutError, match=r"groups\[0\]\[1\] and groups\[0\]\[2\]"):
+        KVLayout([[long, between, hidden]])
+
+
+def test_the_repr_of_a_layout_says_how_it_folds() -> None:
+    folded = KVLayout([planes(64)], blocks_per_slot=2)
+    assert repr(folded) == (
+        "KVLayout(64 planes x 64 B x 8 blocks, blocks_per_slot=2, slot_bytes=8192; "
+        "64 planes fold into 1 run if each run is one allocation)"
+    )
+    scattered = KVLayout([[plane(FAR * 9), plane(FAR * 5), plane(FAR)]])
+    assert "3 planes do not fold (3 operations a block)" in repr(scattered)
+    two = KVLayout([planes(4), [plane(FAR * 50, 100 + index) for index in range(1)]])
+    assert "4 planes x 64 B x 8 blocks + 1 planes x 100 B x 8 blocks" in repr(two)
+    sizes = KVLayout([[plane(FAR * (index + 1), 10 + index) for index in range(5)]])
+    assert "5 planes x 10/11/12/... B" in repr(sizes)
+
+
+def test_descriptions_are_kept() -> None:
+    layout = KVLayout([planes(1)], dtype="bfloat16", tokens_per_block=16)
+    assert (layout.dtype, layout.tokens_per_block, layout.num_groups) == ("bfloat16", 16, 1)
+    with pytest.raises(LayoutError, match="tokens_per_block must be"):
+        KVLayout([planes(1)], tokens_per_block=0)
+
+
+# ids
+
+
+@pytest.mark.parametrize(
+    "given", [[3, 0], (3, 0), np.array([3, 0]), np.array([3, 0], np.uint8), np.array([3, 9, 0])[::2], range(3, -1, -3)]
+)
+def test_ids_are_whatever_numpy_turns_into_integers(given: Any) -> None:
+    ids = as_ids("blocks", given, 4)
+    assert ids.tolist() == [3, 0]
+    assert ids.dtype == np.int64
+
+
+@pytest.mark.parametrize("given", [[], (), np.empty(0), np.empty(0, np.int32), range(0)])
+def test_no_ids_are_legal(given: Any) -> None:
+    assert as_ids("blocks", given, 4).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([0, 4], r"blocks\[1\] is 4, outside \[0, 4\)"),
+        ([0, 1, -1, 9], r"blocks\[2\] is -1, outside \[0, 4\)"),
+        (np.array([1 << 63], np.uint64), r"blocks\[0\] is 9223372036854775808"),
+        ([1.0], "blocks must hold integers, got dtype float64"),
+        ([True], "blocks must hold integers, got dtype bool"),
+        (["a"], "blocks must hold integers"),
+        ([None], "blocks must hold integers"),
+        (3, r"blocks must be one-dimensional, got shape \(\)"),
+        ([[1]], r"blocks must be one-dimensional, got shape \(1, 1\)"),
+        (np.empty((0, 2), np.int64), "one-dimensional"),
+        ([[1], [1, 2]], "blocks must be something numpy turns into"),
+        ([1 << 70], "blocks must hold integers"),
+        (None, "blocks must be one-dimensional"),
+    ],
+)
+def test_other_ids_are_refused_by_name_and_position(given: Any, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        as_ids("blocks", given, 4)
+
+
+def test_planes_end_below_the_largest_address() -> None:
+    Plane((1 << 63) - 65, block_bytes=64, num_blocks=1)
+    with pytest.raises(LayoutError, match=r"ends beyond the largest address, 2\*\*63 - 1"):
+        Plane((1 << 63) - 64, block_bytes=64, num_blocks=1)
+
+
+def interleaved(count: int, shift: int = 0) -> list[Plane]:
+    """Planes as in `(blocks, planes, ...)`; the last one `shift` bytes early."""
+    stride = 64 * count
+    starts = [FAR + 64 * index for index in range(count - 1)] + [FAR + stride - 64 - shift]
+    return [Plane(start, block_bytes=64, num_blocks=1024, block_stride=stride) for start in starts]
+
+
+def test_many_interleaved_planes_are_checked_quickly() -> None:
+    """Their spans all overlap, so that comparing pairs would take seconds."""
+    many = interleaved(2000)
+    started = time.perf_counter()
+    KVLayout([many])
+    assert time.perf_counter() - started < 0.2
+    with pytest.raises(LayoutError, match=r"groups\[0\]\[19[89]\] and groups\[0\]\[19[89]\] share bytes"):
+        KVLayout([interleaved(200, shift=1)])

@@ -1,0 +1,250 @@
+"""The examples that decode with a paged KV cache: their bits, that blocks were really moved, that errors would show."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from programs import run_program
+
+import kvoffload
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+BOTH = ("cupy_paged_decode.py", "jax_paged_decode.py")
+COUNTS = re.compile(r"^(.+): (\d+) blocks evicted, (\d+) stored \(.*\), (\d+) loaded", re.MULTILINE)
+VERDICTS = re.compile(r"^(.+): (\d+) of (\d+) tokens have the very bits of the first run: (.+)$", re.MULTILINE)
+TIMES = re.compile(r"tokens/s|TTFT|\d m?s\b|seconds")
+FITS, PREFETCHED, ON_DEMAND = "cache that fits", "offload, prefetched", "offload, on demand"
+LAYER_WISE, RECOMPUTED = "offload, layer-wise", "recomputation"
+
+
+def run(name: str, *options: str, exit_code: int = 0, warnings: str = "error") -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", warnings, str(EXAMPLES / name), *options],
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return done.stdout
+
+
+def counts(output: str) -> dict[str, tuple[int, ...]]:
+    """Blocks evicted, stored and loaded, by mode."""
+    return {mode: tuple(map(int, numbers)) for mode, *numbers in COUNTS.findall(output)}
+
+
+def verdicts(output: str) -> dict[str, str]:
+    return {mode: verdict for mode, *_, verdict in VERDICTS.findall(output)}
+
+
+def check_run(output: str, *modes: str) -> None:
+    """All offloading modes moved blocks, and changed no bit."""
+    moved, said = counts(output), verdicts(output)
+    assert moved[FITS] == (0, 0, 0)
+    assert set(moved) == {FITS, *modes, RECOMPUTED}
+    for mode in modes:
+        assert min(moved[mode]) > 0
+        assert said[mode] == "bitwise equal"
+    evicted, *transferred = moved[RECOMPUTED]
+    assert evicted > 0
+    assert transferred == [0, 0]
+
+
+# on the simulated device
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_simulated_runs_are_bitwise_equal_and_print_no_times(name: str) -> None:
+    output = run(name, "--device", "simulated")
+    check_run(output, PREFETCHED, ON_DEMAND)
+    assert "no times: those of the simulated device are made up; left out as well:" in output
+    assert TIMES.search(output) is None
+
+
+def test_layers_wait_for_their_parts() -> None:
+    check_run(run(BOTH[0], "--device", "simulated", "--layer-wise"), PREFETCHED, ON_DEMAND, LAYER_WISE)
+
+
+def test_other_conversations_and_more_room() -> None:
+    options = ("--seed", "7", "--conversations", "12", "--batch", "3", "--turns", "2", "--device-blocks", "60")
+    check_run(run(BOTH[0], "--device", "simulated", *options), PREFETCHED, ON_DEMAND)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_spoiled_block_is_noticed(name: str) -> None:
+    said = verdicts(run(name, "--device", "simulated", "--corrupt", exit_code=1))
+    assert said[PREFETCHED] == said[ON_DEMAND] == "DIFFERENT"
+
+
+@pytest.mark.parametrize(("forgotten", "mode"), [("follow", ON_DEMAND), ("_before_layer", LAYER_WISE)])
+def test_a_step_that_does_not_wait_for_its_load_is_noticed(forgotten: str, mode: str) -> None:
+    program = f"""
+    import sys
+    sys.path.insert(0, {str(EXAMPLES)!r})
+    import cupy_paged_decode
+    from paged_decode.arrays import NumpyBackend
+    NumpyBackend.{forgotten} = lambda *_: None
+    sys.argv = ["cupy_paged_decode", "--device", "simulated", "--layer-wise"]
+    sys.exit(cupy_paged_decode.main())
+    """
+    assert verdicts(run_program(program, exit_code=1))[mode] == "DIFFERENT"
+
+
+@pytest.mark.parametrize(("name", "extra"), list(zip(BOTH, ("cupy", "jax"), strict=True)))
+def test_without_its_framework_an_example_names_the_extra(name: str, extra: str) -> None:
+    program = (
+        "import importlib.util, runpy, sys\n"
+        "importlib.util.find_spec = lambda name: None\n"
+        f"sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        f"sys.argv = [{name!r}]\n"
+        f"runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"pip install 'kvoffload[{extra}]'" in done.stderr
+    assert "--device simulated" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--device-blocks", "5"), "need 39 blocks on the device"),
+        (("--batch", "3"), "--batch divides --conversations"),
+        (("--plot", "timeline.png"), "--plot needs a GPU"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: tuple[str, ...], complaint: str) -> None:
+    command = [sys.executable, str(EXAMPLES / BOTH[0]), "--device", "simulated", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# the parts
+
+
+@pytest.fixture
+def paged(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports modules of the package that the examples share."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return lambda name: import_module(f"paged_decode.{name}")
+
+
+def test_the_pool_takes_from_who_has_waited_longest(paged: Any) -> None:
+    pool = paged("workload").BlockPool(7)
+    assert pool.extend(0, 2, ()) == []
+    assert pool.extend(1, 2, ()) == []
+    assert pool.extend(0, 3, ()) == []  # served again: 1 has waited longer
+    assert pool.extend(2, 3, spared={0}) == [1]
+    assert pool.extend(3, 1, spared={2}) == [0]
+    assert pool.evicted == 5
+    blocks = [block for own in pool.of.values() for block in own]
+    assert len(blocks) == len(set(blocks)) == 4
+    assert paged("model").NULL_BLOCK not in blocks
+    assert max(blocks) < 7
+
+
+def decode(paged: Any, blocks: list[int], chunk: int, tokens: list[int]) -> Any:
+    """Logits of the last token, computed chunk by chunk in a cache full of other numbers."""
+    model = paged("model")
+    backend = paged("arrays").ArrayModel(np, model.SMALL, "float32")
+    cache = np.random.default_rng(1).standard_normal(model.SMALL.cache_shape(12), dtype="float32")
+    for first in range(0, len(tokens), chunk):
+        step = model.Step.padding(1, chunk, 6)
+        step.put(0, tokens, first, blocks)
+        logits = backend.logits(cache, step, lambda _: None)
+    return logits[0]
+
+
+def test_logits_do_not_depend_on_where_blocks_are(paged: Any) -> None:
+    tokens = np.random.default_rng(0).integers(256, size=53).tolist()
+    here, there = (decode(paged, blocks, 20, tokens) for blocks in ([1, 2, 3, 4], [9, 3, 11, 6]))
+    assert here.tobytes() == there.tobytes()
+    changed = decode(paged, [1, 2, 3, 4], 20, [tokens[0] ^ 1, *tokens[1:]])
+    assert here.tobytes() != changed.tobytes()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32])
+def test_chunks_compute_the_same_but_for_rounding(paged: Any, chunk: int) -> None:
+    tokens = np.random.default_rng(0).integers(256, size=53).tolist()
+    whole, chunked = (decode(paged, [5, 2, 8, 1], length, tokens) for length in (64, chunk))
+    np.testing.assert_allclose(chunked, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_of_jax_writes_into_the_cache_and_copies_nothing_of_it() -> None:
+    """A copy of the whole cache, written back, would undo loads that run beside the step."""
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("jax is not installed")
+    program = f"""
+    import sys
+    sys.path.insert(0, {str(EXAMPLES)!r})
+    import jax, numpy as np
+    from functools import partial
+    from jax_paged_decode import compute
+    from paged_decode import model
+    size = model.SMALL
+    weights = {{name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in size.weight_shapes.items()}}
+    cache = jax.ShapeDtypeStruct(size.cache_shape(20000), "uint16")
+    for step in (model.Step.padding(2, 1, 10), model.Step.padding(1, 32, 10)):
+        compiled = jax.jit(partial(compute, size), donate_argnums=1).lower(weights, cache, step).compile()
+        memory = compiled.memory_analysis()
+        print(memory.alias_size_in_bytes == cache.size * 2, memory.temp_size_in_bytes < cache.size // 10)
+    """
+    assert run_program(program, dev_mode=False) == "True True\nTrue True\n"
+
+
+def test_a_timeline_has_all_that_ran(paged: Any, device: kvoffload.Device, tmp_path: Path) -> None:
+    report, timeline, workload = paged("report"), paged("timeline"), paged("workload")
+    backend = paged("arrays").NumpyBackend(device, paged("model").SMALL)
+    work = workload.Workload(workload.SMALL, backend.size.vocabulary)
+    options = Namespace(plot=True, corrupt=False)
+    spans: dict[str, Any] = {}
+    done = report.serve(backend, work, report.PREFETCHED, work.blocks_at_once(), options, spans)
+    assert min(done.evicted, done.stored, done.loaded) > 0
+    assert len(done.first_token_seconds) == 8 * (3 - 1)
+    kinds = [span.kind for span in spans[PREFETCHED]]
+    assert kinds.count("round") == len(work.rounds) == 12
+    assert kinds.count("decode") == 12 * (work.generated - 1)
+    assert kinds.count("store") == 24
+    assert 0 < kinds.count("load") <= 16
+    assert all(span.end >= span.begin for span in spans[PREFETCHED])
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    timeline.draw(spans, str(tmp_path / "timeline.png"))
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "framework"), list(zip(BOTH, ("cupy", "jax"), strict=True)))
+def test_on_a_gpu(name: str, framework: str, tmp_path: Path) -> None:
+    try:
+        kvoffload.open_device(0).close()
+    except kvoffload.KVOffloadError as error:
+        pytest.skip(f"no GPU: {error}")
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    figure = tmp_path / "timeline.png"
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    by_layer = ("--layer-wise",) if framework == "cupy" else ()
+    output = run(name, "--small", *by_layer, *(("--plot", str(figure)) if drawn else ()), warnings="default")
+    check_run(output, PREFETCHED, ON_DEMAND, *((LAYER_WISE,) if by_layer else ()))
+    assert TIMES.search(output) is not None
+    assert figure.exists() == drawn
+    spoiled = verdicts(run(name, "--small", "--corrupt", exit_code=1, warnings="default"))
+    assert spoiled[PREFETCHED] == "DIFFERENT"

@@ -1,0 +1,47 @@
+"""The examples run as they are, in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvoffload
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(name: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / name)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_quickstart() -> None:
+    assert "every byte came back" in run("quickstart.py")
+
+
+def test_embedded_runtime() -> None:
+    assert "32 of 32 turns came back right" in run("embedded_runtime.py")
+
+
+@pytest.mark.gpu
+def test_cupy_offload() -> None:
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("cupy is not installed")
+    try:
+        kvoffload.open_device(0).close()
+    except kvoffload.KVOffloadError as error:
+        pytest.skip(f"no GPU: {error}")
+    assert "every byte came back" in run("cupy_offload.py")

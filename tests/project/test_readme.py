@@ -1,0 +1,65 @@
+"""The README is run: its snippets, and what it claims of files."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import kvoffload
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def snippet(name: str, text: str = README) -> str:
+    found = re.search(rf"<!-- run: {name} -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None, f"there is no snippet named {name}"
+    return found.group(1)
+
+
+def run(name: str, text: str = README) -> None:
+    exec(compile(snippet(name, text), name, "exec"), {"__name__": "__readme__"})
+
+
+def test_the_cache_snippet_runs_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    run("cache")
+    assert capsys.readouterr().out.startswith("3 CacheStatistics(capacity=16, resident=3")
+
+
+def test_the_runtimes_snippet_runs_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    run("runtime")
+    printed = capsys.readouterr().out
+    assert printed.count("TransferResult(") == 2
+    assert printed.endswith("[]\n")
+
+
+def test_the_servers_request_runs_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    run("server", (ROOT / "docs" / "cache.md").read_text())
+    assert capsys.readouterr().out.startswith("6 BlockCache(6 of 16 keys")
+
+
+def test_both_commands_are_there() -> None:
+    for name in ("demo", "tests"):
+        assert re.search(rf"<!-- command: {name} -->\n```\n.+\n```", README)
+
+
+def test_every_example_is_named() -> None:
+    for example in (ROOT / "examples").iterdir():
+        if example.suffix in (".py", ".ipynb"):
+            assert example.name in README
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "expected"), [("cupy", "TransferResult"), ("jax", "True TransferResult")])
+def test_snippets_on_a_gpu(name: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        kvoffload.open_device(0).close()
+    except kvoffload.KVOffloadError as error:
+        pytest.skip(f"no GPU: {error}")
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    run(name)
+    assert expected in capsys.readouterr().out

@@ -1,0 +1,108 @@
+"""Run pytest with one call removed from the product: `python mutants.py MODULE LINE COLUMN PYTEST_ARGUMENT...`.
+
+The call at that place becomes `None`, its arguments unevaluated. MODULE `-` removes nothing, under the same hook.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent.parent / "kvoffload"
+NOT_MUTATED = {
+    PACKAGE / name for name in ("driver", "simulator", "bench", "calibration", "commands", "replay", "terminal")
+}
+WAITS = frozenset({"stream_wait_event", "wait_for_job", "wait_for_part"})
+
+
+class Site(NamedTuple):
+    """A call in the product."""
+
+    module: str
+    line: int
+    column: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}:{self.name}"
+
+
+def wait_sites() -> list[Site]:
+    """Every call that makes a stream wait, outside the driver seam and the commands, which order no user's bytes."""
+    sites = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if not NOT_MUTATED & set(path.parents):
+            module = ".".join(("kvoffload", *path.relative_to(PACKAGE).with_suffix("").parts))
+            calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            sites += [
+                Site(module, call.lineno, call.col_offset, call.func.attr)
+                for call in calls
+                if isinstance(call.func, ast.Attribute) and call.func.attr in WAITS
+            ]
+    return sorted(sites)
+
+
+class _Remove(ast.NodeTransformer):
+    def __init__(self, line: int, column: int) -> None:
+        self._place = (line, column)
+        self.removed = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if (node.lineno, node.col_offset) != self._place or not isinstance(node.func, ast.Attribute):
+            return node
+        if node.func.attr not in WAITS:
+            return node
+        self.removed += 1
+        return ast.copy_location(ast.Constant(None), node)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module of the package from its source, with the call removed if it is the module concerned."""
+
+    place: tuple[str, int, int] = ("-", 0, 0)
+
+    def get_code(self, fullname: str) -> object:  # type: ignore[override]
+        path = Path(self.get_filename(fullname))
+        tree = ast.parse(path.read_text())
+        module, line, column = self.place
+        if fullname == module:
+            remover = _Remove(line, column)
+            tree = ast.fix_missing_locations(remover.visit(tree))
+            assert remover.removed == 1, f"no single wait at {self.place}"
+        return compile(tree, str(path), "exec", dont_inherit=True)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".")[0] != PACKAGE.name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(
+            fullname, [str(PACKAGE.parent)] if path is None else path, target
+        )
+        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            return spec
+        spec.loader = _Loader(fullname, spec.loader.path)
+        return spec
+
+
+def main(arguments: list[str]) -> int:
+    module, line, column, *rest = arguments
+    _Loader.place = (module, int(line), int(column))
+    sys.meta_path.insert(0, _Finder())
+    return int(pytest.main(rest))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""Typical calls of the public names, for mypy to check; `test_package` runs them on the simulated device too."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import numpy as np
+import numpy.typing as npt
+
+import kvoffload
+from kvoffload import (
+    NO_WAIT,
+    BlockCache,
+    CacheEvent,
+    CacheIndex,
+    CacheJob,
+    CacheStatistics,
+    CapacityError,
+    Device,
+    DeviceBuffer,
+    Direction,
+    Job,
+    KVLayout,
+    Lease,
+    Namespace,
+    OffloadEngine,
+    Plane,
+    PlanReport,
+    Reservation,
+    Status,
+    TransferError,
+    TransferResult,
+    chain_keys,
+    open_device,
+)
+from kvoffload.cache.policies import Prefix
+
+
+class Stream:
+    """What CuPy and cuda.core streams look like."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, 0)
+
+
+def devices() -> Device:
+    device = open_device(backend="simulated", seed=3, driver_version=(12, 8), bindings_version=(12, 9))
+    assert_type(device, Device)
+    assert_type(device.simulated, bool)
+    assert_type(device.closed, bool)
+    buffer = device.allocate(1024)
+    assert_type(buffer, DeviceBuffer)
+    assert_type(buffer.address, int)
+    buffer.copy_from(np.arange(10))
+    assert_type(buffer.to_numpy(), npt.NDArray[np.uint8])
+    return device
+
+
+def layouts(device: Device) -> KVLayout:
+    planes = device.allocate_planes(4, block_bytes=4096, num_blocks=32)
+    assert_type(planes, list[Plane])
+    plane = Plane(planes[0].address, block_bytes=64, num_blocks=8, block_stride=128)
+    assert_type(plane.end, int)
+    layout = KVLayout([planes], blocks_per_slot=2, dtype="bfloat16", tokens_per_block=16)
+    KVLayout.from_arrays([device.allocate(64)], blocks_per_slot=1)
+    assert_type(layout.slot_bytes, int)
+    assert_type(layout.slots_for(5, first_sub_block=1), int)
+    return layout
+
+
+def transfers(layout: KVLayout, device: Device) -> list[TransferResult]:
+    with OffloadEngine(layout, device=device, num_slots=16, sm_limit=0, max_in_flight=64) as engine:
+        job = engine.store([0, 1, 2], np.array([4, 5]))
+        assert_type(job, Job)
+        job.order_before(0)
+        back = engine.load(range(4, 6), [3, 4, 5], after=NO_WAIT, source_order="stream")
+        back.order_before(Stream())
+        try:
+            result = back.wait(timeout=10.0)
+        except TimeoutError:
+            raise
+        except TransferError as error:
+            raise RuntimeError(str(error)) from error
+        assert_type(result, TransferResult)
+        assert_type(result.seconds, float)
+        assert_type(result.direction, Direction)
+        assert_type(result.error, TransferError | None)
+        assert_type(job.id, int)
+        assert_type(job.done, bool)
+        layers = engine.load([4], [3], parts=[[0, 2], [1, 3]])
+        assert_type(layers.num_parts, int)
+        layers.order_before(Stream(), part=0)
+        layers.wait(timeout=10.0)
+        assert_type(engine.slots, npt.NDArray[np.uint8])
+        engine.store([1], [7], group=0, first_sub_block=1, after=Stream(), copier="loop")
+        engine.drain(timeout=10.0)
+        assert_type(engine.statistics().store.nbytes, int)
+        report = engine.plan("load", [3, 4, 5], range(4, 6), copier="loop")
+        assert_type(report, PlanReport)
+        assert_type([seconds for _, seconds in report.alternatives], list[float])
+        return engine.poll()
+
+
+def caches(layout: KVLayout, device: Device) -> int:
+    with OffloadEngine(layout, device=device, num_slots=16) as engine:
+        events: list[CacheEvent] = []
+        cache = BlockCache(engine, namespaces={"guests": Namespace(max_blocks=4)}, on_event=events.append)
+        try:
+            job = cache.store([b"one", b"two"], [0, 1, 2, 3], after=NO_WAIT)
+        except CapacityError:
+            return 0
+        assert_type(job, CacheJob)
+        job.wait(timeout=10.0)
+        found = cache.lookup([b"one", b"two", b"three"])
+        assert_type(found, int)
+        cache.load([b"one"], [5, 6]).wait(timeout=10.0)
+        cache.load([b"two"], [5, 6], pending=True, parts=2).order_before(0, part=1)
+        with cache.reserve([b"three"], namespace="guests") as reservation:
+            assert_type(reservation, Reservation)
+            assert_type(reservation.keys, tuple[bytes, ...])
+            engine.slots[reservation.slots()] = 7
+        with cache.acquire([b"one", b"three"]) as lease:
+            assert_type(lease, Lease)
+            assert_type(engine.slots[lease.slots()], npt.NDArray[np.uint8])
+        assert_type(cache.status([b"three"]), list[Status])
+        cache.touch([b"one", b"two", b"three"])
+        assert_type(cache.lookup_many([[b"one"], [b"three"]]), list[int])
+        assert_type(cache.remove([b"two"]) + cache.clear(), int)
+        cache.check()
+        assert_type(cache.statistics(), CacheStatistics)
+        assert {event.kind for event in events} >= {"stored", "hit", "removed"}
+        return found
+
+
+def keys(layout: KVLayout) -> list[bytes]:
+    index = CacheIndex(100, policy=Prefix)
+    found = chain_keys(np.arange(100, dtype=np.uint16), layout=layout, namespace="model", extra=b"adapter")
+    assert_type(found, list[bytes])
+    index.reserve(found).commit()
+    assert index.lookup(found) == len(found)
+    return found
+
+
+def errors() -> None:
+    assert issubclass(kvoffload.LayoutError, ValueError)
+    error = kvoffload.DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2)
+    assert_type(error.code, int)
+    assert_type(error.name, str)
+
+
+def main() -> None:
+    """All of it, once."""
+    with devices() as device:
+        layout = layouts(device)
+        assert len(transfers(layout, device)) == 2
+        assert caches(layout, device) == 2
+        assert len(keys(layout)) == 3
+    errors()

@@ -1,0 +1,490 @@
+"""Costs, how they are fitted, and profiles: what is kept, what is trusted, and what is used instead."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvoffload
+from kvoffload import tuning
+from kvoffload.errors import KVOffloadWarning
+from kvoffload.internal import cachefiles
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.tuning import (
+    CopyMethod,
+    Profile,
+    ProfileKey,
+    Shape,
+    default_profile,
+    key_of,
+    load_profile,
+    parse,
+    profile_for,
+    profile_path,
+    render,
+    save_profile,
+)
+from kvoffload.tuning.costs import Costs, Curve, FlatCosts, SplitCosts, StridedCosts, along
+from kvoffload.tuning.fitting import Sample, fit, fit_strided, solve
+
+H200 = ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")
+KIB = 1 << 10
+
+
+def shape(block_bytes: int, blocks: int, planes: int = 64, *, folds: bool = True, merged: int = 1) -> Shape:
+    pieces = blocks * planes
+    rows = pieces // merged
+    return Shape(Direction.LOAD, blocks, pieces, blocks // merged if folds else rows, rows, pieces * block_bytes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and nothing warned of so far."""
+    monkeypatch.setenv(cachefiles.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(cachefiles, "_warned", set())
+    return tmp_path
+
+
+# lines ----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0, 1e-4), st.floats(1e-8, 1e-5), st.integers(64, 100_000))
+def test_a_straight_line_is_followed_exactly_between_points_and_beyond(price: float, each: float, x: int) -> None:
+    points = (64, 512, 4096)
+    assert along(points, [price + each * p for p in points], x) == pytest.approx(price + each * x)
+
+
+def test_below_the_first_point_costs_stay_between_constant_and_proportional() -> None:
+    assert along((64, 128), (10.0, 11.0), 1) == pytest.approx(10.0 - 63 / 64)
+    assert along((64, 128), (10.0, 9.0), 1) == 10.0, "a falling line is not followed upwards"
+    assert along((64, 128), (10.0, 30.0), 32) == 5.0, "nor one through zero downwards"
+
+
+def test_beyond_the_last_point_costs_do_not_fall() -> None:
+    assert along((64, 128), (10.0, 9.0), 1000) == 9.0
+
+
+def test_a_single_point_is_proportional() -> None:
+    assert along((64,), (2.0,), 32) == 1.0
+
+
+def test_flat_costs_are_exact_where_prices_add_up() -> None:
+    def seconds(nbytes: float, count: float) -> float:
+        return 1e-5 + count * (4e-7 + nbytes / 5e10)
+
+    counts = (64, 1024)
+    curves = [Curve(nbytes, counts, tuple(seconds(nbytes, n) for n in counts)) for nbytes in (2048, 8192, 65536)]
+    costs = FlatCosts(tuple(curves))
+    for nbytes in (2048, 3000, 18 * KIB, 65536, 1 << 20):
+        for count in (64, 200, 5000):
+            assert costs.seconds(nbytes, count) == pytest.approx(seconds(nbytes, count))
+    single = FlatCosts((curves[0],))
+    assert single.seconds(4096, 64) == pytest.approx(2 * single.seconds(2048, 64))
+
+
+# fitting --------------------------------------------------------------------------------------------------------------
+
+STRIDED = StridedCosts(9e-6, (4 * KIB, 16 * KIB), (1.5e-6, 2.0e-6), (1.2e-7, 3.4e-7))
+
+
+def strided_samples(noise: float = 0.0, seed: int = 0) -> list[Sample]:
+    random = np.random.default_rng(seed)
+    found = []
+    for nbytes in STRIDED.row_bytes:
+        for planes in (8, 64):
+            for blocks in (1, 8, 64):
+                where = shape(nbytes, blocks, planes)
+                exact = STRIDED.seconds(nbytes, where.rows, where.operations)
+                found.append(Sample(CopyMethod("strided"), where, exact * (1 + noise * random.standard_normal())))
+    return found
+
+
+def test_the_prices_of_strided_copies_are_found() -> None:
+    found = fit_strided(strided_samples())
+    assert found.fixed == pytest.approx(STRIDED.fixed)
+    assert found.row_bytes == STRIDED.row_bytes
+    assert found.operation_seconds == pytest.approx(STRIDED.operation_seconds)
+    assert found.row_seconds == pytest.approx(STRIDED.row_seconds)
+
+
+def test_noise_of_2_percent_leaves_strided_times_right_within_5(seed: int) -> None:
+    found = fit_strided(strided_samples(0.02, seed))
+    for nbytes in (4 * KIB, 10 * KIB, 16 * KIB):
+        for planes, blocks in ((8, 3), (32, 20), (64, 500)):
+            exact = STRIDED.seconds(nbytes, planes * blocks, blocks)
+            assert found.seconds(nbytes, planes * blocks, blocks) == pytest.approx(exact, rel=0.05)
+
+
+def test_no_price_is_negative() -> None:
+    columns = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0]])
+    prices = solve(columns, np.array([3.0, 2.0, 1.0]))
+    assert (prices >= 0).all()
+    assert prices[0] > 0
+
+
+def split_costs(stretch: float, lean: float) -> Costs:
+    gather = FlatCosts((Curve(8 * KIB, (64, 4096), (1.5e-5, 8.4e-4)),))
+    split = SplitCosts(4e-6, (8 * KIB,), (stretch,), (lean,))
+    return Costs(55e9, StridedCosts(1e-5, (8 * KIB,), (1.5e-6,), (2.1e-7,)), {}, {2: gather}, {2: split})
+
+
+def test_the_stretch_and_the_best_share_of_splits_are_found() -> None:
+    """Shares other than the best take 20% longer."""
+    costs = split_costs(1.15, 1.2)
+    samples = [each for each in strided_samples() if each.shape.nbytes == 0]
+    for blocks in (10, 80):
+        where = shape(8 * KIB, blocks)
+        for lean in (0.8, 1.0, 1.2, 1.4):
+            share = costs.split_share(where, 2, lean)
+            seconds = 4e-6 + 1.15 * costs.ideal_split(where, 2, costs.split_share(where, 2, 1.2))
+            samples.append(Sample(CopyMethod("split", 2, share), where, seconds * (1.0 if lean == 1.2 else 1.2)))
+    for blocks in (1, 10, 80):
+        for planes in (8, 64):
+            where = shape(8 * KIB, blocks, planes)
+            samples.append(Sample(CopyMethod("strided"), where, costs.seconds(CopyMethod("strided"), where)))
+    for blocks in (1, 64):
+        where = shape(8 * KIB, blocks, folds=False)
+        samples.append(Sample(CopyMethod("gather", 2, 1.0), where, costs.seconds(CopyMethod("gather", 2, 1.0), where)))
+    found = fit(55e9, samples).split[2]
+    assert found.lean == pytest.approx((1.2,), rel=0.03)
+    assert found.stretch == pytest.approx((1.15,), rel=0.01)
+    assert found.extra == pytest.approx(4e-6, rel=0.05)
+
+
+def test_curves_are_what_was_measured() -> None:
+    where = [shape(nbytes, blocks, folds=False) for nbytes in (4096, 8192) for blocks in (1, 4)]
+    samples = [
+        Sample(method, each, 1e-6 * each.pieces)
+        for each in where
+        for method in (CopyMethod("batch"), CopyMethod("gather", 4, 1.0))
+    ]
+    costs = fit(55e9, samples)
+    assert costs.flat["batch"].curves == costs.gather[4].curves
+    assert costs.flat["batch"].curves == (
+        Curve(4096, (64, 256), (6.4e-5, 2.56e-4)),
+        Curve(8192, (64, 256), (6.4e-5, 2.56e-4)),
+    )
+    assert costs.strided is None
+    assert costs.split == {}
+
+
+# costs ----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 5000), st.integers(1, 64))
+def test_with_its_share_kernel_and_copy_engine_end_within_a_block_of_each_other(blocks: int, planes: int) -> None:
+    costs = split_costs(1.0, 1.0)
+    share = costs.split_share(shape(8 * KIB, blocks, planes), 2)
+    mine = round(share * blocks)
+    assert share * blocks == pytest.approx(mine)
+    assert 0 < mine < blocks
+
+    def ends(count: int) -> tuple[float, float]:
+        """Of kernel and copy engine, if the kernel has `count` blocks."""
+        kernel, engine = shape(8 * KIB, count, planes), shape(8 * KIB, blocks - count, planes)
+        return costs.seconds(CopyMethod("gather", 2, 1.0), kernel), costs.seconds(CopyMethod("strided"), engine)
+
+    if mine > 1:
+        kernel, engine = ends(mine - 1)
+        assert kernel <= engine * 1.001
+    if mine < blocks - 1:
+        kernel, engine = ends(mine + 1)
+        assert engine <= kernel * 1.001
+
+
+def test_one_block_is_not_split() -> None:
+    profile = default_profile(H200)
+    assert profile.split_share(shape(8 * KIB, 1), 2) == 0.0
+    assert profile.seconds(CopyMethod("split", 2), shape(8 * KIB, 1)) == inf
+
+
+def test_what_was_not_measured_takes_for_ever() -> None:
+    empty = Costs(55e9)
+    for method in (
+        CopyMethod("strided"),
+        CopyMethod("batch"),
+        CopyMethod("loop"),
+        CopyMethod("gather", 2, 1.0),
+        CopyMethod("split", 2, 0.5),
+    ):
+        assert empty.seconds(method, shape(4096, 8)) == inf
+    assert empty.split_share(shape(4096, 8), 2) == 0.0
+
+
+def test_programs_between_measured_numbers_are_between_in_time() -> None:
+    costs = default_profile(H200).costs[Direction.LOAD]
+    four, six, eight, ten = (
+        costs.seconds(CopyMethod("gather", each, 1.0), shape(8 * KIB, 100)) for each in (4, 6, 8, 10)
+    )
+    assert six == pytest.approx((four + eight) / 2)
+    assert ten == eight
+    measured = {programs: costs.gather[programs] for programs in (2, 4)}
+    assert replace(costs, gather=measured).seconds(CopyMethod("gather", 1, 1.0), shape(8 * KIB, 100)) == inf
+
+
+def test_slow_downs_of_numbers_that_were_not_measured() -> None:
+    profile = replace(default_profile(H200), slowdowns={"strided": 1.01, "gather 2": 1.2, "gather 4": 1.4})
+    assert profile.slowdown(CopyMethod("strided")) == 1.01
+    assert profile.slowdown(CopyMethod("gather", 3)) == 1.2
+    assert profile.slowdown(CopyMethod("gather", 8)) == 1.4
+    assert profile.slowdown(CopyMethod("gather", 1)) == 1.2
+    assert profile.slowdown(CopyMethod("split", 4, 0.5)) == 1.4
+    assert profile.slowdown(CopyMethod("batch")) == 1.0
+    assert replace(profile, slowdowns={}).slowdown(CopyMethod("gather", 4)) == 1.0
+
+
+# defaults -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "h200"),
+    [
+        (H200, True),
+        (H200._replace(gpu="NVIDIA H100 80GB HBM3", link_generation=None, link_width=None), True),
+        (H200._replace(link_generation=4), False),
+        (H200._replace(link_width=8), False),
+        (H200._replace(gpu="NVIDIA A100-SXM4-80GB", link_generation=4), False),
+        (H200._replace(gpu="NVIDIA GeForce RTX 5090"), False),
+        (None, False),
+    ],
+)
+def test_who_gets_which_default(key: ProfileKey | None, h200: bool) -> None:
+    source = default_profile(key).source
+    assert source.startswith("default for " + ("H200-class GPUs" if h200 else "an unknown GPU"))
+
+
+def test_a_simulated_device_has_the_default_for_an_unknown_gpu(device: kvoffload.Device, folder: Path) -> None:
+    path = profile_path(key_of(device))
+    path.parent.mkdir()
+    path.write_bytes(b"not even looked at")
+    assert folder in path.parents
+    assert profile_for(device) is default_profile(None)
+
+
+@given(st.sampled_from(Direction), st.integers(1, 3000), st.integers(4096, 1 << 20), st.booleans())
+def test_for_an_unknown_gpu_nothing_is_faster_than_pcie_gen4_nor_than_on_an_h200(
+    direction: Direction, blocks: int, block_bytes: int, folds: bool
+) -> None:
+    where = shape(block_bytes, blocks, folds=folds)._replace(direction=direction)
+    unknown, h200 = default_profile(None), default_profile(H200)
+    methods = [
+        CopyMethod("strided"),
+        CopyMethod("batch"),
+        CopyMethod("loop"),
+        *(CopyMethod("gather", each, 1.0) for each in (1, 2, 4, 8)),
+    ]
+    for method in [*methods, CopyMethod("split", 1), CopyMethod("split", 2)]:
+        seconds = unknown.seconds(method, where)
+        assert where.nbytes / seconds <= 25e9 * 1.04
+        if method.copier != "split":  # whose share differs
+            assert seconds >= h200.seconds(method, where) * 0.97
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+def measured(key: ProfileKey = H200) -> Profile:
+    return replace(default_profile(H200), key=key, source="measured on a day")
+
+
+def test_a_profile_comes_back_as_it_was(folder: Path) -> None:
+    path = save_profile(measured())
+    assert path is not None
+    assert folder in path.parents
+    found = load_profile(H200)
+    assert (found.key, found.source, found.simulated) == (H200, "measured on a day", False)
+    assert render(found) == render(measured()) == path.read_bytes()
+    for direction in Direction:
+        assert found.costs[direction] == default_profile(H200).costs[direction]
+
+
+def test_the_shipped_profile_is_as_tune_writes_it() -> None:
+    """`kvoffload tune --output kvoffload/tuning/h200_pcie5.json` makes a new one."""
+    path = Path(tuning.__file__).with_name("h200_pcie5.json")
+    assert render(parse(path.read_bytes())) == path.read_bytes()
+
+
+def test_profiles_of_other_drivers_links_and_bindings_are_not_found(folder: Path) -> None:
+    save_profile(measured())
+    assert list(folder.rglob("*.json"))
+    for change in ({"gpu": "NVIDIA H100"}, {"driver": "13.1"}, {"link_width": 8}, {"bindings": "13.5"}):
+        key = H200._replace(**change)
+        assert load_profile(key) is default_profile(key)
+
+
+def test_no_profile_is_no_reason_to_warn(folder: Path) -> None:
+    assert load_profile(H200) is default_profile(H200)
+    assert load_profile(None) is default_profile(None)
+    assert list(folder.iterdir()) == []
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> bytes:
+    fields = json.loads(render(measured()))
+    change(fields)
+    return json.dumps(fields).encode()
+
+
+HALF = {"row_bytes": [0.5], "operation": [1.0], "row": [1.0]}
+HALF_CURVE = {"counts": [0.5], "us": [1.0]}
+
+
+def _rename(fields: dict[str, Any], before: str, after: str) -> None:
+    fields[after] = fields.pop(before)
+
+
+def _only_size(fields: dict[str, Any], size: str) -> None:
+    fields["costs"]["load"]["flat"]["batch"] = {size: {"counts": [64], "us": [1.0]}}
+
+
+BAD_FILES = {
+    "empty": b"",
+    "no JSON": b"\x00\xff profile",
+    "cut off": render(measured())[:1000],
+    "a list": b"[1, 2]",
+    "old": edited(lambda fields: fields.update(format=0)),
+    "foreign": render(measured(H200._replace(driver="12.9"))),
+    "simulated": edited(lambda fields: fields.update(simulated=True)),
+    "without a direction": edited(lambda fields: fields["costs"].pop("load")),
+    "negative": edited(lambda fields: fields["costs"]["load"]["strided"].update(fixed=-1)),
+    "not a number": edited(lambda fields: fields["costs"]["load"]["strided"].update(fixed=float("nan"))),
+    "too few values": edited(lambda fields: fields["costs"]["load"]["flat"]["batch"]["4096"]["us"].pop()),
+    "not ascending": edited(lambda fields: fields["costs"]["store"]["strided"]["row_bytes"].reverse()),
+    "no curves": edited(lambda fields: fields["costs"]["store"]["gather"].update({"4": {}})),
+    "a text for a number": edited(lambda fields: fields["slowdowns"].update(strided="1.0")),
+    "deep": b"[" * 200_000,
+    "a huge link": edited(lambda fields: fields["costs"]["load"].update(link_gb_per_s=10**400)),
+    "an infinite time": edited(lambda fields: fields["costs"]["load"]["strided"].update(fixed=inf)),
+    "a time that would overflow": edited(lambda fields: fields["costs"]["load"]["strided"].update(fixed=1e300)),
+    "a huge size": edited(lambda fields: _only_size(fields, "9" * 400)),
+    "a size of 0": edited(lambda fields: _only_size(fields, "0")),
+    "a size in other digits": edited(lambda fields: _only_size(fields, "\u0664")),
+    "no programs": edited(lambda fields: _rename(fields["costs"]["load"]["gather"], "1", "0")),
+    "programs below 0": edited(lambda fields: _rename(fields["costs"]["load"]["split"], "1", "-1")),
+    "half a byte": edited(lambda fields: fields["costs"]["load"]["strided"].update(HALF)),
+    "half a copy": edited(lambda fields: fields["costs"]["load"]["flat"]["batch"].update({"4096": HALF_CURVE})),
+    "a truth for a count": edited(
+        lambda fields: fields["costs"]["load"]["flat"]["batch"].update({"4096": HALF_CURVE | {"counts": [True]}})
+    ),
+    "strided with nothing in it": edited(lambda fields: fields["costs"]["load"].update(strided={})),
+    "strided 0": edited(lambda fields: fields["costs"]["load"].update(strided=0)),
+    "strided false": edited(lambda fields: fields["costs"]["load"].update(strided=False)),
+    "strided without rows": edited(lambda fields: fields["costs"]["load"].update(strided=[])),
+    "a key of other parts": edited(lambda fields: fields["key"].update(colour="green")),
+}
+
+
+@pytest.mark.parametrize("content", BAD_FILES.values(), ids=BAD_FILES)
+def test_a_profile_that_cannot_be_used_is_ignored_with_one_warning(folder: Path, content: bytes) -> None:
+    path = profile_path(H200)
+    path.parent.mkdir()
+    path.write_bytes(content)
+    assert folder in path.parents
+    with pytest.warns(KVOffloadWarning, match=r"is ignored .*`kvoffload tune` measures a new one") as caught:
+        assert load_profile(H200) is default_profile(H200)
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_profile(H200) is default_profile(H200)
+    assert path.read_bytes() == content, "it is left for its owner to look at"
+
+
+@pytest.mark.parametrize("content", BAD_FILES.values(), ids=BAD_FILES)
+def test_whatever_is_wrong_is_a_value_error(content: bytes) -> None:
+    if content in (BAD_FILES["foreign"], BAD_FILES["simulated"]):
+        assert parse(content).key is not None, "whole, but not for this device"
+        return
+    with pytest.raises(ValueError, match=r"it is no profile|it cannot be read"):
+        parse(content)
+
+
+@pytest.mark.parametrize(
+    "label", ["gather x", "gather ", "gather 0", "gather -1", "gather 1.5", "gather 2 ", "split 01"]
+)
+@pytest.mark.parametrize("more", ["", "9" * 400])
+def test_slow_downs_of_unknown_ways_are_refused(label: str, more: str) -> None:
+    with pytest.raises(ValueError, match="it cannot be read"):
+        parse(edited(lambda fields: fields["slowdowns"].update({label + more: 1.5})))
+
+
+@pytest.mark.parametrize("label", ["", "warp", "strided 2", "batch 1", "Gather 2", " gather 2", "gather\t2"])
+def test_slow_downs_of_other_copiers_are_refused(label: str) -> None:
+    with pytest.raises(ValueError, match="is no way of carrying a transfer"):
+        parse(edited(lambda fields: fields["slowdowns"].update({label: 1.5})))
+
+
+def test_slow_downs_of_every_way_are_read() -> None:
+    labels = ["strided", "batch", "loop", "gather", "split", "gather 1", "gather 12", "split 4"]
+    found = parse(edited(lambda fields: fields.update(slowdowns=dict.fromkeys(labels, 1.5))))
+    assert found.slowdowns == dict.fromkeys(labels, 1.5)
+    assert found.slowdown(CopyMethod("gather", 20)) == 1.5
+
+
+def test_a_direction_without_strided_copies_is_read() -> None:
+    found = parse(edited(lambda fields: fields["costs"]["load"].update(strided=None)))
+    assert found.costs[Direction.LOAD].strided is None
+    assert found.seconds(CopyMethod("strided"), shape(8 * KIB, 8)) == inf
+
+
+def test_slopes_near_zero_give_a_share() -> None:
+    gather = FlatCosts((Curve(8 * KIB, (64, 4096), (1e-6, 1e-6)),))
+    costs = Costs(55e9, StridedCosts(0.0, (8 * KIB,), (0.0,), (1e-320,)), {}, {2: gather})
+    assert costs.split_share(shape(8 * KIB, 8, 1024), 2) == 1 / 8
+
+
+NEEDED = {"fixed", "row_bytes", "row", "operation", "counts", "us", "extra", "stretch", "lean", "link_gb_per_s"}
+NEEDED |= {"store", "load", "flat", "strided", "gather", "split"}
+
+
+def test_every_cut_and_every_missing_field_is_noticed() -> None:
+    content = render(measured())
+    for stop in range(0, len(content) - 2, 97):
+        with pytest.raises(ValueError, match="it cannot be read"):
+            parse(content[:stop])
+    for path in _paths(json.loads(content)):
+        parent = fields = json.loads(content)
+        for name in path[:-1]:
+            parent = parent[name]
+        del parent[path[-1]]
+        if len(path) == 1 or (path[-1] in NEEDED and path[0] == "costs"):
+            with pytest.raises(ValueError, match="it is no profile"):
+                parse(json.dumps(fields).encode())
+
+
+def _paths(fields: dict[str, Any]) -> list[list[str]]:
+    found = []
+    for name, value in fields.items():
+        found.append([name])
+        if isinstance(value, dict):
+            found += [[name, *rest] for rest in _paths(value)]
+    return found
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "file").write_text("in the way")
+    monkeypatch.setenv(cachefiles.FOLDER_VARIABLE, str(folder / "file"))
+    with pytest.warns(KVOffloadWarning, match=cachefiles.FOLDER_VARIABLE):
+        assert save_profile(measured()) is None
+    assert load_profile(H200) is default_profile(H200)
+
+
+def test_the_key_names_what_a_profile_depends_on(device: kvoffload.Device) -> None:
+    assert key_of(device) == ProfileKey(device.name, "13.0", None, None, "13.3")
+
+
+def test_ways_in_words() -> None:
+    assert str(CopyMethod("gather", 1, 1.0)) == "gather with 1 program"
+    assert str(CopyMethod("split", 2, 0.25)) == "split with 2 programs"
+    assert str(CopyMethod("strided")) == CopyMethod("strided").label == "strided"
+    assert CopyMethod("split", 2, 0.25).label == "split 2"
+    assert repr(measured()) == "Profile('measured on a day')"
