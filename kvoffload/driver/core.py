@@ -65,6 +65,40 @@ class Driver:
             return None
         return result[1] if len(result) == 2 else result[1:]
 
+    def create(self, name: str, holder: list[Any], *arguments: Any) -> None:
+        """Call `name`, which makes something, and append its handle to `holder`.
+
+        Python delivers a KeyboardInterrupt after a call of a C function has returned, and not between the plain
+        statements that follow. So the handle is in `holder` unless the driver call itself was interrupted.
+
+        Raises:
+            DriverError, CapabilityError: as `call`; nothing was made.
+        """
+        try:
+            result = self._functions[name](*arguments)
+            holder += result[1:] if not result[0] else ()
+        except RuntimeError as error:
+            raise CapabilityError(f"{name} cannot be called: {error}") from error
+        if result[0]:
+            raise DriverError(name, result[0].name, int(result[0]))
+
+    def destroy(self, name: str, handles: list[Any]) -> None:
+        """Call `name` for every handle, the last first. Each leaves `handles` right before its call.
+
+        No Python function is entered between the two, so an interrupt cannot come there: no handle is lost, and none is
+        freed twice. Called again after an exception, it goes on with the rest.
+
+        Raises:
+            DriverError: a call failed; that handle is lost.
+        """
+        function = self._functions[name]
+        while handles:
+            handle = handles[-1]
+            del handles[-1]
+            result = function(handle)
+            if result[0]:
+                raise DriverError(name, result[0].name, int(result[0]))
+
     def _query(self, name: str, handle: int) -> bool:
         """True for success, False for NOT_READY."""
         code = self._functions[name](handle)[0]
