@@ -22,7 +22,7 @@ from typing import Any
 from kvoffload.copiers import CopierSet
 from kvoffload.copiers.selection import check_prefer
 from kvoffload.device.device import Device
-from kvoffload.device.pinned import PinnedMemory, Progress, UInt8Array
+from kvoffload.device.pinned import PinnedMemory, Progress
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.callers import CallersStreams
 from kvoffload.engine.dispatch import Dispatcher
@@ -34,6 +34,7 @@ from kvoffload.engine.request import make_request, sources_of
 from kvoffload.errors import ClosedError, DriverError, TransferError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least
+from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout, describe_groups
 from kvoffload.planning.layer_groups import Folds
 from kvoffload.planning.transfer_plan import Direction, describe_fold
@@ -120,7 +121,7 @@ class OffloadEngine:
             self.callers = CallersStreams(self, self._flights)
             pool = self._memory.address
             self._dispatcher = Dispatcher(layout, num_slots, folds, pool, self._copier_set, self._flights)
-            self._claim = device.claim(self, self._flights.release, "an OffloadEngine")
+            self._resource = device.adopt(self, self._flights.release, "an OffloadEngine")
             device.register_engine(self)
 
     def store(
@@ -342,7 +343,8 @@ class OffloadEngine:
         try:
             self.drain(timeout)
             wait_until(lambda: self.callers.idle, timeout, "asking an array for its producer")
-            with self.device.hold_lifecycle(timeout):
+            self.device.wait_lifecycle(timeout)
+            with self.device.lifecycle:
                 self._free()
         finally:
             with self.lock:
@@ -351,16 +353,16 @@ class OffloadEngine:
     def _free(self) -> None:
         """Nothing is in flight and nothing new is taken; one thread at a time."""
         self._closed = True
-        if not self._claim.alive:
+        if not self._resource.alive:
             return
         try:
             with self.device.current():
-                self._claim.free()
+                self._resource.free()
         except DriverError as error:
             if not error.sticky:
                 raise
             self._flights.lose(error)
-            self._claim.free()
+            self._resource.free()
 
     def __enter__(self) -> OffloadEngine:
         return self
@@ -381,6 +383,19 @@ class OffloadEngine:
         row may be read once the store into it has ended, and written when no transfer that uses it is unfinished.
         """
         return self._slots
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs that have not ended."""
+        return self.statistics().in_flight
+
+    def order_all_before(self, stream: int) -> None:
+        """Work queued on `stream` from now on starts after every transfer submitted so far has ended, well or not."""
+        self.callers.order_all_before(stream)
+
+    def wait_stream(self) -> int:
+        """A stream of the engine's that may be made to wait, and be waited for; transfers of others may follow it."""
+        return self.callers.wait_stream()
 
     def statistics(self) -> EngineStatistics:
         """Counts and totals since the engine was made."""
