@@ -159,7 +159,7 @@ class GatherKernels:
         self._memory = memory
         self._kernels: list[LoadedKernel] = []
         self._row_tables: list[int] = []  # addresses of device memory
-        self._tables: PinnedMemory | None = None
+        self._tables: list[PinnedMemory] = []  # one, once it is being pinned
         self.groups: list[_GroupKernels] = []
         self.arenas: tuple[TableArena, ...] = ()  # of stores, of loads
         self._divided: list[dict[Parts, PartRows]] = []
@@ -180,10 +180,9 @@ class GatherKernels:
             tiling = tiling_of(group, layout.slot_bytes, pool_address)
             self.groups.append(self._prepare(capabilities, group, tiling))
             self._divided.append({})
-        self._tables = PinnedMemory(self.driver, 2 * _ARENA_BYTES)
+        tables = PinnedMemory(self.driver, 2 * _ARENA_BYTES, holder=self._tables)
         self.arenas = tuple(
-            TableArena(half, self.driver.host_device_address(address_of(half)))
-            for half in self._tables.array.reshape(2, -1)
+            TableArena(half, self.driver.host_device_address(address_of(half))) for half in tables.array.reshape(2, -1)
         )
 
     def _prepare(self, capabilities: Capabilities, group: Group, tiling: Tiling) -> _GroupKernels:
@@ -236,16 +235,14 @@ class GatherKernels:
 
     def keep(self) -> None:
         """The context is lost: leave everything where it is."""
-        if self._tables is not None:
-            self._tables.keep()
+        for tables in self._tables:
+            tables.keep()
 
     def close(self) -> None:
         """Free everything; nothing on the GPU may still use it. Interrupted, it goes on where it stopped."""
         steps = [kernel.close for kernel in self._kernels]
         steps.append(partial(self.driver.destroy, "cuMemFree", self._row_tables))
-        if self._tables is not None:
-            steps.append(self._tables.release)
-        run_all(steps)
+        run_all((*steps, *(tables.release for tables in self._tables)))
 
 
 class GatherCopier:

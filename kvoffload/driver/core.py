@@ -48,6 +48,8 @@ class Driver:
         self._relaxed: Any = None
         self.use_raw = False  # set once, by the capability probe
         # Called in every transfer, so without `call` between: a Python call costs more than some of these functions.
+        self._current_context = self._functions["cuCtxGetCurrent"]
+        self._exchange_capture_mode = self._functions["cuThreadExchangeStreamCaptureMode"]
         self._event_record = self._functions["cuEventRecord"]
         self._event_query = self._functions["cuEventQuery"]
         self._stream_wait_event = self._functions["cuStreamWaitEvent"]
@@ -123,7 +125,10 @@ class Driver:
 
     def current_context(self) -> int:
         """The calling thread's context, 0 for none."""
-        return int(self.call("cuCtxGetCurrent"))
+        code, context = self._current_context()
+        if code:
+            raise DriverError("cuCtxGetCurrent", code.name, int(code))
+        return int(context)
 
     def relax_capture_mode(self) -> Any:
         """Let this thread make any call while streams are captured; the mode before, for `restore_capture_mode`."""
@@ -131,10 +136,14 @@ class Driver:
             from cuda.bindings.driver import CUstreamCaptureMode
 
             self._relaxed = CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        return self.call("cuThreadExchangeStreamCaptureMode", self._relaxed)
+        return self.restore_capture_mode(self._relaxed)
 
-    def restore_capture_mode(self, mode: Any) -> None:
-        self.call("cuThreadExchangeStreamCaptureMode", mode)
+    def restore_capture_mode(self, mode: Any) -> Any:
+        """Set this thread's capture mode; the mode before."""
+        code, before = self._exchange_capture_mode(mode)
+        if code:
+            raise DriverError("cuThreadExchangeStreamCaptureMode", code.name, int(code))
+        return before
 
     # streams and events -------------------------------------------------------------------------------------------
 

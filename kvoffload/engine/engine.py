@@ -18,7 +18,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from kvoffload.device.ownership import Current
+from kvoffload.device.current import make_current
 from kvoffload.device.streams import NO_WAIT, refuse_capturing
 from kvoffload.driver import SourceOrder
 from kvoffload.engine.job import Job
@@ -186,7 +186,7 @@ class OffloadEngine(EngineLifecycle):
         if os.getpid() != self._process:
             self.device.check_process()
         try:
-            with Current(self._driver, self._context):
+            with make_current(self._driver, self._context):
                 followed = self._follow(request.sources) if request.arrays else None  # while referred to, reserved
                 streams: tuple[int, ...] = request.sources if followed is None else followed.streams
                 with self.lock:

@@ -167,6 +167,11 @@ class EngineLifecycle:
         self._callbacks.add(job, callback)
 
     @property
+    def in_flight(self) -> int:
+        """How many transfers have not ended."""
+        return self._parts.in_flight.count
+
+    @property
     def submitted(self) -> int:
         """How many transfers have been submitted so far."""
         self.device.check_process()
@@ -295,7 +300,8 @@ class EngineLifecycle:
             self._closing.add(token)
             self.drain(timeout)
             wait_until(lambda: not self._following, timeout, "asking an array for its producer")
-            with self.device.hold_lifecycle(timeout):
+            self.device.wait_lifecycle(timeout)
+            with self.device.lifecycle:
                 self._free()
         finally:
             self._closing.discard(token)

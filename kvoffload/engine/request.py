@@ -11,7 +11,7 @@ import numpy as np
 from kvoffload.copiers import check_carries_parts, check_copier
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver.core import LEGACY_STREAM
-from kvoffload.engine.wait_streams import Followed, Source, as_sources
+from kvoffload.engine.wait_streams import Array, Followed, Source, as_sources
 from kvoffload.errors import LayoutError
 from kvoffload.internal.types import ArrayLike, Int64Array
 from kvoffload.layout.layout import KVLayout, as_ids
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
     Attributes:
         slots, blocks: ids, int64, (n,) each, copies of what the caller gave.
-        sources: streams and arrays that it is to follow.
+        sources: handles of streams that it is to follow; `Array`s, too, if `arrays` is true.
         parts: planes of each part of a load; None where all are in one.
     """
 
@@ -40,7 +40,8 @@ class Request(NamedTuple):
     slots: Int64Array
     blocks: Int64Array
     first_sub_block: int
-    sources: tuple[Source, ...]
+    sources: tuple[Any, ...]
+    arrays: bool
     copier: CopierName | CopyMethod | None
     source_order: SourceOrderName
     parts: Parts | None
@@ -94,7 +95,10 @@ def make_request(
         sources = _DEFAULT_SOURCES
     else:
         sources = () if after is NO_WAIT else sources_of(after, layout)
-    return Request(direction, group, slot_ids, block_ids, first_sub_block, sources, copier, source_order, planes)
+    arrays = sources is not _DEFAULT_SOURCES and any(isinstance(each, Array) for each in sources)
+    return Request(
+        direction, group, slot_ids, block_ids, first_sub_block, sources, arrays, copier, source_order, planes
+    )
 
 
 def _checked_parts(parts: Any, direction: Direction, num_planes: int) -> Parts | None:

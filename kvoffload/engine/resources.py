@@ -32,7 +32,9 @@ class EngineResources:
         self._num_slots = num_slots
         self._stream_priority = stream_priority
         self._simulated = device.simulated
-        self.memory = PinnedMemory(driver)
+        self._driver = driver
+        self._memory: list[PinnedMemory] = []  # one, once `open` has begun to pin it
+        self.memory: PinnedMemory
         self.copiers = CopierSet(driver, device.capabilities, sm_limit)
         self.in_flight = InFlight(driver, max_in_flight)
         self.launcher = Launcher(driver, self.in_flight)
@@ -42,11 +44,13 @@ class EngineResources:
 
     def open(self, layout: KVLayout, progress: Progress | None) -> None:
         """Pin the pool, make streams and copiers; the context must be current."""
-        self.memory.open(
+        self.memory = PinnedMemory(
+            self._driver,
             self._num_slots * layout.slot_bytes,
             unit_bytes=layout.slot_bytes,
             numa_cpus=self._numa_cpus,
             progress=progress,
+            holder=self._memory,
         )
         self.copiers.open(layout, self.memory)
         for queue in self.in_flight.both:
@@ -58,7 +62,8 @@ class EngineResources:
         After a loss of the context nothing is freed: the GPU may still use it, or the context has taken it along.
         """
         if self.in_flight.lost is not None:
-            self.memory.keep()
+            for memory in self._memory:
+                memory.keep()
             self.copiers.keep()
             return
         assert self.in_flight.count == 0
@@ -69,7 +74,7 @@ class EngineResources:
                 self.in_flight.timers.close,
                 self.in_flight.markers.close,
                 self.copiers.close,
-                self.memory.release,
+                *(memory.release for memory in self._memory),
             )
         )
 

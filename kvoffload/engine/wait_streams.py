@@ -2,7 +2,7 @@
 
 Some libraries do not show their streams (JAX), but every array that speaks DLPack can make a stream of ours wait for
 what computes it: `array.__dlpack__(stream=...)`. Such a stream is a *wait stream*: it waits, and a transfer follows it
-as it would follow the caller's stream. Each use has a wait stream of its own, on which nothing else waits: transfers that
+it as a caller stream. Each use has a wait stream of its own, on which nothing else waits: transfers that
 have nothing to do with each other never wait for each other's producers.
 """
 

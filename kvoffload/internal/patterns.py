@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.device.pinned import UInt8Array
 from kvoffload.internal import hostinfo
+from kvoffload.internal.types import UInt8Array
 
 WORD_BYTES = 8
 _CHUNK_BYTES = 1 << 21  # one thread's share at a time: its scratch memory stays in the CPU's cache

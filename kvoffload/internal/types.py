@@ -1,23 +1,24 @@
-"""Types of arrays, and of what callers may pass as arrays and streams."""
+"""Types that several floors name in their signatures."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import ArrayLike
 
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
-UInt64Array = npt.NDArray[np.uint64]
-ArrayLike = npt.ArrayLike
+__all__ = ["ArrayLike", "Int64Array", "StreamLike", "SupportsCudaStream", "UInt8Array", "UInt64Array"]
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+UInt8Array: TypeAlias = npt.NDArray[np.uint8]
+UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 
 class SupportsCudaStream(Protocol):
-    """A stream of CuPy, cuda.core, Numba and others: `__cuda_stream__` gives (version, handle)."""
+    """A stream of another library, for example of CuPy, cuda.core or PyTorch: `(version, handle)`."""
 
-    @property
-    def __cuda_stream__(self) -> Any: ...
+    def __cuda_stream__(self) -> tuple[int, int]: ...
 
 
-StreamLike = int | SupportsCudaStream
+StreamLike: TypeAlias = int | SupportsCudaStream
