@@ -47,6 +47,9 @@ class Driver:
         self.simulated = simulated
         self._relaxed: Any = None
         self.use_raw = False  # set once, by the capability probe
+        self._bind()
+
+    def _bind(self) -> None:
         # Called in every transfer, so without `call` between: a Python call costs more than some of these functions.
         self._current_context = self._functions["cuCtxGetCurrent"]
         self._exchange_capture_mode = self._functions["cuThreadExchangeStreamCaptureMode"]
@@ -60,6 +63,12 @@ class Driver:
     def has(self, name: str) -> bool:
         """Whether the function is there; it may still raise CapabilityError on a driver that lacks it."""
         return name in self._functions or name in self._raw
+
+    def intercept(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Call `wrap(function)` in place of a driver function from now on; for tests and tools that watch calls."""
+        functions = self._functions if name in self._functions else self._raw
+        functions[name] = wrap(functions[name])
+        self._bind()
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call `name`; its single value, its tuple of values, or None.

@@ -183,8 +183,9 @@ class OffloadEngine(EngineLifecycle):
         wanted = (group, first_sub_block, after, copier, source_order, parts)
         copiers = self._parts.copiers
         request = make_request(self.layout, self.num_slots, copiers.missing, direction, blocks, slots, *wanted)
-        if os.getpid() != self._process:
+        if self._closed or os.getpid() != self._process:  # what follows needs the device's context
             self.device.check_process()
+            self.check_usable()
         try:
             with make_current(self._driver, self._context):
                 followed = self._follow(request.sources) if request.arrays else None  # while referred to, reserved
@@ -200,7 +201,7 @@ class OffloadEngine(EngineLifecycle):
                     method, reason = copiers.select(plan, request.copier, self.profile, self.prefer)
                     # 4. order: what it must follow
                     transfer = Transfer(next(self._ids), direction, plan.nbytes, request.num_parts)
-                    transfer.simulated = self._driver.simulated
+                    transfer.engine, transfer.simulated = self, self._driver.simulated
                     transfer.source_order = self._source_order(request)
                     transfer.conflict = self._conflict(request)
                     transfer.method, transfer.reason = method, reason

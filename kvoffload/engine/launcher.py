@@ -67,7 +67,7 @@ class Launcher:
         work, copier = share
         stop = min(transfer.queued + copier.segment_operations, share.end_of(transfer.part))
         places = copier.queue_cost(stop - transfer.queued) + EVENT_COST
-        stream = _stream_with_room(queue.lane, places, copier.is_kernel)
+        stream = stream_with_room(queue.lane, places, copier.is_kernel)
         if stream is None:
             return False
         first = transfer.share == 0 and transfer.queued == 0
@@ -194,7 +194,7 @@ class Launcher:
                 pass  # then it has ended when the stream is idle
 
 
-def _stream_with_room(lane: Lane, places: int, kernel: bool) -> LaneStream | None:
+def stream_with_room(lane: Lane, places: int, kernel: bool) -> LaneStream | None:
     """The stream for the lane's next work, or None if there is no room for so many places of the driver's queue."""
     streams, limit = lane.streams, QUEUE_LIMIT - places
     if kernel:

@@ -118,7 +118,7 @@ class EngineLifecycle:
         self.device.check_process()
         with self.lock:
             in_flight = self._parts.in_flight
-            if in_flight.consistent and not in_flight.count:
+            if self._closed or (in_flight.consistent and not in_flight.count):
                 return
         try:
             with self.device.current(), self.lock:
@@ -181,6 +181,8 @@ class EngineLifecycle:
     def statistics(self) -> EngineStatistics:
         """Counts and totals since the engine was made."""
         self.device.check_process()
+        if not self._parts.in_flight.consistent:
+            self.advance()
         with self.lock:
             return self._parts.statistics()
 

@@ -107,7 +107,7 @@ class Tracker:
         self._report(queue, transfer)
         self._in_flight.timers.idle += (event for event in (transfer.start, transfer.end) if event is not None)
         self._in_flight.markers.idle += transfer.markers
-        transfer.start = transfer.end = transfer.conflict = None
+        transfer.start = transfer.end = transfer.conflict = transfer.engine = None
         transfer.markers, transfer.shares = [], ()
         queue.transfers.popleft()
 
@@ -160,7 +160,8 @@ class Tracker:
                 transfer = queue.transfers[0]
                 if not transfer.finished:
                     transfer.lose(in_flight.lost)
-                transfer.conflict, transfer.shares = None, ()
+                transfer.conflict = transfer.engine = None
+                transfer.shares = ()
                 self._report(queue, transfer)
                 queue.transfers.popleft()
 
@@ -182,6 +183,7 @@ class Tracker:
                 queue.submitted = max(queue.submitted, transfers[-1].sequence)
             while transfers and transfers[0].finished:
                 self._report(queue, transfers[0])
+                transfers[0].conflict = transfers[0].engine = None
                 transfers.popleft()
             for stream in queue.lane.streams:
                 segments = (segment for transfer in transfers for segment in transfer.segments)

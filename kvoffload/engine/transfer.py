@@ -84,6 +84,7 @@ class Transfer:
         method, reason: what carries it, and why; `method` is None for an empty transfer.
         sequence: counts the transfers of its direction.
         shares: of its blocks, in the order in which they are queued; they run at the same time.
+        engine: its engine, which is kept alive as long as the transfer is in flight.
         source_order: when the driver may read the sources.
         conflict: the latest transfer of the other direction that touches the same slots or blocks, if it was in flight.
         markers: events on the caller's streams, which it waits for.
@@ -99,7 +100,19 @@ class Transfer:
     """
 
     __slots__ = (
-        *("conflict", "direction", "end", "enqueued", "error", "id", "markers", "method", "nbytes", "num_parts"),
+        *(
+            "conflict",
+            "direction",
+            "end",
+            "engine",
+            "enqueued",
+            "error",
+            "id",
+            "markers",
+            "method",
+            "nbytes",
+            "num_parts",
+        ),
         *("ordered", "part", "query_failures", "queued", "reason", "seconds", "segments", "sequence", "share"),
         *("shares", "simulated", "source_order", "start", "state", "submitting"),
     )
@@ -116,6 +129,7 @@ class Transfer:
         self.state = State.NEW
         self.sequence = 0
         self.shares: tuple[Share, ...] = ()
+        self.engine: object = None
         self.conflict: Transfer | None = None
         self.markers: list[int] = []
         self.start: int | None = None

@@ -2,8 +2,8 @@
 
 Some libraries do not show their streams (JAX), but every array that speaks DLPack can make a stream of ours wait for
 what computes it: `array.__dlpack__(stream=...)`. Such a stream is a *wait stream*: it waits, and a transfer follows it
-it as a caller stream. Each use has a wait stream of its own, on which nothing else waits: transfers that
-have nothing to do with each other never wait for each other's producers.
+as it would follow a stream of the caller's. Each use has a wait stream of its own, on which nothing else waits:
+transfers that have nothing to do with each other never wait for each other's producers.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from html import escape
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvoffload.engine.metrics import CacheStatistics, DirectionTotals, EngineStatistics
+from kvoffload.engine.statistics import CacheStatistics, DirectionTotals, EngineStatistics
 from kvoffload.planning.transfer_plan import FoldedGroup, describe_fold, fold
 
 if TYPE_CHECKING:
