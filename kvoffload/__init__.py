@@ -41,7 +41,9 @@ from kvoffload.errors import (
     MissingKeyError,
     TransferError,
 )
-from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
+from kvoffload.observability import notebook as _notebook
 from kvoffload.planning.transfer_plan import Direction
 
 __all__ = [
@@ -79,3 +81,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_notebook.register_cards()

@@ -34,9 +34,10 @@ from kvoffload.engine.request import make_request, sources_of
 from kvoffload.errors import ClosedError, DriverError, TransferError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least
+from kvoffload.layout.fold import describe_fold
 from kvoffload.layout.layout import KVLayout, describe_groups
 from kvoffload.planning.layer_groups import Folds
-from kvoffload.planning.transfer_plan import Direction, describe_fold
+from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod, Profile, profile_for
 
 _numbers = itertools.count(1)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvoffload.errors import LayoutError
+from kvoffload.layout.fold import FoldedGroup, fold, fold_group
 from kvoffload.layout.layout import KVLayout
-from kvoffload.planning.transfer_plan import FoldedGroup, fold, fold_group
 
 Parts = tuple[tuple[int, ...], ...]  # indices of the planes of each part
 
@@ -24,7 +24,7 @@ def as_parts(parts: Any, num_planes: int) -> Parts | None:
     """The planes of each part; None where all of them are in one.
 
     Args:
-        parts: None; or how many equal runs of planes, in their order; or for each part the indices of its planes.
+        parts: None; or a number of equal parts, planes in their order; or for each part the indices of its planes.
         num_planes: of the group.
 
     Raises:

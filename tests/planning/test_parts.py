@@ -54,8 +54,9 @@ from kvoffload.engine import callers
 from kvoffload.engine.flight import FlightDeck
 from kvoffload.engine.job import Job
 from kvoffload.engine.launcher import Launcher
+from kvoffload.layout.fold import fold_group
 from kvoffload.planning.layer_groups import Parts, as_parts
-from kvoffload.planning.transfer_plan import TransferPlan, build, fold_group
+from kvoffload.planning.transfer_plan import TransferPlan, build
 from kvoffload.testing import Mirror, check_clean_close, scramble
 from kvoffload.tuning import CopyMethod
 
@@ -280,7 +281,7 @@ def test_planes_of_a_part_fold_in_whatever_order_they_are_listed(device: kvofflo
     planes = device.allocate_planes(8, block_bytes=64, num_blocks=4)
     (group,) = KVLayout([planes]).groups
     for parts in ([[0, 1, 2, 3], [4, 5, 6, 7]], [[2, 0, 3, 1], [7, 6, 5, 4]], [[6, 4, 2, 0], [1, 3, 7, 5]]):
-        assert fold_group(group, 1, [0] * 8, parts).runs == 2
+        assert fold_group(group, 1, [0] * 8, parts).folds == 2
 
 
 # one job

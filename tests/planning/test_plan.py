@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ from hypothesis import strategies as st
 from strategies import LayoutSpec, layouts
 
 from kvoffload import Direction, KVLayout, Plane
-from kvoffload.planning.transfer_plan import MAX_PITCH, BlockPlan, FoldedGroup, TransferPlan, build, describe_fold, fold
+from kvoffload.layout.fold import MAX_PITCH, FoldedGroup, describe_fold, fold
+from kvoffload.planning.transfer_plan import BlockPlan, TransferPlan, build
 
 MIB = 1 << 20
 POOL = 1 << 40
@@ -64,7 +64,7 @@ def plan(*arguments: Any, **options: Any) -> TransferPlan:
 
 def spread(made: TransferPlan) -> TransferPlan:
     """A plan with no column shortened to the one value that all operations share."""
-    columns = [getattr(made, each.name) for each in fields(made) if each.name not in ("direction", "part_ends")]
+    columns = [made.device_address, made.host_address, made.width, made.height, made.device_pitch, made.host_pitch]
     assert all(column.shape in ((1,), (len(made),)) for column in columns)
     return TransferPlan(made.direction, *(np.broadcast_to(column, (len(made),)) for column in columns))
 
@@ -78,7 +78,7 @@ def row_count(made: TransferPlan) -> int:
 
 def test_planes_at_a_constant_stride_fold_into_one_run() -> None:
     group = fold(layout_of(MIB * (1 + index) for index in range(64)))[0]
-    assert (run_lengths(group), group.runs, group.planes) == ([64], 1, 64)
+    assert (run_lengths(group), group.folds, group.planes) == ([64], 1, 64)
     run = group.classes[0]
     assert (run.width, int(run.device_pitch[0, 0]), int(run.host_pitch[0, 0])) == (4096, MIB, 4096)
 
@@ -168,10 +168,10 @@ def test_one_plane_and_fold_descriptions() -> None:
     def words(*addresses: int) -> str:
         return describe_fold(fold(layout_of(addresses)))
 
-    assert words(MIB) == "1 plane folds into 1 run"
-    assert words(MIB, 2 * MIB) == "2 planes fold into 1 run"
+    assert words(MIB) == "1 plane (1 operation a block)"
+    assert words(MIB, 2 * MIB) == "2 planes fold into 1 operation a block"
     assert words(2 * MIB, MIB) == "2 planes do not fold (2 operations a block)"
-    assert words(MIB, 2 * MIB, 3 * MIB, 3 * MIB + 65536) == "4 planes fold into 2 runs"
+    assert words(MIB, 2 * MIB, 3 * MIB, 3 * MIB + 65536) == "4 planes fold into 2 operations a block"
 
 
 # planning
