@@ -54,8 +54,12 @@ def as_ids(name: str, ids: ArrayLike, limit: int) -> Int64Array:
 def _of_range(name: str, ids: range, limit: int) -> Int64Array:
     if not ids:
         return np.empty(0, dtype=np.int64)
-    if not (0 <= ids[0] < limit and 0 <= ids[-1] < limit):
-        _refuse_outside(name, ids, limit)
+    first = ids[0]
+    if not (0 <= first < limit and 0 <= ids[-1] < limit):
+        index = 0  # of the first id outside, which may be far from the start
+        if 0 <= first < limit:
+            index = -(-(limit - first) // ids.step) if ids.step > 0 else first // -ids.step + 1
+        raise LayoutError(f"{name}[{index}] is {shown(ids[index])}, outside [0, {limit})")
     return np.arange(ids.start, ids.stop, ids.step, dtype=np.int64)
 
 
