@@ -120,7 +120,7 @@ def test_parts_that_are_no_partition_are_refused(device: kvoffload.Device, parts
 
 @pytest.mark.parametrize("parts", [True, "2", b"ab", 2.0, [0, 1, 2, 3], [[0.0, 1.0], [2, 3]], [None], object()])
 def test_what_is_no_list_of_lists_is_refused(bench: Rig, parts: Any) -> None:
-    with pytest.raises(TypeError, match="parts must be None, how many there are, or for each part the indices"):
+    with pytest.raises(TypeError, match="parts must be None, a number of parts, or for each part the indices"):
         load(bench, [0], [0], parts=parts)
     whole(bench.engine)
 
@@ -758,7 +758,7 @@ def test_the_cache_loads_every_group_in_as_many_parts(
         (4, LayoutError, "parts=4 does not divide the group's 6 planes"),
         ([[0, 1]], LayoutError, "parts must be a number for a layout of 2 groups"),
         ("2", LayoutError, "parts must be a number for a layout of 2 groups"),
-        (True, TypeError, "parts must be None, how many"),
+        (True, TypeError, "parts must be None, a number of parts"),
     ],
 )
 def test_the_cache_refuses_parts_before_anything_is_loaded(
