@@ -44,8 +44,8 @@ from kvoffload.device.device import Device, open_device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, TransferResult
-from kvoffload.engine.statistics import CacheEvent, CacheStatistics
 from kvoffload.engine.report import PlanReport
+from kvoffload.engine.statistics import CacheEvent, CacheStatistics
 from kvoffload.errors import (
     CapabilityError,
     CapacityError,
@@ -57,7 +57,9 @@ from kvoffload.errors import (
     MissingKeyError,
     TransferError,
 )
-from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
+from kvoffload.observability import notebook as _notebook
 from kvoffload.planning.transfer_plan import Direction
 
 __all__ = [
@@ -95,3 +97,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_notebook.register_cards()
