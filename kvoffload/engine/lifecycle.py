@@ -38,6 +38,10 @@ _numbers = itertools.count(1)
 class SlotGuard(Protocol):
     """The owner of an engine's slots, such as a BlockCache."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether the slots may still be read or written by its reservations, leases and transfers."""
+
     def check_store(self, slots: Int64Array) -> None:
         """Raise unless a store may write these slots now. Called under the engine's lock, before anything happens."""
 
@@ -260,14 +264,16 @@ class EngineLifecycle:
         """From now on ask `guard` before every store. It is referred to weakly.
 
         Raises:
-            CapacityError: another guard that is still referred to has claimed the slots.
+            CapacityError: another guard is busy, or is garbage while transfers of its own may be in flight.
         """
         with self.lock:
-            if self._slot_guard is not None and self._slot_guard() is not None:
-                raise CapacityError(
-                    "the engine's slots belong to another BlockCache: delete that one first, end its reservations and "
-                    "leases, or make a second engine"
-                )
+            if self._slot_guard is not None:
+                other = self._slot_guard()
+                if self.in_flight if other is None else other.busy:
+                    raise CapacityError(
+                        "the engine's slots belong to another BlockCache: delete that one first, end its reservations, "
+                        "leases and transfers, or make a second engine"
+                    )
             self._slot_guard = weakref.ref(guard)
 
     # the end ------------------------------------------------------------------------------------------------------
