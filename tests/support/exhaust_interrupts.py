@@ -92,29 +92,37 @@ def work_off(units: Sequence[Unit], jobs: int = 1) -> dict[str, Tally]:
 def _work_off(units: list[Unit], tallies: dict[str, Tally], lock: threading.Lock) -> None:
     """In one process; in a new one after each try that hangs or kills it."""
     while units:
-        worker = _start()
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        worker.stdin.write("".join(json.dumps(unit) + "\n" for unit in units))
-        worker.stdin.close()
-        last = 0
-        for line in worker.stdout:
-            report = json.loads(line)
-            if report.get("end"):
-                units, last = units[1:], 0
-                continue
-            last = report["number"]
-            with lock:
-                tallies[report["unit"][0]].add(report)
-        if worker.wait() and units:
-            if worker.returncode != HUNG:
-                report = {"unit": units[0], "number": last + 1, "point": "?", "notes": []}
-                problems = [f"broken: the process ended with status {worker.returncode}"]
-                last += 1
+        first, last = 0, 0  # of the units; of its tries
+        with _start() as worker:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            worker.stdin.write("".join(json.dumps(unit) + "\n" for unit in units))
+            worker.stdin.close()
+            for line in worker.stdout:
+                report = json.loads(line)
+                if report.get("end"):
+                    first, last = first + 1, 0
+                    continue
+                last = report["number"]
                 with lock:
-                    tallies[units[0].scenario].add({**report, "problems": problems})
-            sampled = units[0].sample > 0  # the rest of a sample is given up
-            units = units[1:] if sampled else [units[0]._replace(start=last + 1), *units[1:]]
+                    tallies[report["unit"][0]].add(report)
+        units = units[first:]
+        if units:
+            _note_end(units[0], last + 1, worker.returncode, tallies, lock)
+            if units[0].sample:  # the rest of a sample is given up
+                units = units[1:]
+            else:
+                units = [units[0]._replace(start=last + 1 + (worker.returncode != HUNG)), *units[1:]]
+
+
+def _note_end(unit: Unit, number: int, status: int, tallies: dict[str, Tally], lock: threading.Lock) -> None:
+    """A worker that a try has killed. (One that hung has reported it.)"""
+    if status != HUNG:
+        problems = [f"broken: the process ended with status {status}"]
+        with lock:
+            tallies[unit.scenario].add(
+                {"unit": unit, "number": number, "point": "?", "problems": problems, "notes": []}
+            )
 
 
 def _start() -> subprocess.Popen[str]:
