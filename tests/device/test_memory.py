@@ -376,6 +376,44 @@ def test_buffers_refuse_what_does_not_fit(device: kvoffload.Device, nbytes: int,
         buffer.copy_from(np.zeros(nbytes, np.uint8), offset)
 
 
+@pytest.mark.parametrize(
+    ("array", "problem"),
+    [
+        (None, "array must hold plain values, got None, which numpy holds as pointers"),
+        (np.array([1, "a"], dtype=object), "array must hold plain values"),
+        ([None, 3], "array must hold plain values"),
+        (np.zeros(2, dtype=[("a", np.int8), ("b", object)]), "array must hold plain values"),
+        (np.ma.masked_array([1, 2], mask=[False, True]), "array must not be masked"),
+    ],
+)
+def test_buffers_take_no_pointers_and_no_masked_values(device: kvoffload.Device, array: Any, problem: str) -> None:
+    buffer = device.allocate(64)
+    before = buffer.to_numpy()
+    with pytest.raises(TypeError, match=problem):
+        buffer.copy_from(array)
+    assert (buffer.to_numpy() == before).all()
+
+
+@pytest.mark.parametrize("offset", [None, 1.0, "1", True])
+def test_an_offset_is_an_integer(device: kvoffload.Device, offset: Any) -> None:
+    with pytest.raises(TypeError, match=f"offset must be an integer, got {offset!r}"):
+        device.allocate(64).copy_from(b"a", offset)
+
+
+def test_empty_bytes_copy_nothing(device: kvoffload.Device) -> None:
+    buffer = device.allocate(4)
+    buffer.copy_from(bytearray(b"abcd"), np.int64(0).item())
+    buffer.copy_from(b"")
+    buffer.copy_from(b"", 4)
+    assert buffer.to_numpy().tobytes() == b"abcd"
+
+
+@pytest.mark.parametrize("shape", [(True, 2), (0,), (), 5, None, (2, -1), (1.5,), "ab"])
+def test_a_shape_is_positive_integers(device: kvoffload.Device, shape: Any) -> None:
+    with leak_check(device), pytest.raises(ValueError, match="shape must be a sequence of positive integers, got "):
+        device.empty(shape, "uint8")
+
+
 def test_a_buffer_is_a_cuda_array(device: kvoffload.Device) -> None:
     buffer = device.allocate(10)
     interface = buffer.__cuda_array_interface__
