@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from driver_levels import LEVELS
@@ -63,10 +64,21 @@ def any_device(request: pytest.FixtureRequest, seed: int) -> Iterator[kvoffload.
 
 @pytest.fixture
 def gpu_device() -> Iterator[kvoffload.Device]:
-    """The first GPU; tests that use it are marked `gpu` and are skipped without one."""
+    """The GPU with the number KVOFFLOAD_TEST_DEVICE, 0 by default. Tests that use it are marked `gpu`, and skipped
+    without one.
+    """
+    index = int(os.environ.get("KVOFFLOAD_TEST_DEVICE", "0"))
     try:
-        opened = kvoffload.open_device(0, backend="cuda")
+        opened = kvoffload.open_device(index, backend="cuda")
     except kvoffload.KVOffloadError as error:
         pytest.skip(f"needs a GPU: {str(error).split(';')[0]}")
     with opened:
         yield opened
+
+
+@pytest.fixture
+def cupy(gpu_device: kvoffload.Device) -> Iterator[Any]:
+    """CuPy, whose current device is the GPU under test."""
+    module = pytest.importorskip("cupy")
+    with module.cuda.Device(gpu_device.index):
+        yield module

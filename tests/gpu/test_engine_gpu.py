@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,9 +91,8 @@ def test_no_wait_waits_for_no_stream(bench: Rig) -> None:
     assert all_are(bench.slot(0), 4)
 
 
-def test_a_cupy_kernel_that_writes_is_waited_for(bench: Rig) -> None:
+def test_a_cupy_kernel_that_writes_is_waited_for(bench: Rig, cupy: Any) -> None:
     """A slow kernel on CuPy's own stream writes the blocks; the store follows it, `after` given as the CuPy stream."""
-    cupy = pytest.importorskip("cupy")
     kernel = cupy.RawKernel(
         """extern "C" __global__ void slow(unsigned char* at, size_t n, long long cycles) {
                long long start = clock64();

@@ -161,14 +161,23 @@ def test_engines_and_buffers_give_their_memory_back(gpu_device: kvoffload.Device
 # contexts and threads
 
 
+def create_context(device: kvoffload.Device) -> tuple[Any, Any]:
+    """A context of the test's own on the GPU under test, current for this thread: status and handle."""
+    from cuda.bindings import driver as cuda
+
+    create: Any = cuda.cuCtxCreate
+    arguments = (0, device.index) if device.driver.bindings_version < (13, 0) else (None, 0, device.index)
+    status, context = create(*arguments)
+    return status, context
+
+
 def test_pitfall_36_any_thread_and_any_context(small: Rig) -> None:
     from cuda.bindings import driver as cuda
 
     def work(own: bool) -> None:
         context: Any = None
         if own:
-            arguments = (0, 0) if small.device.driver.bindings_version < (13, 0) else (None, 0, 0)
-            status, context = cuda.cuCtxCreate(*arguments)
+            status, context = create_context(small.device)
             assert not status, status
         small.engine.store([1], [1], after=NO_WAIT).wait(30)
         small.engine.load([1], [2], after=PER_THREAD).wait(30)
@@ -186,8 +195,7 @@ def test_pitfall_36_any_thread_and_any_context(small: Rig) -> None:
 def test_a_stream_of_another_context_is_refused_and_nothing_happens(small: Rig) -> None:
     from cuda.bindings import driver as cuda
 
-    arguments = (0, 0) if small.device.driver.bindings_version < (13, 0) else (None, 0, 0)
-    status, context = cuda.cuCtxCreate(*arguments)
+    status, context = create_context(small.device)
     assert not status, status
     stream = int(cuda.cuStreamCreate(1)[1])
     try:
@@ -280,9 +288,9 @@ def test_submissions_return_at_once(gpu_device: kvoffload.Device, planes: int, b
 def test_pitfall_31_a_process_that_ends_with_work_in_flight(gpu_device: kvoffload.Device) -> None:
     assert not gpu_device.closed
     run_program(
-        """
+        f"""
         import kvoffload
-        device = kvoffload.open_device()
+        device = kvoffload.open_device({gpu_device.index})
         planes = device.allocate_planes(32, block_bytes=1 << 20, num_blocks=32)
         engine = kvoffload.OffloadEngine(kvoffload.KVLayout([planes]), device=device, num_slots=32)
         for _ in range(8):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(autouse=True)
-def jax(gpu_device: kvoffload.Device) -> Any:  # noqa: ARG001
-    return jax_on_gpu()
+def jax(gpu_device: kvoffload.Device) -> Iterator[Any]:
+    """JAX, whose default device is the GPU under test."""
+    module = jax_on_gpu()
+    with module.default_device(module.devices("gpu")[gpu_device.index]):
+        yield module
 
 
 @pytest.mark.parametrize("kind", ["owned", "adopted", "callback", "staged"])

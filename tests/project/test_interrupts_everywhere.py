@@ -1,0 +1,46 @@
+"""An exception at any point of any public call leaves no key visible without its bytes, and everything usable.
+
+This samples the points; `python tests/support/exhaust_interrupts.py` tries all of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from exhaust_interrupts import table, units_of, work_off
+from interrupt_scenarios import SCENARIOS
+
+SAMPLE = int(os.environ.get("KVOFFLOAD_INTERRUPT_SAMPLE", "2"))  # points of each scenario, policy and mode
+FAMILIES = (
+    ("engine.store", "engine.load"),
+    (
+        "engine.plan",
+        "engine.poll",
+        "engine.drain",
+        "engine.advance",
+        "engine.statistics",
+        "engine.close",
+        "engine.open",
+    ),
+    ("job", "device", "layout"),
+    ("index",),
+    ("cache.store",),
+    ("cache.l", "cache.job", "cache.open", "cache.touch", "cache.statistics"),
+    ("cache.re", "cache.acquire", "cache.clear"),
+    ("cache.engine", "cache.device"),
+)
+
+
+def test_every_scenario_is_in_a_family() -> None:
+    named = [name for family in FAMILIES for name in SCENARIOS if name.startswith(family)]
+    assert sorted(named) == sorted(SCENARIOS)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=" ".join)
+def test_an_exception_anywhere_leaves_the_truth(family: tuple[str, ...], seed: int) -> None:
+    tallies = work_off(units_of(family, sample=SAMPLE, seed=seed))
+    print(table(tallies))
+    assert sum(tally.tried for tally in tallies.values()) >= len(tallies)
+    wrong = [example for tally in tallies.values() for example in tally.examples]
+    assert not wrong, f"{len(wrong)} tries, with seed {seed}:\n" + "\n".join(wrong[:20])
