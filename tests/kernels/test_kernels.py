@@ -478,7 +478,7 @@ def test_an_error_without_a_text_of_its_own_is_told_and_a_lost_file_is_no_second
 def test_processes_that_write_the_same_file_leave_one_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "file"
     program = (
-        "import sys; from pathlib import Path; from kvoffload import cachefiles\n"
+        "import sys; from pathlib import Path; from kvoffload.internal import cachefiles\n"
         "for _ in range(300): assert cachefiles.write(Path(sys.argv[1]), sys.argv[2].encode() * 100_000)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
