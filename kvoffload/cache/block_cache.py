@@ -23,7 +23,8 @@ from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, JobGroup
 from kvoffload.engine.metrics import CacheEvent, CacheStatistics
 from kvoffload.errors import CapacityError, LayoutError
-from kvoffload.layout.layout import Int64Array, as_ids
+from kvoffload.internal.types import Int64Array
+from kvoffload.layout.ids import as_ids
 from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 

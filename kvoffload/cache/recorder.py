@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvoffload.engine.metrics import CacheEvent, Histogram
 from kvoffload.errors import KVOffloadWarning
-from kvoffload.layout.layout import Int64Array
+from kvoffload.internal.types import Int64Array
 
 _RESIDENCY_SECONDS = tuple(float(4**power) for power in range(-5, 12))  # 1 ms to 48 days
 _REUSE_DISTANCES = tuple(float(2**power) for power in range(6, 31))

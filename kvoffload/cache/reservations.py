@@ -11,7 +11,7 @@ import numpy as np
 from kvoffload.engine.job import Job, wait_until
 from kvoffload.errors import ClosedError, TransferError
 from kvoffload.internal.teardown import run_all
-from kvoffload.layout.layout import Int64Array
+from kvoffload.internal.types import Int64Array
 
 if TYPE_CHECKING:
     from kvoffload.cache.admission import Pool

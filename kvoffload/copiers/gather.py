@@ -24,8 +24,10 @@ from kvoffload.copiers.table_arena import Table, TableArena
 from kvoffload.device.pinned import PinnedMemory
 from kvoffload.driver import Capabilities, Driver, SourceOrder, address_of
 from kvoffload.internal.teardown import run_all
+from kvoffload.internal.types import Int64Array
 from kvoffload.kernels import THREADS_PER_WARP, KernelSpec, LoadedKernel, load_kernel
-from kvoffload.layout.layout import Group, Int64Array, KVLayout
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Group
 from kvoffload.planning.layer_groups import Parts
 from kvoffload.planning.transfer_plan import BlockPlan, Direction
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffload.copiers.table_arena import Table
-from kvoffload.layout.layout import Int64Array
+from kvoffload.internal.types import Int64Array
 from kvoffload.planning.transfer_plan import BlockPlan
 
 

@@ -21,7 +21,7 @@ from kvoffload.device.streams import stream_handle
 from kvoffload.driver import address_of
 from kvoffload.errors import ClosedError
 from kvoffload.layout.dlpack import CPU, CUDA, ArrayView, export_dlpack, packed_strides
-from kvoffload.layout.layout import NARROW_BYTES, dtype_name, element_bytes
+from kvoffload.layout.dtypes import NARROW_BYTES, dtype_name, element_bytes
 
 if TYPE_CHECKING:
     from kvoffload.device.device import Device

@@ -18,7 +18,9 @@ from kvoffload.driver import Capabilities, Driver, probe
 from kvoffload.errors import CapabilityError, CapacityError, ClosedError, DriverError, KVOffloadError, LayoutError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least
-from kvoffload.layout.layout import KVLayout, Plane, dtype_name, element_bytes
+from kvoffload.layout.dtypes import dtype_name, element_bytes
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
 
 if TYPE_CHECKING:
     from kvoffload.engine.engine import OffloadEngine

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.layout.layout import Group, Int64Array, KVLayout
+from kvoffload.internal.types import Int64Array
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Group
 from kvoffload.planning.transfer_plan import Direction
 
 

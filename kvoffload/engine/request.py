@@ -10,7 +10,9 @@ import numpy as np
 from kvoffload.engine.job import Listener
 from kvoffload.engine.wait_streams import Source, as_sources
 from kvoffload.errors import LayoutError
-from kvoffload.layout.layout import Int64Array, KVLayout, as_ids
+from kvoffload.internal.types import Int64Array
+from kvoffload.layout.ids import as_ids
+from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import Parts, as_parts
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod
