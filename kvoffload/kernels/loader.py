@@ -103,7 +103,7 @@ class LoadedKernel:
         most = self._driver.function_max_threads(self._function)
         if most < self.threads:
             raise CapabilityError(
-                f"{self.spec} needs {self.threads} threads in a block, and this GPU runs {most} of it"
+                f"{self.spec} needs {self.threads} threads in a block, and this GPU launches at most {most}"
             )
 
     def launch(self, stream: int, grid: int, arguments: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ _INT = frozenset((int,))
 def as_ids(name: str, ids: ArrayLike, limit: int) -> Int64Array:
     """A copy of `ids`: int64, (n,), C-contiguous, every value in `[0, limit)`; n may be 0.
 
-    The result shares no memory with `ids`, whatever they are: a transfer may read it long after the call that was given
+    The result shares no memory with `ids`, of whatever type: a transfer may read it long after the call that was given
     the ids has returned, and the caller may reuse theirs at once.
 
     Args:

@@ -42,7 +42,7 @@ def drawn_layout(chance: Chance) -> KVLayout:
 
 
 @given(data=st.data())
-def test_rows_cover_every_byte_of_a_plane_once_and_no_other(data: st.DataObject) -> None:
+def test_fragments_cover_every_byte_of_a_plane_once_and_no_other(data: st.DataObject) -> None:
     layout = drawn_layout(Drawn(data.draw))
     (group,) = layout.groups
     shape = fragment_shape_of(group, layout.slot_bytes, POOL)
@@ -123,7 +123,7 @@ def words_per_thread(alignment: int) -> int:
         ([1], FragmentShape(1, 1, 1)),
     ],
 )
-def test_rows_of_usual_and_unusual_blocks(sizes: list[int], expected: FragmentShape) -> None:
+def test_fragments_of_usual_and_unusual_blocks(sizes: list[int], expected: FragmentShape) -> None:
     planes = [Plane((1 + index) << 20, block_bytes=size, num_blocks=4) for index, size in enumerate(sizes)]
     layout = KVLayout([planes])
     assert fragment_shape_of(layout.groups[0], layout.slot_bytes, POOL) == expected
