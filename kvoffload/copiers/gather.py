@@ -1,9 +1,9 @@
-"""Copies by a kernel: for planes that do not fold, and for blocks too small for the copy engine.
+"""Blocks that a kernel carries: for planes that do not fold, and for blocks too small for the copy engine.
 
-The kernel is given planes and blocks, never an address per copy, so the host writes 16 bytes per block. The blocks of a
-plane are cut into *fragments* of one power of two, at most 2 KiB, of which the last may be shorter. A table of the
-fragments is written once, to device memory; the blocks of a transfer are written to pinned memory, which the kernel
-reads over the link while it copies.
+The kernel is given planes and blocks, never an address per copy, so the host writes 16 bytes per block. Planes are cut
+into *fragments* of one power of two, at most 2 KiB, of which the last of a block may be shorter. A table of them is
+written once, to device memory; the blocks of a transfer are written to pinned memory, which the kernel reads over the
+link while it copies.
 
 A load in parts is a launch for each part, of the same kernel, on the fragments of the part's planes.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -77,7 +77,7 @@ def _tile_bytes(alignment: int, warps: int) -> int:
 
 
 def kernel_spec(shape: FragmentShape, direction: Direction, programs: int) -> KernelSpec:
-    """The kernel for fragments of this shape, launched with so many programs."""
+    """The kernel for a shape and so many programs."""
     several_storing = direction is Direction.STORE and programs > 1
     warps = _WARPS_OF_SEVERAL_STORING if several_storing else _WARPS
     return KernelSpec(
@@ -137,69 +137,79 @@ class _GroupKernels(NamedTuple):
     Attributes:
         fragments: of all planes.
         room: addresses of the room for the fragments of as many divisions, behind them.
-        kernels: by direction and whether several programs run, and how many fragments a program moves at a time.
+        kernels: by whether they store and whether several programs run, with the fragments of a tile.
     """
 
     group: Group
     shape: FragmentShape
     fragments: Fragments
     room: range
-    kernels: dict[tuple[Direction, bool], tuple[LoadedKernel, int]]
+    kernels: dict[tuple[bool, bool], tuple[LoadedKernel, int]]
 
 
 class GatherKernels:
     """What the gather copiers of an engine share: kernels, fragment tables, and pinned memory for tables of blocks.
 
     Args:
-        driver: its context must be current.
-        capabilities: what the device can do.
-        layout: whose groups are copied.
+        driver: its context must be current in `open` and `close`.
         memory: the slot pool.
 
-    Raises:
-        CapabilityError: no kernel can run here, and why.
-        CapacityError, DriverError: memory is short, or the driver failed. Nothing is left behind in either case.
+    Attributes:
+        groups: what is ready for each group of the layout.
+        arenas: pinned memory for tables of blocks: of stores, of loads.
     """
 
-    def __init__(self, driver: Driver, capabilities: Capabilities, layout: KVLayout, memory: PinnedMemory) -> None:
+    def __init__(self, driver: Driver, memory: PinnedMemory) -> None:
         self.driver = driver
         self._memory = memory
-        self._pool_address = int(memory.device_addresses(np.array([memory.address]))[0])
-        self._undo: list[Callable[[], None]] = []
-        self._loaded: dict[KernelSpec, LoadedKernel] = {}
-        try:
-            self.groups = [self._prepare(capabilities, group, layout.slot_bytes) for group in layout.groups]
-            self._divided: list[dict[Parts, PartFragments]] = [{} for _ in layout.groups]
-            tables = PinnedMemory(driver, len(Direction) * _ARENA_BYTES)
-            self._undo.append(tables.release)
-            self._tables = tables
-            self.arenas = {
-                direction: TableArena(half, driver.host_device_address(address_of(half)))
-                for direction, half in zip(Direction, tables.array.reshape(len(Direction), -1), strict=True)
-            }
-        except BaseException:
-            self.close()
-            raise
+        self._kernels: list[LoadedKernel] = []
+        self._fragment_tables: list[int] = []  # addresses of device memory
+        self._tables: list[PinnedMemory] = []  # one, once it is being pinned
+        self.groups: list[_GroupKernels] = []
+        self.arenas: tuple[TableArena, ...] = ()  # of stores, of loads
+        self._divided: list[dict[Parts, PartFragments]] = []
 
-    def _prepare(self, capabilities: Capabilities, group: Group, slot_bytes: int) -> _GroupKernels:
-        shape = fragment_shape_of(group, slot_bytes, self._pool_address)
+    def open(self, capabilities: Capabilities, layout: KVLayout) -> None:
+        """Load the kernels, and allocate tables.
+
+        Args:
+            capabilities: what the device can do.
+            layout: whose groups are copied.
+
+        Raises:
+            CapabilityError: no kernel can run here, and why.
+            CapacityError, DriverError: memory is short, or the driver failed. `close` frees what was made.
+        """
+        pool_address = int(self._memory.device_addresses(np.array([self._memory.address]))[0])
+        for group in layout.groups:
+            shape = fragment_shape_of(group, layout.slot_bytes, pool_address)
+            self.groups.append(self._prepare(capabilities, group, shape))
+            self._divided.append({})
+        tables = PinnedMemory(self.driver, 2 * _ARENA_BYTES, holder=self._tables)
+        self.arenas = tuple(
+            TableArena(half, self.driver.host_device_address(address_of(half))) for half in tables.array.reshape(2, -1)
+        )
+
+    def _prepare(self, capabilities: Capabilities, group: Group, shape: FragmentShape) -> _GroupKernels:
         kernels = {}
-        for direction, several in itertools.product(Direction, (False, True)):
+        for stores, several in itertools.product((True, False), (False, True)):
+            direction = Direction.STORE if stores else Direction.LOAD
             kernel = self._load(capabilities, kernel_spec(shape, direction, 1 + several))
-            kernels[direction, several] = kernel, kernel.spec.constant("FRAGMENTS")
+            kernels[stores, several] = kernel, kernel.spec.constant("FRAGMENTS")
         fragments = fragment_table(group, shape)
         divisions = min(_MOST_DIVISIONS, _DIVISIONS_BYTES // fragments.nbytes) if len(group.planes) > 1 else 0
-        address = self.driver.allocate((1 + divisions) * fragments.nbytes)
-        self._undo.append(partial(self.driver.free, address))
+        self.driver.create("cuMemAlloc", self._fragment_tables, (1 + divisions) * fragments.nbytes)
+        address = int(self._fragment_tables[-1])
         self.driver.copy_to_device(address, address_of(fragments), fragments.nbytes)
         room = range(address, address + (1 + divisions) * fragments.nbytes, fragments.nbytes)[1:]
         return _GroupKernels(group.disowned(), shape, Fragments(fragments.shape[1], address), room, kernels)
 
     def _load(self, capabilities: Capabilities, spec: KernelSpec) -> LoadedKernel:
-        if spec not in self._loaded:
-            self._loaded[spec] = load_kernel(self.driver, capabilities, spec)
-            self._undo.append(self._loaded[spec].close)
-        return self._loaded[spec]
+        for kernel in self._kernels:
+            if kernel.spec == spec:
+                return kernel
+        self._kernels.append(load_kernel(self.driver, capabilities, spec))
+        return self._kernels[-1]
 
     def why_not_in_parts(self, group: int, parts: Parts) -> str | None:
         """Why loads of a group cannot be carried in these parts; None if they can."""
@@ -213,7 +223,7 @@ class GatherKernels:
         return None
 
     def in_parts(self, group: int, parts: Parts) -> PartFragments:
-        """The fragments of a group by part, unless `why_not_in_parts`. Kept until `close`: queued launches read it."""
+        """The fragments of a group by part, unless `why_not_in_parts`. Kept: queued launches read them."""
         of, divided = self.groups[group], self._divided[group]
         if parts not in divided:
             tables = [fragment_table(of.group, of.shape, planes) for planes in parts]
@@ -224,18 +234,21 @@ class GatherKernels:
         """Host addresses in the pool as a kernel sees them."""
         return self._memory.device_addresses(addresses)
 
-    def clear(self, direction: Direction) -> None:
-        """Nothing of a direction is in flight: take back tables that an interrupt may have left out."""
-        self.arenas[direction].clear()
+    def restore(self, tables: list[Table]) -> None:
+        """After an interrupt: exactly these tables are in use."""
+        for arena in self.arenas:
+            arena.restore(tables)
 
     def keep(self) -> None:
         """The context is lost: leave everything where it is."""
-        self._tables.keep()
+        for tables in self._tables:
+            tables.keep()
 
     def close(self) -> None:
-        """Give everything back; nothing on the GPU may still use it."""
-        undo, self._undo = self._undo[::-1], []
-        run_all(undo)
+        """Free everything; nothing on the GPU may still use it. Interrupted, it goes on where it stopped."""
+        steps = [kernel.close for kernel in self._kernels]
+        steps.append(partial(self.driver.destroy, "cuMemFree", self._fragment_tables))
+        run_all((*steps, *(tables.release for tables in self._tables)))
 
 
 class GatherCopier:
@@ -245,7 +258,7 @@ class GatherCopier:
 
     def __init__(self, shared: GatherKernels, programs: int) -> None:
         most_fragments = max(group.fragments.num_fragments for group in shared.groups)
-        self.piece_operations = min(_MAX_TABLE_BLOCKS, _MAX_ITEMS // most_fragments)
+        self.segment_operations = min(_MAX_TABLE_BLOCKS, _MAX_ITEMS // most_fragments)
         self._shared = shared
         self._programs = programs
 
@@ -284,7 +297,8 @@ class GatherCopier:
     def _write(self, blocks: BlockPlan, more_words: int = 0) -> Table | None:
         """A table of these blocks, with room for so many words behind them; None while there is none for it."""
         count = len(blocks)
-        table = self._shared.arenas[blocks.direction].take(2 * count + more_words)
+        arena = self._shared.arenas[0 if blocks.direction is Direction.STORE else 1]
+        table = arena.take(2 * count + more_words)
         if table is not None:
             table.words[:count] = blocks.blocks
             if blocks.sub_block is not None:
@@ -294,21 +308,19 @@ class GatherCopier:
 
     def _pack(self, blocks: BlockPlan, fragments: Fragments, table: Table) -> Submit:
         """The launch that copies these fragments of the blocks in the table."""
-        kernel, tile_fragments = self._shared.groups[blocks.group_index].kernels[blocks.direction, self._programs > 1]
+        stores = blocks.direction is Direction.STORE
+        kernel, tile_fragments = self._shared.groups[blocks.group_index].kernels[stores, self._programs > 1]
         kernel.pack((fragments.address, table.device_address, fragments.num_fragments, len(blocks)))
         grid = min(self._programs, -(-fragments.num_fragments * len(blocks) // tile_fragments))
         return partial(self._submit, kernel, grid)
 
-    def clear(self, direction: Direction) -> None:
-        self._shared.clear(direction)
-
-    def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None = None) -> None:
+    def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None) -> None:
         if start is not None:
             self._shared.driver.event_record(start, stream)
         kernel.queue(stream, grid)
 
     def _submit_behind_fragments(
-        self, fragments: PartFragments, source: Int64Array, submit: Submit, stream: int, start: int | None = None
+        self, fragments: PartFragments, source: Int64Array, submit: Submit, stream: int, start: int | None
     ) -> None:
         self._shared.driver.copy(fragments.address, address_of(source), source.nbytes, stream)
         fragments.missing = None

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvoffload.engine.metrics import CacheStatistics, DirectionTotals, EngineStatistics
+from kvoffload.cache.statistics import CacheStatistics
+from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.internal.representation import register
 from kvoffload.layout.fold import FoldedGroup, describe_fold, fold
 from kvoffload.layout.layout import KVLayout
 
 if TYPE_CHECKING:
-    from kvoffload.cache.admission import Namespace
+    from kvoffload.cache.admission import Tenant
     from kvoffload.device.device import Device
     from kvoffload.engine.engine import OffloadEngine
     from kvoffload.engine.report import PlanReport
@@ -260,14 +261,14 @@ def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
 
 
 def cache_card(
-    engine: OffloadEngine, statistics: CacheStatistics | None, described: str, namespaces: Mapping[str, Namespace]
+    engine: OffloadEngine, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Tenant]
 ) -> Markup:
     """What a block cache holds and has found.
 
     Args:
         statistics: its own; None in a forked process.
         described: its index in a line, the policy included.
-        namespaces: with their quotas and priorities.
+        tenants: with their quotas and priorities.
     """
     rows: list[tuple[str, object]] = [("keys and policy", described)]
     if statistics is not None:
@@ -275,12 +276,12 @@ def cache_card(
     quotas = table(
         (
             (name, "-" if each.max_blocks is None else f"{each.max_blocks:,}", each.priority)
-            for name, each in namespaces.items()
+            for name, each in tenants.items()
         ),
-        ("namespace", "blocks at most", "priority"),
+        ("tenant", "blocks at most", "priority"),
     )
     marks = _marks(engine.device, closed=False)
-    return card("BlockCache", marks, table(rows), quotas if namespaces else Markup())
+    return card("BlockCache", marks, table(rows), quotas if tenants else Markup())
 
 
 def _residency(statistics: CacheStatistics) -> list[Segment]:

@@ -30,6 +30,7 @@ from helpers import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvoffload.engine.flight import FlightDeck
 from layerwise import PARTS, PLANES, Reader, blocks_hold, hold_from, load, load_interrupted, reader_of
 from strategies import LayoutSpec, layouts, place, slab_of
 
@@ -51,7 +52,6 @@ from kvoffload.device import streams
 from kvoffload.device.streams import EventPool, Lane
 from kvoffload.driver import Driver
 from kvoffload.engine import callers
-from kvoffload.engine.flight import FlightDeck
 from kvoffload.engine.job import Job
 from kvoffload.engine.launcher import Launcher
 from kvoffload.layout.fold import fold_group
@@ -150,13 +150,13 @@ def test_kernels_that_cannot_run_are_said_to_be_missing_first(bench: Rig) -> Non
 
 def test_the_choice_is_among_what_carries_parts(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     with rig(device, planes=PLANES, sm_limit=4) as bench:
-        monkeypatch.setattr(bench.engine._copier_set, "_interpreted", False)  # as on a GPU: kernels, too, are chosen
+        monkeypatch.setattr(bench.engine._parts.copiers, "_interpreted", False)  # as on a GPU: kernels, too, are chosen
         assert load(bench, range(8), range(8), parts=None).copier in ("gather", "split")
         for parts in (2, PLANES):
             job = load(bench, range(8), range(8), parts=parts)
             assert job.copier != "split"
             assert re.search(r" us expected", job.reason)
-        monkeypatch.setattr(bench.engine._copier_set._kernels, "why_not_in_parts", lambda *_: "no room")
+        monkeypatch.setattr(bench.engine._parts.copiers._kernels, "why_not_in_parts", lambda *_: "no room")
         assert load(bench, range(8), range(8), parts=2).copier in BY_ENGINE
         assert load(bench, range(8), range(8), parts=None).copier in ("gather", "split")
 
@@ -327,7 +327,7 @@ def test_a_fold_is_made_once_for_each_group_and_parts(bench: Rig, monkeypatch: p
     for first in range(100):
         order = np.roll(np.arange(PLANES), first % PLANES).tolist()
         load(bench, [0], [0], parts=[order[: 1 + first // PLANES % 7], order[1 + first // PLANES % 7 :]])
-    assert bench.engine._dispatcher._folds._in_parts.cache_info().currsize <= 64
+    assert bench.engine._folds._in_parts.cache_info().currsize <= 64
     assert len(made) > 40
 
 
