@@ -21,8 +21,9 @@ from kvoffload.driver import FlatTable, SourceOrder, address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import ModelGeometry
-from kvoffload.internal.types import UInt8Array, UInt64Array
-from kvoffload.layout.layout import Int64Array, KVLayout, Plane
+from kvoffload.internal.types import Int64Array, UInt8Array, UInt64Array
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod, Shape
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvoffload.bench import plots
 from kvoffload.bench.cases import FULL, SMALL, Lab
-from kvoffload.copiers import Tiling, kernel_spec, why_not
+from kvoffload.copiers import FragmentShape, kernel_spec, why_not
 from kvoffload.device.device import Device
 from kvoffload.errors import CapabilityError
 from kvoffload.kernels import load_kernel
@@ -118,7 +118,7 @@ def missing_copiers(device: Device, sm_limit: int = 1) -> dict[str, str | None]:
     """For every copier None, or why it cannot run on the device; a kernel is tried by loading one."""
     missing = why_not(device.capabilities, sm_limit)
     if missing["gather"] is None:
-        spec = kernel_spec(Tiling(row_bytes=2048, word_bytes=8, alignment=16), Direction.LOAD, programs=1)
+        spec = kernel_spec(FragmentShape(fragment_bytes=2048, word_bytes=8, alignment=16), Direction.LOAD, programs=1)
         try:
             with device.current():
                 load_kernel(device.driver, device.capabilities, spec).close()

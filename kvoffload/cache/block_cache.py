@@ -24,7 +24,7 @@ from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
 from kvoffload.internal.types import ArrayLike, Int64Array
-from kvoffload.layout.layout import as_ids
+from kvoffload.layout.ids import as_ids
 from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 

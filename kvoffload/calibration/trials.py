@@ -14,7 +14,8 @@ from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
-from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import default_profile
 from kvoffload.tuning.fitting import Sample

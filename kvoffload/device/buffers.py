@@ -23,7 +23,7 @@ from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import ClosedError, DriverError
 from kvoffload.internal.types import ArrayLike, UInt8Array
 from kvoffload.layout.dlpack import CPU, CUDA, ArrayView, export_dlpack, packed_strides
-from kvoffload.layout.layout import NARROW_BYTES, dtype_name, element_bytes
+from kvoffload.layout.dtypes import NARROW_BYTES, dtype_name, element_bytes
 
 
 class DeviceBuffer:

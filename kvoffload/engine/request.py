@@ -14,7 +14,8 @@ from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.engine.wait_streams import Followed, Source, as_sources
 from kvoffload.errors import LayoutError
 from kvoffload.internal.types import ArrayLike, Int64Array
-from kvoffload.layout.layout import KVLayout, as_ids
+from kvoffload.layout.ids import as_ids
+from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import Parts, as_parts
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod

@@ -9,7 +9,8 @@ from kvoffload.device.device import Device
 from kvoffload.errors import LayoutError
 from kvoffload.jax.imports import address_of, follow
 from kvoffload.layout.arrays import is_jax_array
-from kvoffload.layout.layout import KVLayout, dtype_name, element_bytes
+from kvoffload.layout.dtypes import dtype_name, element_bytes
+from kvoffload.layout.layout import KVLayout
 
 
 class PlacedCache(ABC):

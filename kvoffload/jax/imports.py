@@ -7,7 +7,7 @@ from typing import Any
 
 from kvoffload.device.buffers import DeviceArray
 from kvoffload.errors import CapabilityError, LayoutError
-from kvoffload.layout.layout import NARROW_BYTES
+from kvoffload.layout.dtypes import NARROW_BYTES
 
 
 def import_jax() -> Any:

@@ -11,10 +11,12 @@ from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.errors import LayoutError
+from kvoffload.internal.types import Int64Array
 from kvoffload.jax.imports import follow, from_device, import_jax
 from kvoffload.layout.arrays import is_jax_array
 from kvoffload.layout.dlpack import view_dlpack
-from kvoffload.layout.layout import Int64Array, KVLayout, as_ids
+from kvoffload.layout.ids import as_ids
+from kvoffload.layout.layout import KVLayout
 
 
 class StagedCache:

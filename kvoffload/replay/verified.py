@@ -27,8 +27,8 @@ from kvoffload.engine.engine import OffloadEngine
 from kvoffload.errors import CapacityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
-from kvoffload.internal.types import UInt8Array
-from kvoffload.layout.layout import Int64Array, KVLayout
+from kvoffload.internal.types import Int64Array, UInt8Array
+from kvoffload.layout.layout import KVLayout
 from kvoffload.replay.overlap import overlap
 
 _STAGING_BYTES = 128 << 20

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gathering import Seeded, fill_slots, layout_spec, overwrite_on_release, record_launches, small_tables
 from helpers import LEGACY, Rig, change_streams, cut_pieces, interrupt_call, leaks_of, rig, simulated, whole
+from kvoffload.engine.flight import FlightDeck
 from layerwise import DEFAULTS, PARTS, PLANES, Reader, blocks_hold, hold_from, load, load_interrupted, reader_of
 from strategies import place
 
@@ -19,7 +20,6 @@ from kvoffload.copiers import GatherCopier, gather
 from kvoffload.copiers.table_arena import Table, TableArena
 from kvoffload.device.streams import EventPool, Lane
 from kvoffload.driver import Driver
-from kvoffload.engine.flight import FlightDeck
 from kvoffload.engine.job import Job, Piece
 from kvoffload.engine.launcher import Launcher
 from kvoffload.simulator.kernels import LaunchOperation
@@ -329,11 +329,13 @@ def test_rows_take_four_mib_of_the_gpu_at_most(device: kvoffload.Device) -> None
         (group,) = kernels.groups
         assert len(group.room) == (4 << 20) // (8192 * 5 * 8) == 12
         with device.current():
-            assert device.driver.address_range(group.rows.address)[1] == 13 * 8192 * 5 * 8
+            assert device.driver.address_range(group.fragments.address)[1] == 13 * 8192 * 5 * 8
         assert engine.load([0], [0], after=NO_WAIT, copier="gather", parts=2).wait(10).copier == "gather"
     planes = device.allocate_planes(2, block_bytes=20 << 20, num_blocks=2)
     with OffloadEngine(KVLayout([planes]), device=device, num_slots=2, sm_limit=1) as engine:
-        with pytest.raises(CapabilityError, match=r"blocks have 20480 rows of 2048 bytes, more than 19660; the loop"):
+        with pytest.raises(
+            CapabilityError, match=r"blocks have 20480 fragments of 2048 bytes, more than 19660; the loop"
+        ):
             engine.load([0], [0], after=NO_WAIT, copier="gather", parts=2)
         assert engine.load([0], [0], after=NO_WAIT, parts=2).wait(10).error is None
         assert engine.load([0], [0], after=NO_WAIT, copier="gather").wait(10).error is None

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from gathering import Move, Seeded, check_moves, expect, fill_slots, layout_spec, move, small_tables, submit
 from helpers import Rig, all_are, no_leaks, release, rig, simulated, whole
+from kvoffload.engine.books import Flight
 from splitting import HALF, OPTIONS, PROGRAMS, hold_the_kernel, load, store
 from strategies import slab_of
 
 import kvoffload
 from kvoffload import Direction, Job, KVLayout, OffloadEngine
 from kvoffload.copiers import StridedCopier
-from kvoffload.engine.books import Flight
 from kvoffload.engine.job import Piece
 from kvoffload.engine.launcher import Launcher
 from kvoffload.testing import Mirror, check_clean_close, scramble

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from helpers import interrupt_call, keys, leaks_of, release, rig, simulated, whole
+from kvoffload.engine.flight import FlightDeck
+from kvoffload.engine.ordering import Ordering
 from workload import program, several_streams
 
 from kvoffload import NO_WAIT, BlockCache, Direction, TransferError
@@ -15,10 +17,8 @@ from kvoffload.copiers import GatherCopier, StridedCopier
 from kvoffload.copiers.table_arena import Table, TableArena
 from kvoffload.device.streams import EventPool, Lane
 from kvoffload.driver import Driver
-from kvoffload.engine.flight import FlightDeck
 from kvoffload.engine.job import Job, JobGroup, State
 from kvoffload.engine.launcher import Launcher
-from kvoffload.engine.ordering import Ordering
 from kvoffload.tuning import CopyMethod
 
 

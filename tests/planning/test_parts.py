@@ -30,6 +30,7 @@ from helpers import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvoffload.engine.flight import FlightDeck
 from layerwise import PARTS, PLANES, Reader, blocks_hold, hold_from, load, load_interrupted, reader_of
 from strategies import LayoutSpec, layouts, place, slab_of
 
@@ -51,7 +52,6 @@ from kvoffload.device import streams
 from kvoffload.device.streams import EventPool, Lane
 from kvoffload.driver import Driver
 from kvoffload.engine import callers
-from kvoffload.engine.flight import FlightDeck
 from kvoffload.engine.job import Job
 from kvoffload.engine.launcher import Launcher
 from kvoffload.layout.fold import fold_group
