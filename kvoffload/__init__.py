@@ -42,6 +42,7 @@ from kvoffload.errors import (
     TransferError,
 )
 from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.observability import notebook as _notebook
 from kvoffload.planning.transfer_plan import Direction
 
 __all__ = [
@@ -79,3 +80,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_notebook.register_cards()

@@ -291,7 +291,7 @@ class BlockCache:
         from kvoffload.observability.notebook import cache_card
 
         statistics = None if self.engine.device.foreign else self._index.statistics()
-        return cache_card(self.engine, statistics, self._index.describe(), self._namespaces)
+        return cache_card(self, statistics, self._index.describe(), self._namespaces)
 
     # inner workings -----------------------------------------------------------------------------------------------
 

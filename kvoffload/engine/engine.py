@@ -293,6 +293,10 @@ class OffloadEngine:
         """See `Job.order_before`."""
         self.callers.order_before(job, stream, part)
 
+    def order_all_before(self, stream: Any) -> None:
+        """Work queued on `stream` from now on starts after every transfer submitted so far has ended, well or not."""
+        self.callers.order_all_before(stream)
+
     @property
     def submitted(self) -> int:
         """How many transfers have been submitted so far."""

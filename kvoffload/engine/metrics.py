@@ -66,6 +66,19 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantCounts:
+    """What a cache has done for one tenant since it was made, in blocks of the cache, one per key.
+
+    Attributes:
+        stored, failed, declined: as in `CacheStatistics`.
+    """
+
+    stored: int = 0
+    failed: int = 0
+    declined: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """What a block cache holds and has done; counted in blocks of the cache, one per key.
 
@@ -81,6 +94,7 @@ class CacheStatistics:
         removed: keys taken out by `remove` and `clear`.
         residency_seconds: how long evicted keys had been in the cache.
         reuse_distance_blocks: blocks that were touched between two touches of a key.
+        tenants: the same counts by tenant, for tenants that have stored something; "" is the default tenant.
     """
 
     capacity: int
@@ -97,6 +111,7 @@ class CacheStatistics:
     removed: int
     residency_seconds: Histogram
     reuse_distance_blocks: Histogram
+    tenants: tuple[tuple[str, TenantCounts], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a notebook would show of an object, parsed strictly."""
+"""The HTML that a notebook would show of an object, parsed strictly."""
 
 from __future__ import annotations
 
