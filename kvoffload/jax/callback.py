@@ -26,8 +26,8 @@ class CallbackCache(AdoptedCache):
 
     `store` and `load` call a jitted function that does nothing but call back, with XLA's stream, while it is queued
     (`jax.experimental.buffer_callback`). The callback submits the transfer behind that stream, and makes that stream
-    wait for the transfer. So the transfer follows everything that JAX was given before the call, computations that only read
-    the array included, and everything that JAX is given later follows the transfer.
+    wait for the transfer. So the transfer follows everything that JAX was given before the call, also computations that
+    only read the array, and everything that JAX is given later follows the transfer.
 
     The interface is experimental, and JAX's documentation says that it is to be replaced. Computations that do not
     touch the copied blocks wait as well. One thread at a time may use the cache.
@@ -42,8 +42,8 @@ class CallbackCache(AdoptedCache):
 
     def __init__(self, device: Device, array: Any, plane_axis: int = 0, block_axis: int = 1, **options: Any) -> None:
         super().__init__(device, array, plane_axis, block_axis, **options)
-        self._tickets: deque[_Ticket] = deque()
-        self._pass_through = _pass_through(array, partial(_called_back, self.address, self._tickets))
+        self._tickets: deque[Ticket] = deque()
+        self._pass_through = _pass_through(array, partial(called_back, self.address, self._tickets))
 
     def store(self, engine: OffloadEngine, blocks: Any, slots: Any, **options: Any) -> Job:
         """`engine.store`, ordered by JAX's stream."""
@@ -55,7 +55,7 @@ class CallbackCache(AdoptedCache):
 
     def _submit(self, submit: Submit) -> Job:
         self._ordered()  # follow transfers that were submitted by other means
-        ticket = _Ticket(submit)
+        ticket = Ticket(submit)
         self._tickets.append(ticket)
         arrays = self._holder.arrays
         arrays[:] = map(self._pass_through, arrays)  # see Holder; no interrupt comes between this and the next line
@@ -66,7 +66,7 @@ class CallbackCache(AdoptedCache):
         return job
 
 
-class _Ticket:
+class Ticket:
     """A transfer that will be submitted by JAX's call.
 
     Attributes:
@@ -115,7 +115,7 @@ def _pass_through(array: Any, callback: Callable[..., None]) -> Any:
     return jax.jit(lambda cache: call(cache), donate_argnums=0)
 
 
-def _called_back(address: int, tickets: deque[_Ticket], context: Any, out: Any, _: Any) -> None:
+def called_back(address: int, tickets: deque[Ticket], context: Any, out: Any, _: Any) -> None:
     """What JAX calls, once for each dispatched ticket, in their order. The newest ticket may be one that JAX is being
     given at this moment; an older one that was not dispatched was interrupted before, and is dropped."""
     while len(tickets) > 1 and not tickets[0].dispatched:

@@ -77,7 +77,9 @@ def test_what_was_computed_concurrently_with_a_transfer_is_refused_on_a_simulate
         engine.slots[0].view(np.float32)[:] = 5
         computed = jax.numpy.copy(cache.array)
         engine.load([0], [1], after=cache)
-        with pytest.raises(kvoffload.TransferError, match="concurrently with transfers, which a simulated device cannot do"):
+        with pytest.raises(
+            kvoffload.TransferError, match="concurrently with transfers, which a simulated device cannot do"
+        ):
             cache.array = computed
         assert (np.asarray(cache.array)[:, 1] == 5).all()
 
