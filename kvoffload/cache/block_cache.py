@@ -21,7 +21,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, Policy
 from kvoffload.cache.reservations import Lease, Reservation, Stage, Status
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, JobGroup
-from kvoffload.engine.metrics import CacheEvent, CacheStatistics
+from kvoffload.engine.statistics import CacheEvent, CacheStatistics
 from kvoffload.errors import CapacityError, LayoutError
 from kvoffload.layout.layout import Int64Array, as_ids
 from kvoffload.planning.layer_groups import as_parts

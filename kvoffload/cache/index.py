@@ -22,7 +22,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, Policy, Protected
 from kvoffload.cache.recorder import Journal
 from kvoffload.cache.reservations import Lease, Proposal, Reservation, Stage, Status
 from kvoffload.engine.job import Job, JobGroup
-from kvoffload.engine.metrics import CacheEvent, CacheStatistics
+from kvoffload.engine.statistics import CacheEvent, CacheStatistics
 from kvoffload.errors import CapacityError, MissingKeyError
 from kvoffload.internal.checks import at_least
 

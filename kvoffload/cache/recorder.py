@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.engine.metrics import CacheEvent, Histogram
+from kvoffload.engine.statistics import CacheEvent, Histogram
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.layout.layout import Int64Array
 

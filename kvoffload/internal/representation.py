@@ -22,15 +22,17 @@ def register(kind: type, function: Callable[..., str]) -> None:
 
 
 class HtmlRepresentation:
-    """Gives a class `_repr_html_`, which IPython and Jupyter call; None, for the plain repr, before `register`."""
+    """Gives a class `_repr_html_`, which IPython and Jupyter call; before `register` it shows the plain repr."""
 
     __slots__ = ()
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         for kind in type(self).__mro__:
             if kind in _functions:
                 return _functions[kind](self, **self._html_options())
-        return None
+        from html import escape  # its table of entities takes 2 ms to import
+
+        return f"<pre>{escape(repr(self))}</pre>"
 
     def _html_options(self) -> Mapping[str, Any]:
         """Keyword arguments for the registered function: values that the public attributes do not give."""

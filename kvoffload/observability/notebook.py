@@ -7,18 +7,18 @@ card can be read in light and dark themes; only bars have colours. All text is e
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from math import inf
 from typing import NamedTuple, Protocol
 
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.engine.metrics import CacheStatistics, DirectionTotals, EngineStatistics
 from kvoffload.engine.report import PlanReport
-from kvoffload.internal import representation
-from kvoffload.layout.layout import Group, KVLayout
-from kvoffload.planning.transfer_plan import FoldedGroup, describe_fold, fold
+from kvoffload.engine.statistics import CacheStatistics, DirectionTotals, EngineStatistics
+from kvoffload.internal.representation import register
+from kvoffload.layout.fold import FoldedGroup, describe_fold, fold
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Group
 
 _BLUE, _LIGHT_BLUE, _ORANGE, _NOTHING = "#3d7fc4", "#7fb2e5", "#d9822b", "transparent"
 _MOST_DRAWN = 128  # planes of a slot; beyond that they would be thinner than a pixel
@@ -28,10 +28,10 @@ _SIMULATED = "simulated: no GPU, times mean nothing"
 
 def register_cards() -> None:
     """Have notebooks show these classes as cards. Called when `kvoffload` is imported."""
-    representation.register(KVLayout, layout_card)
-    representation.register(OffloadEngine, engine_card)
-    representation.register(BlockCache, cache_card)
-    representation.register(PlanReport, plan_card)
+    register(KVLayout, layout_card)
+    register(OffloadEngine, engine_card)
+    register(BlockCache, cache_card)
+    register(PlanReport, plan_card)
 
 
 class Limits(Protocol):
@@ -63,6 +63,8 @@ class Band(NamedTuple):
 
 def element(name: str, *content: object, style: str = "") -> Markup:
     """An element. Content that is not Markup is escaped."""
+    from html import escape  # its table of entities takes 2 ms to import, and this module comes with the package
+
     inside = "".join(each if isinstance(each, Markup) else escape(str(each)) for each in content)
     attribute = f' style="{escape(style)}"' if style else ""
     return Markup(f"<{name}{attribute}>{inside}</{name}>")
@@ -143,15 +145,15 @@ def layout_card(layout: KVLayout) -> Markup:
         rows.append(("dtype", layout.dtype))
     if layout.tokens_per_block is not None:
         rows.append(("tokens per block", layout.tokens_per_block))
-    note = "Folded by address alone. An engine asks the driver which allocation holds each plane; no fold crosses two."
+    note = "By address alone. An engine asks the driver which allocation holds each plane; no copy crosses two of them."
     return card("KVLayout", (), table(rows), element("div", note, style="opacity:.7"))
 
 
 def _layout_rows(layout: KVLayout, folded: Sequence[FoldedGroup]) -> Iterator[tuple[str, object]]:
-    for number, (group, runs) in enumerate(zip(layout.groups, folded, strict=True)):
+    for number, (group, folds) in enumerate(zip(layout.groups, folded, strict=True)):
         which = f"group {number}: " if layout.num_groups > 1 else ""
         yield f"{which}planes", f"{_planes(group)}, {size(group.bytes_per_block)} a block"
-        yield f"{which}folding", f"{describe_fold([runs])}: a block takes {_operations(runs)}"
+        yield f"{which}folding", f"{describe_fold([folds])}: {_rows(folds)}"
 
 
 def _planes(group: Group) -> str:
@@ -160,11 +162,10 @@ def _planes(group: Group) -> str:
     return f"{plural(len(group.planes), 'plane')} x {shown} x {plural(group.num_blocks, 'block')}"
 
 
-def _operations(folded: FoldedGroup) -> str:
-    """How the copy engine copies a block: '1 operation of the copy engine, 64 rows of 32 KiB'."""
+def _rows(folded: FoldedGroup) -> str:
+    """The rows of a block's strided copies: '64 rows of 32 KiB'."""
     counts = [f"{plural(each.row_count, 'row')} of {size(each.width)}" for each in folded.classes]
-    shown = ", ".join(counts[:3]) + (", ..." if len(counts) > 3 else "")
-    return f"{plural(folded.runs, 'operation')} of the copy engine, {shown}"
+    return ", ".join(counts[:3]) + (", ..." if len(counts) > 3 else "")
 
 
 def _slot_rows(layout: KVLayout) -> Iterator[tuple[str, object]]:

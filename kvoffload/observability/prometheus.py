@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
-from kvoffload.engine.metrics import CacheStatistics, DirectionTotals, EngineStatistics, Histogram
+from kvoffload.engine.statistics import CacheStatistics, DirectionTotals, EngineStatistics, Histogram
 from kvoffload.errors import CapabilityError, ClosedError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from programs import run_program
 
-from kvoffload.engine.metrics import CacheStatistics, DirectionTotals, EngineStatistics, Histogram, TenantCounts
+from kvoffload.engine.statistics import CacheStatistics, DirectionTotals, EngineStatistics, Histogram, TenantCounts
 from kvoffload.errors import CapabilityError, ClosedError
 from kvoffload.observability.prometheus import CacheCollector, register
 
