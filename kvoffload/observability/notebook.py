@@ -217,7 +217,7 @@ def engine_card(
         ("copiers", _copiers(copiers, simulated=device.simulated)),
         ("selected by", f"prefer={engine.prefer!r}, at most {plural(engine.sm_limit, 'SM')}; {engine.profile.source}"),
     ]
-    totals = Markup() if statistics is None else _totals(statistics)
+    totals = Markup() if statistics is None else _totals(statistics, simulated=device.simulated)
     return card("OffloadEngine", _marks(device, closed=closed), table(rows), totals)
 
 
@@ -239,14 +239,14 @@ def _busy_rows(statistics: EngineStatistics) -> list[tuple[str, object]]:
     ]
 
 
-def _totals(statistics: EngineStatistics) -> Markup:
+def _totals(statistics: EngineStatistics, *, simulated: bool) -> Markup:
     rows = [
         (
             name,
             f"{totals.jobs - totals.failed:,}",
             f"{totals.failed:,}",
             size(totals.nbytes),
-            _bandwidth(totals, simulated=statistics.simulated),
+            _bandwidth(totals, simulated=simulated),
         )
         for name, totals in (("store", statistics.store), ("load", statistics.load))
     ]

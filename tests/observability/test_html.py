@@ -148,8 +148,8 @@ def test_an_engine_tells_which_planes_the_driver_keeps_apart(device: kvoffload.D
 
 
 def test_closed_engines_and_devices_can_be_shown(device: kvoffload.Device, engine: kvoffload.OffloadEngine) -> None:
-    cache = kvoffload.BlockCache(engine)
     engine.store([1], [1]).wait()
+    cache = kvoffload.BlockCache(engine)
     engine.close()
     assert "closed" in page(engine).texts
     assert row(page(engine), "pool") == "8 slots x 64 KiB, 512 KiB not pinned any more"
@@ -224,7 +224,7 @@ def test_a_cache_keeps_its_slots_in_the_bar_when_leased_keys_were_removed(engine
 def test_tenants_are_shown_and_escaped(engine: kvoffload.OffloadEngine) -> None:
     hostile = "<script>alert('&\"')</script>"
     cache = kvoffload.BlockCache(
-        engine, namespaces={hostile: kvoffload.Namespace(max_blocks=4, priority=-1), "b": kvoffload.Namespace()}
+        engine, tenants={hostile: kvoffload.Tenant(max_blocks=4, priority=-1), "b": kvoffload.Tenant()}
     )
     shown = page(cache)  # which knows no script
     assert shown.texts[-9:] == ["tenant", "max_blocks", "priority", hostile, "4", "-1", "b", "-", "0"]
