@@ -26,7 +26,7 @@ def jax() -> Any:
 
 
 class InTheCaches(Signals):
-    """The points of `kvoffload.jax` itself, and of what it calls directly."""
+    """The points of `kvoffload.jax` itself, and of its direct calls: those of the engine have tests of their own."""
 
     def kind_of(self, frame: FrameType, event: str, argument: Any) -> str | None:
         near = [frame, *([frame.f_back] if frame.f_back is not None else [])]
@@ -34,13 +34,15 @@ class InTheCaches(Signals):
         return super().kind_of(frame, event, argument) if inside else None
 
 
-def interrupted_everywhere(call: Callable[[int], Callable[[], object]]) -> Iterator[tuple[int, bool]]:
+def interrupted_everywhere(
+    call: Callable[[int], Callable[[], object]], points: Signals | None = None
+) -> Iterator[tuple[int, bool]]:
     """Interrupt `call(value)()` at each of its points in turn; yields the value, and whether the exception came out.
 
     Ends after the first call that had no such point.
     """
     for number in range(1, 1000):
-        outcome = interrupt_at(number, call(number), points=InTheCaches())
+        outcome = interrupt_at(number, call(number), points=points)
         yield number, outcome.raised
         if outcome.point is None:
             assert number > 3, "there are points"
@@ -116,7 +118,7 @@ def test_a_staged_cache(jax: Any, device: kvoffload.Device, call: str) -> None:
                 return lambda: cache.store(engine, [0, 1, 2], [0, 1, 2])
             return lambda: cache.load(engine, [0, 1, 2], [3, 4, 5])
 
-        for _ in interrupted_everywhere(transfer):
+        for _ in interrupted_everywhere(transfer, InTheCaches()):
             cache.store(engine, [2, 1, 0], [2, 1, 0])
             cache.load(engine, [2, 0, 1], [3, 4, 5])
             found = np.asarray(cache.array)
