@@ -17,41 +17,26 @@ Imported by name:
 
 Below them: planning/ (what a transfer copies), copiers/ (the copy methods and their selection), tuning/ (what
 transfers cost on a machine), kernels/ (Triton without PyTorch), driver/ (every call of the CUDA driver), simulator/
-(that driver in Python). Not part of the library: calibration/, bench/, replay/ and commands/, which `kvoffload ...` runs.
+(that driver in Python). Not part of the library: calibration/, bench/, replay/ and commands/, which `kvoffload ...`
+runs.
 
 How it works is in ARCHITECTURE.md, words in GLOSSARY.md. Importing this package touches no GPU and loads no CUDA
 library.
 """
 
-try:
-    from kvoffload.cache.admission import Namespace
-except ImportError:
-    pass
-try:
-    from kvoffload.cache.block_cache import BlockCache
-except ImportError:
-    pass
-try:
-    from kvoffload.cache.cache_job import CacheJob
-except ImportError:
-    pass
-try:
-    from kvoffload.cache.index import CacheIndex
-except ImportError:
-    pass
+from kvoffload.cache.admission import Tenant
+from kvoffload.cache.block_cache import BlockCache
+from kvoffload.cache.cache_job import CacheJob
+from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.keys import chain_keys
-
-try:
-    from kvoffload.cache.reservations import Lease, Reservation, Status
-except ImportError:
-    pass
+from kvoffload.cache.reservations import Lease, Reservation, Status
+from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.device import Device, open_device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.engine.report import PlanReport
-from kvoffload.engine.statistics import CacheEvent, CacheStatistics
 from kvoffload.errors import (
     CapabilityError,
     CapacityError,
@@ -90,12 +75,12 @@ __all__ = [
     "LayoutError",
     "Lease",
     "MissingKeyError",
-    "Namespace",
     "OffloadEngine",
     "PlanReport",
     "Plane",
     "Reservation",
     "Status",
+    "Tenant",
     "TransferError",
     "TransferResult",
     "chain_keys",

@@ -34,10 +34,9 @@ def as_ids(name: str, ids: ArrayLike, limit: int) -> Int64Array:
     elif kind is range:
         return _of_range(name, ids, limit)  # type: ignore[arg-type]
     elif (kind is list or kind is tuple) and _INT.issuperset(map(type, ids)):  # type: ignore[arg-type]
-        try:
-            array = np.array(ids, dtype=np.int64)
-        except OverflowError:
+        if ids and not (min(ids) >= 0 and max(ids) < limit):  # type: ignore[type-var, arg-type, operator]
             _refuse_outside(name, ids, limit)
+        return np.array(ids, dtype=np.int64)
     else:
         array = _of_others(name, ids)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):

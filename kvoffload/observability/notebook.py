@@ -11,10 +11,11 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from kvoffload.cache.block_cache import BlockCache
+from kvoffload.cache.statistics import CacheStatistics
 from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.report import PlanReport
-from kvoffload.engine.statistics import CacheStatistics, DirectionTotals, EngineStatistics
+from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.internal.representation import register
 from kvoffload.layout.fold import FoldedGroup, describe_fold, fold
 from kvoffload.layout.layout import KVLayout
