@@ -163,7 +163,7 @@ def test_a_forked_child_can_show_what_its_parent_made() -> None:
     program = """
     import os, sys, threading, warnings
     import kvoffload
-    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while threads run
     with kvoffload.open_device(backend="simulated") as device:
         layout = kvoffload.KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)])
         with kvoffload.OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as engine:

@@ -118,18 +118,18 @@ def test_without_its_framework_an_example_names_the_extra(name: str, extra: str)
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         (("--device-blocks", "5"), "need 39 blocks on the device"),
         (("--batch", "3"), "--batch divides --conversations"),
         (("--plot", "timeline.png"), "--plot needs a GPU"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: tuple[str, ...], complaint: str) -> None:
+def test_options_that_cannot_be_are_refused(options: tuple[str, ...], message: str) -> None:
     command = [sys.executable, str(EXAMPLES / BOTH[0]), "--device", "simulated", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
-    assert complaint in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
