@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from interrupts import Signals, interrupt_at
+from random_programs import jax_on_gpu
 
 import kvoffload
 from kvoffload import OffloadEngine
@@ -103,6 +104,28 @@ def test_an_owned_cache_recovers_when_the_result_of_a_step_is_lost(jax: Any, dev
         engine.store([2], [0], after=cache)
         engine.load([0], [3], after=cache)
         assert (np.asarray(cache.array)[:, 3] == 5).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_what_a_lost_step_wrote_is_stored_on_a_gpu(gpu_device: kvoffload.Device) -> None:
+    """The step still runs when its result is lost, so reading the array has to wait for it."""
+    jax = jax_on_gpu()
+    slow = jax.jit(
+        lambda c, a: c.at[:].set(jax.lax.fori_loop(0, 60, lambda _, x: x @ x * 1e-4, a)[0, 0] * 0 + 3), donate_argnums=0
+    )
+    burn = jax.numpy.ones((6144, 6144), jax.numpy.bfloat16)
+    cache = OwnedCache(gpu_device, (PLANES, BLOCKS, WIDTH), "float32")
+    with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
+        cache.array = slow(cache.array, burn)
+        cache.array = jax.jit(lambda c: c * 0, donate_argnums=0)(cache.array)
+        engine.slots[:] = 0
+        slow(cache.array, burn)
+        with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set"):
+            array = cache.array
+        assert array.unsafe_buffer_pointer() == cache.address
+        engine.store([2], [0], after=cache).wait(30)
+        assert (engine.slots[0].view(np.float32)[: PLANES * WIDTH] == 3).all()
 
 
 @pytest.mark.parametrize("call", ["store", "load"])
