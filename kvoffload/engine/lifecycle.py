@@ -24,6 +24,7 @@ from kvoffload.engine.stream_order import as_part, await_queueing
 from kvoffload.engine.transfer import Transfer
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import at_least
+from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
 from kvoffload.layout.fold import describe_fold
 from kvoffload.layout.layout import KVLayout, describe_groups
@@ -46,7 +47,7 @@ class SlotGuard(Protocol):
         """Raise unless a store may write these slots now. Called under the engine's lock, before anything happens."""
 
 
-class EngineLifecycle:
+class EngineLifecycle(HtmlRepresentation):
     """What `OffloadEngine` is besides submitting transfers; its docstring has the arguments.
 
     For caches and integrations: `lock`, `number`, `advance`, `submitted`, `touches`, `check_room`, `claim_slots`,
@@ -358,10 +359,8 @@ class EngineLifecycle:
             f"{self.num_slots} slots x {self.layout.slot_bytes} B, {simulated}{state})"
         )
 
-    def _repr_html_(self) -> str:
-        from kvoffload.observability.notebook import engine_card
-
-        return engine_card(self, self._folds.groups, self._parts.copiers.missing, closed=self._closed)
+    def _html_options(self) -> dict[str, Any]:
+        return {"folded": self._folds.groups, "copiers": self._parts.copiers.missing, "closed": self._closed}
 
 
 def _checked_slots(num_slots: Any, layout: KVLayout) -> int:

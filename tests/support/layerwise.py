@@ -1,4 +1,4 @@
-"""Loads in parts of which some are held back, and readers of single planes that were ordered behind a part."""
+"""Loads in parts, some of which are held back, and readers of single planes whose streams wait for a part."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 from helpers import Gate, Rig, release
 
 import kvoffload
-from kvoffload.engine.books import Flight
-from kvoffload.engine.job import Job, Piece
-from kvoffload.engine.launcher import Launcher
+from kvoffload.device.streams import LaneStream
+from kvoffload.engine import launcher
+from kvoffload.engine.job import Job
+from kvoffload.engine.transfer import Segment
 
 PLANES = 8  # of the rigs of most tests
 PARTS = 4  # of two planes each
@@ -18,21 +19,25 @@ DEFAULTS: dict[str, Any] = {"after": kvoffload.NO_WAIT, "parts": PARTS}  # of ev
 
 
 def hold_from(bench: Rig, monkeypatch: pytest.MonkeyPatch, part: int) -> Gate:
-    """A closed gate that holds that part of every job launched from now on, and what follows it."""
+    """A closed gate. It holds that part of every transfer that is queued from now on, and all later parts."""
     gate = bench.gate()
-    launch = Launcher._launch_piece
 
-    def held(launcher: Launcher, job: Job, flight: Flight, stop: int, piece: Piece, *rest: Any) -> None:
-        if piece.part == part and [each.part for each in job.pieces].count(part) == 1:
-            gate.hold(piece.stream.handle)
-        launch(launcher, job, flight, stop, piece, *rest)
+    class HeldSegment(Segment):
+        """A segment is created before anything of it is queued."""
 
-    monkeypatch.setattr(Launcher, "_launch_piece", held)
+        __slots__ = ()
+
+        def __init__(self, share: int, number: int, stream: LaneStream, places: int) -> None:
+            super().__init__(share, number, stream, places)
+            if number == part:
+                gate.hold(stream.handle)
+
+    monkeypatch.setattr(launcher, "Segment", HeldSegment)
     return gate
 
 
 class Reader:
-    """A stream of the caller's that copies one block of one plane aside."""
+    """A caller's stream that copies one block of one plane into memory of its own."""
 
     def __init__(self, bench: Rig) -> None:
         self._bench = bench
@@ -53,13 +58,13 @@ class Reader:
 
     @property
     def value(self) -> int:
-        """Of all bytes that it read."""
+        """The value of all bytes that were read."""
         (value,) = set(self._scratch.to_numpy().tolist())
         return int(value)
 
 
 def reader_of(bench: Rig, job: Job, part: int, plane: int, block: int) -> Reader:
-    """One that was ordered behind a part."""
+    """A reader whose stream was ordered after a part of a load."""
     reader = Reader(bench)
     job.order_before(reader.stream, part=part)
     reader.read(plane, block)
@@ -71,22 +76,22 @@ def load(bench: Rig, slots: Any, blocks: Any, **options: Any) -> Job:
 
 
 def blocks_hold(bench: Rig, blocks: Any, values: Any) -> bool:
-    """Whether each of these blocks holds that value in every byte of every plane."""
+    """Whether each of these blocks holds its value in every byte of every plane."""
     found = [set(bench.block(block).tolist()) for block in blocks]
     return found == [{value} for value in values]
 
 
 def load_interrupted(bench: Rig, held: int, gate: Gate, left: list[int]) -> None:
-    """Load behind a held stream, with an interrupt on the way, see `interrupt_call`; then blocks of that load again,
-    which works, in its parts, too."""
+    """Load behind a held stream, with an interrupt in between, see `interrupt_call`. Then load these blocks in parts,
+    which works."""
 
-    def load_and_land() -> None:
+    def load_until_ended() -> None:
         load(bench, range(4), range(4), after=held)
         gate.open()
         bench.engine.drain(10)
 
     with pytest.raises(KeyboardInterrupt):
-        load_and_land()
+        load_until_ended()
     assert left[0] <= 0
     follower = load(bench, range(8, 12), range(4))
     reader = reader_of(bench, follower, 0, 0, 3)
