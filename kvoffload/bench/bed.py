@@ -21,9 +21,9 @@ from kvoffload.driver import FlatTable, SourceOrder, address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import ModelGeometry
-from kvoffload.internal.types import UInt8Array
+from kvoffload.internal.types import UInt8Array, UInt64Array
 from kvoffload.layout.layout import Int64Array, KVLayout, Plane
-from kvoffload.planning.transfer_plan import Direction, UInt64Array
+from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod, Shape
 
 _MAX_SPARE_POOL_BYTES = 512 << 20

@@ -77,7 +77,3 @@ class Share(NamedTuple):
 
     work: Work
     copier: Copier
-
-    def end_of(self, part: int) -> int:
-        """How many operations there are up to the end of a part."""
-        return self.work.part_ends[part] if self.work.part_ends else len(self.work)

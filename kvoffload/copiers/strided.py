@@ -31,10 +31,17 @@ class StridedCopier:
         return operations
 
     def stage(self, work: TransferPlan, order: SourceOrder) -> Staged:
-        device, host = (work.device_address, work.device_pitch), (work.host_address, work.host_pitch)
-        source, target = (device, host) if work.direction is Direction.STORE else (host, device)
-        self._table.fill((source[0], target[0], source[1], target[1], work.width, work.height), order)
-        return Staged(partial(self._submit, len(work.device_address)))
+        count = len(work.device_address)
+        rows = self._table.rows[:count]
+        stores = work.direction is Direction.STORE
+        device, host = ("source", "target") if stores else ("target", "source")
+        device_pitch, host_pitch = ("source_pitch", "target_pitch") if stores else ("target_pitch", "source_pitch")
+        rows[device], rows[device_pitch] = work.device_address, work.device_pitch
+        rows[host], rows[host_pitch] = work.host_address, work.host_pitch
+        rows["width"], rows["height"] = work.width, work.height
+        if self._batched:
+            rows["order"] = order
+        return Staged(partial(self._submit, count))
 
     def _submit(self, count: int, stream: int, start: int | None) -> None:
         if start is not None:

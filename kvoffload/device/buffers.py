@@ -21,7 +21,7 @@ from kvoffload.device.streams import stream_handle
 from kvoffload.driver import address_of
 from kvoffload.errors import ClosedError, DriverError
 from kvoffload.internal.types import ArrayLike, UInt8Array
-from kvoffload.layout.dlpack import CPU, CUDA, export_dlpack
+from kvoffload.layout.dlpack import CPU, CUDA, ArrayView, export_dlpack, packed_strides
 from kvoffload.layout.layout import NARROW_BYTES, dtype_name, element_bytes
 
 
@@ -152,6 +152,12 @@ class DeviceArray:
         if element_bytes(dtype_name(dtype)) != self.itemsize:
             raise ValueError(f"dtype must have {self.itemsize} bytes like {self.dtype}, got {dtype!r:.80}")
         return DeviceArray(self.buffer, self.shape, dtype)
+
+    def array_view(self) -> ArrayView:
+        """Where the elements lie. ClosedError if the memory has been freed."""
+        self.buffer.check()
+        strides = packed_strides(self.shape, self.itemsize)
+        return ArrayView(self.address, self.shape, strides, self.itemsize, read_only=False)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (CPU, 0) if self.buffer.device.simulated else (CUDA, self.buffer.device.index)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from kvoffload.driver import Driver
 from kvoffload.driver.core import DISABLE_TIMING, LEGACY_STREAM, NON_BLOCKING
-from kvoffload.errors import CapacityError, DriverError, TransferError
+from kvoffload.errors import CapacityError, TransferError
 
 STREAMS_PER_LANE = 4  # for copies
 KERNEL_STREAM = STREAMS_PER_LANE  # index of the lane's stream for kernels
@@ -164,13 +164,7 @@ def refuse_capturing(driver: Driver, handle: int, name: str) -> None:
 
     Asked before an event is recorded there: waiting on a captured event would pull our own stream into the capture.
     """
-    try:
-        capturing = driver.stream_is_capturing(handle)
-    except DriverError as error:
-        if error.name != "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT":
-            raise
-        capturing = True  # the legacy stream, while some stream of the context captures
-    if capturing:
+    if driver.stream_is_capturing(handle):
         raise TransferError(
             f"{name}={handle:#x} is being captured into a graph; transfers cannot be part of one: end the capture "
             "first, or pass a stream that is not captured (after=kvoffload.NO_WAIT waits for none)"

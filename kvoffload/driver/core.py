@@ -14,6 +14,7 @@ from kvoffload.driver.functions import OPTIONAL, RAW, REQUIRED
 from kvoffload.driver.tables import FlatTable, SourceOrder, StridedTable
 from kvoffload.errors import CapabilityError, DriverError
 
+CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 NOT_READY = 600  # CUDA_ERROR_NOT_READY: the answer "not yet" of the query calls, not a failure
 LEGACY_STREAM = (
     1  # CU_STREAM_LEGACY: handle 0 may mean the per-thread stream (CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM)
@@ -179,10 +180,11 @@ class Driver:
             raise DriverError("cuStreamWaitEvent", code.name, int(code))
 
     def stream_is_capturing(self, stream: int) -> bool:
+        """Whether `stream` is being captured into a graph; for the legacy stream, whether any stream is."""
         code, status = self._stream_is_capturing(stream)
-        if code:
+        if code and int(code) != CAPTURE_IMPLICIT:
             raise DriverError("cuStreamIsCapturing", code.name, int(code))
-        return int(status) != 0
+        return bool(code) or int(status) != 0
 
     def event_create(self, *, timing: bool) -> int:
         return int(self.call("cuEventCreate", 0 if timing else DISABLE_TIMING))
@@ -306,6 +308,8 @@ class Driver:
 
     def copy_strided(self, table: StridedTable, index: int, stream: int) -> None:
         """One operation of `table` through cuMemcpy2DAsync."""
+        if not table.objects:
+            table.make_objects()
         self.call("cuMemcpy2DAsync", table.objects[index], stream)
 
     def copy_strided_batch(self, table: StridedTable, count: int, stream: int) -> None:
@@ -313,6 +317,8 @@ class Driver:
         if self.use_raw:
             self._call_raw("memcpy_3d_batch_async_v2", count, table.address, 0, stream)
         else:
+            if not table.objects:
+                table.make_objects()
             objects = table.objects if count == table.capacity else table.objects[:count]
             code = self._batch_3d(count, objects, 0, stream)[0]
             if code:

@@ -62,6 +62,7 @@ class StridedTable:
         capacity: operations.
         rows: one for each operation; assigning to its fields refills the table. `DTYPE_3D` if batched, else `DTYPE_2D`.
         address: of the first operation.
+        objects: one object of the bindings over each operation, once `make_objects` was called.
     """
 
     def __init__(self, capacity: int, *, batched: bool) -> None:
@@ -72,7 +73,7 @@ class StridedTable:
             self.rows["depth"] = 1
         self.address = address_of(self.rows)
         self._batched = batched
-        self._objects: list[Any] | None = None
+        self.objects: list[Any] = []
 
     def fill(self, columns: Columns, order: SourceOrder) -> None:
         """Refill from the front: `columns` are uint64, (n,), or (1,) where all operations have one value."""
@@ -88,14 +89,11 @@ class StridedTable:
         if self._batched:
             rows["order"] = order
 
-    @property
-    def objects(self) -> list[Any]:
-        """One object of the bindings over each operation."""
-        if self._objects is None:
-            from cuda.bindings import driver
+    def make_objects(self) -> None:
+        """Make `objects`, once, before they are passed to a driver without raw addresses."""
+        from cuda.bindings import driver
 
-            self._objects = _views(driver.CUDA_MEMCPY3D_BATCH_OP if self._batched else driver.CUDA_MEMCPY2D, self.rows)
-        return self._objects
+        self.objects = _views(driver.CUDA_MEMCPY3D_BATCH_OP if self._batched else driver.CUDA_MEMCPY2D, self.rows)
 
 
 class FlatTable:

@@ -222,11 +222,12 @@ class OffloadEngine(EngineLifecycle):
             self.check_usable()
         refuse_repeated_targets(request, self._scratch)
         if request.direction is Direction.STORE:
-            guard = self._slot_guard()
+            guard = None if self._slot_guard is None else self._slot_guard()
             if guard is not None:
                 guard.check_store(request.slots)
         for stream in streams:
-            refuse_capturing(self._driver, stream, "after")
+            if self._driver.stream_is_capturing(stream):
+                refuse_capturing(self._driver, stream, "after")
         if in_flight.stores.transfers or in_flight.loads.transfers:
             self._parts.tracker.advance()
             self.check_usable()

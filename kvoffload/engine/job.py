@@ -212,7 +212,7 @@ class Job:
 def describe(transfer: Transfer) -> str:
     """A transfer in words, as the repr of its job."""
     name = f"{transfer.id}, {transfer.direction}, {transfer.nbytes} bytes"
-    return f"Job({name}, {transfer.copier}, {transfer.state.value})"
+    return f"Job({name}, {transfer.copier}, {transfer.state.name.lower()})"
 
 
 def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) -> None:

@@ -65,7 +65,8 @@ class Launcher:
         """Queue the next segment: behind what it must follow, before an event. False if there is no room for it."""
         share = transfer.shares[transfer.share]
         work, copier = share
-        stop = min(transfer.queued + copier.segment_operations, share.end_of(transfer.part))
+        ends = work.part_ends
+        stop = min(transfer.queued + copier.segment_operations, ends[transfer.part] if ends else len(work))
         places = copier.queue_cost(stop - transfer.queued) + EVENT_COST
         stream = stream_with_room(queue.lane, places, copier.is_kernel)
         if stream is None:
@@ -109,7 +110,8 @@ class Launcher:
         if done:
             transfer.share, transfer.queued = transfer.share + 1, 0
         else:
-            transfer.part, transfer.queued = transfer.part + (stop == share.end_of(transfer.part)), stop
+            ends = share.work.part_ends
+            transfer.part, transfer.queued = transfer.part + (bool(ends) and stop == ends[transfer.part]), stop
 
     def _stage_ahead(self, transfer: Transfer, ahead: dict[int, Staged]) -> None:
         """Stage the first segment of the shares behind the first one, so that it is ready while that one runs.

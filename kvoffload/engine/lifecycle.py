@@ -25,9 +25,9 @@ from kvoffload.engine.transfer import Transfer
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
+from kvoffload.layout.fold import describe_fold
 from kvoffload.layout.layout import KVLayout, describe_groups
 from kvoffload.planning.layer_groups import Folds
-from kvoffload.planning.transfer_plan import describe_fold
 from kvoffload.tuning import Profile, profile_for
 
 Prefer = Literal["overlap", "latency"]
@@ -90,7 +90,7 @@ class EngineLifecycle:
         self._closed = False
         self._closing: set[object] = set()  # a token for each call of close()
         self._following: set[object] = set()  # a token for each call that asks arrays for their producers
-        self._slot_guard: Callable[[], SlotGuard | None] = _no_guard
+        self._slot_guard: weakref.ref[SlotGuard] | None = None
         self._ids = itertools.count(1)
         self._callbacks = Callbacks()
         self._hazards = HazardTable(layout, self.num_slots)
@@ -263,7 +263,7 @@ class EngineLifecycle:
             CapacityError: another guard that is still referred to has claimed the slots.
         """
         with self.lock:
-            if self._slot_guard() is not None:
+            if self._slot_guard is not None and self._slot_guard() is not None:
                 raise CapacityError(
                     "the engine's slots belong to another BlockCache: delete that one first, end its reservations and "
                     "leases, or make a second engine"
@@ -356,10 +356,6 @@ class EngineLifecycle:
         from kvoffload.observability.notebook import engine_card
 
         return engine_card(self, self._folds.groups, self._parts.copiers.missing, closed=self._closed)
-
-
-def _no_guard() -> SlotGuard | None:
-    return None
 
 
 def _checked_slots(num_slots: Any, layout: KVLayout) -> int:

@@ -27,8 +27,9 @@ class TransferQueue:
         transfers: in flight; their sequence numbers have no gaps.
         waiting: those of them of which something is still to be queued.
         submitted: sequence number of the latest transfer.
-        counted: sequence number of the latest transfer that is in `totals`.
-        totals: of the transfers that have ended.
+        counted: sequence number of the latest transfer that the following count.
+        ended, failed: how many have ended, and how many of them failed.
+        nbytes, seconds: of those that did not fail: payload bytes, and time on the GPU's clock, summed.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -37,7 +38,13 @@ class TransferQueue:
         self.waiting: deque[Transfer] = deque()
         self.submitted = 0
         self.counted = 0
-        self.totals = DirectionTotals()
+        self.ended = self.failed = self.nbytes = 0
+        self.seconds = 0.0
+
+    @property
+    def totals(self) -> DirectionTotals:
+        """Of the transfers that have ended."""
+        return DirectionTotals(self.ended, self.failed, self.nbytes, self.seconds)
 
     def unfinished(self, sequence: int) -> Transfer | None:
         """The transfer with that sequence number if it is in flight."""

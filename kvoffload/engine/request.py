@@ -11,7 +11,7 @@ import numpy as np
 from kvoffload.copiers import check_carries_parts, check_copier
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver.core import LEGACY_STREAM
-from kvoffload.engine.wait_streams import Array, Followed, Source, as_sources
+from kvoffload.engine.wait_streams import Followed, Source, as_sources
 from kvoffload.errors import LayoutError
 from kvoffload.internal.types import ArrayLike, Int64Array
 from kvoffload.layout.layout import KVLayout, as_ids
@@ -23,6 +23,9 @@ CopierName = Literal["strided", "gather", "split", "batch", "loop"]
 SourceOrderName = Literal["auto", "stream", "any"]
 SOURCE_ORDERS: tuple[SourceOrderName, ...] = ("auto", "stream", "any")
 
+_INT = frozenset({int})
+_MOST_HANDLE = 1 << 64
+_FEW = 64  # ids, of which a set is made sooner than numpy compares them
 _DEFAULT_SOURCES: tuple[Source, ...] = (LEGACY_STREAM,)
 
 
@@ -92,11 +95,14 @@ def make_request(
         planes = _checked_parts(parts, direction, len(layout.groups[group].planes))
         if planes is not None:
             check_carries_parts(copier)
+    sources: tuple[Any, ...]
     if after is None and layout.on_default_stream:
         sources = _DEFAULT_SOURCES
+    elif after is NO_WAIT:
+        sources = ()
     else:
-        sources = () if after is NO_WAIT else sources_of(after, layout)
-    arrays = sources is not _DEFAULT_SOURCES and any(isinstance(each, Array) for each in sources)
+        sources = (after,) if after.__class__ is int and 0 < after < _MOST_HANDLE else sources_of(after, layout)
+    arrays = len(sources) > 0 and not _INT.issuperset(map(type, sources))
     return Request(
         direction, group, slot_ids, block_ids, first_sub_block, sources, arrays, copier, source_order, planes
     )
@@ -129,6 +135,8 @@ def refuse_repeated_targets(request: Request, scratch: Int64Array) -> None:
     """
     loads = request.direction is Direction.LOAD
     ids = request.blocks if loads else request.slots
+    if len(ids) <= _FEW and len(set(ids.tolist())) == len(ids):
+        return
     positions = np.arange(len(ids))
     scratch[ids] = positions
     repeated = scratch[ids] != positions

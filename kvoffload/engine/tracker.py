@@ -9,11 +9,11 @@ import math
 from collections import deque
 
 from kvoffload.copiers import CopierSet
+from kvoffload.copiers.table_arena import Table
 from kvoffload.driver import Driver
 from kvoffload.engine.job import TransferResult, result_of
 from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight, TransferQueue
-from kvoffload.engine.statistics import DirectionTotals
 from kvoffload.engine.transfer import Event, Segment, State, Transfer
 from kvoffload.errors import CapacityError, DriverError, KVOffloadError, TransferError
 
@@ -94,8 +94,11 @@ class Tracker:
         segment.stream.places -= segment.places
         if segment.event is not None and segment.event != transfer.end:
             self._in_flight.markers.idle.append(segment.event)
-        table = segment.table
-        if table is not None and all(each.table is not table for each in transfer.segments):
+        if segment.table is not None:
+            self._release_table(transfer, segment.table)
+
+    def _release_table(self, transfer: Transfer, table: Table) -> None:
+        if all(each.table is not table for each in transfer.segments):
             table.release()
 
     def _complete(self, queue: TransferQueue) -> None:
@@ -105,7 +108,8 @@ class Tracker:
             transfer.seconds = self._measure(transfer)
             transfer.step(Event.ENDED)
         self._report(queue, transfer)
-        self._in_flight.timers.idle += (event for event in (transfer.start, transfer.end) if event is not None)
+        if transfer.start is not None and transfer.end is not None:
+            self._in_flight.timers.idle += (transfer.start, transfer.end)
         self._in_flight.markers.idle += transfer.markers
         transfer.start = transfer.end = transfer.conflict = transfer.engine = None
         transfer.markers, transfer.shares = [], ()
@@ -130,16 +134,14 @@ class Tracker:
     def _report(self, queue: TransferQueue, transfer: Transfer) -> None:
         """Count a finished transfer, once, and keep it for `poll`."""
         if transfer.sequence == 0 or transfer.sequence > queue.counted:
-            failed = transfer.error is not None
-            totals = queue.totals
-            counted = DirectionTotals(
-                totals.jobs + 1,
-                totals.failed + failed,
-                totals.nbytes + (0 if failed else transfer.nbytes),
-                totals.seconds + (0.0 if failed or math.isnan(transfer.seconds) else transfer.seconds),
-            )
-            queue.totals = counted
-            queue.counted = transfer.sequence or queue.counted
+            queue.counted = transfer.sequence or queue.counted  # no call from here to the report: all of it is done
+            queue.ended += 1
+            if transfer.error is not None:
+                queue.failed += 1
+            else:
+                queue.nbytes += transfer.nbytes
+                if transfer.seconds == transfer.seconds:  # not NaN
+                    queue.seconds += transfer.seconds
             self.reports[transfer.id] = transfer
         if len(self.reports) > self.most_reports:
             del self.reports[next(iter(self.reports))]

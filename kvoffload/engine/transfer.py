@@ -25,23 +25,23 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod
 
 
-class State(enum.Enum):
-    """Where a transfer stands."""
+class State(enum.IntEnum):
+    """Where a transfer stands. (Hashing an IntEnum calls no Python function.)"""
 
-    NEW = "new"  # being submitted
-    RUNNING = "running"  # in flight: waiting on the host for room, queued on the GPU, or being copied
-    DRAINING = "draining"  # failed, but the GPU may still touch its slots and blocks
-    DONE = "done"
-    FAILED = "failed"
+    NEW = enum.auto()  # being submitted
+    RUNNING = enum.auto()  # in flight: waiting on the host for room, queued on the GPU, or being copied
+    DRAINING = enum.auto()  # failed, but the GPU may still touch its slots and blocks
+    DONE = enum.auto()
+    FAILED = enum.auto()
 
 
-class Event(enum.Enum):
+class Event(enum.IntEnum):
     """What happens to a transfer."""
 
-    SUBMITTED = "submitted"
-    ERROR = "error"  # a driver call for it failed, or its submission was interrupted
-    ENDED = "ended"  # nothing of it is left on the GPU
-    LOST = "lost"  # the context is lost: nothing will run any more
+    SUBMITTED = enum.auto()
+    ERROR = enum.auto()  # a driver call for it failed, or its submission was interrupted
+    ENDED = enum.auto()  # nothing of it is left on the GPU
+    LOST = enum.auto()  # the context is lost: nothing will run any more
 
 
 TRANSITIONS: dict[State, dict[Event, State]] = {
@@ -145,7 +145,7 @@ class Transfer:
     def step(self, event: Event) -> None:
         """Move along the table; an event that is not in it raises AssertionError and changes nothing."""
         following = TRANSITIONS[self.state].get(event)
-        assert following is not None, f"transfer {self.id}: {event} in {self.state}"
+        assert following is not None, f"transfer {self.id}: {event.name} in {self.state.name}"
         self.state = following
 
     @property

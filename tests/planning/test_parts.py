@@ -60,8 +60,9 @@ from kvoffload import (
 from kvoffload.copiers import StridedCopier
 from kvoffload.engine import launcher, stream_order
 from kvoffload.engine.job import Job
+from kvoffload.layout.fold import fold_group
 from kvoffload.planning.layer_groups import Parts, as_parts
-from kvoffload.planning.transfer_plan import TransferPlan, build, fold_group
+from kvoffload.planning.transfer_plan import TransferPlan, build
 from kvoffload.testing import Mirror, check_clean_close, scramble
 from kvoffload.tuning import CopyMethod
 
@@ -125,7 +126,7 @@ def test_parts_that_are_no_partition_are_refused(device: kvoffload.Device, parts
 
 @pytest.mark.parametrize("parts", [True, "2", b"ab", 2.0, [0, 1, 2, 3], [[0.0, 1.0], [2, 3]], [None], object()])
 def test_what_is_no_list_of_lists_is_refused(bench: Rig, parts: Any) -> None:
-    with pytest.raises(TypeError, match="parts must be None, how many there are, or for each part the indices"):
+    with pytest.raises(TypeError, match="parts must be None, a number of parts, or for each part the indices"):
         load(bench, [0], [0], parts=parts)
     whole(bench.engine)
 
@@ -286,7 +287,7 @@ def test_planes_of_a_part_fold_in_whatever_order_they_are_listed(device: kvofflo
     planes = device.allocate_planes(8, block_bytes=64, num_blocks=4)
     (group,) = KVLayout([planes]).groups
     for parts in ([[0, 1, 2, 3], [4, 5, 6, 7]], [[2, 0, 3, 1], [7, 6, 5, 4]], [[6, 4, 2, 0], [1, 3, 7, 5]]):
-        assert fold_group(group, 1, [0] * 8, parts).runs == 2
+        assert fold_group(group, 1, [0] * 8, parts).folds == 2
 
 
 # one job
@@ -746,7 +747,7 @@ def test_the_cache_loads_every_group_in_as_many_parts(
         (4, LayoutError, "parts=4 does not divide the group's 6 planes"),
         ([[0, 1]], LayoutError, "parts must be a number for a layout of 2 groups"),
         ("2", LayoutError, "parts must be a number for a layout of 2 groups"),
-        (True, TypeError, "parts must be None, how many"),
+        (True, TypeError, "parts must be None, a number of parts"),
     ],
 )
 def test_the_cache_refuses_parts_before_anything_is_loaded(
