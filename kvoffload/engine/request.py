@@ -94,7 +94,8 @@ def make_request(
     planes = None
     if parts is not None:
         planes = _checked_parts(parts, direction, len(layout.groups[group].planes))
-        check_carries_parts(copier)
+        if planes is not None:
+            check_carries_parts(copier)
     sources: tuple[Any, ...]
     if after is None and layout.on_default_stream:
         sources = _DEFAULT_SOURCES

@@ -55,12 +55,13 @@ def load_kernel(
             f"{capabilities.max_shared_bytes}"
         )
     with _refusals(spec):
-        module = driver.module_load(compiled.cubin)
+        modules: list[Any] = []
         try:
-            return LoadedKernel(driver, spec, compiled, module)
+            driver.create("cuModuleLoadData", modules, compiled.cubin)
+            return LoadedKernel(driver, spec, compiled, modules)
         except BaseException:
             with contextlib.suppress(DriverError):
-                driver.module_unload(module)
+                driver.destroy("cuModuleUnload", modules)
             raise
 
 
@@ -83,13 +84,13 @@ class LoadedKernel:
         threads, shared_bytes: of a block.
     """
 
-    def __init__(self, driver: Driver, spec: KernelSpec, compiled: Compiled, module: int) -> None:
+    def __init__(self, driver: Driver, spec: KernelSpec, compiled: Compiled, modules: list[Any]) -> None:
         self.spec = spec
         self.threads = compiled.threads
         self.shared_bytes = compiled.shared_bytes
         self._driver = driver
-        self._module = module
-        self._function = driver.module_function(module, compiled.name)
+        self._modules = modules  # one, until it is unloaded
+        self._function = driver.module_function(int(modules[0]), compiled.name)
         self._require_threads()
         if self.shared_bytes > _FREE_SHARED_BYTES:
             driver.function_allow_shared(self._function, self.shared_bytes)
@@ -128,13 +129,11 @@ class LoadedKernel:
         self._driver.launch(self._function, grid, self.threads, self.shared_bytes, stream, self._pointers_address)
 
     def close(self) -> None:
-        """Unload it; its launches must have ended, and its context must be current. Idempotent."""
-        if self._module:
-            self._driver.module_unload(self._module)
-            self._module = self._function = 0
+        """Unload it; its launches must have ended, and its context must be current. Idempotent, also after an error."""
+        self._driver.destroy("cuModuleUnload", self._modules)
 
     def __repr__(self) -> str:
-        state = "" if self._module else ", closed"
+        state = "" if self._modules else ", closed"
         return f"LoadedKernel({self.spec}, {self.threads} threads, {self.shared_bytes} shared bytes{state})"
 
 

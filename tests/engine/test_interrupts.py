@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from helpers import interrupt_call, keys, leaks_of, release, rig, simulated, whole
-from kvoffload.engine.flight import FlightDeck
 from kvoffload.engine.ordering import Ordering
 from workload import program, several_streams
 

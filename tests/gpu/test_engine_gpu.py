@@ -15,7 +15,7 @@ from helpers import (
     Rig,
     all_are,
     change_streams,
-    cut_pieces,
+    cut_segments,
     paint,
     release,
     rig,
@@ -184,7 +184,7 @@ def test_order_before_in_both_directions(bench: Rig) -> None:
 @pytest.mark.parametrize("copier", ["strided", "gather", "split", "loop"])
 def test_pieces_on_several_streams(bench: Rig, copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change_streams(monkeypatch)
-    cut_pieces(monkeypatch, bench.engine, 4)
+    cut_segments(monkeypatch, bench.engine, 4)
     held = bench.stream()
     bench.gate(held)
     bench.fill(held, 33)

@@ -15,7 +15,6 @@ from strategies import slab_of
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
-from kvoffload.engine.books import Flight
 from kvoffload.engine.job import Job, Piece, wait_until
 from kvoffload.engine.launcher import Launcher
 from kvoffload.testing import Mirror, scramble
@@ -165,7 +164,7 @@ def test_a_stream_behind_part_0_runs_while_later_parts_are_held_back(
     if copier not in copiers_in(bench.engine):
         pytest.skip(bench.engine.missing_copiers[copier])
     reader, late = Reader(bench), Reader(bench)
-    hold_from(bench, monkeypatch, PARTS // 2)
+    hold_from(bench, PARTS // 2)
     job = load(bench, range(4), range(4), parts=LAYERS, copier=copier)
     for each, part in ((reader, 0), (late, PARTS - 1)):
         job.order_before(each.stream, part=part)

@@ -50,12 +50,14 @@ class Loads:
         self.images: list[bytes] = []
         self.launches: list[tuple[int, ...]] = []
 
-    def module_load(self, image: bytes) -> int:
+    def create(self, name: str, holder: list[int], image: bytes) -> None:
+        assert name == "cuModuleLoadData"
         self.images.append(image)
-        return 1
+        holder.append(1)
 
-    def module_unload(self, module: int) -> None:
-        assert module == 1
+    def destroy(self, name: str, handles: list[int]) -> None:
+        assert (name, handles) == ("cuModuleUnload", [1])
+        handles.clear()
 
     def module_function(self, _: int, name: str) -> int:
         assert name in ("read_word", "copy_rows")
