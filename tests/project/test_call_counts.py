@@ -1,4 +1,4 @@
-"""A transfer is one straight way: so many Python calls, through so many files. Not a time: that is measured elsewhere."""
+"""A transfer is one straight way: so many Python calls, through so many files. A count, not a time."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ def test_calls_are_counted() -> None:
         inner()
         len("")
 
-    assert count_calls(outer).total == 2
+    assert count_calls(outer).total == 3, "outer, and inner twice"

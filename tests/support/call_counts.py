@@ -50,11 +50,11 @@ class Calls(NamedTuple):
 
 
 def count_calls(function: Callable[[], object]) -> Calls:
-    """Call `function` and count what it enters, itself not included."""
+    """Call `function` and count what it enters; functions of this file are not."""
     functions: list[str] = []
 
     def notice(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and not _in_simulator(frame):
+        if event == "call" and frame.f_code.co_filename != __file__ and not _in_simulator(frame):
             functions.append(f"{frame.f_code.co_filename.removeprefix(PACKAGE)} {frame.f_code.co_qualname}")
 
     sys.setprofile(notice)
@@ -62,7 +62,6 @@ def count_calls(function: Callable[[], object]) -> Calls:
         function()
     finally:
         sys.setprofile(None)
-    functions = functions[1:]  # the first is `function` itself
     return Calls(len(functions), Counter(each.split(" ", 1)[0] for each in functions), functions)
 
 
@@ -83,7 +82,7 @@ def engines() -> Iterator[OffloadEngine]:
             yield engine
 
 
-def _counted(engine: OffloadEngine, call: Callable[[int], Any]) -> Calls:
+def _counted(call: Callable[[int], Any]) -> Calls:
     """The last of several calls, each of which has ended before the next."""
     for turn in range(WARM):
         call(turn).wait(10)
@@ -92,31 +91,30 @@ def _counted(engine: OffloadEngine, call: Callable[[int], Any]) -> Calls:
 
 def engine_store() -> Calls:
     with engines() as engine:
-        return _counted(engine, lambda _: engine.store(range(BLOCKS), range(BLOCKS), after=NO_WAIT))
+        return _counted(lambda _: engine.store(range(BLOCKS), range(BLOCKS), after=NO_WAIT))
 
 
 def engine_load() -> Calls:
     with engines() as engine:
         engine.store(range(BLOCKS), range(BLOCKS), after=NO_WAIT).wait(10)
-        return _counted(engine, lambda _: engine.load(range(BLOCKS), range(BLOCKS, 2 * BLOCKS), after=NO_WAIT))
+        return _counted(lambda _: engine.load(range(BLOCKS), range(BLOCKS, 2 * BLOCKS), after=NO_WAIT))
 
 
-def _keys(turn: int) -> list[bytes]:
-    return [b"%d-%d" % (turn, number) for number in range(BLOCKS)]
+KEYS = [[b"%d-%d" % (turn, number) for number in range(BLOCKS)] for turn in range(WARM + 1)]
 
 
 def cache_store() -> Calls:
     """Of keys that displace others."""
     with engines() as engine:
-        cache = BlockCache(engine, "lru")
-        return _counted(engine, lambda turn: cache.store(_keys(turn), range(BLOCKS), after=NO_WAIT))
+        cache = BlockCache(engine)
+        return _counted(lambda turn: cache.store(KEYS[turn], range(BLOCKS), after=NO_WAIT))
 
 
 def cache_load() -> Calls:
     with engines() as engine:
-        cache = BlockCache(engine, "lru")
-        cache.store(_keys(0), range(BLOCKS), after=NO_WAIT).wait(10)
-        return _counted(engine, lambda _: cache.load(_keys(0), range(BLOCKS, 2 * BLOCKS), after=NO_WAIT))
+        cache = BlockCache(engine)
+        cache.store(KEYS[0], range(BLOCKS), after=NO_WAIT).wait(10)
+        return _counted(lambda _: cache.load(KEYS[0], range(BLOCKS, 2 * BLOCKS), after=NO_WAIT))
 
 
 MEASURED: dict[str, Callable[[], Calls]] = {
