@@ -17,18 +17,18 @@
 Importing this package touches no GPU and loads no CUDA library.
 """
 
-from kvoffload.cache.admission import Namespace
+from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.cache_job import CacheJob
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.reservations import Lease, Reservation, Status
+from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.device import Device, open_device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, TransferResult
-from kvoffload.engine.metrics import CacheEvent, CacheStatistics
 from kvoffload.engine.report import PlanReport
 from kvoffload.errors import (
     CapabilityError,
@@ -41,7 +41,9 @@ from kvoffload.errors import (
     MissingKeyError,
     TransferError,
 )
-from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
+from kvoffload.observability import notebook as _notebook
 from kvoffload.planning.transfer_plan import Direction
 
 __all__ = [
@@ -66,12 +68,12 @@ __all__ = [
     "LayoutError",
     "Lease",
     "MissingKeyError",
-    "Namespace",
     "OffloadEngine",
     "PlanReport",
     "Plane",
     "Reservation",
     "Status",
+    "Tenant",
     "TransferError",
     "TransferResult",
     "chain_keys",
@@ -79,3 +81,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_notebook.register_cards()

@@ -1,29 +1,32 @@
-"""The exceptions, by who must act.
+"""Everything that kvoffload raises on purpose, apart from plain ValueError, TypeError and TimeoutError.
 
-The caller fixes `LayoutError`, `CapacityError` and `ClosedError`; whoever installs drivers and bindings fixes
-`CapabilityError`; `DriverError` and `TransferError` carry CUDA's own words about a call and about a transfer.
-An exception raised by `store`, `load` or a constructor means that nothing has happened, unless its text says otherwise.
+    LayoutError, CapacityError, MissingKeyError, ClosedError    a call to change in the program
+    CapabilityError                                             a driver, bindings or a GPU to change on the machine
+    DriverError, TransferError                                  a failure that CUDA reported, with CUDA's message
+
+An exception raised by `store`, `load` or a constructor means that nothing was submitted, stored or allocated, unless
+its message says otherwise.
 """
 
 
 class KVOffloadError(Exception):
-    """Everything that kvoffload raises on purpose, except plain ValueError, TypeError and TimeoutError."""
+    """The base class of the exceptions in this module."""
 
 
 class LayoutError(KVOffloadError, ValueError):
-    """Planes, ids or arrays that do not describe a KV cache: the message names the argument and the value."""
+    """An argument that describes no KV cache: planes, ids or arrays. The message names the argument and the value."""
 
 
 class CapacityError(KVOffloadError):
-    """More was asked than there is: slots, jobs in flight, pinned or GPU memory. Nothing was taken."""
+    """Too few slots, events or jobs are free, or too little pinned or GPU memory. Nothing was allocated."""
 
 
 class CapabilityError(KVOffloadError):
-    """The driver, the bindings or the GPU lack something; the message says what, and what works instead."""
+    """The driver, the bindings or the GPU lack a feature; the message names it, and what works without it."""
 
 
 class MissingKeyError(KVOffloadError, LookupError):
-    """A block cache was asked to load a key that it does not hold, or not yet."""
+    """A key to load is not in the block cache, or its block has not been stored yet."""
 
 
 class ClosedError(KVOffloadError):
@@ -31,11 +34,11 @@ class ClosedError(KVOffloadError):
 
 
 class TransferError(KVOffloadError):
-    """One transfer failed; its slots hold nothing that may be trusted. The engine goes on."""
+    """A transfer failed: its target may hold any bytes, and must not be used. Other transfers are not affected."""
 
 
 class KVOffloadWarning(UserWarning):
-    """Something works less well than it could; the message says what to do. Once in a process for each cause."""
+    """Something works less well than it could; the message says what to do. Issued once in a process for each cause."""
 
 
 class DriverError(KVOffloadError):
@@ -59,7 +62,7 @@ class DriverError(KVOffloadError):
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the device or the host had too little memory, and nothing else is wrong."""
+        """Whether the device or the host had too little memory; the context is not affected."""
         return self.code == _OUT_OF_MEMORY
 
     @property
@@ -69,5 +72,5 @@ class DriverError(KVOffloadError):
 
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-# CUDA driver API reference, enum CUresult: the errors after which "the process must be terminated and relaunched".
+# CUDA driver API reference, enum CUresult: errors after which "the process must be terminated and relaunched".
 _STICKY_CODES = frozenset({214, 700, 702, 709, 714, 715, 716, 717, 718, 719, 721})

@@ -22,9 +22,9 @@ import numpy as np
 from kvoffload.copiers import why_not
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.device.device import Device
-from kvoffload.device.pinned import UInt8Array
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
+from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout, Plane
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.simulator import Faults, SimulatedDriver, SimulatorError

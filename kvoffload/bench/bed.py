@@ -15,14 +15,15 @@ import numpy as np
 from kvoffload.bench.cases import POISON, Lab
 from kvoffload.copiers import NAMES
 from kvoffload.copiers.selection import choose
-from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory, UInt8Array
+from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder, address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import ModelGeometry
+from kvoffload.internal.types import UInt8Array, UInt64Array
 from kvoffload.layout.layout import Int64Array, KVLayout, Plane
-from kvoffload.planning.transfer_plan import Direction, UInt64Array
+from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod, Shape
 
 _MAX_SPARE_POOL_BYTES = 512 << 20

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.bench.cases import POISON, WARM_UP, Case, Lab, Timing
-from kvoffload.device.pinned import UInt8Array
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import ModelGeometry
+from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance

@@ -19,8 +19,9 @@ import numpy as np
 
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.device.device import Device
-from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory, UInt8Array
+from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.internal import hostinfo
+from kvoffload.internal.types import UInt8Array
 from kvoffload.planning.transfer_plan import Direction
 
 POISON = 0xA5

@@ -64,7 +64,7 @@ def measure(repeats: int) -> dict[str, Any]:
     """Nanoseconds of Python per descriptor and per strided operation: medians and best."""
     driver = idle_driver()
     batch, folded = BatchCopier(driver), StridedCopier(driver, batched=True)
-    flat, strided = _flat_plan(batch.piece_operations), _strided_plan(folded.piece_operations)
+    flat, strided = _flat_plan(batch.segment_operations), _strided_plan(folded.segment_operations)
     batch_ns = _rounds(lambda: batch.stage(flat, SourceOrder.STREAM).submit(_STREAM), repeats, len(flat))
     strided_ns = _rounds(lambda: folded.stage(strided, SourceOrder.STREAM).submit(_STREAM), repeats, len(strided))
     fields: dict[str, Any] = {"descriptors": len(flat), "operations": len(strided), "repeats": repeats}

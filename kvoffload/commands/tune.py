@@ -172,9 +172,9 @@ def _decide(
     return Decision(
         direction=str(shape.direction),
         placement=placement,
-        block_bytes=shape.nbytes // shape.pieces,
+        block_bytes=shape.nbytes // shape.plane_blocks,
         blocks=shape.blocks,
-        planes=shape.pieces // shape.blocks,
+        planes=shape.plane_blocks // shape.blocks,
         method=choice.method.label,
         gb_per_s=_rate(shape, choice.seconds),
         runner_up=None if second is None else second.method.label,

@@ -1,4 +1,4 @@
-"""What every copier offers, and what a flight carries."""
+"""What every copier offers, and the shares of a transfer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvoffload.copiers.table_arena import Table
 from kvoffload.driver import SourceOrder
-from kvoffload.planning.transfer_plan import BlockPlan, Direction
+from kvoffload.planning.transfer_plan import BlockPlan
 
 
 class Work(Protocol):
@@ -23,22 +23,22 @@ class Work(Protocol):
 
 
 class Submit(Protocol):
-    """Queues what was staged on a stream, with nothing but driver calls, behind a record of `start` if there is one.
+    """Queues what was staged on a stream, with nothing but driver calls, after a record of `start` if there is one.
 
     Raises:
         DriverError: the driver refused; what was queued before that still runs.
     """
 
-    def __call__(self, stream: int, start: int | None = None, /) -> None: ...
+    def __call__(self, stream: int, start: int | None, /) -> None: ...
 
 
 class Staged(NamedTuple):
-    """What is ready to be queued.
+    """Copies that are ready to be queued.
 
     Attributes:
-        submit: queues it.
-        table: the pinned memory that the GPU reads meanwhile; whoever queues it gives it back when it has ended, and
-            everything else of the same transfer that was queued with this table.
+        submit: queues them.
+        table: the pinned memory that the GPU reads while they run. The launcher releases it when they, and everything
+            else of the same transfer that was queued with this table, have ended. None where there is none.
     """
 
     submit: Submit
@@ -46,15 +46,15 @@ class Staged(NamedTuple):
 
 
 class Copier(Protocol):
-    """A way of carrying plans out. Belongs to one engine and is called under its lock.
+    """Carries plans out by one copy method. Belongs to one engine and is called under its lock.
 
     Attributes:
-        piece_operations: how many operations of a prepared plan to submit at a time at most, so that a driver queue
-            holds them.
+        segment_operations: how many operations of a prepared plan may be queued together, so that a driver queue holds
+            them.
         is_kernel: runs on multiprocessors, on the lane's stream for kernels.
     """
 
-    piece_operations: int
+    segment_operations: int
     is_kernel: bool
 
     def prepare(self, plan: BlockPlan) -> Work:
@@ -64,22 +64,16 @@ class Copier(Protocol):
         """Places that so many operations of a prepared plan take in a driver queue."""
 
     def stage(self, work: Any, order: SourceOrder) -> Staged | None:
-        """Write down prepared work of at most `piece_operations`; None while there is no room for its table.
+        """Write down prepared work of at most `segment_operations`; None while there is no room for its table.
 
-        Apart from queueing it, so that nothing but a driver call lies between a transfer's start event and its first
-        copy. What is staged is valid until something else is. What is queued may not be touched until it has ended.
+        Staging and queueing are apart, so that nothing but a driver call lies between a transfer's start event and its
+        first copy. What is staged is valid until something else is. What is queued may not be touched until it has
+        ended.
         """
-
-    def clear(self, direction: Direction) -> None:
-        """Nothing of a direction is queued: take back tables that an interrupt may have left out."""
 
 
 class Share(NamedTuple):
-    """Some of a transfer's blocks and what carries them; the shares of a transfer run at the same time."""
+    """Some of a transfer's blocks and the copier that carries them; the shares of a transfer run at the same time."""
 
     work: Work
     copier: Copier
-
-    def end_of(self, part: int) -> int:
-        """How many operations there are up to the end of a part."""
-        return self.work.part_ends[part] if self.work.part_ends else len(self.work)

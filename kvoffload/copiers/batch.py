@@ -38,18 +38,31 @@ class BatchCopier:
     4.9 / 9 / 43 with either.)
 
     Args:
-        driver: its context must be current, here and in `close`.
+        driver: its context must be current in `open` and `close`.
         with_prelude: False where the driver has no batch calls: nothing is allocated then.
     """
 
-    piece_operations = _CAPACITY
+    segment_operations = _CAPACITY
     is_kernel = False
 
     def __init__(self, driver: Driver, *, with_prelude: bool = True) -> None:
         self._driver = driver
-        self._table: FlatTable | None = None
-        self._scratch = _allocate(driver, 2 * _SCRATCH_BYTES) if with_prelude else 0
-        self._preludes = _preludes(self._scratch)
+        self._table = FlatTable(_CAPACITY)
+        self._scratch: list[int] = []  # one address, or none
+        self._preludes: StridedTable | None = None
+        self._with_prelude = with_prelude
+
+    def open(self) -> None:
+        """Allocate the scratch buffers; without them there are no preludes."""
+        if not self._with_prelude:
+            return
+        try:
+            self._driver.create("cuMemAlloc", self._scratch, 2 * _SCRATCH_BYTES)
+        except DriverError as error:
+            if not error.out_of_memory:
+                raise
+        else:
+            self._preludes = _preludes(int(self._scratch[0]))
 
     def prepare(self, plan: BlockPlan) -> TransferPlan:
         return plan.operations().flat()
@@ -58,51 +71,42 @@ class BatchCopier:
         return _OVERHEAD_PLACES + -(-operations // CHUNK) + operations // _COPIES_PER_PLACE
 
     def stage(self, work: TransferPlan, order: SourceOrder) -> Staged:
-        if self._table is None:
-            self._table = FlatTable(_CAPACITY)
-        self._table.fill(work.target, work.source, work.width)
-        small = work.direction is Direction.LOAD and int(work.width.min()) < _CPU_COPY_BYTES
-        prelude = small and len(work) >= _PRELUDE_MIN_COPIES and self._scratch != 0
-        return Staged(partial(self._submit, self._table, len(work), order, prelude))
+        count, loads = len(work.device_address), work.direction is Direction.LOAD
+        if loads:
+            self._table.fill(work.device_address, work.host_address, work.width)
+        else:
+            self._table.fill(work.host_address, work.device_address, work.width)
+        prelude = (
+            loads
+            and count >= _PRELUDE_MIN_COPIES
+            and self._preludes is not None
+            and int(np.minimum.reduce(work.width)) < _CPU_COPY_BYTES
+        )
+        return Staged(partial(self._submit, count, order, prelude))
 
-    def clear(self, direction: Direction) -> None:
-        """It has no tables."""
-
-    def _submit(
-        self, table: FlatTable, count: int, order: SourceOrder, prelude: bool, stream: int, start: int | None = None
-    ) -> None:
+    def _submit(self, count: int, order: SourceOrder, prelude: bool, stream: int, start: int | None) -> None:
         if start is not None:
             self._driver.event_record(start, stream)
         if prelude:
+            assert self._preludes is not None
             self._driver.copy_strided(self._preludes, min(count, _FIRST_CHUNK) - 1, stream)
         first, stop = 0, _FIRST_CHUNK
         while first < count:
-            self._driver.copy_batch(table, first, min(stop, count), order, stream)
+            self._driver.copy_batch(self._table, first, min(stop, count), order, stream)
             first, stop = stop, stop + CHUNK
 
     def close(self) -> None:
-        """Free the scratch buffers; nothing may be in flight."""
-        scratch, self._scratch = self._scratch, 0
-        if scratch:
-            self._driver.free(scratch)
+        """Free the scratch buffers; nothing may be in flight. Interrupted, it goes on where it stopped."""
+        self._preludes = None
+        self._driver.destroy("cuMemFree", self._scratch)
 
 
 def _preludes(scratch: int) -> StridedTable:
     """The preludes of 1 to `_FIRST_CHUNK` copies, between the two halves of the scratch memory."""
     table = StridedTable(_FIRST_CHUNK, batched=False)
-    values = {"source": scratch, "target": scratch + _SCRATCH_BYTES, "width": 1}
-    values |= {"source_pitch": _PRELUDE_PITCH, "target_pitch": _PRELUDE_PITCH}
-    columns = {name: np.full(_FIRST_CHUNK, value, dtype=np.uint64) for name, value in values.items()}
-    columns["height"] = np.arange(1, _FIRST_CHUNK + 1, dtype=np.uint64) * np.uint64(_PRELUDE_ROWS_PER_COPY)
-    table.fill(columns, SourceOrder.STREAM)
+    rows = np.arange(1, _FIRST_CHUNK + 1, dtype=np.uint64) * np.uint64(_PRELUDE_ROWS_PER_COPY)
+    source, target, pitch, width = np.array(
+        [[scratch], [scratch + _SCRATCH_BYTES], [_PRELUDE_PITCH], [1]], dtype=np.uint64
+    )
+    table.fill((source, target, pitch, pitch, width, rows), SourceOrder.STREAM)
     return table
-
-
-def _allocate(driver: Driver, nbytes: int) -> int:
-    """Scratch memory on the device, or 0 if it is full: then there is no prelude."""
-    try:
-        return driver.allocate(nbytes)
-    except DriverError as error:
-        if not error.out_of_memory:
-            raise
-        return 0

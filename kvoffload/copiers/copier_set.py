@@ -1,9 +1,9 @@
-"""The copiers of an engine: which of them can run here, and how they share a plan."""
+"""The copiers of an engine: which of them can run here, which carries a plan, and how they share it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvoffload import kernels
 from kvoffload.copiers.base import Copier, Share
@@ -12,6 +12,7 @@ from kvoffload.copiers.gather import GatherCopier, GatherKernels
 from kvoffload.copiers.loop import LoopCopier
 from kvoffload.copiers.selection import choose
 from kvoffload.copiers.strided import StridedCopier
+from kvoffload.copiers.table_arena import Table
 from kvoffload.device.pinned import PinnedMemory
 from kvoffload.driver import Capabilities, Driver
 from kvoffload.errors import CapabilityError, DriverError
@@ -66,24 +67,32 @@ def shape_of(plan: BlockPlan) -> Shape:
     return Shape(plan.direction, len(plan), len(plan) * plan.group.planes, operations, rows, plan.nbytes)
 
 
+class Selection(NamedTuple):
+    """What carries a transfer, and why."""
+
+    method: CopyMethod
+    reason: str
+
+
+_MOST_SELECTIONS = 4096  # remembered; then all are forgotten
+
+
 class CopierSet:
-    """The copiers that can run for one layout and pool on one device.
+    """The copiers that can run for one layout and pool on one device. `open` makes them ready.
 
     Args:
-        driver: its context must be current.
+        driver: its context must be current in `open` and `close`.
         capabilities: what the device can do.
-        layout: whose groups are copied.
-        memory: the slot pool.
         sm_limit: programs of a kernel at most; 0 forbids kernels.
 
     Attributes:
         missing: for every copier None, or why it cannot run here.
     """
 
-    def __init__(
-        self, driver: Driver, capabilities: Capabilities, layout: KVLayout, memory: PinnedMemory, sm_limit: int
-    ) -> None:
+    def __init__(self, driver: Driver, capabilities: Capabilities, sm_limit: int) -> None:
         self.missing = why_not(capabilities, sm_limit)
+        self._driver = driver
+        self._capabilities = capabilities
         self._sm_limit = sm_limit
         self._interpreted = driver.simulated  # 2 ms a tile: kernels run there when they are asked for
         self._strided = StridedCopier(driver, batched=capabilities.strided_batch)
@@ -91,19 +100,29 @@ class CopierSet:
         self._loop = LoopCopier(driver)
         self._gather: dict[int, GatherCopier] = {}
         self._kernels: GatherKernels | None = None
-        if sm_limit > 0:
-            try:
-                self._load_kernels(driver, capabilities, layout, memory)
-            except BaseException:
-                self._batch.close()
-                raise
+        self._selected: dict[tuple[object, ...], Selection] = {}
 
-    def _load_kernels(self, driver: Driver, capabilities: Capabilities, layout: KVLayout, memory: PinnedMemory) -> None:
+    def open(self, layout: KVLayout, memory: PinnedMemory) -> None:
+        """Allocate what the copiers need. Kernels that cannot be loaded are noted in `missing`.
+
+        Args:
+            layout: whose groups are copied.
+            memory: the slot pool.
+
+        Raises:
+            CapacityError, DriverError: memory is short, or the driver failed. `close` frees what was made.
+        """
+        self._batch.open()
+        if self._sm_limit == 0:
+            return
+        self._kernels = GatherKernels(self._driver, memory)
         try:
-            self._kernels = GatherKernels(driver, capabilities, layout, memory)
+            self._kernels.open(self._capabilities, layout)
         except (CapabilityError, DriverError) as error:
-            if isinstance(error, DriverError) and not error.out_of_memory:  # that is: no room for the table of rows
+            if isinstance(error, DriverError) and not error.out_of_memory:  # no room for the table of rows
                 raise
+            self._kernels.close()
+            self._kernels = None
             self.missing["gather"] = self.missing["split"] = str(error)
             warn_once(
                 f"no copy kernels: {error}. Transfers that they would carry take the copy engine; sm_limit=0 says that "
@@ -117,25 +136,38 @@ class CopierSet:
         able = tuple(name for name in NAMES if self.missing[name] is None)
         return _without_kernels(able) if self._interpreted else able
 
-    def choose(
-        self, plan: BlockPlan, wanted: str | CopyMethod | None, profile: Profile, prefer: str
-    ) -> tuple[CopyMethod, str]:
-        """The way for a plan, and why: what is wanted, see `check_copier`, completed; or what the profile says.
+    def select(self, plan: BlockPlan, wanted: str | CopyMethod | None, profile: Profile, prefer: str) -> Selection:
+        """The copy method for a plan, and why: `wanted` (see `check_copier`), completed; or the profile's choice.
+
+        Remembered for all plans of the same shape.
 
         Raises:
             CapabilityError: the kernel is wanted for a load in parts, and cannot carry these.
         """
+        counts = plan.count()
+        stores = plan.direction is Direction.STORE  # hashing an enum's member is a call of a Python function
+        parts = plan.group.parts if len(plan.group.parts) > 1 else None
+        key = (stores, plan.group_index, len(plan.blocks), counts, parts, wanted, prefer, profile)
+        found = self._selected.get(key)
+        if found is None:
+            found = self._select(plan, wanted, profile, prefer)
+            if len(self._selected) >= _MOST_SELECTIONS:
+                self._selected.clear()
+            self._selected[key] = found
+        return found
+
+    def _select(self, plan: BlockPlan, wanted: str | CopyMethod | None, profile: Profile, prefer: str) -> Selection:
         shape = shape_of(plan)
         if isinstance(wanted, CopyMethod):
             self._check_parts(wanted.copier, plan)
-            return self._complete(wanted, shape, profile), "asked for"
+            return Selection(self._complete(wanted, shape, profile), "asked for")
         if wanted is None:
             available = self._carrying_parts(plan)
         else:
             self._check_parts(wanted, plan)
             available = (wanted,)
         method, reason, _ = choose(shape, available, profile, prefer, self._sm_limit, plan.group.num_parts)
-        return method, reason if wanted is None else "asked for by name"
+        return Selection(method, reason if wanted is None else "asked for by name")
 
     def _carrying_parts(self, plan: BlockPlan) -> tuple[str, ...]:
         """The copiers to choose from for a plan, in parts or not."""
@@ -163,13 +195,13 @@ class CopierSet:
         return CopyMethod("split", programs, wanted.share or profile.split_share(shape, programs))
 
     def shares(self, method: CopyMethod, plan: BlockPlan) -> tuple[Share, ...]:
-        """The plan as `way` carries it. A split of too few blocks to share is left to the copy engine."""
+        """The plan as `method` carries it. A split of too few blocks to share is left to the copy engine."""
         if method.copier == "gather":
             return (self._by_kernel(method, plan),)
         if method.copier == "split":
             return self._split(method, plan)
-        by_engine: dict[str, Copier] = {"strided": self._strided, "batch": self._batch, "loop": self._loop}
-        copier = by_engine[method.copier]
+        name = method.copier
+        copier: Copier = self._strided if name == "strided" else self._batch if name == "batch" else self._loop
         return (Share(copier.prepare(plan), copier),)
 
     def _split(self, method: CopyMethod, plan: BlockPlan) -> tuple[Share, ...]:
@@ -188,18 +220,18 @@ class CopierSet:
             copier = self._gather[method.programs] = GatherCopier(self._kernels, method.programs)
         return Share(copier.prepare(plan), copier)
 
-    def clear(self, direction: Direction) -> None:
-        """Nothing of a direction is in flight: forget what an interrupt may have left taken."""
-        if self._kernels is not None:
-            self._kernels.clear(direction)
-
     def keep(self) -> None:
         """The context is lost: the GPU may still use what the kernels used."""
         if self._kernels is not None:
             self._kernels.keep()
 
+    def restore(self, tables: list[Table]) -> None:
+        """After an interrupt: exactly these tables are in use."""
+        if self._kernels is not None:
+            self._kernels.restore(tables)
+
     def close(self) -> None:
-        """Give back what the copiers used; nothing may be in flight."""
+        """Free what the copiers used; nothing may be in flight. Interrupted, it goes on where it stopped."""
         run_all((self._batch.close, *(() if self._kernels is None else (self._kernels.close,))))
 
 

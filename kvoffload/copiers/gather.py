@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -132,69 +132,79 @@ class _GroupKernels(NamedTuple):
     Attributes:
         rows: of all planes.
         room: addresses of the room for the rows of as many divisions, behind them.
-        kernels: by direction and whether several programs run, and how many rows a program moves at a time.
+        kernels: by whether they store and whether several programs run, and how many rows a program moves at a time.
     """
 
     group: Group
     tiling: Tiling
     rows: Rows
     room: range
-    kernels: dict[tuple[Direction, bool], tuple[LoadedKernel, int]]
+    kernels: dict[tuple[bool, bool], tuple[LoadedKernel, int]]
 
 
 class GatherKernels:
     """What the gather copiers of an engine share: kernels, row tables, and pinned memory for tables of blocks.
 
     Args:
-        driver: its context must be current.
-        capabilities: what the device can do.
-        layout: whose groups are copied.
+        driver: its context must be current in `open` and `close`.
         memory: the slot pool.
 
-    Raises:
-        CapabilityError: no kernel can run here, and why.
-        CapacityError, DriverError: memory is short, or the driver failed. Nothing is left behind in either case.
+    Attributes:
+        groups: what is ready for each group of the layout.
+        arenas: pinned memory for tables of blocks: of stores, of loads.
     """
 
-    def __init__(self, driver: Driver, capabilities: Capabilities, layout: KVLayout, memory: PinnedMemory) -> None:
+    def __init__(self, driver: Driver, memory: PinnedMemory) -> None:
         self.driver = driver
         self._memory = memory
-        self._pool_address = int(memory.device_addresses(np.array([memory.address]))[0])
-        self._undo: list[Callable[[], None]] = []
-        self._loaded: dict[KernelSpec, LoadedKernel] = {}
-        try:
-            self.groups = [self._prepare(capabilities, group, layout.slot_bytes) for group in layout.groups]
-            self._divided: list[dict[Parts, PartRows]] = [{} for _ in layout.groups]
-            tables = PinnedMemory(driver, len(Direction) * _ARENA_BYTES)
-            self._undo.append(tables.release)
-            self._tables = tables
-            self.arenas = {
-                direction: TableArena(half, driver.host_device_address(address_of(half)))
-                for direction, half in zip(Direction, tables.array.reshape(len(Direction), -1), strict=True)
-            }
-        except BaseException:
-            self.close()
-            raise
+        self._kernels: list[LoadedKernel] = []
+        self._row_tables: list[int] = []  # addresses of device memory
+        self._tables: list[PinnedMemory] = []  # one, once it is being pinned
+        self.groups: list[_GroupKernels] = []
+        self.arenas: tuple[TableArena, ...] = ()  # of stores, of loads
+        self._divided: list[dict[Parts, PartRows]] = []
 
-    def _prepare(self, capabilities: Capabilities, group: Group, slot_bytes: int) -> _GroupKernels:
-        tiling = tiling_of(group, slot_bytes, self._pool_address)
+    def open(self, capabilities: Capabilities, layout: KVLayout) -> None:
+        """Load the kernels, and allocate tables.
+
+        Args:
+            capabilities: what the device can do.
+            layout: whose groups are copied.
+
+        Raises:
+            CapabilityError: no kernel can run here, and why.
+            CapacityError, DriverError: memory is short, or the driver failed. `close` frees what was made.
+        """
+        pool_address = int(self._memory.device_addresses(np.array([self._memory.address]))[0])
+        for group in layout.groups:
+            tiling = tiling_of(group, layout.slot_bytes, pool_address)
+            self.groups.append(self._prepare(capabilities, group, tiling))
+            self._divided.append({})
+        tables = PinnedMemory(self.driver, 2 * _ARENA_BYTES, holder=self._tables)
+        self.arenas = tuple(
+            TableArena(half, self.driver.host_device_address(address_of(half))) for half in tables.array.reshape(2, -1)
+        )
+
+    def _prepare(self, capabilities: Capabilities, group: Group, tiling: Tiling) -> _GroupKernels:
         kernels = {}
-        for direction, several in itertools.product(Direction, (False, True)):
+        for stores, several in itertools.product((True, False), (False, True)):
+            direction = Direction.STORE if stores else Direction.LOAD
             kernel = self._load(capabilities, kernel_spec(tiling, direction, 1 + several))
-            kernels[direction, several] = kernel, kernel.spec.constant("ROWS")
+            kernels[stores, several] = kernel, kernel.spec.constant("ROWS")
         rows = row_table(group, tiling)
         divisions = min(_MOST_DIVISIONS, _DIVISIONS_BYTES // rows.nbytes) if len(group.planes) > 1 else 0
-        address = self.driver.allocate((1 + divisions) * rows.nbytes)
-        self._undo.append(partial(self.driver.free, address))
+        self.driver.create("cuMemAlloc", self._row_tables, (1 + divisions) * rows.nbytes)
+        address = int(self._row_tables[-1])
         self.driver.copy_to_device(address, address_of(rows), rows.nbytes)
         room = range(address, address + (1 + divisions) * rows.nbytes, rows.nbytes)[1:]
         return _GroupKernels(group.disowned(), tiling, Rows(rows.shape[1], address), room, kernels)
 
     def _load(self, capabilities: Capabilities, spec: KernelSpec) -> LoadedKernel:
-        if spec not in self._loaded:
-            self._loaded[spec] = load_kernel(self.driver, capabilities, spec)
-            self._undo.append(self._loaded[spec].close)
-        return self._loaded[spec]
+        for kernel in self._kernels:
+            if kernel.spec == spec:
+                return kernel
+        self._kernels.append(load_kernel(self.driver, capabilities, spec))
+        return self._kernels[-1]
 
     def why_not_in_parts(self, group: int, parts: Parts) -> str | None:
         """Why loads of a group cannot be carried in these parts; None if they can."""
@@ -218,18 +228,21 @@ class GatherKernels:
         """Host addresses in the pool as a kernel sees them."""
         return self._memory.device_addresses(addresses)
 
-    def clear(self, direction: Direction) -> None:
-        """Nothing of a direction is in flight: take back tables that an interrupt may have left out."""
-        self.arenas[direction].clear()
+    def restore(self, tables: list[Table]) -> None:
+        """After an interrupt: exactly these tables are in use."""
+        for arena in self.arenas:
+            arena.restore(tables)
 
     def keep(self) -> None:
         """The context is lost: leave everything where it is."""
-        self._tables.keep()
+        for tables in self._tables:
+            tables.keep()
 
     def close(self) -> None:
-        """Give everything back; nothing on the GPU may still use it."""
-        undo, self._undo = self._undo[::-1], []
-        run_all(undo)
+        """Free everything; nothing on the GPU may still use it. Interrupted, it goes on where it stopped."""
+        steps = [kernel.close for kernel in self._kernels]
+        steps.append(partial(self.driver.destroy, "cuMemFree", self._row_tables))
+        run_all((*steps, *(tables.release for tables in self._tables)))
 
 
 class GatherCopier:
@@ -239,7 +252,7 @@ class GatherCopier:
 
     def __init__(self, shared: GatherKernels, programs: int) -> None:
         most_rows = max(group.rows.num_rows for group in shared.groups)
-        self.piece_operations = min(_MAX_TABLE_BLOCKS, _MAX_ITEMS // most_rows)
+        self.segment_operations = min(_MAX_TABLE_BLOCKS, _MAX_ITEMS // most_rows)
         self._shared = shared
         self._programs = programs
 
@@ -278,7 +291,8 @@ class GatherCopier:
     def _write(self, blocks: BlockPlan, more_words: int = 0) -> Table | None:
         """A table of these blocks, with room for so many words behind them; None while there is none for it."""
         count = len(blocks)
-        table = self._shared.arenas[blocks.direction].take(2 * count + more_words)
+        arena = self._shared.arenas[0 if blocks.direction is Direction.STORE else 1]
+        table = arena.take(2 * count + more_words)
         if table is not None:
             table.words[:count] = blocks.blocks
             if blocks.sub_block is not None:
@@ -288,21 +302,19 @@ class GatherCopier:
 
     def _pack(self, blocks: BlockPlan, rows: Rows, table: Table) -> Submit:
         """The launch that copies these rows of the blocks in the table."""
-        kernel, tile_rows = self._shared.groups[blocks.group_index].kernels[blocks.direction, self._programs > 1]
+        stores = blocks.direction is Direction.STORE
+        kernel, tile_rows = self._shared.groups[blocks.group_index].kernels[stores, self._programs > 1]
         kernel.pack((rows.address, table.device_address, rows.num_rows, len(blocks)))
         grid = min(self._programs, -(-rows.num_rows * len(blocks) // tile_rows))
         return partial(self._submit, kernel, grid)
 
-    def clear(self, direction: Direction) -> None:
-        self._shared.clear(direction)
-
-    def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None = None) -> None:
+    def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None) -> None:
         if start is not None:
             self._shared.driver.event_record(start, stream)
         kernel.queue(stream, grid)
 
     def _submit_behind_rows(
-        self, rows: PartRows, source: Int64Array, submit: Submit, stream: int, start: int | None = None
+        self, rows: PartRows, source: Int64Array, submit: Submit, stream: int, start: int | None
     ) -> None:
         self._shared.driver.copy(rows.address, address_of(source), source.nbytes, stream)
         rows.missing = None

@@ -7,15 +7,15 @@ from functools import partial
 import numpy as np
 
 from kvoffload.copiers.base import Staged
-from kvoffload.device.streams import PIECE_LIMIT
+from kvoffload.device.streams import SEGMENT_LIMIT
 from kvoffload.driver import Driver, SourceOrder
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
+from kvoffload.planning.transfer_plan import BlockPlan, TransferPlan
 
 
 class LoopCopier:
     """cuMemcpyAsync for every row. Always in stream order, whatever source order was asked for."""
 
-    piece_operations = PIECE_LIMIT
+    segment_operations = SEGMENT_LIMIT
     is_kernel = False
 
     def __init__(self, driver: Driver) -> None:
@@ -32,10 +32,7 @@ class LoopCopier:
         copies = list(zip(work.target.tolist(), work.source.tolist(), width.tolist(), strict=True))
         return Staged(partial(self._submit, copies))
 
-    def clear(self, direction: Direction) -> None:
-        """It has no tables."""
-
-    def _submit(self, copies: list[tuple[int, int, int]], stream: int, start: int | None = None) -> None:
+    def _submit(self, copies: list[tuple[int, int, int]], stream: int, start: int | None) -> None:
         copy = self._driver.copy
         if start is not None:
             self._driver.event_record(start, stream)

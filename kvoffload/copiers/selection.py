@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
-from kvoffload.tuning import CopyMethod, Profile, Shape
+from kvoffload.tuning import CopierName, CopyMethod, Profile, Shape
 
 PREFERENCES = ("overlap", "latency")
 TOLERANCE = 1.1  # "overlap" takes what slows computation least among the ways within this factor of the fastest
@@ -94,17 +94,17 @@ def _class_of(shape: Shape) -> tuple[Shape, float]:
 
     Bytes of a block, planes, and what is merged (a number that only some layouts have) stay as they are, or nearly so.
     """
-    direction, blocks, pieces, operations, rows, nbytes = shape
+    direction, blocks, plane_blocks, operations, rows, nbytes = shape
     excess = blocks.bit_length() - _MANTISSA_BITS
     if excess <= 0:
         return shape, 1.0
     alike = (blocks + (1 << excess - 1)) >> excess << excess
-    nbytes, pieces, scale = nbytes // blocks * alike, pieces // blocks * alike, blocks / alike
-    if rows == shape.pieces:  # nothing is merged: all counts go with the blocks
-        return Shape(direction, alike, pieces, operations // blocks * alike, pieces, nbytes), scale
-    merged, height = round(shape.pieces / rows, 1), round(rows / operations, 1)
-    rows = max(1, round(pieces / merged))
-    return Shape(direction, alike, pieces, max(1, round(rows / height)), rows, nbytes), scale
+    nbytes, plane_blocks, scale = nbytes // blocks * alike, plane_blocks // blocks * alike, blocks / alike
+    if rows == shape.plane_blocks:  # nothing is merged: all counts go with the blocks
+        return Shape(direction, alike, plane_blocks, operations // blocks * alike, plane_blocks, nbytes), scale
+    merged, height = round(shape.plane_blocks / rows, 1), round(rows / operations, 1)
+    rows = max(1, round(plane_blocks / merged))
+    return Shape(direction, alike, plane_blocks, max(1, round(rows / height)), rows, nbytes), scale
 
 
 @lru_cache(maxsize=4096)
@@ -155,9 +155,10 @@ def _is_submitted_by_copy(method: CopyMethod, shape: Shape) -> bool:
 def _methods(shape: Shape, available: Collection[str], profile: Profile, sm_limit: int) -> list[CopyMethod]:
     """What could carry a transfer; at least one way."""
     folds = shape.rows > shape.operations
-    flat = [name for name in ("batch", "loop") if name in available]
+    contiguous: tuple[CopierName, ...] = ("batch", "loop")
+    flat = [name for name in contiguous if name in available]
     # a strided copy of a single row takes 4 us, a flat one 2 at most
-    names = flat if flat and not folds else ["strided", *flat]
+    names: list[CopierName] = flat if flat and not folds else ["strided", *flat]
     methods = [CopyMethod(name) for name in names if name in available]
     if "gather" in available:
         methods += [CopyMethod("gather", programs, 1.0) for programs in _programs(_GATHER_PROGRAMS, sm_limit)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvoffload.copiers.base import Staged
-from kvoffload.device.streams import PIECE_LIMIT
+from kvoffload.device.streams import SEGMENT_LIMIT
 from kvoffload.driver import Driver, SourceOrder, StridedTable
 from kvoffload.planning.transfer_plan import BlockPlan, Direction, TransferPlan
 
@@ -16,13 +16,13 @@ class StridedCopier:
     2D copies are as fast on the GPU and cost 3 to 3.6 us each to submit instead of 1.3.
     """
 
-    piece_operations = PIECE_LIMIT
+    segment_operations = SEGMENT_LIMIT
     is_kernel = False
 
     def __init__(self, driver: Driver, *, batched: bool) -> None:
         self._driver = driver
         self._batched = batched
-        self._table = StridedTable(PIECE_LIMIT, batched=batched)
+        self._table = StridedTable(SEGMENT_LIMIT, batched=batched)
 
     def prepare(self, plan: BlockPlan) -> TransferPlan:
         return plan.operations()
@@ -31,23 +31,19 @@ class StridedCopier:
         return operations
 
     def stage(self, work: TransferPlan, order: SourceOrder) -> Staged:
-        self._table.fill(
-            {
-                "source": work.source,
-                "target": work.target,
-                "source_pitch": work.source_pitch,
-                "target_pitch": work.target_pitch,
-                "width": work.width,
-                "height": work.height,
-            },
-            order,
-        )
-        return Staged(partial(self._submit, len(work)))
+        count = len(work.device_address)
+        rows = self._table.rows[:count]
+        stores = work.direction is Direction.STORE
+        device, host = ("source", "target") if stores else ("target", "source")
+        device_pitch, host_pitch = ("source_pitch", "target_pitch") if stores else ("target_pitch", "source_pitch")
+        rows[device], rows[device_pitch] = work.device_address, work.device_pitch
+        rows[host], rows[host_pitch] = work.host_address, work.host_pitch
+        rows["width"], rows["height"] = work.width, work.height
+        if self._batched:
+            rows["order"] = order
+        return Staged(partial(self._submit, count))
 
-    def clear(self, direction: Direction) -> None:
-        """It has no tables."""
-
-    def _submit(self, count: int, stream: int, start: int | None = None) -> None:
+    def _submit(self, count: int, stream: int, start: int | None) -> None:
         if start is not None:
             self._driver.event_record(start, stream)
         if self._batched:

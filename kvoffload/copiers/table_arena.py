@@ -1,7 +1,7 @@
-"""Descriptor tables that a GPU reads while a transfer runs: pieces of pinned memory, lent out and taken back.
+"""Descriptor tables that a GPU reads while a transfer runs: ranges of pinned memory.
 
-Each table belongs to the piece of a transfer that was given it until that piece has ended. Pieces of one direction end
-in the order in which they were queued, so the arena is a ring.
+A table is used by one segment of a transfer, or by several, until they have ended. Segments of one direction end in the
+order in which they were queued, so the arena is a ring.
 
     |....|table 3|table 4|...........|table 1 (given back)|table 2|
                           ^ next                                   when table 1 and 2 are back, their room is free
@@ -19,7 +19,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class Table:
-    """Room for `words`, int64, (n,), at `device_address`; the lender's again after `release`."""
+    """Room for `words`, int64, (n,), at `device_address`. After `release` the room may be used for another table."""
 
     __slots__ = ("_arena", "device_address", "released", "start", "stop", "words")
 
@@ -32,7 +32,7 @@ class Table:
         self.device_address = arena.device_address + start
 
     def release(self) -> None:
-        """Give the room back: nothing on the GPU reads it any more. Idempotent."""
+        """Nothing on the GPU reads the table any more. Idempotent."""
         self.released = True
         self._arena.collect()
 
@@ -54,7 +54,7 @@ class TableArena:
 
     @property
     def in_use(self) -> int:
-        """Tables that are out."""
+        """How many tables are in use."""
         return sum(not table.released for table in self._tables)
 
     def take(self, count: int) -> Table | None:
@@ -79,13 +79,13 @@ class TableArena:
         return self._next if self._next + nbytes < first else None  # never all of it: full and empty must differ
 
     def collect(self) -> None:
-        """Take in what has been given back at the old end of the ring."""
+        """Free the room of released tables at the old end of the ring."""
         while self._tables and self._tables[0].released:
             self._tables.popleft()
 
-    def clear(self) -> None:
-        """Take all tables back; nothing on the GPU reads one."""
+    def restore(self, used: list[Table]) -> None:
+        """After an interrupt: of this arena's tables exactly those in `used` are in use."""
         for table in self._tables:
-            table.released = True  # whoever has one in mind must not take it for theirs
-        self._tables.clear()
-        self._next = 0
+            table.released = table not in used
+        self._tables = deque(table for table in self._tables if not table.released)
+        self._next = self._tables[-1].stop if self._tables else 0

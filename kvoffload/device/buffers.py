@@ -1,8 +1,8 @@
 """GPU memory that the device frees: as bytes, and as arrays that other libraries take without a copy.
 
-Importing waits on the GPU. A consumer names its stream (`array.__dlpack__(stream=...)`, see the DLPack protocol,
+An import waits on the GPU. A consumer names its stream (`array.__dlpack__(stream=...)`, see the DLPack protocol,
 https://dmlc.github.io/dlpack/latest/python_spec.html), and that stream is made to wait for the transfers in flight that
-touch the memory. Consumers of `__cuda_array_interface__` (version 3) are told a stream to wait for.
+touch the memory. Consumers of `__cuda_array_interface__` (version 3) are given a stream to wait for.
 """
 
 from __future__ import annotations
@@ -11,41 +11,44 @@ import math
 import operator
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.device.pinned import UInt8Array
+from kvoffload.device.context import DeviceContext, DeviceUser
 from kvoffload.device.streams import stream_handle
 from kvoffload.driver import address_of
-from kvoffload.errors import ClosedError
-from kvoffload.layout.dlpack import CPU, CUDA, export_dlpack
+from kvoffload.errors import ClosedError, DriverError
+from kvoffload.internal.types import ArrayLike, UInt8Array
+from kvoffload.layout.dlpack import CPU, CUDA, ArrayView, export_dlpack, packed_strides
 from kvoffload.layout.layout import NARROW_BYTES, dtype_name, element_bytes
-
-if TYPE_CHECKING:
-    from kvoffload.device.device import Device
-    from kvoffload.engine.engine import OffloadEngine
 
 
 class DeviceBuffer:
     """GPU memory that the device frees: with `close`, after the buffer is garbage, or when the device closes.
 
     Made by `Device.allocate`. Other libraries can take it as an array of bytes (see `DeviceArray` for other types);
-    what they make of it keeps the buffer alive, but not the device open.
+    their arrays keep the buffer alive, but not the device open.
 
     Attributes:
-        device: on which it lies.
+        device: the device that the memory is on.
         address: device address, bytes.
         nbytes: exactly as many as asked for.
     """
 
-    def __init__(self, device: Device, nbytes: int) -> None:
-        with device.current():
-            self.address = device.driver.allocate(nbytes)
-        self.nbytes = nbytes
+    def __init__(self, device: DeviceContext, nbytes: int) -> None:
+        addresses: list[Any] = []  # the truth about what must be freed
         self.device = device
-        self._claim = device.claim(self, partial(device.driver.free, self.address))
+        self.nbytes = nbytes
+        with device.current():
+            self._resource = device.adopt(self, partial(device.driver.destroy, "cuMemFree", addresses))
+            try:
+                device.driver.create("cuMemAlloc", addresses, nbytes)
+            except DriverError:
+                self._resource.free()
+                raise
+        self.address = int(addresses[0])
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -60,22 +63,24 @@ class DeviceBuffer:
     def _bytes(self) -> DeviceArray:
         return DeviceArray(self, (self.nbytes,), np.uint8)
 
-    def copy_from(self, array: npt.ArrayLike, offset: int = 0) -> None:
+    def copy_from(self, array: ArrayLike, offset: int = 0) -> None:
         """Copy the bytes of a host array into the buffer from `offset` bytes on; returns when they are there.
 
         Ordered after work on the legacy default stream, not after work on other streams.
 
         Raises:
             ValueError: the array does not fit.
+            TypeError: `array` is None, a masked array, or holds Python objects; `offset` is no integer.
             ClosedError: the buffer or its device is closed.
         """
         self.check()
-        source = np.ascontiguousarray(array)
-        if offset < 0 or offset + source.nbytes > self.nbytes:
-            raise ValueError(f"array of {source.nbytes} bytes at offset {offset} does not fit into {self.nbytes} bytes")
+        source = _host_bytes(array)
+        start = _as_offset(offset)
+        if start < 0 or start + source.nbytes > self.nbytes:
+            raise ValueError(f"array of {source.nbytes} bytes at offset {start} does not fit into {self.nbytes} bytes")
         if source.nbytes:
             with self.device.current():
-                self.device.driver.copy_to_device(self.address + offset, address_of(source), source.nbytes)
+                self.device.driver.copy_to_device(self.address + start, address_of(source), source.nbytes)
 
     def to_numpy(self) -> UInt8Array:
         """The bytes as a new array, uint8, (nbytes,); ordered after work on the legacy default stream alone."""
@@ -86,14 +91,12 @@ class DeviceBuffer:
         return target
 
     def close(self) -> None:
-        """Free the memory. No transfer may be using it. Idempotent."""
-        if self._claim.alive and not self.device.foreign:
-            with self.device.current():
-                self._claim.free()
+        """Free the memory. No transfer may be using it. Idempotent; does nothing in a forked child."""
+        self.device.free(self._resource)
 
     def check(self) -> None:
         """Raise ClosedError if the memory has been freed."""
-        if not self._claim.alive:
+        if not self._resource.alive:
             raise ClosedError(f"the buffer of {self.nbytes} bytes at {self.address:#x} is closed")
 
     def __enter__(self) -> DeviceBuffer:
@@ -103,7 +106,7 @@ class DeviceBuffer:
         self.close()
 
     def __repr__(self) -> str:
-        state = "" if self._claim.alive else ", closed"
+        state = "" if self._resource.alive else ", closed"
         return f"DeviceBuffer({self.address:#x}, {self.nbytes} bytes{state})"
 
 
@@ -111,9 +114,9 @@ class DeviceArray:
     """A C-contiguous array in GPU memory that other libraries take without a copy. Made by `Device.empty`.
 
     CuPy: `cupy.from_dlpack(array)` or `cupy.asarray(array)`; PyTorch: `torch.from_dlpack(array)`; JAX:
-    `kvoffload.jax.OwnedCache`, or `jax.dlpack.from_dlpack(array)`. What they make of it keeps the memory alive, but not
-    the device open: it must not be used after the device is closed. On a simulated device it is exported as what it is,
-    host memory: `numpy.from_dlpack(array)`; the export then waits, on the host, for the transfers that touch it.
+    `kvoffload.jax.OwnedCache`, or `jax.dlpack.from_dlpack(array)`. Their arrays keep the memory alive, but not the
+    device open: they must not be used after the device is closed. A simulated device exports host memory:
+    `numpy.from_dlpack(array)`; the export then waits, on the host, for the transfers that touch it.
 
     Args:
         buffer: the memory.
@@ -126,8 +129,8 @@ class DeviceArray:
         shape, dtype, itemsize, nbytes: as numpy has them; dtype is a name, such as "bfloat16".
 
     Raises:
-        ValueError: the array has not the size of the buffer, or a size is not positive.
-        LayoutError: `dtype` is no type of one element, or one of a size that is not known.
+        ValueError: the array has not the size of the buffer, or an extent is not positive.
+        LayoutError: `dtype` is not the type of one element, or its size is not known.
     """
 
     def __init__(self, buffer: DeviceBuffer, shape: Sequence[int], dtype: Any) -> None:
@@ -150,6 +153,12 @@ class DeviceArray:
             raise ValueError(f"dtype must have {self.itemsize} bytes like {self.dtype}, got {dtype!r:.80}")
         return DeviceArray(self.buffer, self.shape, dtype)
 
+    def array_view(self) -> ArrayView:
+        """Where the elements lie. ClosedError if the memory has been freed."""
+        self.buffer.check()
+        strides = packed_strides(self.shape, self.itemsize)
+        return ArrayView(self.address, self.shape, strides, self.itemsize, read_only=False)
+
     def __dlpack_device__(self) -> tuple[int, int]:
         return (CPU, 0) if self.buffer.device.simulated else (CUDA, self.buffer.device.index)
 
@@ -161,38 +170,39 @@ class DeviceArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A capsule for another library, as the DLPack protocol has it.
+        """A capsule for another library, as the DLPack protocol defines it.
 
         Args:
-            stream: whose work from now on follows the transfers in flight that touch the memory; None: the legacy
-                default stream; -1: none.
+            stream: the consumer's stream: its later work follows the transfers in flight that touch the memory. None:
+                the legacy default stream; -1: no stream waits.
             max_version: the newest version of the protocol that the consumer knows.
-            dl_device, copy: None, or what asks for no copy.
+            dl_device, copy: None, or values that ask for no copy.
 
         Raises:
             BufferError: a copy was asked for, another device, or a type that cannot be exported: "bfloat16" and the
-                types of 8 bits and fewer, for which `view("uint16")` or `view("uint8")` goes, to be seen as what it is
-                on the other side.
+                types of 8 bits and fewer. Export `view("uint16")` or `view("uint8")` instead, and view that as the
+                right type in the other library.
             ClosedError: the memory has been freed, or the device is closed.
         """
         self.buffer.check()
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
-            raise BufferError(f"{self!r} is exported without a copy, and only where it is")
+            raise BufferError(f"{self!r} can only be exported without a copy, on its own device")
         dtype = self._numpy_dtype()
         device = self.buffer.device
         if device.simulated:
             for engine in self._engines():
                 engine.drain()
-            content = device.simulator.view(self.address, self.nbytes).view(dtype).reshape(self.shape)
+            memory = device.simulator.exported(self.address, self.nbytes, owner=self.buffer)
+            content = memory.view(dtype).reshape(self.shape)
             return content.__dlpack__() if max_version is None else content.__dlpack__(max_version=max_version)
         if stream is None or operator.index(stream) != -1:
             handle = stream_handle(stream or 0, "stream")
             for engine in self._engines():
-                engine.callers.order_all_before(handle)
+                engine.order_all_before(handle)
         return self._export(dtype, max_version)
 
-    def _engines(self) -> list[OffloadEngine]:
-        """Whose transfers may touch the memory."""
+    def _engines(self) -> list[DeviceUser]:
+        """The engines whose transfers may touch the memory."""
         return self.buffer.device.engines_over(self.address, self.nbytes)
 
     def _export(self, dtype: np.dtype[Any], max_version: tuple[int, int] | None) -> Any:
@@ -202,15 +212,17 @@ class DeviceArray:
     def _numpy_dtype(self) -> np.dtype[Any]:
         if self.dtype in NARROW_BYTES:
             same_size = f"uint{8 * self.itemsize}"
-            raise BufferError(f"{self.dtype} is not exported; view({same_size!r}) is, to be seen as {self.dtype} there")
+            raise BufferError(
+                f"{self.dtype} is not exported; view({same_size!r}) is: view that as {self.dtype} in the other library"
+            )
         return np.dtype(self.dtype)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3. `stream` is one that ends after the transfers in flight that touch the memory, None if none are.
+        """Version 3. `stream` ends after the transfers in flight that touch the memory; it is None if there are none.
 
         Raises:
-            AttributeError: numpy has no such type.
+            AttributeError: numpy has no type for `dtype`.
             ClosedError: the memory has been freed, or the device is closed.
         """
         self.buffer.check()
@@ -220,15 +232,15 @@ class DeviceArray:
             raise AttributeError(str(error)) from None
         data = (self.address, False)
         interface = {"shape": self.shape, "typestr": typestr, "data": data, "version": 3, "strides": None}
-        return interface | {"stream": self._stream_behind_transfers()}
+        return interface | {"stream": self._stream_after_transfers()}
 
-    def _stream_behind_transfers(self) -> int | None:
-        busy = [engine for engine in self._engines() if engine.statistics().in_flight]
+    def _stream_after_transfers(self) -> int | None:
+        busy = [engine for engine in self._engines() if engine.in_flight]
         if not busy:
             return None
-        wait_stream = busy[0].callers.wait_stream()
+        wait_stream = busy[0].wait_stream()
         for engine in busy:
-            engine.callers.order_all_before(wait_stream)
+            engine.order_all_before(wait_stream)
         return wait_stream
 
     def __repr__(self) -> str:
@@ -238,9 +250,35 @@ class DeviceArray:
 def check_shape(shape: Any) -> tuple[int, ...]:
     """`shape` as a tuple of positive ints."""
     try:
-        extents = tuple(operator.index(extent) for extent in shape)
+        extents = tuple(-1 if isinstance(extent, bool) else operator.index(extent) for extent in shape)
     except TypeError:
         extents = ()
     if not extents or min(extents) < 1:
         raise ValueError(f"shape must be a sequence of positive integers, got {shape!r:.80}")
     return extents
+
+
+def _host_bytes(array: ArrayLike) -> npt.NDArray[Any]:
+    """A contiguous host array with the bytes of `array`."""
+    if isinstance(array, bytes | bytearray):  # numpy would make one byte of b""
+        return np.frombuffer(array, dtype=np.uint8)
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            "array must not be masked: the bytes behind its mask are undefined; fill it with array.filled()"
+        )
+    source = np.ascontiguousarray(array)
+    if source.dtype.hasobject:
+        raise TypeError(
+            f"array must hold plain values, got {array!r:.80}, which numpy holds as pointers ({source.dtype})"
+        )
+    return source
+
+
+def _as_offset(offset: Any) -> int:
+    try:
+        number = operator.index(offset)
+    except TypeError:
+        number = None
+    if number is None or isinstance(offset, bool):
+        raise TypeError(f"offset must be an integer, got {offset!r:.80}")
+    return number

@@ -4,36 +4,41 @@ from __future__ import annotations
 
 import atexit
 import math
-import threading
+import operator
 import time
-import weakref
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer, check_shape
-from kvoffload.device.ownership import Claim, Current, Holdings, complain
+from kvoffload.device.context import DeviceContext
+from kvoffload.device.ownership import DeviceResources, Watch, warn_unreleased
+from kvoffload.device.placement import UnknownPlaceError, device_of
 from kvoffload.driver import Capabilities, Driver, probe
-from kvoffload.errors import CapabilityError, CapacityError, ClosedError, DriverError, KVOffloadError, LayoutError
+from kvoffload.errors import (
+    CapabilityError,
+    CapacityError,
+    DriverError,
+    KVOffloadError,
+    KVOffloadWarning,
+    LayoutError,
+)
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least
 from kvoffload.layout.layout import KVLayout, Plane, dtype_name, element_bytes
 
-if TYPE_CHECKING:
-    from kvoffload.engine.engine import OffloadEngine
-
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _ALLOCATION_ALIGNMENT = 512  # what cuMemAlloc aligns to, at least; planes of a slab keep it
 
-_open_devices: weakref.WeakSet[Device] = weakref.WeakSet()
-_abandoned: deque[Holdings] = deque()  # of devices that are garbage
+_watches: set[Watch] = set()  # of the devices that are not closed
+_garbage: deque[Watch] = deque()  # of devices that are garbage and were not closed
 
 
 def open_device(
     index: int = 0,
     *,
-    backend: Any = "cuda",
+    backend: Literal["cuda", "simulated", "auto"] | Any = "cuda",
     context: Any = None,
     seed: int | None = None,
     driver_version: tuple[int, int] | None = None,
@@ -45,23 +50,24 @@ def open_device(
         index: which GPU, as CUDA counts them.
         backend: "cuda"; "simulated"; "auto" for a GPU where there is one and else the simulated device; or a
             `kvoffload.testing.SimulatedDriver` to share between devices.
-        context: a CUDA context of the caller's (handle, or anything `int()` takes) on that GPU. None: the GPU's primary
-            context, which is what CuPy, JAX, PyTorch and the CUDA runtime use; it is created if nobody has yet.
-        seed, driver_version, bindings_version: of the simulated device: its scheduling, 0, and what it can do,
-            `(13, 0)` and `(13, 3)`.
+        context: a CUDA context of the caller's (handle, or an object that `int()` takes) on that GPU. None: the GPU's
+            primary context, which CuPy, JAX, PyTorch and the CUDA runtime use; it is created if it does not exist yet.
+        seed, driver_version, bindings_version: of the simulated device: its scheduling, 0, and the versions that it
+            pretends to have, `(13, 0)` and `(13, 3)`.
 
     Raises:
         CapabilityError: no driver library or no usable bindings; the message says how to go on.
         DriverError: the driver failed.
         ValueError: an unknown backend, no such GPU, a context of another GPU.
+        TypeError: `context` is not the handle of a context.
     """
-    _release_abandoned()
+    _release_garbage()
     options = {"seed": seed, "driver_version": driver_version, "bindings_version": bindings_version}
     driver = _load(backend, {name: value for name, value in options.items() if value is not None})
     count = int(driver.call("cuDeviceGetCount"))
     if at_least("index", index, 0) >= count:
         raise ValueError(f"index must name one of the {count} devices, 0 to {count - 1}, got {index}")
-    return Device(driver, int(index), context)
+    return Device(driver, operator.index(index), _context_handle(context), count)
 
 
 def _load(backend: Any, simulation: dict[str, Any]) -> Driver:
@@ -91,71 +97,64 @@ def _load(backend: Any, simulation: dict[str, Any]) -> Driver:
     return driver
 
 
-class Device:
+def _context_handle(context: Any) -> int | None:
+    if context is None:
+        return None
+    try:
+        handle = -1 if isinstance(context, bool | str | bytes) else int(context)
+    except (TypeError, ValueError, OverflowError):
+        handle = -1
+    if handle <= 0:
+        raise TypeError(f"context must be None or the handle of a CUDA context, got {context!r:.80}")
+    return handle
+
+
+class Device(DeviceContext):
     """An open device; made by `open_device`. Usable from any thread; a context manager.
 
     Closing drains and closes its engines, then frees what it allocated. A child of `fork` cannot use its parent's
-    device: every call raises ClosedError there, and nothing of the parent's is touched.
+    device: every call raises ClosedError there, and touches nothing of the parent's.
 
     Attributes:
-        driver: the `Driver`; for tests and for programs that want calls of their own.
         capabilities: what driver, bindings and GPU can do.
-        simulated: whether this is no GPU; every time and bandwidth is then made up.
-        simulator: the SimulatedDriver behind it, or None.
-        index, name: which GPU.
         pci: its PCIe link and NUMA node, as far as Linux tells.
     """
 
-    def __init__(self, driver: Driver, index: int, context: Any) -> None:
-        self.driver = driver
-        self.index = index
-        self.simulated = driver.simulated
-        self.simulator: Any = driver.api if driver.simulated else None
-        self._closed = False
-        self.lifecycle = threading.RLock()  # held while something is made on the device, and while it closes
-        self._engines: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
+    capabilities: Capabilities
+
+    def __init__(self, driver: Driver, index: int, context: int | None, device_count: int) -> None:
         handle = int(driver.call("cuDeviceGet", index))
-        primary = context is None
-        self.context = int(driver.call("cuDevicePrimaryCtxRetain", handle) if primary else context)
-        self._holdings = Holdings(driver, handle, self.context, primary=primary)
+        resources = DeviceResources(driver, handle)
+        super().__init__(driver, index, resources)
+        self._device_count = device_count
+        self._watch = Watch(self, _garbage.append)
+        self._watch.target = resources
         try:
+            _watches.add(self._watch)
+            if context is None:
+                driver.create("cuDevicePrimaryCtxRetain", resources.retained, handle)
+                context = int(resources.retained[0])
+            self.context = resources.context = context
             self._describe(handle)
         except BaseException:
-            self._holdings.release_context()
+            resources.release_context()
+            self._unwatch()
             raise
-        self._finalizer = weakref.finalize(self, _abandoned.append, self._holdings)
-        self._finalizer.atexit = False
-        _open_devices.add(self)
 
     def _describe(self, handle: int) -> None:
-        with self._holdings.current():
+        with self._resources.current():
             actual = int(self.driver.call("cuCtxGetDevice"))
             if actual != handle:
                 raise ValueError(f"context belongs to device {actual}, but index is {self.index}; pass index={actual}")
-            self.capabilities: Capabilities = probe(self.driver, handle)
+            self.capabilities = probe(self.driver, handle)
             low, high = self.driver.call("cuCtxGetStreamPriorityRange")
         self.stream_priorities = range(int(high), int(low) + 1)  # numerically lowest is the highest priority
         self.name = _text(self.driver.call("cuDeviceGetName", 256, handle))
         self.pci = hostinfo.pci_device(_text(self.driver.call("cuDeviceGetPCIBusId", 32, handle)))
 
-    def current(self) -> Current:
-        """A context manager: the device's context is current inside, the caller's again afterwards.
-
-        Raises:
-            ClosedError: the device is closed, or this is a forked child.
-        """
-        if self._closed:
-            raise ClosedError(f"{self.name} (device {self.index}) is closed; open it again with open_device()")
-        self.check_process()
-        return self._holdings.current()
-
-    def check_process(self) -> None:
-        """Raise ClosedError in a forked child. To be asked before a lock is taken: the parent may have held it."""
-        if self.foreign:
-            raise ClosedError(
-                f"device {self.index} was opened by process {self._holdings.process}, before fork(); CUDA does not "
-                "survive a fork: open a device in the child, or start it with the 'spawn' method"
-            )
+    def _unwatch(self) -> None:
+        """The device is closed, or was never opened: its garbage needs no attention."""
+        _watches.discard(self._watch)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """GPU memory, uninitialised, of exactly `nbytes` bytes in one driver allocation.
@@ -223,26 +222,39 @@ class Device:
     def allocations(self, layout: KVLayout) -> list[list[int]]:
         """For each plane of each group, the base of the driver allocation that holds it; the context must be current.
 
+        Warns (KVOffloadWarning) if it cannot be determined whether a plane's memory is on this device.
+
         Raises:
-            LayoutError: a plane that no allocation of this device holds, or that runs past the end of one.
+            LayoutError: a plane that is not GPU memory of this device, or that runs past the end of its allocation.
         """
-        return [
-            [self._allocation(plane, f"groups[{g}][{p}]") for p, plane in enumerate(group.planes)]
+        doubts: list[str] = []
+        bases = [
+            [self._allocation(plane, f"groups[{g}][{p}]", doubts) for p, plane in enumerate(group.planes)]
             for g, group in enumerate(layout.groups)
         ]
+        if doubts:
+            warnings.warn(
+                f"{doubts[0]} ({len(doubts)} such planes). They are taken to be memory of device {self.index}; if they "
+                "are not, open the device that they are on",
+                KVOffloadWarning,
+                stacklevel=2,
+            )
+        return bases
 
-    def _allocation(self, plane: Plane, name: str) -> int:
+    def _allocation(self, plane: Plane, name: str, doubts: list[str]) -> int:
         try:
             base, nbytes = self.driver.address_range(plane.address)
         except DriverError as error:
             raise LayoutError(f"{name}: {plane} is not memory of {self.name} (device {self.index}): {error}") from error
         if not self.driver.is_device_memory(plane.address):
             raise LayoutError(f"{name}: {plane} is host memory; planes are GPU memory")
-        ordinal = self.driver.device_ordinal(plane.address)
-        if ordinal != self.index:
-            raise LayoutError(
-                f"{name}: {plane} is memory of device {ordinal}, but the engine is on device {self.index}"
-            )
+        try:
+            place = device_of(self.driver, plane.address, self._device_count)
+        except UnknownPlaceError as reason:
+            doubts.append(f"{name}: the device of {plane} cannot be determined: {reason}")
+            place = self.index
+        if place != self.index:
+            raise LayoutError(f"{name}: {plane} is memory of device {place}, but the engine is on device {self.index}")
         excess = plane.end - base - nbytes
         if excess > 0:
             raise LayoutError(
@@ -250,81 +262,31 @@ class Device:
             )
         return base
 
-    def claim(self, owner: object, free: Callable[[], None], what: str | None = None) -> Claim:
-        """See `Holdings.claim`."""
-        return self._holdings.claim(owner, free, what)
-
-    @property
-    def owned(self) -> int:
-        """How many things are allocated on the device: buffers, and engines that were not closed."""
-        return len(self._holdings.claims)
-
-    def reclaim(self) -> None:
-        """Free what has become garbage since the last time."""
-        with self.current():
-            self.advance_engines()
-            complaints = self._holdings.collect()
-        complain(complaints)
-
-    def advance_engines(self) -> None:
-        """Have every engine take note of jobs that have ended: an engine with unfinished jobs cannot become garbage."""
-        for engine in list(self._engines):
-            engine.advance()
-
-    def engines_over(self, address: int, nbytes: int) -> list[OffloadEngine]:
-        """The engines with a plane in a range of device memory."""
-        if self._closed:
-            raise ClosedError(f"{self.name} (device {self.index}) is closed, and its memory is freed")
-        self.check_process()
-        return [engine for engine in list(self._engines) if engine.touches(address, nbytes)]
-
-    def register_engine(self, engine: OffloadEngine) -> None:
-        """Have the engine closed with the device."""
-        self._engines.add(engine)
-
-    @contextmanager
-    def hold_lifecycle(self, timeout: float | None) -> Iterator[None]:
-        """Hold `lifecycle`; TimeoutError if another thread keeps it for `timeout` seconds (None: for ever)."""
-        if not self.lifecycle.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            raise TimeoutError(f"another thread opens or closes something on {self!r}, for more than {timeout} seconds")
-        try:
-            yield
-        finally:
-            self.lifecycle.release()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
-    def foreign(self) -> bool:
-        """Whether this process is a forked child of the one that opened the device."""
-        return self._holdings.foreign
-
     def close(self, timeout: float | None = None) -> None:
-        """Drain and close the engines, free every buffer, let go of the context. Idempotent.
+        """Drain and close the engines, free every buffer, release the context. Idempotent.
 
-        Arrays over `engine.slots` stay valid. In a forked child this does nothing.
+        Arrays over `engine.slots` stay valid. In a forked child this does nothing. After an interrupt or an error it
+        can be called again, and goes on with the rest.
 
         Args:
-            timeout: seconds to wait for transfers in all; None waits for as long as they take.
+            timeout: seconds to wait for transfers in all; None: as long as they take.
 
         Raises:
             TimeoutError: an engine's transfers were still running; nothing it uses was freed, the device stays open.
-            DriverError: a call failed, and what it should have freed may be lost; closing again goes on with the rest.
+            DriverError: a call failed. The other resources were freed.
         """
         if self.foreign:
             return
         deadline = None if timeout is None else time.perf_counter() + timeout
-        with self.hold_lifecycle(timeout):
-            if self._closed:
-                return
-            for engine in list(self._engines):
-                engine.close(None if deadline is None else max(0.0, deadline - time.perf_counter()))
-            complaints = _release(self._holdings)
-            self._closed = True
-            self._finalizer.detach()
-        complain(complaints)
+        self.wait_lifecycle(timeout)
+        with self.lifecycle:
+            if not self._closed:
+                for engine in self.engines():
+                    engine.close(None if deadline is None else max(0.0, deadline - time.perf_counter()))
+                self._closed = True
+            texts = self._resources.free_all()  # also after an interrupted `close`: what is freed is not freed again
+            self._unwatch()
+        warn_unreleased(texts)
 
     def __enter__(self) -> Device:
         return self
@@ -334,7 +296,7 @@ class Device:
 
     def __repr__(self) -> str:
         kind = "simulated, " if self.simulated else ""
-        state = "closed" if self._closed else f"{len(self._engines)} engines"
+        state = "closed" if self._closed else f"{len(self.engines())} engines"
         return f"Device({self.index}, {self.name!r}, {kind}{state})"
 
 
@@ -342,43 +304,39 @@ def _text(raw: bytes) -> str:
     return raw.split(b"\0")[0].decode()
 
 
-def _release(holdings: Holdings) -> list[str]:
-    """Free all that a device holds. A lost context has taken its memory with it, so that is no error."""
-    complaints: list[str] = []
-    if holdings.claims:
-        try:
-            with holdings.current():
-                complaints = holdings.free_everything()
-        except DriverError as error:
-            if not error.sticky:
-                raise
-    holdings.release_context()
-    return complaints
+def _open_devices() -> list[Device]:
+    return [device for watch in list(_watches) if (device := watch()) is not None]
 
 
-def _release_abandoned() -> None:
-    """Free what devices held that became garbage without having been closed."""
-    complaints: list[str] = []
-    for device in list(_open_devices):
+def _release_garbage() -> None:
+    """Free the resources of devices that became garbage without having been closed."""
+    texts: list[str] = []
+    for device in _open_devices():
         if not device.foreign:
             device.advance_engines()
-    while _abandoned:
-        holdings = _abandoned.popleft()
-        if holdings.foreign:
-            continue
+    while _garbage:
+        watch = _garbage[0]
+        resources: DeviceResources = watch.target
+        if not resources.foreign and watch in _watches:
+            try:
+                texts += resources.free_all()
+            except DriverError as error:  # not of the caller's making
+                texts.append(f"the resources of a Device could not all be freed: {error}")
+            if resources.context:
+                texts.append("a Device was never closed; close it, or use it in a with statement")
+        _watches.discard(watch)
         try:
-            complaints += _release(holdings)
-        except DriverError as error:  # not the caller's
-            complaints.append(f"not all that a Device held could be freed: {error}")
-        complaints.append("a Device was never closed; close it, or use it in a with statement")
-    complain(complaints)
+            _garbage.remove(watch)
+        except ValueError:
+            pass  # another thread opens a device, too
+    warn_unreleased(texts)
 
 
 @atexit.register
 def _close_all() -> None:
-    """At interpreter exit: let running transfers end before their memory goes. Stuck GPUs get ten seconds in all."""
+    """At interpreter exit: wait for running transfers before their memory goes, ten seconds in all."""
     deadline = time.perf_counter() + 10.0
-    for device in list(_open_devices):
+    for device in _open_devices():
         try:
             device.close(timeout=max(0.0, deadline - time.perf_counter()))
         except (KVOffloadError, TimeoutError):

@@ -1,7 +1,14 @@
-"""What a device owns of the driver: its context, and everything allocated in it that must be given back.
+"""Driver objects that must be freed: who owns them, and how they are freed although an interrupt can come anywhere.
 
-Things (buffers, engines) are freed by name, or some time after they have become garbage. A finalizer may run anywhere,
-in any thread, inside any lock; so it only appends to a queue, and the next call that has the context current frees.
+A `Resource` is registered before anything is made for it. From then on it is freed exactly once, by the first of:
+
+1. its owner's `close()`, which calls `Resource.free`;
+2. the next call that has the context current, after the owner has become garbage;
+3. the end of the device.
+
+Its `release` callback frees what has been made so far. An interrupt in it, or a driver error, leaves the resource
+registered, and the next attempt goes on with the rest. A weakref callback may run anywhere, in any thread, inside any
+lock; so it is a C function that only appends to a deque, which the calls of point 2 read.
 """
 
 from __future__ import annotations
@@ -12,155 +19,173 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
+from kvoffload.device.current import Current, make_current
 from kvoffload.driver import Driver
 from kvoffload.errors import DriverError
-from kvoffload.internal.teardown import run_all
 
 
-class Current:
-    """Makes a context current for the calling thread inside a `with`, and the caller's own again afterwards.
+class Watch(weakref.ref[Any]):
+    """A weak reference to an owner, with what must be freed once the owner is garbage."""
 
-    Inside, the thread may also make calls while some other stream is being captured into a graph: an event query, say,
-    would otherwise fail and break the capture (capture modes GLOBAL, which is CUDA's default, and THREAD_LOCAL).
+    __slots__ = ("target",)
+
+    target: Any
+
+
+class Resource:
+    """What must be freed for one owner. Made by `DeviceResources.adopt`.
+
+    Attributes:
+        what: named in a ResourceWarning if the garbage collector found the owner unclosed; None: no warning.
     """
 
-    __slots__ = ("_capture_mode", "_context", "_driver")
+    __slots__ = ("_lock", "_release", "_resources", "_watch", "what")
 
-    def __init__(self, driver: Driver, context: int) -> None:
-        self._driver = driver
-        self._context = context
-
-    def __enter__(self) -> None:
-        self._driver.context_push(self._context)
-        try:
-            self._capture_mode = self._driver.relax_capture_mode()
-        except BaseException:
-            self._pop()
-            raise
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self._driver.restore_capture_mode(self._capture_mode)
-        except DriverError:
-            pass  # what was done inside stands; an error here must not hide it or undo it
-        self._pop()
-
-    def _pop(self) -> None:
-        try:
-            self._driver.context_pop()
-        except DriverError:
-            try:
-                if self._driver.current_context() == self._context:
-                    self._driver.context_pop()
-            except DriverError:
-                pass
-
-
-class Claim:
-    """One thing to be given back, once: by `free`, or by the holdings after its owner is garbage."""
-
-    __slots__ = ("_finalizer", "_free", "_holdings", "what")
-
-    def __init__(self, holdings: Holdings, owner: object, free: Callable[[], None], what: str | None) -> None:
-        self._holdings = holdings
-        self._free = free
+    def __init__(self, resources: DeviceResources, release: Callable[[], None], what: str | None, watch: Watch) -> None:
         self.what = what
-        self._finalizer = weakref.finalize(owner, holdings.garbage.append, self)
-        self._finalizer.atexit = False
+        self._resources = resources
+        self._release = release
+        self._watch: Watch | None = watch
+        self._lock = threading.RLock()
 
     @property
     def alive(self) -> bool:
-        """Whether it has not been given back, nor its owner become garbage."""
-        return self._finalizer.alive
+        """Whether something may still have to be freed."""
+        return self in self._resources.registered
 
     def free(self) -> None:
-        """Give it back now; the context must be current. Does nothing the second time."""
-        if self._finalizer.detach() is not None:
-            self.settle()
+        """Free everything now; the context must be current. Does nothing the second time, and in a forked child.
 
-    def settle(self) -> None:
-        """Give back what nobody else will: the finalizer has run or was detached."""
-        self._holdings.claims.discard(self)
-        self._free()
+        Raises:
+            DriverError: a call failed. The resource stays registered; `free` goes on with the rest.
+        """
+        if self._resources.foreign:
+            return
+        with self._lock:
+            if self in self._resources.registered:
+                self._release()
+                self.drop()
+
+    def drop(self) -> None:
+        """Take the resource out of the register: it is freed, or its context has taken everything along."""
+        self._watch = None
+        self._resources.registered.pop(self, None)
 
 
-def complain(complaints: list[str]) -> None:
-    """A ResourceWarning for each. To be called last: where warnings are errors, nothing after it happens."""
-    for complaint in complaints:
-        warnings.warn(complaint, ResourceWarning, 3)
-
-
-class Holdings:
-    """The context of a device and the claims in it. Outlives a Device that was forgotten.
+class DeviceResources:
+    """The context of a device and the resources in it. Lives until they are freed, also if the Device is garbage.
 
     Args:
         driver: the driver.
-        device_handle: whose primary context to let go of at the end.
-        context: its handle.
-        primary: whether `context` is the primary context, retained once for these holdings.
+        device_handle: the device whose primary context `retained` counts.
+
+    Attributes:
+        context: the context's handle; 0 until it is known.
+        retained: one element for each time that the primary context was retained; filled by `Driver.create`.
+        registered: the resources, oldest first. The truth about what is still to be freed.
+        garbage: the watches of owners that are garbage. Only a hint: what is lost here is still in `registered`.
     """
 
-    def __init__(self, driver: Driver, device_handle: int, context: int, *, primary: bool) -> None:
+    def __init__(self, driver: Driver, device_handle: int) -> None:
         self.driver = driver
-        self.context = context
+        self.context = 0
         self.process = os.getpid()
-        self.claims: set[Claim] = set()
-        self.garbage: deque[Claim] = deque()
+        self.retained: list[Any] = []
+        self.registered: dict[Resource, None] = {}
+        self.garbage: deque[Watch] = deque()
         self._device_handle = device_handle
-        self._retained = primary
-        self._lock = threading.Lock()
 
     @property
     def foreign(self) -> bool:
-        """Whether this process is a forked child of the one that made them; it must touch nothing."""
+        """Whether this process is a forked child of the one that opened the device; it must touch nothing."""
         return os.getpid() != self.process
 
     def current(self) -> Current:
-        return Current(self.driver, self.context)
+        return make_current(self.driver, self.context)
 
-    def claim(self, owner: object, free: Callable[[], None], what: str | None = None) -> Claim:
-        """Have `free()` called with the context current some time after `owner` is garbage, if not before.
+    def adopt(self, owner: object, release: Callable[[], None], what: str | None = None) -> Resource:
+        """Register what is about to be made for `owner`. To be called before anything is made.
 
         Args:
-            free: must not hold `owner`.
-            what: named in a ResourceWarning if it was left to the garbage collector; None: that is no mistake.
+            owner: when it is garbage, `release` is called some time later.
+            release: frees what has been made so far. It is called with the context current, must not hold `owner`, and
+                may be called again, also after it was interrupted or has raised; it then goes on with the rest.
+            what: see `Resource`.
         """
-        claim = Claim(self, owner, free, what)
-        self.claims.add(claim)
-        return claim
+        watch = Watch(owner, self.garbage.append)
+        watch.target = resource = Resource(self, release, what, watch)
+        self.registered[resource] = None
+        return resource
 
     def collect(self) -> list[str]:
-        """Free what has become garbage; the context must be current. Returns what there is to `complain` about.
+        """Free the resources whose owners are garbage; the context must be current. Returns texts of warnings.
 
-        What could not be freed is no error here: the caller wanted something else.
+        A resource that cannot be freed is no error here, since the caller asked for something else; it is tried again
+        when the device closes.
         """
-        complaints: list[str] = []
+        texts: list[str] = []
         while True:
             try:
-                claim = self.garbage.popleft()
-            except IndexError:  # empty; another thread may be collecting too
-                return complaints
-            if claim.what is not None:
-                complaints.append(f"{claim.what} was never closed; close it, or use it in a with statement")
+                watch = self.garbage[0]
+            except IndexError:
+                return texts
+            resource: Resource = watch.target
+            if resource.what is not None and resource.alive:
+                texts.append(f"{resource.what} was never closed; close it, or use it in a with statement")
             try:
-                claim.settle()
+                resource.free()
             except DriverError as error:
-                complaints.append(f"what became garbage could not be freed: {error}")
+                texts.append(f"a resource whose owner is garbage could not be freed: {error}")
+            try:
+                self.garbage.remove(watch)
+            except ValueError:
+                pass  # another thread was collecting, too
 
-    def free_everything(self) -> list[str]:
-        """Free every claim, garbage or not; the context must be current. Returns what there is to `complain` about."""
-        run_all(claim.free for claim in list(self.claims))
-        return self.collect()
+    def free_all(self) -> list[str]:
+        """Free every resource, the newest first, then the primary context. Returns texts of warnings.
+
+        A lost context has taken its memory with it, so that is no error.
+
+        Raises:
+            DriverError: a call failed; the other resources were freed. Called again, this goes on with the rest.
+        """
+        texts: list[str] = []
+        if self.registered:
+            try:
+                with self.current():
+                    texts = self.collect()
+                    self._free_registered()
+            except DriverError as error:
+                if not error.sticky:
+                    raise
+                for resource in list(self.registered):
+                    resource.drop()
+        self.release_context()
+        return texts
+
+    def _free_registered(self) -> None:
+        first: Exception | None = None
+        for resource in list(self.registered)[::-1]:
+            try:
+                resource.free()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def release_context(self) -> None:
-        """Let go of the primary context, once."""
-        with self._lock:
-            retained, self._retained = self._retained, False
-        if not retained:
-            return
+        """Release the primary context as often as it was retained."""
+        self.retained[:] = [self._device_handle] * len(self.retained)  # `create` put the context's handle there
         try:
-            self.driver.call("cuDevicePrimaryCtxRelease", self._device_handle)
+            self.driver.destroy("cuDevicePrimaryCtxRelease", self.retained)
         except DriverError as error:
             if not error.sticky:
                 raise
+
+
+def warn_unreleased(texts: list[str]) -> None:
+    """A ResourceWarning for each text. To be called last: where warnings are errors, nothing after it happens."""
+    for text in texts:
+        warnings.warn(text, ResourceWarning, 3)

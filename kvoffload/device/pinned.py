@@ -1,9 +1,9 @@
 """Pinned host memory as numpy arrays.
 
-The slot pool is anonymous memory of our own: mapped, its pages touched by many threads, then registered with the
-driver in pieces. Measured on an H200 machine with 16 CPUs, 4 GiB: cuMemHostAlloc 2.7 s (one thread, the driver's lock
-held), touch and register 0.17 s with huge pages, 0.35 s without; the same bandwidth afterwards. When the engine
-closes, the memory is unregistered and lives on as ordinary memory for as long as numpy views of it do.
+The slot pool is anonymous memory of the process: mapped, its pages touched by many threads, then registered with the
+driver in ranges of about 1 GiB. Measured on an H200 machine with 16 CPUs, 4 GiB: cuMemHostAlloc 2.7 s (one thread, the
+driver's lock held), touch and register 0.17 s with huge pages, 0.35 s without; the same bandwidth afterwards. When the
+engine closes, the memory is unregistered and stays ordinary memory for as long as numpy views of it live.
 """
 
 from __future__ import annotations
@@ -18,41 +18,43 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.driver import Driver, address_of
-from kvoffload.errors import CapacityError, DriverError, KVOffloadError
+from kvoffload.errors import CapacityError, DriverError
 from kvoffload.internal import hostinfo
+from kvoffload.internal.types import UInt8Array
 
-UInt8Array = npt.NDArray[np.uint8]
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 PAGE_BYTES = mmap.PAGESIZE
-_PIECE_BYTES = 1 << 30  # registered at a time: each call is short, progress is visible, no platform limit is met
+RANGE_BYTES = 1 << 30  # registered at a time: each call is short, progress is visible, no platform limit is met
 _NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
 _SPARE_BYTES = 256 << 20  # left to the rest of the machine
 
 
-_still_registered: list[PinnedMemory] = []  # what the driver would not unregister, kept mapped
+_still_registered: list[PinnedMemory] = []  # kept mapped, because the driver did not unregister it
 
 
 class PinnedMemory:
     """`nbytes` of host memory, page-aligned and pinned, exactly as many as asked for.
 
     RLIMIT_MEMLOCK does not bound it: on Linux with driver 580, with a limit of 64 KiB, registering and allocating 1 GiB
-    worked for root and for another user alike. What bounds it is memory itself, or the cgroup's share of it.
+    worked for root and for another user alike. It is bounded by the machine's memory, or the cgroup's share of it.
 
     Args:
         driver: its context must be current.
         nbytes: a multiple of the page size.
-        unit_bytes: pieces registered apart end on multiples of this, so that no copy of one unit spans two of them:
+        unit_bytes: the ranges registered apart end on multiples of this, so that no copy of one unit spans two of them:
             the driver refuses a copy that does.
         numa_cpus: where to run the threads that touch the pages, so that Linux places them on that node. Empty:
             anywhere.
-        progress: called with (bytes done, bytes in all) after each piece.
+        progress: called with (bytes done, bytes in all) after each range.
+        holder: the new object is appended to this list before anything is registered. A caller that must free the
+            memory although an interrupt has lost the result of the constructor calls `release` on what is in the list.
 
     Attributes:
-        array: uint8, (nbytes,), zeros. Valid as long as anybody holds it, also after `release`.
+        array: uint8, (nbytes,), zeros. Valid as long as it is referenced, also after `release`.
 
     Raises:
-        CapacityError: memory is short, or the driver cannot pin that much; what was registered is rolled back.
+        CapacityError: memory is short, or the driver cannot pin that much; what was registered is unregistered again.
     """
 
     def __init__(
@@ -63,30 +65,33 @@ class PinnedMemory:
         unit_bytes: int = PAGE_BYTES,
         numa_cpus: frozenset[int] = frozenset(),
         progress: Progress | None = None,
+        holder: list[PinnedMemory] | None = None,
     ) -> None:
         self._driver = driver
-        self._registered: list[int] = []
+        self._registered: list[int] = []  # addresses of ranges that are or may be registered
         self._device_offsets: npt.NDArray[np.int64] | None = None
         self.array = _map(nbytes)
         self.address = address_of(self.array)
-        done = 0
+        if holder is not None:
+            holder.append(self)
         try:
-            for start, stop in _pieces(nbytes, unit_bytes):
-                _check_available(stop - start, nbytes, done)
-                touch(self.array[start:stop], numa_cpus)
-                driver.host_register(self.address + start, stop - start)
-                self._registered.append(self.address + start)
-                done = stop
-                if progress is not None:
-                    progress(done, nbytes)
-        except KVOffloadError as error:
+            self._register(nbytes, unit_bytes, numa_cpus, progress)
+        except DriverError as error:
+            done = self._registered[-1] - self.address
             self.release()
-            if isinstance(error, DriverError):
-                raise CapacityError(_explain(nbytes, done, f"the driver said: {error}")) from error
-            raise
-        except BaseException:  # Ctrl-C, or the progress callback
+            raise CapacityError(_explain(nbytes, done, f"the driver said: {error}")) from error
+        except BaseException:  # an interrupt, or the progress callback, too
             self.release()
             raise
+
+    def _register(self, nbytes: int, unit_bytes: int, numa_cpus: frozenset[int], progress: Progress | None) -> None:
+        for start, stop in _ranges(nbytes, unit_bytes):
+            _check_available(stop - start, nbytes, start)
+            touch(self.array[start:stop], numa_cpus)
+            self._registered += (self.address + start,)  # before the call, whose result an interrupt can lose
+            self._driver.host_register(self.address + start, stop - start)
+            if progress is not None:
+                progress(stop, nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -100,39 +105,48 @@ class PinnedMemory:
         offsets = self._device_offsets
         if len(offsets) == 1:
             return addresses + offsets if offsets[0] else addresses
-        piece = np.searchsorted(np.array(self._registered), addresses, side="right") - 1
-        return addresses + offsets[piece]
+        index = np.searchsorted(np.array(self._registered), addresses, side="right") - 1
+        return addresses + offsets[index]
 
     def release(self) -> None:
-        """Unpin. The bytes stay where they are. Nothing on the GPU may still use the memory. Idempotent."""
+        """Unpin. The bytes stay where they are. Nothing on the GPU may still use the memory.
+
+        Idempotent. After an interrupt or an error it can be called again, and goes on with the rest. A range leaves the
+        list only after the driver has unregistered it, so a second call may unregister a range that is not registered
+        any more; that is no error.
+
+        Raises:
+            DriverError: a range is still registered; the memory stays mapped as long as it is.
+        """
         try:
             while self._registered:
                 self._unregister(self._registered[-1])
-                self._registered.pop()
-        except DriverError:
+                del self._registered[-1]
+        except BaseException:
             self.keep()
             raise
+        if self in _still_registered:
+            _still_registered.remove(self)
 
     def keep(self) -> None:
-        """Never unmap what is still registered: a later mapping at the same place could not be registered."""
-        if self._registered:
+        """Keep the memory mapped while it is registered: a later mapping at its address could not be registered."""
+        if self._registered and self not in _still_registered:
             _still_registered.append(self)
 
     def _unregister(self, address: int) -> None:
-        try:
-            self._driver.host_unregister(address)
-        except DriverError as error:
-            if error.sticky:
-                raise
+        for attempt in range(2):  # safe to repeat, unlike a free
             try:
-                self._driver.host_unregister(address)  # safe to repeat, unlike a free
-            except DriverError as second:
-                if second.code != _NOT_REGISTERED:
+                self._driver.host_unregister(address)
+                return
+            except DriverError as error:
+                if error.code == _NOT_REGISTERED:
+                    return
+                if error.sticky or attempt:
                     raise
 
 
-def _pieces(nbytes: int, unit_bytes: int) -> Iterator[tuple[int, int]]:
-    step = max(1, _PIECE_BYTES // unit_bytes) * unit_bytes
+def _ranges(nbytes: int, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    step = max(1, RANGE_BYTES // unit_bytes) * unit_bytes
     return ((start, min(start + step, nbytes)) for start in range(0, nbytes, step))
 
 
@@ -169,11 +183,11 @@ def touch(array: UInt8Array, cpus: frozenset[int] = frozenset()) -> None:
         list(pool.map(lambda start: array[start : start + step : PAGE_BYTES].fill(0), starts))
 
 
-def _check_available(piece_bytes: int, nbytes: int, done: int) -> None:
-    """Refuse before Linux has to kill somebody: touching pages that are not there ends in the out-of-memory killer."""
+def _check_available(range_bytes: int, nbytes: int, done: int) -> None:
+    """Raise CapacityError if memory is short: touching it would start Linux's out-of-memory killer."""
     for _ in range(5):
         available = hostinfo.available_bytes()
-        if available is None or available >= piece_bytes + min(_SPARE_BYTES, piece_bytes):
+        if available is None or available >= range_bytes + min(_SPARE_BYTES, range_bytes):
             return
         time.sleep(0.02)  # virtual machines that grow need a moment
     raise CapacityError(_explain(nbytes, done, "memory is short"))

@@ -11,18 +11,18 @@ each to `QUEUE_LIMIT`, and has no room when they are full.
 from __future__ import annotations
 
 import operator
-from functools import partial
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from kvoffload.driver import Driver
-from kvoffload.driver.core import LEGACY_STREAM
-from kvoffload.errors import CapacityError, DriverError, TransferError
-from kvoffload.internal.teardown import run_all
+from kvoffload.driver.core import DISABLE_TIMING, LEGACY_STREAM, NON_BLOCKING
+from kvoffload.errors import CapacityError, TransferError
 
 STREAMS_PER_LANE = 4  # for copies
+KERNEL_STREAM = STREAMS_PER_LANE  # index of the lane's stream for kernels
 QUEUE_LIMIT = 768
-PIECE_LIMIT = 380  # operations of a transfer that are queued together: two such pieces and their events fill a stream
-EVENT_COST = 2  # places that a piece's timing events may take
+SEGMENT_LIMIT = 380  # operations of a transfer queued together: two such segments and their events fill a stream
+EVENT_COST = 2  # places that a segment's timing events may take
 
 
 class _NoWait:
@@ -34,106 +34,99 @@ NO_WAIT: Final = _NoWait()  # after=NO_WAIT: the transfer waits for no stream of
 
 
 class EventPool:
-    """Events that nothing is pending on, up to `limit` made in all."""
+    """Events that nothing is pending on, up to `limit` made in all.
+
+    Attributes:
+        idle: events that may be taken: `idle.pop() if idle else make()`. An event goes back by `idle.append(event)`
+            when no call will query it, or have a stream wait for it, any more.
+    """
 
     def __init__(self, driver: Driver, limit: int, *, timing: bool) -> None:
         self._driver = driver
         self._limit = limit
-        self._timing = timing
-        self._idle: list[int] = []
-        self.created = 0
+        self._flags = 0 if timing else DISABLE_TIMING
+        self._events: list[int] = []  # all that exist
+        self.idle: list[int] = []
+
+    @property
+    def created(self) -> int:
+        return len(self._events)
 
     @property
     def in_use(self) -> int:
-        return self.created - len(self._idle)
+        return len(self._events) - len(self.idle)
 
-    def acquire(self) -> int:
-        """An idle event.
+    def make(self) -> int:
+        """A new event, which is in use.
 
         Raises:
-            CapacityError: all of them are out.
+            CapacityError: `limit` events are in use.
         """
-        if self._idle:
-            return self._idle.pop()
-        if self.created >= self._limit:
-            raise CapacityError(f"all {self._limit} events are in use; poll() the engine so that transfers can retire")
-        event = self._driver.event_create(timing=self._timing)
-        self.created += 1
+        events = self._events
+        if len(events) >= self._limit:
+            raise CapacityError(f"all {self._limit} events are in use; poll() the engine until transfers have ended")
+        self._driver.create("cuEventCreate", events, self._flags)
+        events[-1] = event = int(events[-1])
         return event
 
-    def release(self, event: int) -> None:
-        """Give back an event whose record nobody will query, or have a stream wait for, any more."""
-        self._idle.append(event)
+    def keep_in_use(self, events: AbstractSet[int]) -> None:
+        """Exactly these events of the pool, and of others, are in use; all others are idle."""
+        self._events = [int(event) for event in self._events]
+        self.idle = [event for event in self._events if event not in events]
 
     def close(self) -> None:
-        """Destroy the idle events."""
-        idle, self._idle = self._idle, []
-        self.created -= len(idle)
-        run_all(partial(self._driver.event_destroy, event) for event in idle)
+        """Destroy all events; nothing may be pending on one. Interrupted, it goes on where it stopped."""
+        self.idle.clear()
+        self._driver.destroy("cuEventDestroy", self._events)
 
 
 class LaneStream:
-    """A stream and how many places of the driver's queue its work takes."""
+    """A stream of a lane.
 
-    __slots__ = ("handle", "queued")
+    Attributes:
+        handle: the stream.
+        places: how many places of the driver's queue the work on it takes.
+    """
+
+    __slots__ = ("handle", "places")
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
-        self.queued = 0
+        self.places = 0
 
 
 class Lane:
     """The streams of one direction: for copies, filled one after the other and round again, and one for kernels.
 
-    A kernel has a stream of its own so that it runs beside the copies of the same transfer.
+    A kernel has a stream of its own so that it runs at the same time as the copies of the same transfer.
+
+    Attributes:
+        streams: those for copies, then the one for kernels.
+        tail: index of the stream for copies that was given work last. Work ends in the order in which it was queued, so
+            the next stream round is the one that empties first.
     """
 
-    def __init__(self, driver: Driver, priority: int) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self.streams: list[LaneStream] = []
-        try:
-            for _ in range(STREAMS_PER_LANE + 1):
-                self.streams.append(LaneStream(driver.stream_create(priority)))
-        except BaseException:
-            self.close()
-            raise
-        self._tail = 0
+        self._handles: list[int] = []
+        self.streams: tuple[LaneStream, ...] = ()
+        self.tail = 0
+
+    def open(self, priority: int) -> None:
+        """Make the streams."""
+        for _ in range(STREAMS_PER_LANE + 1):
+            self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, priority)
+        self.streams = tuple(LaneStream(int(handle)) for handle in self._handles)
 
     @property
     def in_use(self) -> int:
         """Streams with work on them."""
-        return sum(stream.queued > 0 for stream in self.streams)
-
-    def take(self, places: int, *, kernel: bool = False) -> LaneStream | None:
-        """The stream for the lane's next work, with so many more places counted as taken; None if there is no room.
-
-        Work ends in the order in which it was queued, so the next stream round is the one that drains first.
-        """
-        if kernel:
-            return self._take_at(STREAMS_PER_LANE, places)
-        for position in (self._tail, (self._tail + 1) % STREAMS_PER_LANE):
-            stream = self._take_at(position, places)
-            if stream is not None:
-                self._tail = position
-                return stream
-        return None
-
-    def _take_at(self, position: int, places: int) -> LaneStream | None:
-        stream = self.streams[position]
-        if stream.queued + places > QUEUE_LIMIT:
-            return None
-        stream.queued += places
-        return stream
-
-    def clear(self) -> None:
-        """Nothing is queued on any stream: forget places that an interrupt may have left counted."""
-        for stream in self.streams:
-            stream.queued = 0
+        return sum(stream.places > 0 for stream in self.streams)
 
     def close(self) -> None:
-        """Destroy the streams; nothing may be queued on them."""
-        streams, self.streams = self.streams, []
-        run_all(partial(self._driver.stream_destroy, stream.handle) for stream in streams)
+        """Destroy the streams; nothing may be queued on them. Interrupted, it goes on where it stopped."""
+        self.streams = ()
+        self._driver.destroy("cuStreamDestroy", self._handles)
 
 
 def stream_handle(stream: Any, name: str) -> int:
@@ -145,17 +138,24 @@ def stream_handle(stream: Any, name: str) -> int:
     Raises:
         TypeError: nothing of the kind; the message names the argument.
     """
+    given = stream
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        stream = protocol()[1] if callable(protocol) else protocol[1]
+        found = protocol() if callable(protocol) else protocol
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise TypeError(
+                f"{name}: __cuda_stream__ of {given!r:.80} must give (version, handle), got {found!r:.80}; pass the "
+                "handle itself"
+            )
+        stream = found[1]
     elif type(stream).__name__ in ("CUstream", "cudaStream_t"):
         stream = int(stream)
     try:
         handle = operator.index(stream)
     except TypeError:
         handle = -1
-    if isinstance(stream, bool) or handle < 0:
-        raise TypeError(f"{name} must be a stream handle (int) or an object with __cuda_stream__, got {stream!r}")
+    if isinstance(stream, bool) or not 0 <= handle < 1 << 64:
+        raise TypeError(f"{name} must be a stream handle (int) or an object with __cuda_stream__, got {given!r:.80}")
     return handle or LEGACY_STREAM
 
 
@@ -164,13 +164,7 @@ def refuse_capturing(driver: Driver, handle: int, name: str) -> None:
 
     Asked before an event is recorded there: waiting on a captured event would pull our own stream into the capture.
     """
-    try:
-        capturing = driver.stream_is_capturing(handle)
-    except DriverError as error:
-        if error.name != "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT":
-            raise
-        capturing = True  # the legacy stream, while some stream of the context captures
-    if capturing:
+    if driver.stream_is_capturing(handle):
         raise TransferError(
             f"{name}={handle:#x} is being captured into a graph; transfers cannot be part of one: end the capture "
             "first, or pass a stream that is not captured (after=kvoffload.NO_WAIT waits for none)"

@@ -14,6 +14,7 @@ from kvoffload.driver.functions import OPTIONAL, RAW, REQUIRED
 from kvoffload.driver.tables import FlatTable, SourceOrder, StridedTable
 from kvoffload.errors import CapabilityError, DriverError
 
+CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 NOT_READY = 600  # CUDA_ERROR_NOT_READY: the answer "not yet" of the query calls, not a failure
 LEGACY_STREAM = (
     1  # CU_STREAM_LEGACY: handle 0 may mean the per-thread stream (CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM)
@@ -22,6 +23,10 @@ NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default 
 _FROM_THE_FIRST = [0]  # cuMemcpyBatchAsync: the one set of attributes holds from copy 0 on
 DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context
+
+
+def _missing(*_: Any) -> Any:
+    raise CapabilityError("this driver or these bindings have no batch copies; the loop copier works")
 
 
 class Driver:
@@ -43,10 +48,28 @@ class Driver:
         self.simulated = simulated
         self._relaxed: Any = None
         self.use_raw = False  # set once, by the capability probe
+        self._bind()
+
+    def _bind(self) -> None:
+        # Called in every transfer, so without `call` between: a Python call costs more than some of these functions.
+        self._current_context = self._functions["cuCtxGetCurrent"]
+        self._exchange_capture_mode = self._functions["cuThreadExchangeStreamCaptureMode"]
+        self._event_record = self._functions["cuEventRecord"]
+        self._event_query = self._functions["cuEventQuery"]
+        self._stream_wait_event = self._functions["cuStreamWaitEvent"]
+        self._stream_is_capturing = self._functions["cuStreamIsCapturing"]
+        self._batch_3d = self._functions.get("cuMemcpy3DBatchAsync", _missing)
+        self._batch = self._functions.get("cuMemcpyBatchAsync", _missing)
 
     def has(self, name: str) -> bool:
         """Whether the function is there; it may still raise CapabilityError on a driver that lacks it."""
         return name in self._functions or name in self._raw
+
+    def intercept(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Call `wrap(function)` in place of a driver function from now on; for tests and tools that watch calls."""
+        functions = self._functions if name in self._functions else self._raw
+        functions[name] = wrap(functions[name])
+        self._bind()
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call `name`; its single value, its tuple of values, or None.
@@ -99,15 +122,6 @@ class Driver:
             if result[0]:
                 raise DriverError(name, result[0].name, int(result[0]))
 
-    def _query(self, name: str, handle: int) -> bool:
-        """True for success, False for NOT_READY."""
-        code = self._functions[name](handle)[0]
-        if not code:
-            return True
-        if int(code) == NOT_READY:
-            return False
-        raise DriverError(name, code.name, int(code))
-
     def init(self) -> None:
         self.call("cuInit", 0)
 
@@ -121,7 +135,10 @@ class Driver:
 
     def current_context(self) -> int:
         """The calling thread's context, 0 for none."""
-        return int(self.call("cuCtxGetCurrent"))
+        code, context = self._current_context()
+        if code:
+            raise DriverError("cuCtxGetCurrent", code.name, int(code))
+        return int(context)
 
     def relax_capture_mode(self) -> Any:
         """Let this thread make any call while streams are captured; the mode before, for `restore_capture_mode`."""
@@ -129,10 +146,14 @@ class Driver:
             from cuda.bindings.driver import CUstreamCaptureMode
 
             self._relaxed = CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        return self.call("cuThreadExchangeStreamCaptureMode", self._relaxed)
+        return self.restore_capture_mode(self._relaxed)
 
-    def restore_capture_mode(self, mode: Any) -> None:
-        self.call("cuThreadExchangeStreamCaptureMode", mode)
+    def restore_capture_mode(self, mode: Any) -> Any:
+        """Set this thread's capture mode; the mode before."""
+        code, before = self._exchange_capture_mode(mode)
+        if code:
+            raise DriverError("cuThreadExchangeStreamCaptureMode", code.name, int(code))
+        return before
 
     # streams and events -------------------------------------------------------------------------------------------
 
@@ -144,17 +165,26 @@ class Driver:
 
     def stream_query(self, stream: int) -> bool:
         """Whether everything queued on `stream` has ended."""
-        return self._query("cuStreamQuery", stream)
+        code = self._functions["cuStreamQuery"](stream)[0]
+        if code and int(code) != NOT_READY:
+            raise DriverError("cuStreamQuery", code.name, int(code))
+        return not code
 
     def stream_synchronize(self, stream: int) -> None:
         self.call("cuStreamSynchronize", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Work queued on `stream` from now on starts after `event`, as recorded last before this call."""
-        self.call("cuStreamWaitEvent", stream, event, 0)
+        code = self._stream_wait_event(stream, event, 0)[0]
+        if code:
+            raise DriverError("cuStreamWaitEvent", code.name, int(code))
 
     def stream_is_capturing(self, stream: int) -> bool:
-        return int(self.call("cuStreamIsCapturing", stream)) != 0
+        """Whether `stream` is being captured into a graph; for the legacy stream, whether any stream is."""
+        code, status = self._stream_is_capturing(stream)
+        if code and int(code) != CAPTURE_IMPLICIT:
+            raise DriverError("cuStreamIsCapturing", code.name, int(code))
+        return bool(code) or int(status) != 0
 
     def event_create(self, *, timing: bool) -> int:
         return int(self.call("cuEventCreate", 0 if timing else DISABLE_TIMING))
@@ -163,11 +193,16 @@ class Driver:
         self.call("cuEventDestroy", event)
 
     def event_record(self, event: int, stream: int) -> None:
-        self.call("cuEventRecord", event, stream)
+        code = self._event_record(event, stream)[0]
+        if code:
+            raise DriverError("cuEventRecord", code.name, int(code))
 
     def event_query(self, event: int) -> bool:
         """Whether the work before the event's last record has ended."""
-        return self._query("cuEventQuery", event)
+        code = self._event_query(event)[0]
+        if code and int(code) != NOT_READY:
+            raise DriverError("cuEventQuery", code.name, int(code))
+        return not code
 
     def event_seconds(self, start: int, end: int) -> float:
         """Seconds on the GPU clock from one completed event to another; the resolution is about 0.5 us."""
@@ -273,14 +308,21 @@ class Driver:
 
     def copy_strided(self, table: StridedTable, index: int, stream: int) -> None:
         """One operation of `table` through cuMemcpy2DAsync."""
-        self.call("cuMemcpy2DAsync", table.object_2d(index), stream)
+        if not table.objects:
+            table.make_objects()
+        self.call("cuMemcpy2DAsync", table.objects[index], stream)
 
     def copy_strided_batch(self, table: StridedTable, count: int, stream: int) -> None:
         """The first `count` operations of `table`, in no order; the driver reads the table during the call."""
         if self.use_raw:
-            self._call_raw("memcpy_3d_batch_async_v2", count, table.address_3d, 0, stream)
+            self._call_raw("memcpy_3d_batch_async_v2", count, table.address, 0, stream)
         else:
-            self.call("cuMemcpy3DBatchAsync", count, table.objects_3d(count), 0, stream)
+            if not table.objects:
+                table.make_objects()
+            objects = table.objects if count == table.capacity else table.objects[:count]
+            code = self._batch_3d(count, objects, 0, stream)[0]
+            if code:
+                raise DriverError("cuMemcpy3DBatchAsync", code.name, int(code))
 
     def copy_batch(self, table: FlatTable, start: int, stop: int, order: SourceOrder, stream: int) -> None:
         """Copies `[start, stop)` of `table`, in no order; the driver reads the table during the call."""
@@ -290,8 +332,9 @@ class Driver:
             self._call_raw("memcpy_batch_async_v2", *arrays, count, *pair, 1, stream)
         else:
             targets, sources, sizes = table.lists(start, stop)
-            attributes = table.attributes(order)
-            self.call("cuMemcpyBatchAsync", targets, sources, sizes, count, attributes, _FROM_THE_FIRST, 1, stream)
+            code = self._batch(targets, sources, sizes, count, table.attributes[order], _FROM_THE_FIRST, 1, stream)[0]
+            if code:
+                raise DriverError("cuMemcpyBatchAsync", code.name, int(code))
 
     def _call_raw(self, name: str, *arguments: Any) -> None:
         """The raw-address functions return None and raise exceptions of their own, with a `status`."""

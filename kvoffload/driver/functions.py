@@ -59,11 +59,22 @@ KERNELS = (  # all of them, or no kernel is launched
     "cuMemHostGetDevicePointer",
 )
 
+POINTERS = (  # on which GPU memory is that cuMemAlloc did not allocate; see `pointers`
+    "cuMemRetainAllocationHandle",
+    "cuMemGetAllocationPropertiesFromHandle",
+    "cuMemRelease",
+    "cuDeviceGetDefaultMemPool",
+    "cuDeviceGetMemPool",
+    "cuMemPoolGetAttribute",
+    "cuMemPoolGetAccess",
+)
+
 OPTIONAL = (
     "cuMemcpyBatchAsync",  # CUDA 12.8; the 13.x bindings bind only the 13.0 entry point
     "cuMemcpy3DBatchAsync",  # the same
     "cuStreamWaitValue32",  # stream memory operations: a device attribute says whether they work
     *KERNELS,
+    *POINTERS,
 )
 
 RAW = (

@@ -10,7 +10,7 @@ The driver reads a table during the call, so a table may be refilled as soon as 
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,8 @@ DTYPE_2D = np.dtype(
         "itemsize": 128,
     }
 )
+Column = npt.NDArray[np.uint64]
+Columns = tuple[Column, Column, Column, Column, Column, Column]  # source, target, their pitches, width, height
 _OPERAND_POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 _MAX_SLICES = 256
 _MEMORY_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is host or device; uses the *Device fields
@@ -54,59 +56,65 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 
 class StridedTable:
-    """Room for `capacity` strided operations, as cuMemcpy3DBatchAsync or cuMemcpy2DAsync takes them."""
+    """Room for `capacity` strided operations, as cuMemcpy3DBatchAsync or cuMemcpy2DAsync takes them.
+
+    Attributes:
+        capacity: operations.
+        rows: one for each operation; assigning to its fields refills the table. `DTYPE_3D` if batched, else `DTYPE_2D`.
+        address: of the first operation.
+        objects: one object of the bindings over each operation, once `make_objects` was called.
+    """
 
     def __init__(self, capacity: int, *, batched: bool) -> None:
         self.capacity = capacity
-        self._rows = np.zeros(capacity, dtype=DTYPE_3D if batched else DTYPE_2D)
-        self._rows["source_type"] = self._rows["target_type"] = _OPERAND_POINTER if batched else _MEMORY_UNIFIED
+        self.rows = np.zeros(capacity, dtype=DTYPE_3D if batched else DTYPE_2D)
+        self.rows["source_type"] = self.rows["target_type"] = _OPERAND_POINTER if batched else _MEMORY_UNIFIED
         if batched:
-            self._rows["depth"] = 1
+            self.rows["depth"] = 1
+        self.address = address_of(self.rows)
         self._batched = batched
-        self._objects: list[Any] = []
+        self.objects: list[Any] = []
 
-    @property
-    def address_3d(self) -> int:
-        return address_of(self._rows)
-
-    def fill(self, columns: dict[str, npt.NDArray[np.uint64]], order: SourceOrder) -> None:
-        """Refill from the front. `columns`: source, target, their pitches, width, height; uint64, (n,) or (1,)."""
-        rows = self._rows[: len(columns["source"])]
-        for name, column in columns.items():
-            rows[name] = column
+    def fill(self, columns: Columns, order: SourceOrder) -> None:
+        """Refill from the front: `columns` are uint64, (n,), or (1,) where all operations have one value."""
+        rows = self.rows[: max(map(len, columns))]
+        (
+            rows["source"],
+            rows["target"],
+            rows["source_pitch"],
+            rows["target_pitch"],
+            rows["width"],
+            rows["height"],
+        ) = columns
         if self._batched:
             rows["order"] = order
 
-    def objects_3d(self, count: int) -> list[Any]:
-        if not self._objects:
-            from cuda.bindings.driver import CUDA_MEMCPY3D_BATCH_OP
+    def make_objects(self) -> None:
+        """Make `objects`, once, before they are passed to a driver without raw addresses."""
+        from cuda.bindings import driver
 
-            self._objects = _views(CUDA_MEMCPY3D_BATCH_OP, self._rows)
-        return self._objects if count == self.capacity else self._objects[:count]
-
-    def object_2d(self, index: int) -> Any:
-        if not self._objects:
-            from cuda.bindings.driver import CUDA_MEMCPY2D
-
-            self._objects = _views(CUDA_MEMCPY2D, self._rows)
-        return self._objects[index]
+        self.objects = _views(driver.CUDA_MEMCPY3D_BATCH_OP if self._batched else driver.CUDA_MEMCPY2D, self.rows)
 
 
 class FlatTable:
-    """Room for `capacity` flat copies, as cuMemcpyBatchAsync takes them."""
+    """Room for `capacity` flat copies, as cuMemcpyBatchAsync takes them.
+
+    Attributes:
+        capacity: copies.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._targets, self._sources, self._sizes = np.zeros((3, capacity), dtype=np.uint64)
+        self._addresses = tuple(map(address_of, (self._targets, self._sources, self._sizes)))
         self._attribute_rows = np.zeros((4, 6), dtype=np.uint32)  # CUmemcpyAttributes: order, 2 location hints, flags
         self._attribute_rows[:, 0] = np.arange(4)
+        self._attribute_address = address_of(self._attribute_rows)
         self._indices = np.zeros(1, dtype=np.uint64)
-        self._target_objects: list[Any] = []
-        self._source_objects: list[Any] = []
-        self._count = 0
-        self._size_list: list[int] | None = None
+        self._indices_address = address_of(self._indices)
+        self._objects: _FlatObjects | None = None
+        self._size_list: list[int] = []
         self._slices: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
-        self._attribute_lists: list[list[Any]] = []
 
     def fill(
         self,
@@ -115,47 +123,54 @@ class FlatTable:
         sizes: npt.NDArray[np.uint64],
     ) -> None:
         """Refill from the front; all uint64, (n,); `sizes`, bytes, may be (1,) where all copies have one size."""
-        count = self._count = len(targets)
+        count = len(targets)
         self._targets[:count] = targets
         self._sources[:count] = sources
         self._sizes[:count] = sizes
-        self._size_list = [int(sizes[0])] * count if len(sizes) == 1 else None
+        self._size_list = sizes.tolist() * count if len(sizes) == 1 else sizes.tolist()
 
     def lists(self, start: int, stop: int) -> tuple[list[Any], list[Any], list[int]]:
         """Targets, sources and sizes of copies `[start, stop)` as the bindings take them."""
-        if not self._target_objects:
-            from cuda.bindings.driver import CUdeviceptr
+        pair = self._slices.get((start, stop))
+        if pair is None:  # kept, since chunks mostly begin and end at the same places
+            objects = self.objects
+            pair = objects.targets[start:stop], objects.sources[start:stop]
+            if len(self._slices) < _MAX_SLICES:
+                self._slices[start, stop] = pair
+        return *pair, self._size_list[start:stop]
 
-            self._target_objects = _views(CUdeviceptr, self._targets)
-            self._source_objects = _views(CUdeviceptr, self._sources)
-        if self._size_list is None:  # once a fill: per chunk it costs half as much again
-            self._size_list = self._sizes[: self._count].view(np.int64).tolist()
-        targets, sources = self._slices.get((start, stop)) or self._slice(start, stop)
-        return targets, sources, self._size_list[start:stop]
+    @property
+    def objects(self) -> _FlatObjects:
+        """The objects of the bindings over this table, all of them or none: an interrupt cannot leave half."""
+        if self._objects is None:
+            from cuda.bindings import driver
 
-    def _slice(self, start: int, stop: int) -> tuple[list[Any], list[Any]]:
-        """The objects of copies `[start, stop)`; kept, since chunks mostly begin and end at the same places."""
-        pair = self._target_objects[start:stop], self._source_objects[start:stop]
-        if len(self._slices) < _MAX_SLICES:
-            self._slices[start, stop] = pair
-        return pair
+            self._objects = _FlatObjects(
+                _views(driver.CUdeviceptr, self._targets),
+                _views(driver.CUdeviceptr, self._sources),
+                [[each] for each in _views(driver.CUmemcpyAttributes, self._attribute_rows)],
+            )
+        return self._objects
 
-    def attributes(self, order: SourceOrder) -> list[Any]:
-        """One CUmemcpyAttributes with that source order and nothing else set, in a list."""
-        if not self._attribute_lists:
-            from cuda.bindings.driver import CUmemcpyAttributes
-
-            self._attribute_lists = [[each] for each in _views(CUmemcpyAttributes, self._attribute_rows)]
-        return self._attribute_lists[order]
+    @property
+    def attributes(self) -> list[list[Any]]:
+        """By `SourceOrder`: one CUmemcpyAttributes with that order and nothing else set, in a list."""
+        return self.objects.attributes
 
     def raw_arrays(self, start: int) -> tuple[int, int, int]:
         """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""
-        at = 8 * start
-        return address_of(self._targets) + at, address_of(self._sources) + at, address_of(self._sizes) + at
+        targets, sources, sizes = self._addresses
+        return targets + 8 * start, sources + 8 * start, sizes + 8 * start
 
     def raw_attributes(self, order: SourceOrder) -> tuple[int, int]:
         """Addresses of the attributes with that source order, and of the array that says: from the first copy on."""
-        return address_of(self._attribute_rows) + order * self._attribute_rows.strides[0], address_of(self._indices)
+        return self._attribute_address + order * self._attribute_rows.strides[0], self._indices_address
+
+
+class _FlatObjects(NamedTuple):
+    targets: list[Any]
+    sources: list[Any]
+    attributes: list[list[Any]]
 
 
 def _views(kind: Any, rows: npt.NDArray[Any]) -> list[Any]:

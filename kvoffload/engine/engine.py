@@ -1,6 +1,6 @@
-"""OffloadEngine: submits transfers, orders them, learns of their end.
+"""OffloadEngine: stores blocks to pinned slots and loads them back, ordered on the GPU.
 
-Order. A transfer's stream waits for the caller's stream (`after`), for the previous transfer of its direction, and for
+Order. A transfer's stream waits for the caller's streams (`after`), for the previous transfer of its direction, and for
 the latest transfer of the other direction that touches its slots or blocks. The waits are on the GPU, and point to work
 submitted earlier, so they cannot form a cycle. What the driver's queues have no room for waits on the host, in order.
 
@@ -8,171 +8,127 @@ submitted earlier, so they cannot form a cycle. What the driver's queues have no
     store lane        ───────────┴─wait─[start copy copy end]────┤
     load lane                          wait for slot or block ───┴─[start copy copy end]
 
-Threads. One lock guards the engine's books and the submission itself; nothing waits for the GPU while holding it.
+Threads. One lock guards everything that changes; nothing waits for the GPU, and no code of the caller's runs, while it
+is held. It is taken by `with engine.lock:` alone, so that an interrupt cannot leave it taken.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from kvoffload.copiers import CopierSet
-from kvoffload.copiers.selection import check_prefer
-from kvoffload.device.device import Device
-from kvoffload.device.pinned import PinnedMemory, Progress, UInt8Array
-from kvoffload.device.streams import NO_WAIT
-from kvoffload.engine.callers import CallersStreams
-from kvoffload.engine.dispatch import Dispatcher
-from kvoffload.engine.flight import FlightDeck
-from kvoffload.engine.job import Job, Listener, TransferResult, wait_until
-from kvoffload.engine.metrics import EngineStatistics
-from kvoffload.engine.report import PlanReport
-from kvoffload.engine.request import make_request, sources_of
-from kvoffload.errors import ClosedError, DriverError, TransferError
-from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import at_least
-from kvoffload.layout.layout import KVLayout, describe_groups
-from kvoffload.planning.layer_groups import Folds
-from kvoffload.planning.transfer_plan import Direction, describe_fold
-from kvoffload.tuning import CopyMethod, Profile, profile_for
+from kvoffload.device.current import make_current
+from kvoffload.device.streams import NO_WAIT, refuse_capturing
+from kvoffload.driver import SourceOrder
+from kvoffload.engine.job import Job
+from kvoffload.engine.lifecycle import EngineLifecycle
+from kvoffload.engine.report import PlanReport, make_report
+from kvoffload.engine.request import (
+    CopierName,
+    Request,
+    SourceOrderName,
+    make_request,
+    refuse_repeated_targets,
+    sources_of,
+)
+from kvoffload.engine.transfer import Event, Transfer
+from kvoffload.engine.wait_streams import Followed, Source
+from kvoffload.errors import DriverError
+from kvoffload.internal.types import ArrayLike
+from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
+from kvoffload.tuning import CopyMethod
 
-_numbers = itertools.count(1)
+_NOT_A_STREAM_HERE = frozenset({101, 201, 400})  # CUDA_ERROR_INVALID_DEVICE, _CONTEXT, _HANDLE
 
 
-class OffloadEngine:
+class OffloadEngine(EngineLifecycle):
     """Moves blocks between the planes of `layout` and a pool of pinned slots.
 
     Usable from any thread; a context manager.
 
     Args:
         layout: the KV cache. Its memory must stay allocated until the engine is closed.
-        device: where the planes live.
+        device: the device that holds the planes.
         num_slots: slots of the pinned pool, `layout.slot_bytes` bytes each.
         sm_limit: how many multiprocessors a copy kernel may use; 0 forbids kernels, and compiles none. (The simulated
-            device interprets them, slowly, so it chooses none by itself.)
-        prefer: what to choose copiers by: "overlap", whatever slows a computation beside the transfer least, of those
-            that are expected to take up to 1.1 times as long as the fastest; or "latency", the fastest.
+            device interprets them, slowly, so it selects none by itself.)
+        prefer: "overlap" picks, of the copy methods within 10% of the fastest, the one that slows concurrent
+            computation least; "latency" picks the fastest.
         profile: what transfers cost here, see `kvoffload.tuning`; None: what `kvoffload tune` measured for this GPU,
             driver, link and bindings, else one that comes with the package.
         max_in_flight: jobs that may be unfinished at a time.
         stream_priority: of the engine's streams, within `device.stream_priorities`. It orders kernels, not copies.
         progress: called with (bytes done, bytes in all) while the pool is pinned.
 
+    Attributes:
+        layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given.
+        lock: guards the engine; a BlockCache on it shares it. Take it with `with` alone.
+        number: no two engines of a process have the same.
+
     Raises:
         LayoutError: a plane is not inside one allocation of this device's memory.
         CapacityError: the pool cannot be pinned; the message says what is free.
         ClosedError: the device is closed.
+        ValueError, TypeError: bad arguments.
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        *,
-        device: Device,
-        num_slots: int = 1024,
-        sm_limit: int = 4,
-        prefer: str = "overlap",
-        profile: Profile | None = None,
-        max_in_flight: int = 4096,
-        stream_priority: int = 0,
-        progress: Progress | None = None,
-    ) -> None:
-        if not isinstance(layout, KVLayout):
-            raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
-        if not isinstance(device, Device):
-            raise TypeError(f"device must be a Device from open_device(), got {device!r:.80}")
-        num_slots = at_least("num_slots", num_slots, 1)
-        device.check_stream_priority(stream_priority)
-        device.reclaim()
-        self.layout = layout
-        self.device = device
-        self.num_slots = num_slots
-        self.sm_limit = at_least("sm_limit", sm_limit, 0)
-        self.prefer = check_prefer(prefer)
-        self.profile = profile_for(device) if profile is None else profile
-        self.number = next(_numbers)  # no two engines of a process have the same
-        self.max_in_flight = at_least("max_in_flight", max_in_flight, 1)
-        self.lock = threading.RLock()  # a BlockCache on this engine shares it
-        self._closed = False
-        self._closers = 0  # threads in close()
-        with device.lifecycle, device.current():
-            folds = Folds(layout, device.allocations(layout))
-            self._groups = folds.groups
-            self._memory = PinnedMemory(
-                device.driver,
-                num_slots * layout.slot_bytes,
-                unit_bytes=layout.slot_bytes,
-                numa_cpus=hostinfo.numa_node_cpus(device.pci.numa_node),
-                progress=progress,
-            )
-            self._slots = self._memory.array.reshape(num_slots, layout.slot_bytes)
-            with ExitStack() as undo:
-                undo.callback(self._memory.release)
-                self._copier_set = CopierSet(device.driver, device.capabilities, layout, self._memory, self.sm_limit)
-                undo.callback(self._copier_set.close)
-                self._flights = FlightDeck(
-                    device.driver, self._memory, self._copier_set, max_in_flight, stream_priority
-                )
-                undo.pop_all()
-            self.callers = CallersStreams(self, self._flights)
-            pool = self._memory.address
-            self._dispatcher = Dispatcher(layout, num_slots, folds, pool, self._copier_set, self._flights)
-            self._claim = device.claim(self, self._flights.release, "an OffloadEngine")
-            device.register_engine(self)
+    # transfers ----------------------------------------------------------------------------------------------------
 
     def store(
         self,
-        blocks: Any,
-        slots: Any,
+        blocks: ArrayLike,
+        slots: ArrayLike,
         group: int = 0,
         first_sub_block: int = 0,
         after: Any = None,
-        copier: str | None = None,
+        copier: CopierName | CopyMethod | None = None,
     ) -> Job:
         """Copy blocks from the device to slots. Returns when the copies are queued; where the driver's queues have no
-        room, at once, and later calls queue them.
+        room, at once, and later calls queue them. The ids are copied: their arrays may be changed at once.
 
         Block `i` goes to sub-block `(first_sub_block + i) % f` of slot `(first_sub_block + i) // f` of the list, with
         `f = layout.blocks_per_slot`. What a slot's other sub-blocks hold stays as it is.
 
         Args:
             blocks: source ids, anything that numpy turns into a 1-D integer array. Repeats are legal.
-            slots: target ids, `layout.slots_for(len(blocks), first_sub_block)` of them, no repeats.
+            slots: target ids, `layout.slots_for(len(blocks), first_sub_block)` of them, no repeats. If a BlockCache
+                owns the engine's slots, they must be of an open reservation of its own.
             group: which group's block table `blocks` refers to.
             first_sub_block: where in the first slot to begin.
             after: what must have ended before a block is read: the work so far of a stream (a handle, or anything with
                 `__cuda_stream__`: CuPy, cuda.core, Numba), or an array's producer (anything with `__dlpack__`, which is
-                asked to make a stream of ours wait, or with `__cuda_array_interface__`), or a list of these. Of an
-                array, who else reads or writes it is not waited for; a CuPy array stands for CuPy's current stream.
+                asked to make a stream of the engine's wait, or with `__cuda_array_interface__`), or a list of these. Of
+                an array, what else reads or writes it is not waited for; a CuPy array stands for CuPy's current stream.
                 None: the legacy default stream, what CuPy uses unless told otherwise. `NO_WAIT`: nothing.
-            copier: "strided", "gather", "split", "batch" or "loop"; None lets the engine choose.
+            copier: "strided", "gather", "split", "batch" or "loop", or a `CopyMethod`, which also says how many
+                programs a kernel gets, and its share of the blocks in a split (0: what the profile says). None: the
+                profile's choice.
 
         Returns:
             The job. A driver error while it is queued, now or later, fails the job; it does not raise here.
 
         Raises:
             LayoutError, ValueError, TypeError: bad arguments.
-            CapacityError: `max_in_flight` jobs are unfinished.
+            CapacityError: `max_in_flight` jobs are unfinished, or a cache owns the slots.
             CapabilityError: the copier asked for cannot run here.
             ClosedError: the engine is closed.
             TransferError: `after` is being captured, or the CUDA context is lost.
             DriverError: the driver failed before anything was queued.
-            Nothing has happened in any of these cases.
+            Nothing has happened in any of these cases. After a KeyboardInterrupt the transfer may have begun, and fails
+            as soon as nothing of it is left on the GPU: `drain` before the blocks are used for something else.
         """
-        return self.submit(Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
+        return self._submit(Direction.STORE, blocks, slots, group, first_sub_block, after, copier, "auto", None)
 
     def load(
         self,
-        slots: Any,
-        blocks: Any,
+        slots: ArrayLike,
+        blocks: ArrayLike,
         group: int = 0,
         first_sub_block: int = 0,
         after: Any = None,
-        copier: str | None = None,
-        source_order: str = "auto",
+        copier: CopierName | CopyMethod | None = None,
+        source_order: SourceOrderName = "auto",
         parts: int | Sequence[Sequence[int]] | None = None,
     ) -> Job:
         """Copy slots to blocks on the device: the inverse of `store`, with the same correspondence and errors.
@@ -181,222 +137,238 @@ class OffloadEngine:
             slots: source ids; repeats are legal.
             blocks: target ids, no repeats.
             group, first_sub_block, copier: as for `store`.
-            after: what must have ended before a block is overwritten, as for `store`; that includes who reads it.
+            after: what must have ended before a block is overwritten, as for `store`; that includes what reads it.
             source_order: when the driver may read the slots. "stream": in stream order. "any": at any moment from now
                 on, which some platforms do faster; only right when nothing on the GPU still writes them. "auto": "any"
                 if the host has seen every store to these slots end, else "stream".
             parts: copy the group's planes in parts, one part after the other, so that what needs a layer waits for that
-                layer alone: `job.order_before(stream, part=k)`. A number: so many equal runs of planes, in their order.
-                Or for each part the indices of its planes, every plane once. A split does not copy parts.
+                layer alone: `job.order_before(stream, part=k)`. A number: so many equal groups of planes, in their
+                order. Or for each part the indices of its planes, every plane once. A split does not copy parts.
 
         Raises:
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
         """
-        wanted = (group, first_sub_block, after, copier, source_order)
-        return self.submit(Direction.LOAD, blocks, slots, *wanted, parts=parts)
+        return self._submit(Direction.LOAD, blocks, slots, group, first_sub_block, after, copier, source_order, parts)
 
     def submit(
         self,
-        direction: Direction,
-        blocks: Any,
-        slots: Any,
+        direction: Direction | Literal["store", "load"],
+        blocks: ArrayLike,
+        slots: ArrayLike,
         group: int = 0,
         first_sub_block: int = 0,
         after: Any = None,
-        copier: str | CopyMethod | None = None,
-        source_order: str = "auto",
-        listener: Listener | None = None,
+        copier: CopierName | CopyMethod | None = None,
+        source_order: SourceOrderName = "auto",
         parts: int | Sequence[Sequence[int]] | None = None,
     ) -> Job:
-        """`store` and `load` in one, with somebody who is told of the job's fate.
+        """`store` and `load` in one; arguments and errors as there."""
+        return self._submit(
+            Direction(direction), blocks, slots, group, first_sub_block, after, copier, source_order, parts
+        )
 
-        Args:
-            copier: may also say how many programs a kernel gets (at most `sm_limit`), and which share of the blocks in
-                a split; share 0: what the profile says.
-            listener: is told when the job is in flight and when it has ended.
+    def _submit(
+        self,
+        direction: Direction,
+        blocks: ArrayLike,
+        slots: ArrayLike,
+        group: int,
+        first_sub_block: int,
+        after: Any,
+        copier: CopierName | CopyMethod | None,
+        source_order: SourceOrderName,
+        parts: int | Sequence[Sequence[int]] | None,
+    ) -> Job:
+        """A transfer in its five steps."""
+        wanted = (group, first_sub_block, after, copier, source_order, parts)
+        copiers = self._parts.copiers
+        request = make_request(self.layout, self.num_slots, copiers.missing, direction, blocks, slots, *wanted)
+        if self._closed or os.getpid() != self._process:  # what follows needs the device's context
+            self.device.check_process()
+            self.check_usable()
+        try:
+            with make_current(self._driver, self._context):
+                followed = self._follow(request.sources) if request.arrays else None  # while referred to, reserved
+                streams: tuple[int, ...] = request.sources if followed is None else followed.streams
+                with self.lock:
+                    # 1. check: what depends on the moment
+                    self._check_submission(request, streams)
+                    if len(request.blocks) == 0:
+                        return self._complete_empty(request)
+                    # 2. plan: what is copied, per block
+                    plan = self._plan(request)
+                    # 3. select: the copy method, by the profile
+                    method, reason = copiers.select(plan, request.copier, self.profile, self.prefer)
+                    # 4. order: what it must follow
+                    transfer = Transfer(next(self._ids), direction, plan.nbytes, request.num_parts)
+                    transfer.engine, transfer.simulated = self, self._driver.simulated
+                    transfer.source_order = self._source_order(request)
+                    transfer.conflict = self._conflict(request)
+                    transfer.method, transfer.reason = method, reason
+                    transfer.shares = copiers.shares(method, plan)
+                    # 5. enqueue: what there is room for; the rest waits on the host
+                    self._enqueue(request, transfer, streams)
+                    return Job(self, transfer)
+        except DriverError as error:
+            self._lose(error)
+            raise
+
+    def _check_submission(self, request: Request, streams: tuple[int, ...]) -> None:
+        """Refuse what cannot be submitted now; then take note of what has ended."""
+        in_flight = self._parts.in_flight
+        if not in_flight.consistent:
+            self._parts.tracker.repair()
+        if self._closed or self._closing or in_flight.lost:
+            self.check_usable()
+        refuse_repeated_targets(request, self._scratch)
+        if request.direction is Direction.STORE:
+            guard = None if self._slot_guard is None else self._slot_guard()
+            if guard is not None:
+                guard.check_store(request.slots)
+        for stream in streams:
+            if self._driver.stream_is_capturing(stream):
+                refuse_capturing(self._driver, stream, "after")
+        if in_flight.stores.transfers or in_flight.loads.transfers:
+            self._parts.tracker.advance()
+            self.check_usable()
+            self._parts.tracker.check_room(1 if len(request.blocks) else 0)
+
+    def _plan(self, request: Request) -> BlockPlan:
+        group, parts = request.group, request.parts
+        return build(
+            self._folds.groups[group] if parts is None else self._folds.of(group, parts),
+            self.layout,
+            request.direction,
+            group_index=group,
+            pool_address=self._parts.memory.address,
+            slots=request.slots,
+            blocks=request.blocks,
+            first_sub_block=request.first_sub_block,
+        )
+
+    def _follow(self, sources: tuple[Source, ...]) -> Followed:
+        """Streams that stand for what a transfer is to follow. The lock must not be held: arrays run code of theirs.
+
+        The wait stream of arrays is reserved as long as the result is referred to.
         """
-        wanted = (direction, blocks, slots, group, first_sub_block, after, copier, source_order, listener, parts)
-        request = make_request(self.layout, self.num_slots, *wanted)
-        with self.in_context():
-            after = self.callers.behind(request.sources)
+        token = object()
+        try:
             with self.lock:
-                return self._dispatcher.submit(self, request._replace(after=after))
+                self.check_usable()
+                self._following.add(token)
+            return self._parts.wait_streams.follow(sources)
+        finally:
+            self._following.discard(token)
 
     def resolve(self, after: Any) -> Any:
-        """A stream that stands for `after`, or NO_WAIT; for callers that submit under the lock, see `callers`."""
-        with self.in_context():
-            stream = self.callers.behind(sources_of(after, self.layout))
-        return NO_WAIT if stream is None else stream
+        """What stands for `after` in several transfers, so that its arrays are asked for their producers once.
+
+        Call it before taking the lock. Raises what `store` raises for `after`.
+        """
+        sources = sources_of(after, self.layout)
+        if not sources:
+            return NO_WAIT
+        self.device.check_process()
+        with self.device.current():
+            return self._follow(sources)
+
+    def _complete_empty(self, request: Request) -> Job:
+        """A job with nothing to copy has ended at once."""
+        transfer = Transfer(next(self._ids), request.direction, 0, request.num_parts)
+        transfer.simulated = self._driver.simulated
+        self._parts.tracker.complete_empty(transfer)
+        return Job(self, transfer)
+
+    def _source_order(self, request: Request) -> SourceOrder:
+        """STREAM for stores always: reads of device memory would overtake the stream. ANY for loads where it is safe.
+
+        Raises:
+            ValueError: "any" is asked for while a store to one of the slots is unfinished.
+        """
+        stores = self._parts.in_flight.stores
+        if request.direction is Direction.STORE or request.source_order == "stream":
+            return SourceOrder.STREAM
+        if not stores.transfers:
+            return SourceOrder.ANY
+        latest = self._hazards.latest_on_slots(Direction.STORE, request.slots)
+        if stores.unfinished(latest) is None:
+            return SourceOrder.ANY
+        if request.source_order == "any":
+            raise ValueError(
+                'source_order="any" while a store to one of the slots is unfinished; use "auto" or "stream"'
+            )
+        return SourceOrder.STREAM
+
+    def _conflict(self, request: Request) -> Transfer | None:
+        """The unfinished transfer of the other direction that this one must follow; earlier ones end before it."""
+        loads = request.direction is Direction.LOAD
+        queue = self._parts.in_flight.stores if loads else self._parts.in_flight.loads
+        if not queue.transfers:
+            return None
+        hazards, other = self._hazards, Direction.STORE if loads else Direction.LOAD
+        on_slots = hazards.latest_on_slots(other, request.slots)
+        return queue.unfinished(max(on_slots, hazards.latest_on_blocks(other, request.group, request.blocks)))
+
+    def _enqueue(self, request: Request, transfer: Transfer, streams: tuple[int, ...]) -> None:
+        """Put a transfer in flight and queue what there is room for. If it raises, the transfer is not in flight.
+
+        It is in flight from when it is in its queue. An interrupt before that leaves events, which the next call finds
+        idle; an interrupt after that fails the transfer, see `Tracker.repair`.
+        """
+        in_flight = self._parts.in_flight
+        queue = in_flight.stores if transfer.direction is Direction.STORE else in_flight.loads
+        timers, markers = in_flight.timers, in_flight.markers
+        in_flight.consistent = False
+        for stream in streams:
+            marker = markers.idle.pop() if markers.idle else markers.make()
+            transfer.markers.append(marker)
+            self._mark(marker, stream)
+        transfer.start = timers.idle.pop() if timers.idle else timers.make()
+        transfer.end = timers.idle.pop() if timers.idle else timers.make()
+        transfer.sequence = queue.submitted + 1
+        self._hazards.record(transfer.direction, request.group, request.slots, request.blocks, transfer.sequence)
+        transfer.step(Event.SUBMITTED)
+        queue.transfers.append(transfer)
+        queue.submitted = transfer.sequence
+        queue.waiting.append(transfer)
+        try:
+            self._parts.launcher.launch()
+        except DriverError as error:  # the context is lost, and every transfer has failed
+            self._parts.tracker.lose(error)
+        transfer.submitting = False
+        in_flight.consistent = True
+
+    def _mark(self, marker: int, stream: int) -> None:
+        """Record an event on a stream of the caller's.
+
+        Raises:
+            ValueError: CUDA does not know the stream in this context.
+        """
+        try:
+            self._driver.event_record(marker, stream)
+        except DriverError as error:
+            if error.code in _NOT_A_STREAM_HERE:
+                raise ValueError(
+                    f"after={stream:#x} is no stream of this device's context ({error.name}): wait for it yourself and "
+                    "pass NO_WAIT, or open the device with its context, open_device(context=...)"
+                ) from error
+            raise
 
     def plan(
-        self, direction: str, blocks: Any, slots: Any, group: int = 0, first_sub_block: int = 0, copier: Any = None
+        self,
+        direction: Direction | Literal["store", "load"],
+        blocks: ArrayLike,
+        slots: ArrayLike,
+        group: int = 0,
+        first_sub_block: int = 0,
+        copier: CopierName | CopyMethod | None = None,
     ) -> PlanReport:
         """What such a transfer would be, and what would carry it; nothing is submitted. Raises what `store` raises."""
-        wanted = (Direction(direction), blocks, slots, group, first_sub_block, NO_WAIT, copier, "auto", None)
-        request = make_request(self.layout, self.num_slots, *wanted)
-        with self.at_work():
-            return self._dispatcher.report(self, request)
-
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """The context current and the engine locked."""
-        with self.in_context(), self.lock:
-            yield
-
-    @contextmanager
-    def in_context(self) -> Iterator[None]:
-        """The context current; a lost context, wherever it shows, ends the engine."""
-        try:
-            with self.device.current():
-                yield
-        except DriverError as error:
-            if not error.sticky:
-                raise
-            with self.lock:
-                self._flights.lose(error)
-                self._flights.check_alive()
-
-    def check_usable(self) -> None:
-        """Raise ClosedError or TransferError unless transfers can be submitted."""
-        if self._closed or self._closers:
-            raise ClosedError("the engine is closed" if self._closed else "the engine is being closed")
-        self._flights.check_alive()
-
-    def advance(self) -> None:
-        """Take note of jobs that have ended. Never blocks; `poll`, `wait`, `done` and every submission do it too."""
-        self.device.check_process()
-        if not self._flights.in_flight:
-            return
-        try:
-            with self.at_work():
-                self._flights.advance()
-        except TransferError:
-            pass  # the context is lost: every job has failed and says so
-
-    def poll(self) -> list[TransferResult]:
-        """Results of jobs that have ended since the last call, in the order in which they were found to have ended.
-
-        Each job is reported once, and not at all after `wait()` or `result()` returned or raised for it. Failed jobs
-        are reported with their `error`. At most 65,536 results are kept for the next call, the newest.
-        """
-        self.advance()
-        with self.lock:
-            return self._flights.take_reports()
-
-    def forget_report(self, job: Job) -> None:
-        """Keep `poll` from reporting a job that its caller has waited for."""
-        self.device.check_process()
-        with self.lock:
-            self._flights.reports.pop(job.id, None)
-
-    def order_before(self, job: Job, stream: Any, part: int | None = None) -> None:
-        """See `Job.order_before`."""
-        self.callers.order_before(job, stream, part)
-
-    @property
-    def submitted(self) -> int:
-        """How many transfers have been submitted so far."""
-        with self.lock:
-            return self._flights.submitted
-
-    def touches(self, address: int, nbytes: int) -> bool:
-        """Whether a plane lies, in part at least, in a range of device memory."""
-        planes = (plane for group in self.layout.groups for plane in group.planes)
-        return any(plane.address < address + nbytes and address < plane.end for plane in planes)
-
-    def check_room(self, jobs: int) -> None:
-        """Raise CapacityError unless so many more jobs may be in flight, and ClosedError if the engine is closed."""
+        copiers = self._parts.copiers
+        checked, wanted = Direction(direction), (group, first_sub_block, NO_WAIT, copier, "auto", None)
+        request = make_request(self.layout, self.num_slots, copiers.missing, checked, blocks, slots, *wanted)
         self.device.check_process()
         with self.lock:
             self.check_usable()
-            self._flights.check_room(jobs)
-
-    def drain(self, timeout: float | None = None) -> None:
-        """Wait until no job is unfinished. Failed jobs do not raise here; `poll` reports them.
-
-        Raises:
-            TimeoutError: `timeout` seconds have passed; the jobs go on.
-        """
-
-        def landed() -> bool:
-            self.advance()
-            return self._flights.in_flight == 0
-
-        wait_until(landed, timeout, f"{self._flights.in_flight} jobs in flight")
-
-    def close(self, timeout: float | None = None) -> None:
-        """Refuse new transfers, drain, unpin the pool, destroy streams and events.
-
-        Idempotent; in a forked child it does nothing.
-
-        Arrays over `slots` stay valid: the bytes live on as ordinary memory. The results of finished jobs can still be
-        polled.
-
-        Raises:
-            TimeoutError: jobs were still running; nothing was freed, and the engine stays open.
-        """
-        if self.device.foreign:
-            return
-        with self.lock:
-            self._closers += 1
-        try:
-            self.drain(timeout)
-            wait_until(lambda: self.callers.idle, timeout, "asking an array for its producer")
-            with self.device.hold_lifecycle(timeout):
-                self._free()
-        finally:
-            with self.lock:
-                self._closers -= 1
-
-    def _free(self) -> None:
-        """Nothing is in flight and nothing new is taken; one thread at a time."""
-        self._closed = True
-        if not self._claim.alive:
-            return
-        try:
-            with self.device.current():
-                self._claim.free()
-        except DriverError as error:
-            if not error.sticky:
-                raise
-            self._flights.lose(error)
-            self._claim.free()
-
-    def __enter__(self) -> OffloadEngine:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    @property
-    def missing_copiers(self) -> dict[str, str]:
-        """The copiers that cannot run for this engine, and why."""
-        return {name: reason for name, reason in self._copier_set.missing.items() if reason is not None}
-
-    @property
-    def slots(self) -> UInt8Array:
-        """The pinned pool: uint8, (num_slots, layout.slot_bytes), writable.
-
-        Row `s` holds plane 0's `blocks_per_slot` sub-blocks, then plane 1's, ...; the rest of the row is padding. A
-        row may be read once the store into it has ended, and written when no transfer that uses it is unfinished.
-        """
-        return self._slots
-
-    def statistics(self) -> EngineStatistics:
-        """Counts and totals since the engine was made."""
-        self.device.check_process()
-        with self.lock:
-            return self._flights.statistics(self.num_slots, self.device.simulated)
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self._flights.in_flight} in flight"
-        simulated = "simulated, " if self.device.simulated else ""
-        return (
-            f"OffloadEngine({describe_groups(self.layout)}: {describe_fold(self._groups)}; "
-            f"{self.num_slots} slots x {self.layout.slot_bytes} B, {simulated}{state})"
-        )
-
-    def _repr_html_(self) -> str:
-        from kvoffload.observability.notebook import engine_card
-
-        return engine_card(self, self._groups, self._copier_set.missing, closed=self._closed)
+            refuse_repeated_targets(request, self._scratch)
+            return make_report(self, self._plan(request), request.copier, copiers, simulated=self._driver.simulated)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.layout.layout import Group, Int64Array, KVLayout
+from kvoffload.internal.types import Int64Array
+from kvoffload.layout.layout import Group, KVLayout
 from kvoffload.planning.transfer_plan import Direction
 
 
@@ -21,33 +22,46 @@ class HazardTable:
     """
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
-        self._slots = {direction: np.zeros(num_slots, dtype=np.int64) for direction in Direction}
-        self._blocks: list[dict[Direction, Int64Array]] = []
-        self._divisors: list[int] = []  # block id // divisor is the index of its entry
-        clusters = _overlapping(layout.groups)
-        for members in clusters:
+        self._stores = _Latest(num_slots, layout.num_groups)
+        self._loads = _Latest(num_slots, layout.num_groups)
+        self._divisors = [1] * layout.num_groups  # block id // divisor is the index of its entry
+        for members in _overlapping(layout.groups):
             fine = len({_geometry(layout.groups[index]) for index in members}) == 1
             entries = max(layout.groups[index].num_blocks for index in members) if fine else 1
-            tables = {direction: np.zeros(entries, dtype=np.int64) for direction in Direction}
+            for latest in (self._stores, self._loads):
+                shared = np.zeros(entries, dtype=np.int64)
+                for index in members:
+                    latest.on_blocks[index] = shared
             for index in members:
-                self._blocks.append(tables)
-                self._divisors.append(1 if fine else layout.groups[index].num_blocks)
-        order = np.argsort([index for members in clusters for index in members])
-        self._blocks = [self._blocks[position] for position in order]
-        self._divisors = [self._divisors[position] for position in order]
+                self._divisors[index] = 1 if fine else layout.groups[index].num_blocks
 
     def latest_on_slots(self, direction: Direction, slots: Int64Array) -> int:
         """Sequence number of the latest transfer of `direction` that touched one of `slots`."""
-        return int(self._slots[direction][slots].max(initial=0))
+        latest = self._stores if direction is Direction.STORE else self._loads
+        return int(np.maximum.reduce(latest.on_slots[slots], initial=0))
 
     def latest_on_blocks(self, direction: Direction, group: int, blocks: Int64Array) -> int:
         """Sequence number of the latest transfer of `direction` that touched one of `blocks`."""
-        return int(self._blocks[group][direction][blocks // self._divisors[group]].max(initial=0))
+        latest, divisor = self._stores if direction is Direction.STORE else self._loads, self._divisors[group]
+        entries = blocks if divisor == 1 else blocks // divisor
+        return int(np.maximum.reduce(latest.on_blocks[group][entries], initial=0))
 
     def record(self, direction: Direction, group: int, slots: Int64Array, blocks: Int64Array, sequence: int) -> None:
         """Note that transfer `sequence` touches these; sequence numbers rise."""
-        self._slots[direction][slots] = sequence
-        self._blocks[group][direction][blocks // self._divisors[group]] = sequence
+        latest = self._stores if direction is Direction.STORE else self._loads
+        divisor = self._divisors[group]
+        latest.on_slots[slots] = sequence
+        latest.on_blocks[group][blocks if divisor == 1 else blocks // divisor] = sequence
+
+
+class _Latest:
+    """Of one direction: sequence numbers by slot, and by group and block."""
+
+    __slots__ = ("on_blocks", "on_slots")
+
+    def __init__(self, num_slots: int, num_groups: int) -> None:
+        self.on_slots: Int64Array = np.zeros(num_slots, dtype=np.int64)
+        self.on_blocks: list[Int64Array] = [self.on_slots] * num_groups
 
 
 def _geometry(group: Group) -> frozenset[tuple[int, int, int]]:

@@ -1,53 +1,16 @@
-"""Jobs: the states of a transfer as a table, its result, and the handle that callers hold."""
+"""Job: what `OffloadEngine.store` and `load` return, and how a transfer ended."""
 
 from __future__ import annotations
 
-import enum
-import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, Protocol
 
+from kvoffload.engine.transfer import Transfer
 from kvoffload.errors import TransferError
+from kvoffload.internal.types import StreamLike
 from kvoffload.planning.transfer_plan import Direction
-
-if TYPE_CHECKING:
-    from kvoffload.copiers.table_arena import Table
-    from kvoffload.device.streams import LaneStream
-    from kvoffload.engine.books import Flight
-    from kvoffload.engine.engine import OffloadEngine
-    from kvoffload.tuning import CopyMethod
-
-
-class State(enum.Enum):
-    """Where a job stands."""
-
-    NEW = "new"  # being submitted
-    RUNNING = "running"  # in flight: waiting for room, queued on the GPU, or under way
-    DRAINING = "draining"  # failed, but the GPU may still touch its slots and blocks
-    DONE = "done"
-    FAILED = "failed"
-
-
-class Step(enum.Enum):
-    """What happens to a job."""
-
-    SUBMITTED = "submitted"
-    ERROR = "error"  # a driver call for it failed
-    ENDED = "ended"  # nothing of it is left on the GPU
-    LOST = "lost"  # the context died: nothing will run any more
-
-
-TRANSITIONS: dict[tuple[State, Step], State] = {
-    (State.NEW, Step.SUBMITTED): State.RUNNING,
-    (State.RUNNING, Step.ENDED): State.DONE,
-    (State.RUNNING, Step.ERROR): State.DRAINING,
-    (State.RUNNING, Step.LOST): State.FAILED,
-    (State.DRAINING, Step.ENDED): State.FAILED,
-    (State.DRAINING, Step.LOST): State.FAILED,
-}
-FINAL = frozenset({State.DONE, State.FAILED})
+from kvoffload.tuning import CopyMethod
 
 
 class TransferResult(NamedTuple):
@@ -58,7 +21,8 @@ class TransferResult(NamedTuple):
         direction: "store" or "load".
         nbytes: payload bytes.
         seconds: from the transfer's start to its end on the GPU's clock, without what it waited for before; NaN if
-            unknown. A transfer too long for the driver's queues also waits between its pieces, for room and for a call.
+            unknown. A transfer too long for the driver's queues also waits between its segments, for room and for a
+            call.
         copier: what carried it: "strided", "gather", "split", "batch", "loop"; "none" for an empty transfer.
         error: None, or why it failed.
     """
@@ -72,230 +36,183 @@ class TransferResult(NamedTuple):
 
 
 class SimulatedTransferResult(TransferResult):
-    """A result of the simulated device: `seconds` is made up."""
+    """A result of the simulated device: `seconds` is invented."""
 
     __slots__ = ()
 
 
-class Listener(Protocol):
-    """Who wants to know of a job's fate. Called under the engine's lock; must not raise."""
-
-    def boarded(self, job: Job) -> None:
-        """The job is about to be in flight: whatever happens, `ended` will be called."""
-
-    def ended(self, job: Job) -> None:
-        """The job has ended, well or not: nothing of it is left on the GPU. Interrupted, it may be called again."""
+def result_of(transfer: Transfer) -> TransferResult:
+    """The result of a finished transfer."""
+    kind = SimulatedTransferResult if transfer.simulated else TransferResult
+    fields = transfer.id, transfer.direction, transfer.nbytes, transfer.seconds, transfer.copier, transfer.error
+    return kind(*fields)
 
 
-class _Both:
-    """Two listeners in the place of one."""
+class JobEngine(Protocol):
+    """What a job needs of its engine."""
 
-    def __init__(self, first: Listener, second: Listener) -> None:
-        self._listeners = (first, second)
+    def advance(self) -> None: ...
 
-    def boarded(self, job: Job) -> None:
-        for listener in self._listeners:
-            listener.boarded(job)
+    def forget_report(self, job_id: int) -> None: ...
 
-    def ended(self, job: Job) -> None:
-        for listener in self._listeners:
-            listener.ended(job)
+    def order_job_before(self, transfer: Transfer, stream: StreamLike, part: int | None) -> None: ...
 
-
-class JobGroup:
-    """Listens to several jobs, and finishes when all of them have ended.
-
-    The submission counts as unfinished work, too: one job may end before the next has boarded.
-    """
-
-    def __init__(self) -> None:
-        self._finish: Callable[[bool], None] | None = None
-        self._unfinished: set[int | None] = {None}  # job ids; None stands for the submission
-        self._failed = False
-        self.any_boarded = False  # whether copies may be under way
-
-    def boarded(self, job: Job) -> None:
-        self.any_boarded = True
-        self._unfinished.add(job.id)
-
-    def ended(self, job: Job) -> None:
-        self._conclude(job.id, job.error is not None)
-
-    def submitted(self, finish: Callable[[bool], None], *, failed: bool = False) -> None:
-        """No further job will come. `finish` is called with whether anything failed, once all have ended."""
-        self._finish = finish
-        self._conclude(None, failed)
-
-    def _conclude(self, job_id: int | None, failed: bool) -> None:
-        self._failed |= failed
-        self._unfinished.discard(job_id)
-        if not self._unfinished and self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish(self._failed)
-
-
-class Piece:
-    """Operations of a job on a stream, of one share and one part: their places in the driver's queue, the table that
-    they read, and the event at their end, once recorded."""
-
-    __slots__ = ("event", "part", "places", "share", "stream", "table")
-
-    def __init__(self, share: int, part: int, stream: LaneStream, places: int) -> None:
-        self.share = share
-        self.part = part
-        self.stream = stream
-        self.places = places
-        self.table: Table | None = None
-        self.event: int | None = None
+    def when_done(self, job: Job, callback: Callable[[Job], object]) -> None: ...
 
 
 class Job:
-    """One submitted transfer. Made by `OffloadEngine.store` and `load`; usable from any thread.
+    """One submitted transfer; returned by `OffloadEngine.store` and `load`. Usable from any thread, and awaitable.
 
     Until it is done, the caller must not write its blocks (a load's targets, a store's sources) or, for a store, read
     its slots, except on a stream ordered with `order_before`.
-
-    Attributes:
-        id: unique within the engine, rising in the order of submission.
-        direction: `Direction.STORE` or `Direction.LOAD`.
-        nbytes: payload bytes.
-        num_parts: in how many parts it is copied, one after the other; see `OffloadEngine.load`.
-        way, reason: what carries it, with how many programs of a kernel, and why that was chosen; `way` is None for an
-            empty transfer.
     """
 
-    # engine bookkeeping: `sequence` counts jobs of one direction; `pieces` are queued and have not ended; `share` and
-    # `part` are those being queued, `queued` counts operations of the share, `launched` says that no more will be,
-    # `followed` that the job's waits are queued; `start` and `end` are timing events, `markers` plain ones
+    __slots__ = ("__weakref__", "_engine", "_transfer")
 
-    def __init__(
-        self, engine: OffloadEngine, job_id: int, direction: Direction, nbytes: int, num_parts: int = 1
-    ) -> None:
-        self.id = job_id
-        self.direction = direction
-        self.nbytes = nbytes
-        self.num_parts = num_parts
-        self.method: CopyMethod | None = None
-        self.reason = "nothing to copy"
-        self.state = State.NEW
-        self.error: TransferError | None = None
-        self.seconds = 0.0
-        self.sequence = 0
-        self.flight: Flight | None = None  # while in flight
-        self.pieces: deque[Piece] = deque()
-        self.share = 0
-        self.part = 0
-        self.queued = 0
-        self.followed = False
-        self.launched = False
-        self.start: int | None = None
-        self.end: int | None = None
-        self.markers: list[int] = []
-        self.query_failures = 0
-        self.counted = False
-        self.listener: Listener | None = None
+    def __init__(self, engine: JobEngine, transfer: Transfer) -> None:
         self._engine = engine
-        self._simulated = engine.device.simulated
+        self._transfer = transfer
 
-    def step(self, event: Step) -> None:
-        """Move along the table; an illegal step raises AssertionError and changes nothing."""
-        following = TRANSITIONS.get((self.state, event))
-        assert following is not None, f"job {self.id}: {event} in {self.state}"
-        self.state = following
+    @property
+    def id(self) -> int:
+        """Unique within the engine, rising in the order of submission."""
+        return self._transfer.id
 
-    def fail(self, cause: BaseException) -> None:
-        """Note the first error; what the GPU still does has to end before the job has failed."""
-        self.step(Step.ERROR)
-        self._note(cause)
+    @property
+    def direction(self) -> Direction:
+        """`Direction.STORE` or `Direction.LOAD`."""
+        return self._transfer.direction
 
-    def lose(self, cause: BaseException) -> None:
-        """The context is gone: the job has failed now."""
-        self.step(Step.LOST)
-        self._note(cause)
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes."""
+        return self._transfer.nbytes
 
-    def _note(self, cause: BaseException) -> None:
-        if self.error is None:
-            self.error = TransferError(
-                f"{self.direction} {self.id} ({self.nbytes} bytes, {self.copier}) failed: {str(cause) or repr(cause)}"
-            )
-            self.error.__cause__ = cause.with_traceback(None)  # its frames would keep the engine alive
+    @property
+    def num_parts(self) -> int:
+        """In how many parts it is copied, one after the other; see `OffloadEngine.load`."""
+        return self._transfer.num_parts
+
+    @property
+    def method(self) -> CopyMethod | None:
+        """The copy method, with how many programs of a kernel; None for an empty transfer."""
+        return self._transfer.method
+
+    @property
+    def reason(self) -> str:
+        """Why that copy method was selected."""
+        return self._transfer.reason
 
     @property
     def copier(self) -> str:
         """The name of the copier; "none" for an empty transfer."""
-        return "none" if self.method is None else self.method.copier
+        return self._transfer.copier
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why the transfer failed; None if it has not failed, or not yet. `wait` raises it."""
+        return self._transfer.error
 
     @property
     def finished(self) -> bool:
-        """Whether the job is known to have ended; does not ask the GPU."""
-        return self.state in FINAL
+        """Whether the transfer is known to have ended, well or not. Does not ask the GPU; `done` does."""
+        return self._transfer.finished
 
     @property
     def done(self) -> bool:
-        """Whether the job has ended, well or not. Asks the GPU; never blocks."""
-        if not self.finished:
+        """Whether the transfer has ended, well or not. Asks the GPU; never blocks."""
+        if not self._transfer.finished:
             self._engine.advance()
-        return self.finished
+        return self._transfer.finished
 
     def wait(self, timeout: float | None = None) -> TransferResult:
-        """Wait until the job has ended; `poll()` will not report it any more.
+        """Wait until the transfer has ended. `OffloadEngine.poll` will not report it any more.
+
+        Args:
+            timeout: seconds; None waits for as long as it takes.
 
         Raises:
-            TransferError: the job failed.
-            TimeoutError: `timeout` seconds have passed; the job goes on.
+            TransferError: the transfer failed.
+            TimeoutError: `timeout` seconds have passed; the transfer goes on.
         """
         wait_until(lambda: self.done, timeout, repr(self))
-        self._engine.forget_report(self)
+        self._engine.forget_report(self._transfer.id)
         self.raise_error()
-        return self.outcome()
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Of its engine."""
-        return self._engine.lock
-
-    def tell(self, listener: Listener) -> None:
-        """Have `listener.ended` called when the job ends, or now if it has ended."""
-        with self._engine.lock:
-            if self.finished:
-                listener.ended(self)
-            else:
-                self.listener = listener if self.listener is None else _Both(self.listener, listener)
-
-    def raise_error(self) -> None:
-        """Raise the job's error, if it has one: a copy each time, so that the stored one holds nobody's frames."""
-        if self.error is not None:
-            raise TransferError(*self.error.args) from self.error.__cause__
+        return result_of(self._transfer)
 
     def result(self) -> TransferResult:
         """The same as `wait()`."""
         return self.wait()
 
     def outcome(self) -> TransferResult:
-        """The result of a finished job, failed or not."""
-        kind = SimulatedTransferResult if self._simulated else TransferResult
-        return kind(self.id, self.direction, self.nbytes, self.seconds, self.copier, self.error)
+        """The result of a finished transfer, with its `error` if it failed; does not raise that.
 
-    def order_before(self, stream: Any, part: int | None = None) -> None:
+        Raises:
+            RuntimeError: the transfer is not known to have ended; `wait` for it, or ask `done`, first.
+        """
+        if not self._transfer.finished:
+            raise RuntimeError(f"{self!r} has not ended; call wait(), or ask done, before outcome()")
+        return result_of(self._transfer)
+
+    def raise_error(self) -> None:
+        """Raise the transfer's error, if it has one: a copy each time, so that the stored one refers to no frames."""
+        error = self._transfer.error
+        if error is not None:
+            raise TransferError(*error.args) from error.__cause__
+
+    def add_done_callback(self, callback: Callable[[Job], object]) -> None:
+        """Call `callback(job)` once the transfer has ended, well or not.
+
+        It is called by a thread of the engine's that polls while something is awaited, outside all locks; at once, by
+        the calling thread, if the transfer is known to have ended. What it raises is logged (logger "kvoffload").
+        """
+        self._engine.when_done(self, callback)
+
+    def __await__(self) -> Generator[Any, None, TransferResult]:
+        """Wait in an asyncio task until the transfer has ended; as `wait`. The event loop goes on meanwhile."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not ended.done():  # the task may have been cancelled
+                ended.set_result(None)
+
+        def tell_loop(_: Job) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(tell_loop)
+        yield from ended
+        return self.wait()
+
+    def order_before(self, stream: StreamLike, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after this transfer has ended. The host does not wait for that.
 
-        (Where the driver's queues are full, it waits up to a second for the job, or the part, to be queued.)
+        (Where the driver's queues are full, it waits up to a second for the transfer, or the part, to be queued.)
         A transfer that fails on the GPU later does not hold the stream back: check `wait()` or `poll()`.
 
         Args:
             stream: a handle, or anything with `__cuda_stream__`.
-            part: of a load in parts: after this part has landed, and so all before it. None: after all of it.
+            part: of a load in parts: after this part has ended, and so all before it. None: after all of it.
 
         Raises:
-            ValueError: the job has no such part.
-            TransferError: the job has failed already, or the stream is being captured.
-            CapacityError: the driver's queues are full, and for a second there was no room for the rest of the job, or
-                of the part.
+            ValueError: the transfer has no such part.
+            TransferError: the transfer has failed already, or the stream is being captured.
+            CapacityError: the driver's queues are full, and for a second there was no room for the rest of the
+                transfer, or of the part.
         """
-        self._engine.order_before(self, stream, part)
+        self._engine.order_job_before(self._transfer, stream, part)
 
     def __repr__(self) -> str:
-        return f"Job({self.id}, {self.direction}, {self.nbytes} bytes, {self.copier}, {self.state.value})"
+        return describe(self._transfer)
+
+
+def describe(transfer: Transfer) -> str:
+    """A transfer in words, as the repr of its job."""
+    name = f"{transfer.id}, {transfer.direction}, {transfer.nbytes} bytes"
+    return f"Job({name}, {transfer.copier}, {transfer.state.name.lower()})"
 
 
 def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) -> None:

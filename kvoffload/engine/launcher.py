@@ -1,231 +1,214 @@
-"""Queues the pieces of jobs on the streams of their lanes, behind everything that they must follow.
+"""Queues the segments of transfers on the streams of their lanes, behind everything that they must follow.
 
-A job has one share of its blocks, or two that run at the same time. Pieces of a share follow each other, on one stream
-or on several.
+A transfer has one share of its blocks, or two that run at the same time. Segments of a share follow each other, on one
+stream or on several.
 
-    lane's stream for kernels   ─after, previous, rival─●start─[kernel's share]──────●
-    lane's stream for copies                     wait start ─[piece]─●─[piece]─ wait ●─●end
+    lane's stream for kernels   ─markers, previous, conflict─●start─[kernel's share]──────●
+    lane's stream for copies                         wait start ─[segment]─●─[segment]─ wait ●─●end
 
-A load in parts has one share. No piece is of two parts, so a part has landed at the event behind its last piece.
+A load in parts has one share. No segment is of two parts, so a part has ended at the event behind its last segment.
 
-    lane's stream for copies    ─after, previous, rival─●start─[part 0]─●─[piece of part 1]─●─[its rest]─●─[part 2]─●end
+    lane's stream for copies    ─markers, ...─●start─[part 0]─●─[some of part 1]─●─[the rest]─●─[part 2]─●end
 
-Everything here is called under the engine's lock, with the context current.
+Everything here is called under the engine's lock, with the context current and `InFlight.consistent` False.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kvoffload.copiers import Staged, Submit
-from kvoffload.device.streams import EVENT_COST, EventPool, Lane, LaneStream
+from kvoffload.copiers import Staged
+from kvoffload.device.streams import EVENT_COST, KERNEL_STREAM, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
 from kvoffload.driver import Driver
-from kvoffload.engine.books import Books, Flight
-from kvoffload.engine.job import Job, Piece
+from kvoffload.engine.queues import InFlight, TransferQueue
+from kvoffload.engine.transfer import Segment, Transfer
 from kvoffload.errors import DriverError, KVOffloadError
-from kvoffload.planning.transfer_plan import Direction
 
 
 class Launcher:
-    """Queues jobs of both directions.
+    """Queues the transfers of both directions."""
 
-    Args:
-        books: of each direction.
-        markers: plain events.
-        lose: called with a sticky error, which ends everything.
-    """
-
-    def __init__(
-        self, driver: Driver, books: dict[Direction, Books], markers: EventPool, lose: Callable[[Exception], None]
-    ) -> None:
+    def __init__(self, driver: Driver, in_flight: InFlight) -> None:
         self._driver = driver
-        self._books = books
-        self._markers = markers
-        self._lose = lose
-
-    def unfinished(self, direction: Direction, sequence: int) -> Job | None:
-        """The job with that sequence number if it is still in flight."""
-        return self._books[direction].job(sequence)
+        self._in_flight = in_flight
+        self._markers = in_flight.markers
 
     def launch(self) -> None:
-        """Queue what there is room for, in order within each direction."""
-        launched = True
-        while launched:  # again: a job of one direction may have waited for one of the other
-            launched = False
-            for books in self._books.values():
-                while (job := books.next_to_launch()) is not None and self._launch(job, books.lane):
-                    books.launched = job.sequence
-                    launched = True
+        """Queue what the streams have room for, in order within each direction.
 
-    def _launch(self, job: Job, lane: Lane) -> bool:
-        """Queue pieces of a job while there is room; False while some are left or its rival is not all queued."""
-        if job.launched:
-            return True
-        assert job.flight is not None
-        flight = job.flight
-        if flight.rival is not None and not (flight.rival.launched or flight.rival.finished):
+        Raises:
+            DriverError: the CUDA context is lost.
+        """
+        progress = True
+        while progress:  # again: a transfer of one direction may have waited for one of the other
+            progress = False
+            for queue in self._in_flight.both:
+                while queue.waiting and self._enqueue(queue, queue.waiting[0]):
+                    queue.waiting.popleft()
+                    progress = True
+
+    def _enqueue(self, queue: TransferQueue, transfer: Transfer) -> bool:
+        """Queue segments while there is room. False while some are left, or what it must follow is not all queued."""
+        conflict = transfer.conflict
+        if conflict is not None and not (conflict.enqueued or conflict.finished):
             return False
+        transfer.submitting = True
         ahead: dict[int, Staged] = {}
-        cleared = False
-        while not job.launched:
-            share = flight.shares[job.share]
-            work, copier = share
-            stop = min(job.queued + copier.piece_operations, share.end_of(job.part))
-            places = copier.queue_cost(stop - job.queued) + EVENT_COST
-            stream = lane.take(places, kernel=copier.is_kernel)
-            if stream is None:
-                return False
-            last = job.pieces[-1] if job.pieces else None
-            piece = Piece(job.share, job.part, stream, places)
-            job.pieces.append(piece)
-            try:
-                if job.share == 0 and job.queued == 0:
-                    ahead = _stage_ahead(flight)
-                staged = ahead.pop(job.share, None) or copier.stage(work.cut(job.queued, stop), flight.order)
-                if staged is None:
-                    self.give_back(job, job.pieces.pop())
-                    if cleared or not self._is_alone(job):
-                        return False
-                    copier.clear(job.direction)  # an interrupt has lost tables
-                    cleared = True
-                    continue
-                piece.table = staged.table
-                self._launch_piece(job, flight, stop, piece, last, staged.submit)
-            except BaseException as error:
-                self._submission_failed(job, error)
-                if not isinstance(error, KVOffloadError):
-                    raise
+        try:
+            while not transfer.enqueued:
+                if not self._enqueue_segment(queue, transfer, ahead):
+                    break
+        except KVOffloadError as error:
+            self.fail(transfer, error)
+        transfer.submitting = False
+        return transfer.enqueued
+
+    def _enqueue_segment(self, queue: TransferQueue, transfer: Transfer, ahead: dict[int, Staged]) -> bool:
+        """Queue the next segment: behind what it must follow, before an event. False if there is no room for it."""
+        share = transfer.shares[transfer.share]
+        work, copier = share
+        ends = work.part_ends
+        stop = min(transfer.queued + copier.segment_operations, ends[transfer.part] if ends else len(work))
+        places = copier.queue_cost(stop - transfer.queued) + EVENT_COST
+        stream = stream_with_room(queue.lane, places, copier.is_kernel)
+        if stream is None:
+            return False
+        first = transfer.share == 0 and transfer.queued == 0
+        if first and len(transfer.shares) > 1:
+            self._stage_ahead(transfer, ahead)
+        staged = ahead.pop(transfer.share, None) or copier.stage(work.cut(transfer.queued, stop), transfer.source_order)
+        if staged is None:
+            return False
+        previous = transfer.segments[-1] if transfer.segments else None
+        segment = Segment(transfer.share, transfer.part, stream, places)
+        segment.table = staged.table
+        transfer.segments.append(segment)  # before anything of it is queued
+        stream.places += places
+        if first:
+            self._follow(queue, transfer, stream)
+        elif transfer.queued == 0:
+            assert transfer.start is not None
+            self._driver.stream_wait_event(stream.handle, transfer.start)
+        elif previous is not None and previous.stream is not stream:
+            assert previous.event is not None
+            self._driver.stream_wait_event(stream.handle, previous.event)
+        staged.submit(stream.handle, transfer.start if first else None)
+        self._end_segment(transfer, segment, stop)
         return True
 
-    def _is_alone(self, job: Job) -> bool:
-        """Whether nothing of the job's direction is queued."""
-        return not job.pieces and self._books[job.direction].jobs[0] is job
-
-    def _launch_piece(
-        self, job: Job, flight: Flight, stop: int, piece: Piece, last: Piece | None, submit: Submit
-    ) -> None:
-        """Queue operations `[job.queued, stop)` of the job's share: behind what they must follow, before an event."""
-        handle, share = piece.stream.handle, flight.shares[job.share]
-        self._begin_piece(job, flight, piece, last)
-        submit(handle, job.start if job.share == 0 and job.queued == 0 else None)
+    def _end_segment(self, transfer: Transfer, segment: Segment, stop: int) -> None:
+        """Record the event behind a segment that ends with operation `stop` of its share, and go on to the next one."""
+        share, handle = transfer.shares[segment.share], segment.stream.handle
         done = stop == len(share.work)
-        if done and job.share == len(flight.shares) - 1:
-            self._join(job, piece)
-            assert job.end is not None
-            self._driver.event_record(job.end, handle)
-            piece.event = job.end
-            job.launched = True
+        if done and segment.share == len(transfer.shares) - 1:
+            if segment.share:
+                self._join(transfer, segment)
+            assert transfer.end is not None
+            self._driver.event_record(transfer.end, handle)
+            segment.event = transfer.end
+            transfer.enqueued = True
             return
-        event = self._mark(job, piece.stream)
-        job.markers.remove(event)
-        piece.event = event
+        segment.event = self._mark(segment.stream)
         if done:
-            job.share, job.queued = job.share + 1, 0
+            transfer.share, transfer.queued = transfer.share + 1, 0
         else:
-            job.part, job.queued = job.part + (stop == share.end_of(job.part)), stop
+            ends = share.work.part_ends
+            transfer.part, transfer.queued = transfer.part + (bool(ends) and stop == ends[transfer.part]), stop
 
-    def _begin_piece(self, job: Job, flight: Flight, piece: Piece, last: Piece | None) -> None:
-        """Have the piece's stream wait: for all that the job must follow, its start, or the piece before it."""
-        driver, handle = self._driver, piece.stream.handle
-        if job.share == 0 and job.queued == 0:
-            self._follow(job, flight, piece.stream)
-        elif job.queued == 0:
-            assert job.start is not None
-            driver.stream_wait_event(handle, job.start)
-        elif last is not None and last.stream is not piece.stream:
-            assert last.event is not None
-            driver.stream_wait_event(handle, last.event)
+    def _stage_ahead(self, transfer: Transfer, ahead: dict[int, Staged]) -> None:
+        """Stage the first segment of the shares behind the first one, so that it is ready while that one runs.
 
-    def _join(self, job: Job, final: Piece) -> None:
-        """Have the stream of the final piece wait for the end of the job's other shares."""
-        ends = {piece.share: piece.event for piece in job.pieces if piece.share != final.share}
+        Kernels come first: what is staged here has no table, so that it may be discarded.
+        """
+        for number, (work, copier) in enumerate(transfer.shares[1:], start=1):
+            staged = copier.stage(work.cut(0, copier.segment_operations), transfer.source_order)
+            assert staged is not None
+            assert staged.table is None
+            ahead[number] = staged
+
+    def _join(self, transfer: Transfer, final: Segment) -> None:
+        """Have the stream of the final segment wait for the end of the transfer's other shares."""
+        ends = {segment.share: segment.event for segment in transfer.segments if segment.share != final.share}
         for event in ends.values():
             assert event is not None
             self._driver.stream_wait_event(final.stream.handle, event)
 
-    def _follow(self, job: Job, flight: Flight, stream: LaneStream) -> None:
-        """Have a job's first stream wait for all that the job must follow."""
-        previous = self.unfinished(job.direction, job.sequence - 1)
-        if flight.marked:
-            self._driver.stream_wait_event(stream.handle, job.markers[0])
-        if previous is not None and not self._ends_on(previous, stream):
-            self.wait_for_job(stream.handle, previous)
-        if flight.rival is not None and not flight.rival.finished:
-            self.wait_for_job(stream.handle, flight.rival)
-        job.followed = True
+    def _follow(self, queue: TransferQueue, transfer: Transfer, stream: LaneStream) -> None:
+        """Have a transfer's first stream wait for all that the transfer must follow."""
+        for marker in transfer.markers:
+            self._driver.stream_wait_event(stream.handle, marker)
+        if queue.transfers[0] is not transfer:
+            previous = queue.unfinished(transfer.sequence - 1)
+            if previous is not None and not _ends_on(previous, stream):
+                self.wait_for_transfer(stream.handle, previous)
+        if transfer.conflict is not None and not transfer.conflict.finished:
+            self.wait_for_transfer(stream.handle, transfer.conflict)
+        transfer.ordered = True
 
-    def _ends_on(self, job: Job, stream: LaneStream) -> bool:
-        """Whether what is queued on `stream` next follows `job` without a wait."""
-        return job.error is None and (not job.pieces or job.pieces[-1].stream is stream)
+    def wait_for_transfer(self, stream: int, transfer: Transfer) -> None:
+        """Have `stream` wait for a queued transfer in flight and all transfers before it in its lane.
 
-    def wait_for_job(self, stream: int, job: Job) -> None:
-        """Have `stream` wait for a launched `job` and all jobs before it in its lane.
+        There are two cases:
 
-        The end of a job implies the end of those before it. A job whose submission failed half-way has no end, and may
-        not follow its predecessor: then what it queued is waited for, piece by piece, and its predecessor.
+        1. All of it was queued: its end implies the end of those before it.
+        2. Its submission failed half-way. It has no end, and may not follow its predecessor: then each segment that was
+           queued is waited for, and the predecessor, which may be of the same kind.
         """
-        last: Job | None = job
+        queue = self._in_flight.of(transfer.direction)
+        last: Transfer | None = transfer
         while last is not None and last.error is not None:
-            for piece in last.pieces:
-                event = self._mark(job, piece.stream) if piece.event is None else piece.event
-                self._driver.stream_wait_event(stream, event)
-            last = None if last.followed else self.unfinished(last.direction, last.sequence - 1)
+            for segment in last.segments:
+                if segment.event is None:
+                    segment.event = self._mark(segment.stream)
+                self._driver.stream_wait_event(stream, segment.event)
+            last = None if last.ordered else queue.unfinished(last.sequence - 1)
         if last is not None:
             assert last.end is not None
             self._driver.stream_wait_event(stream, last.end)
 
-    def wait_for_part(self, stream: int, job: Job, part: int) -> None:
-        """Have `stream` wait for a part of a job in flight, all of which is queued, and for all before it.
+    def wait_for_part(self, stream: int, transfer: Transfer, part: int) -> None:
+        """Have `stream` wait for a part of a transfer in flight, all of which is queued, and for all before it.
 
-        The parts of which no piece is left have landed.
+        The parts of which no segment is left have ended.
         """
-        last = next((piece for piece in reversed(job.pieces) if piece.part <= part), None)
+        last = next((segment for segment in reversed(transfer.segments) if segment.part <= part), None)
         if last is not None:
             assert last.event is not None
             self._driver.stream_wait_event(stream, last.event)
 
-    def _mark(self, job: Job, stream: LaneStream) -> int:
-        """An event of the job's behind everything on `stream`."""
-        event = self._markers.acquire()
-        job.markers.append(event)
+    def _mark(self, stream: LaneStream) -> int:
+        """An event behind everything on `stream`."""
+        event = self._markers.idle.pop() if self._markers.idle else self._markers.make()
         self._driver.event_record(event, stream.handle)
         return event
 
-    def _submission_failed(self, job: Job, error: BaseException) -> None:
-        """A driver call failed while the job was queued; some of it may run. It fails when nothing of it is left."""
+    def fail(self, transfer: Transfer, error: BaseException) -> None:
+        """The submission of a transfer failed or was interrupted. It fails when what was queued has ended.
+
+        Raises:
+            DriverError: `error`, if it says that the CUDA context is lost.
+        """
         if isinstance(error, DriverError) and error.sticky:
-            self._lose(error)
-            return
-        job.fail(error)
-        job.launched = True  # no more of it will be queued
-        if job.pieces and job.pieces[-1].event is None:
+            raise error
+        transfer.fail(error)
+        if transfer.segments and transfer.segments[-1].event is None:
             try:  # so that its end can be told from that of later work on the stream
-                job.pieces[-1].event = self._mark(job, job.pieces[-1].stream)
+                transfer.segments[-1].event = self._mark(transfer.segments[-1].stream)
             except KVOffloadError:
-                pass  # then it ends when the stream is idle
-            else:
-                job.markers.pop()
-
-    def give_back(self, job: Job, piece: Piece) -> None:
-        """A piece has ended, or was never queued, and is not among the job's any more: return its places, its event,
-        and its table unless another piece reads that, too."""
-        piece.stream.queued -= piece.places
-        if piece.event is not None and piece.event != job.end:
-            self._markers.release(piece.event)
-        table = piece.table
-        if table is not None and all(each.table is not table for each in job.pieces):  # no later part reads it
-            table.release()  # last: tables that an interrupt loses come back when there is no room for others
+                pass  # then it has ended when the stream is idle
 
 
-def _stage_ahead(flight: Flight) -> dict[int, Staged]:
-    """Stage the first piece of the shares behind the first, so that this need not be done while the first one runs.
+def stream_with_room(lane: Lane, places: int, kernel: bool) -> LaneStream | None:
+    """The stream for the lane's next work, or None if there is no room for so many places of the driver's queue."""
+    streams, limit = lane.streams, QUEUE_LIMIT - places
+    if kernel:
+        return streams[KERNEL_STREAM] if streams[KERNEL_STREAM].places <= limit else None
+    if streams[lane.tail].places > limit:
+        following = (lane.tail + 1) % STREAMS_PER_LANE
+        if streams[following].places > limit:
+            return None
+        lane.tail = following
+    return streams[lane.tail]
 
-    Kernels come first: what is staged here holds no table, so it may be forgotten.
-    """
-    found = {}
-    for number, (work, copier) in enumerate(flight.shares[1:], start=1):
-        staged = copier.stage(work.cut(0, copier.piece_operations), flight.order)
-        assert staged is not None
-        assert staged.table is None
-        found[number] = staged
-    return found
+
+def _ends_on(transfer: Transfer, stream: LaneStream) -> bool:
+    """Whether what is queued on `stream` next follows `transfer` without a wait."""
+    return transfer.error is None and (not transfer.segments or transfer.segments[-1].stream is stream)

@@ -1,30 +1,41 @@
-"""A transfer as asked for, checked: ids in range, as many slots as the blocks need, targets distinct."""
+"""A transfer as asked for, checked: ids in range and copied, as many slots as the blocks need."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from kvoffload.engine.job import Listener
-from kvoffload.engine.wait_streams import Source, as_sources
+from kvoffload.copiers import check_carries_parts, check_copier
+from kvoffload.device.streams import NO_WAIT
+from kvoffload.driver.core import LEGACY_STREAM
+from kvoffload.engine.wait_streams import Followed, Source, as_sources
 from kvoffload.errors import LayoutError
-from kvoffload.layout.layout import Int64Array, KVLayout, as_ids
+from kvoffload.internal.types import ArrayLike, Int64Array
+from kvoffload.layout.layout import KVLayout, as_ids
 from kvoffload.planning.layer_groups import Parts, as_parts
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod
 
-SOURCE_ORDERS = ("auto", "stream", "any")
+CopierName = Literal["strided", "gather", "split", "batch", "loop"]
+SourceOrderName = Literal["auto", "stream", "any"]
+SOURCE_ORDERS: tuple[SourceOrderName, ...] = ("auto", "stream", "any")
+
+_INT = frozenset({int})
+_MOST_HANDLE = 1 << 64
+_FEW = 64  # ids, of which a set is made sooner than numpy compares them
+_DEFAULT_SOURCES: tuple[Source, ...] = (LEGACY_STREAM,)
 
 
 class Request(NamedTuple):
     """A checked transfer.
 
     Attributes:
-        sources: what it is to follow.
+        slots, blocks: ids, int64, (n,) each, copies of what the caller gave.
+        sources: handles of streams that it is to follow; `Array`s, too, if `arrays` is true.
         parts: planes of each part of a load; None where all are in one.
-        after: the stream that stands for all of these, None for none; the engine fills it in.
     """
 
     direction: Direction
@@ -32,12 +43,11 @@ class Request(NamedTuple):
     slots: Int64Array
     blocks: Int64Array
     first_sub_block: int
-    sources: tuple[Source, ...]
-    copier: str | CopyMethod | None
-    source_order: str
-    listener: Listener | None
-    parts: Parts | None = None
-    after: int | None = None
+    sources: tuple[Any, ...]
+    arrays: bool
+    copier: CopierName | CopyMethod | None
+    source_order: SourceOrderName
+    parts: Parts | None
 
     @property
     def num_parts(self) -> int:
@@ -47,47 +57,66 @@ class Request(NamedTuple):
 def make_request(
     layout: KVLayout,
     num_slots: int,
+    missing_copiers: dict[str, str | None],
     direction: Direction,
-    blocks: Any,
-    slots: Any,
-    group: Any,
-    first_sub_block: Any,
+    blocks: ArrayLike,
+    slots: ArrayLike,
+    group: int,
+    first_sub_block: int,
     after: Any,
-    copier: str | CopyMethod | None,
-    source_order: str,
-    listener: Listener | None,
-    parts: Any = None,
+    copier: CopierName | CopyMethod | None,
+    source_order: SourceOrderName,
+    parts: int | Sequence[Sequence[int]] | None,
 ) -> Request:
     """Check the arguments of `OffloadEngine.store` and `load`.
 
     Raises:
         LayoutError, ValueError, TypeError: the message names the argument, the value and what is right.
+        CapabilityError: the copier asked for cannot run here.
     """
     if source_order not in SOURCE_ORDERS:
-        raise ValueError(f"source_order must be one of {', '.join(SOURCE_ORDERS)}, got {source_order!r}")
-    group = _in_range("group", group, layout.num_groups)
-    first_sub_block = _in_range("first_sub_block", first_sub_block, layout.blocks_per_slot)
+        raise ValueError(f"source_order must be one of {', '.join(SOURCE_ORDERS)}, got {source_order!r:.80}")
+    if group.__class__ is not int or not 0 <= group < len(layout.groups):
+        group = _in_range("group", group, len(layout.groups))
+    if first_sub_block != 0 or first_sub_block.__class__ is not int:
+        first_sub_block = _in_range("first_sub_block", first_sub_block, layout.blocks_per_slot)
     block_ids = as_ids("blocks", blocks, layout.groups[group].num_blocks)
     slot_ids = as_ids("slots", slots, num_slots)
-    expected = layout.slots_for(len(block_ids), first_sub_block)
+    expected = -(-(len(block_ids) + first_sub_block) // layout.blocks_per_slot) if len(block_ids) else 0
     if len(slot_ids) != expected:
         raise LayoutError(
             f"{len(block_ids)} blocks from sub-block {first_sub_block} on need {expected} slots "
             f"(blocks_per_slot={layout.blocks_per_slot}), got {len(slot_ids)}"
         )
-    checked = direction, group, slot_ids, block_ids, first_sub_block
-    planes = _parts(parts, direction, len(layout.groups[group].planes))
-    return Request(*checked, sources_of(after, layout), copier, source_order, listener, planes)
+    if copier is not None:
+        check_copier(copier, missing_copiers)
+    planes = None
+    if parts is not None:
+        planes = _checked_parts(parts, direction, len(layout.groups[group].planes))
+        check_carries_parts(copier)
+    sources: tuple[Any, ...]
+    if after is None and layout.on_default_stream:
+        sources = _DEFAULT_SOURCES
+    elif after is NO_WAIT:
+        sources = ()
+    else:
+        sources = (after,) if after.__class__ is int and 0 < after < _MOST_HANDLE else sources_of(after, layout)
+    arrays = len(sources) > 0 and not _INT.issuperset(map(type, sources))
+    return Request(
+        direction, group, slot_ids, block_ids, first_sub_block, sources, arrays, copier, source_order, planes
+    )
 
 
-def _parts(parts: Any, direction: Direction, num_planes: int) -> Parts | None:
-    if parts is not None and direction is Direction.STORE:
+def _checked_parts(parts: Any, direction: Direction, num_planes: int) -> Parts | None:
+    if direction is Direction.STORE:
         raise ValueError(f"parts={parts!r:.80} is for loads; a store takes all planes together: leave parts out")
     return as_parts(parts, num_planes)
 
 
 def sources_of(after: Any, layout: KVLayout) -> tuple[Source, ...]:
     """What `after` names; None only where the default stream orders the planes."""
+    if isinstance(after, Followed):
+        return after.streams
     if after is None and not layout.on_default_stream:
         raise ValueError(
             "after=None stands for the legacy default stream, and these planes are computed on streams that it does "
@@ -103,12 +132,15 @@ def refuse_repeated_targets(request: Request, scratch: Int64Array) -> None:
     Args:
         scratch: any contents, longer than every id of the engine; overwritten.
     """
-    name, ids = ("blocks", request.blocks) if request.direction is Direction.LOAD else ("slots", request.slots)
+    loads = request.direction is Direction.LOAD
+    ids = request.blocks if loads else request.slots
+    if len(ids) <= _FEW and len(set(ids.tolist())) == len(ids):
+        return
     positions = np.arange(len(ids))
     scratch[ids] = positions
     repeated = scratch[ids] != positions
-    if repeated.any():
-        wrong = int(repeated.argmax())
+    if np.logical_or.reduce(repeated):
+        wrong, name = int(repeated.argmax()), "blocks" if loads else "slots"
         raise LayoutError(f"{name}[{wrong}] repeats {ids[wrong]}; the targets of a transfer must be distinct")
 
 
@@ -118,5 +150,5 @@ def _in_range(name: str, value: Any, limit: int) -> int:
     except TypeError:
         number = -1
     if isinstance(value, bool) or not 0 <= number < limit:
-        raise LayoutError(f"{name} must be an integer in [0, {limit}), got {value!r}")
+        raise LayoutError(f"{name} must be an integer in [0, {limit}), got {value!r:.80}")
     return number

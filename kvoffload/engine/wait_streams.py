@@ -1,34 +1,50 @@
 """What a transfer is to follow: streams, and arrays whose producer is asked for.
 
 Some libraries do not show their streams (JAX), but every array that speaks DLPack can make a stream of ours wait for
-what computes it: `array.__dlpack__(stream=...)`. Such a stream is a *relay*: it waits, and a transfer follows it as it
-would follow the caller's stream.
+what computes it: `array.__dlpack__(stream=...)`. Such a stream is a *wait stream*: it waits, and a transfer follows it
+as it would follow a stream of the caller's. Each use has a wait stream of its own, on which nothing else waits:
+transfers that have nothing to do with each other never wait for each other's producers.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from functools import partial
+import time
+import weakref
 from typing import Any
 
 from kvoffload.device.streams import NO_WAIT, refuse_capturing, stream_handle
 from kvoffload.driver import Driver
-from kvoffload.driver.core import LEGACY_STREAM
-from kvoffload.internal.teardown import run_all
+from kvoffload.driver.core import DISABLE_TIMING, LEGACY_STREAM, NON_BLOCKING
+from kvoffload.errors import CapacityError
 from kvoffload.layout.dlpack import CPU, CUDA_HOST
 
-WAIT_STREAMS = 2  # taken in turn: what follows one array should not have to follow many that others asked for
+MOST_WAIT_STREAMS = 64
+_WAIT_SECONDS = 1.0  # how long a transfer waits on the host for a wait stream
 
 
 class Array:
     """An array that a transfer is to follow, as it was given."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: Any, name: str) -> None:
         self.given = given
+        self.name = name
 
 
 Source = int | Array  # a stream handle, or an array
+
+
+class Followed:
+    """Streams that stand for all that a transfer is to follow. While it is referred to, its wait stream is reserved.
+
+    Attributes:
+        streams: handles.
+    """
+
+    __slots__ = ("__weakref__", "streams")
+
+    def __init__(self, streams: tuple[int, ...]) -> None:
+        self.streams = streams
 
 
 def as_sources(after: Any) -> tuple[Source, ...]:
@@ -40,10 +56,10 @@ def as_sources(after: Any) -> tuple[Source, ...]:
         TypeError: something that is neither.
         ValueError: an array that was deleted.
     """
-    if after is NO_WAIT:
-        return ()
     if after is None:
         return (LEGACY_STREAM,)
+    if after is NO_WAIT:
+        return ()
     if isinstance(after, list | tuple):
         return tuple(_as_source(each, f"after[{index}]") for index, each in enumerate(after))
     return (_as_source(after, "after"),)
@@ -54,8 +70,8 @@ def _as_source(given: Any, name: str) -> Source:
         return stream_handle(given, name)
     if hasattr(given, "__dlpack__") or _has_cuda_array_interface(given):
         if hasattr(given, "is_deleted") and given.is_deleted():  # JAX's
-            raise ValueError(f"{name} was deleted, or donated to a computation: pass what took its place")
-        return Array(given)
+            raise ValueError(f"{name} was deleted, or donated to a computation: pass the array that took its place")
+        return Array(given, name)
     if given is None or given is NO_WAIT:
         raise TypeError(f"{name} must be a stream or an array, got {given!r}; leave it out of the list")
     return stream_handle(given, name)
@@ -69,83 +85,109 @@ def _has_cuda_array_interface(given: Any) -> bool:
 
 
 class WaitStreams:
-    """Streams that wait for what has no stream handle.
+    """A pool of streams that wait for what has no stream handle.
 
-    `follow` runs other people's code, so it must not be called under a lock that a callback of theirs may want.
+    `follow` calls methods of the arrays given, so it must not be called under a lock that these may want. The device's
+    context must be current in all methods.
 
     Args:
-        driver: its context must be current, here and in all methods.
+        driver: the driver.
         priority: of the streams.
     """
 
     def __init__(self, driver: Driver, priority: int) -> None:
         self._driver = driver
-        self._streams: list[int] = []
-        self._turn = 0
-        self._lock = threading.Lock()  # of the event
-        self._event: int | None = None
-        try:
-            for _ in range(WAIT_STREAMS):
-                self._streams.append(driver.stream_create(priority))
-            self._event = driver.event_create(timing=False)
-        except BaseException:
-            self.close()
-            raise
+        self._priority = priority
+        self._lock = threading.Lock()  # of the lists below
+        self._handles: list[int] = []
+        self._users: dict[int, weakref.ref[Followed]] = {}
+        self._event: list[int] = []  # one, once a stream has been followed
+        self._exported: list[int] = []  # one, once it was asked for
 
     def __len__(self) -> int:
-        return len(self._streams)
+        return len(self._handles) + len(self._exported)
 
-    def next(self) -> int:
-        """A relay; other threads may make it wait for more."""
-        self._turn = (self._turn + 1) % len(self._streams)
-        return self._streams[self._turn]
-
-    def follow(self, sources: Sequence[Source]) -> int:
-        """A relay that waits for what all sources have queued so far. The host does not wait.
+    def follow(self, sources: tuple[Source, ...]) -> Followed:
+        """Streams that stand for all sources: those given, and a wait stream for the arrays. The host does not wait.
 
         Raises:
             TypeError: an array in host memory (on a simulated device: one that is not).
             TransferError: a stream is being captured.
+            CapacityError: 64 other transfers follow arrays that are still being computed.
             Whatever an array raises when it is asked for its producer.
         """
-        wait_stream = self.next()
-        for source in sources:
-            if isinstance(source, int):
-                self._follow_stream(wait_stream, source)
-            else:
-                self._follow_array(wait_stream, source.given)
-        return wait_stream
+        streams = [source for source in sources if isinstance(source, int)]
+        arrays = [source for source in sources if isinstance(source, Array)]
+        if not arrays:
+            return Followed(tuple(streams))
+        followed = Followed(())
+        wait_stream = self._reserve(followed)
+        for array in arrays:
+            self._follow_array(wait_stream, array)
+        followed.streams = (*streams, wait_stream)
+        return followed
 
-    def _follow_stream(self, wait_stream: int, stream: int) -> None:
-        refuse_capturing(self._driver, stream, "after")
-        assert self._event is not None
+    def exported(self) -> int:
+        """A stream for importers of our memory to wait for. It is made to wait for transfers, and for nothing else."""
         with self._lock:
-            self._driver.event_record(self._event, stream)
-            self._driver.stream_wait_event(wait_stream, self._event)  # holds on to this record
+            if not self._exported:
+                self._driver.create("cuStreamCreateWithPriority", self._exported, NON_BLOCKING, self._priority)
+            return int(self._exported[0])
 
-    def _follow_array(self, wait_stream: int, array: Any) -> None:
-        if not hasattr(array, "__dlpack__"):
-            stream = array.__cuda_array_interface__.get("stream")
+    def _reserve(self, user: Followed) -> int:
+        """A stream that nothing waits on; reserved until `user` is garbage."""
+        begin = time.perf_counter()
+        while True:
+            with self._lock:
+                stream = self._idle_stream()
+                if stream is not None:
+                    self._users[stream] = weakref.ref(user)
+                    return stream
+            if time.perf_counter() - begin > _WAIT_SECONDS:
+                raise CapacityError(
+                    f"{MOST_WAIT_STREAMS} transfers follow arrays that are not computed yet: wait until some are, or "
+                    "pass the streams that compute them"
+                )
+            time.sleep(1e-4)
+
+    def _idle_stream(self) -> int | None:
+        for each in self._handles:
+            handle = int(each)
+            user = self._users.get(handle)
+            if (user is None or user() is None) and self._driver.stream_query(handle):
+                return handle
+        if len(self._handles) >= MOST_WAIT_STREAMS:
+            return None
+        self._driver.create("cuStreamCreateWithPriority", self._handles, NON_BLOCKING, self._priority)
+        return int(self._handles[-1])
+
+    def _follow_stream(self, wait_stream: int, stream: int, name: str) -> None:
+        refuse_capturing(self._driver, stream, name)
+        with self._lock:  # between record and wait no other thread may record the event again
+            if not self._event:
+                self._driver.create("cuEventCreate", self._event, DISABLE_TIMING)
+            self._driver.event_record(int(self._event[0]), stream)
+            self._driver.stream_wait_event(wait_stream, int(self._event[0]))
+
+    def _follow_array(self, wait_stream: int, array: Array) -> None:
+        given, name = array.given, array.name
+        if not hasattr(given, "__dlpack__"):
+            stream = given.__cuda_array_interface__.get("stream")
             if stream:  # else its owner says that there is nothing to wait for
-                self._follow_stream(wait_stream, stream_handle(stream, "after"))
+                self._follow_stream(wait_stream, stream_handle(stream, name), name)
             return
-        kind = int(array.__dlpack_device__()[0])
+        kind = int(given.__dlpack_device__()[0])
         if (kind in (CPU, CUDA_HOST)) is not self._driver.simulated:
             where = "host memory" if kind in (CPU, CUDA_HOST) else "a GPU's memory, but the device is simulated"
-            raise TypeError(f"after: the {type(array).__name__} given is in {where}, where no stream produces it")
+            raise TypeError(f"{name}: the {type(given).__name__} given is in {where}, where no stream produces it")
         if self._driver.simulated:
-            array.__dlpack__()  # host arrays: returns when the bytes are there
+            given.__dlpack__()  # host arrays: returns when the bytes are there
         else:
-            array.__dlpack__(stream=wait_stream)
+            given.__dlpack__(stream=wait_stream)
 
     def close(self) -> None:
-        """Destroy the streams; nothing may wait on them any more."""
-        streams, self._streams = self._streams, []
-        event, self._event = self._event, None
-        events = [] if event is None else [event]
-        run_all(
-            (
-                *(partial(self._driver.stream_destroy, stream) for stream in streams),
-                *(partial(self._driver.event_destroy, each) for each in events),
-            )
-        )
+        """Destroy the streams; nothing may wait on them. Interrupted, it goes on where it stopped."""
+        self._users.clear()
+        self._driver.destroy("cuStreamDestroy", self._handles)
+        self._driver.destroy("cuStreamDestroy", self._exported)
+        self._driver.destroy("cuEventDestroy", self._event)

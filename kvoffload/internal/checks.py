@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+_SHOWN_BITS = 128  # of an integer in a message; Python refuses to print very long ones
+
 
 def at_least(name: str, value: Any, minimum: int) -> int:
     """`value` as an int.
@@ -17,5 +19,16 @@ def at_least(name: str, value: Any, minimum: int) -> int:
     except TypeError:
         number = minimum - 1
     if isinstance(value, bool) or number < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {shown(value)}")
     return number
+
+
+def shown(value: Any, length: int = 80) -> str:
+    """A value for an error message: its repr, cut to `length` characters, and no error for any value."""
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception:  # an object that cannot show itself must not replace the error that names the argument
+        return f"an object of type {type(value).__name__}"
+    return text[:length]

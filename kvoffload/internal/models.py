@@ -17,14 +17,14 @@ class ModelGeometry:
     """What the paged KV cache of a model looks like on one GPU.
 
     Attributes:
-        name: how the command line calls it.
+        name: of the model, as `--model` takes it.
         layers: layers with a KV cache.
         kv_heads: KV heads on this GPU; 1 for a latent that all heads share.
         head_dim: elements of one head; of the latent and its rotary part together for MLA.
         kv_split: whether K and V are tensors of their own, and so two planes a layer.
         tokens_per_block: tokens that a block holds.
         dtype_bytes: bytes of an element.
-        groups: the block tables, by the attention that uses them; each has its share of the layers.
+        groups: the block tables, by the attention that uses them; each has an equal number of the layers.
         scale: 1, or the factor by which `block_bytes` was shrunk.
     """
 
@@ -94,7 +94,7 @@ def find_model(name: str) -> ModelGeometry:
     """The geometry of that name.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: there is no model of that name; the message lists all names.
     """
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")

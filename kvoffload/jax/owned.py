@@ -60,7 +60,7 @@ class OwnedCache(PlacedCache):
             device.driver.fill(self.memory.address, 0, self.memory.nbytes, LEGACY_STREAM)
             device.driver.stream_synchronize(LEGACY_STREAM)
         super().__init__(device, self.memory.address, self.memory.shape, self.memory.dtype)
-        stated = {"dtype": self.dtype, "on_default_stream": False}
+        stated: dict[str, Any] = {"dtype": self.dtype, "on_default_stream": False}
         self.layout = KVLayout.from_stacked(self.memory, plane_axis, block_axis, **stated | options)
         self._array = from_device(self.memory)
         self._followed = self._transfers()

@@ -1,1 +1,9 @@
-"""TODO."""
+"""What a KV cache looks like in GPU memory and in host slots. Nothing here touches a device.
+
+Plane, Group      device tensors indexed by block, and those that share a block table     planes.py, overlap.py
+KVLayout          the groups, and the slot that holds their blocks                        layout.py
+fold              planes that one strided copy covers                                     fold.py
+as_ids            a caller's block ids, copied and checked                                ids.py
+dtype_name        one spelling for each type of elements                                  dtypes.py
+plane_from_array  arrays of CuPy, JAX, PyTorch, ... as planes                             arrays.py, dlpack.py
+"""

@@ -1,31 +1,41 @@
-"""Arrays of other libraries as planes, through `__cuda_array_interface__` or DLPack; nothing is copied, and no library
-is imported for it but cuda.core, where DLPack is all that an array speaks."""
+"""Arrays of other libraries as planes, through `__cuda_array_interface__` or DLPack. Nothing is copied.
+
+cuda.core is imported for an array that has DLPack only, and no other library for any.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 
-from kvoffload.device.buffers import DeviceArray
 from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import shown
+from kvoffload.internal.types import GpuArray
 from kvoffload.layout.dlpack import CUDA, MANAGED, ArrayView, packed_strides, view_dlpack
-from kvoffload.layout.layout import Plane, dtype_name
+from kvoffload.layout.dtypes import dtype_name
+from kvoffload.layout.planes import Plane
 
 
-def is_jax_array(array: Any) -> bool:
+@runtime_checkable
+class DescribesItself(Protocol):
+    """An array of kvoffload's own, which can be described without DLPack: `kvoffload.DeviceArray`."""
+
+    def array_view(self) -> ArrayView:
+        """Where the elements lie. ClosedError if the memory has been freed."""
+
+
+def is_jax_array(array: object) -> bool:
     """Whether JAX owns an array: it computes on streams that the legacy default stream does not order."""
     return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
-def options_of(arrays: Sequence[Any]) -> dict[str, Any]:
-    """What a layout knows of its arrays: their type, if all have one, and whether the default stream orders them."""
+def common_dtype(arrays: Sequence[GpuArray]) -> str | None:
+    """The name of the arrays' type of elements; None if they differ, or have none that has a name."""
     names = {_dtype_of(array) for array in arrays}
-    return {
-        "dtype": names.pop() if len(names) == 1 else None,
-        "on_default_stream": not any(is_jax_array(array) for array in arrays),
-    }
+    return names.pop() if len(names) == 1 else None
 
 
 def _dtype_of(array: Any) -> str | None:
@@ -35,11 +45,12 @@ def _dtype_of(array: Any) -> str | None:
         return None
 
 
-def plane_from_array(array: Any, name: str) -> Plane:
+def plane_from_array(array: GpuArray, name: str) -> Plane:
     """The plane behind a device array of shape `(num_blocks, ...)`.
 
     Raises:
-        LayoutError: no device array, read-only, empty, or not contiguous within a block; the message names it.
+        LayoutError: not an array in GPU memory, read-only, empty, or not contiguous within a block; the message begins
+            with `name`.
     """
     view = _describe(array, name)
     if not view.shape:
@@ -47,38 +58,46 @@ def plane_from_array(array: Any, name: str) -> Plane:
     return _plane(view, 0, name, array)
 
 
-def planes_from_stacked(array: Any, plane_axis: int, block_axis: int) -> list[Plane]:
+def planes_from_stacked(array: GpuArray, plane_axis: SupportsIndex, block_axis: SupportsIndex) -> list[Plane]:
     """The planes of one device array that has a plane axis and a block axis; the other axes make up a block."""
     return planes_of_view(_describe(array, "array"), plane_axis, block_axis, array)
 
 
-def planes_of_view(view: ArrayView, plane_axis: int, block_axis: int, owner: object) -> list[Plane]:
-    """The same from where an array lies, and what is to be kept alive."""
-    axes = len(view.shape)
-    for name, axis in (("plane_axis", plane_axis), ("block_axis", block_axis)):
-        if not -axes <= axis < axes:
-            raise LayoutError(f"{name} must be an axis of shape {view.shape}, got {axis}")
-    plane_axis, block_axis = plane_axis % axes, block_axis % axes
-    if plane_axis == block_axis:
-        raise LayoutError(f"plane_axis and block_axis must differ, both are {plane_axis}")
-    rest = [axis for axis in range(axes) if axis != plane_axis]
-    planes = []
-    for index in range(view.shape[plane_axis]):
-        part = view._replace(
-            address=view.address + index * view.strides[plane_axis],
-            shape=tuple(view.shape[axis] for axis in rest),
-            strides=tuple(view.strides[axis] for axis in rest),
+def planes_of_view(view: ArrayView, plane_axis: SupportsIndex, block_axis: SupportsIndex, owner: object) -> list[Plane]:
+    """The planes of an array that lies where `view` says; they keep `owner` alive.
+
+    Raises:
+        LayoutError: axes that are out of range or the same, or blocks that are not contiguous.
+    """
+    planes_at, blocks_at = _axis("plane_axis", plane_axis, view.shape), _axis("block_axis", block_axis, view.shape)
+    if planes_at == blocks_at:
+        raise LayoutError(f"plane_axis and block_axis must differ, both are {planes_at}")
+    rest = [axis for axis in range(len(view.shape)) if axis != planes_at]
+    shape, strides = (tuple(values[axis] for axis in rest) for values in (view.shape, view.strides))
+    return [
+        _plane(
+            view._replace(address=view.address + index * view.strides[planes_at], shape=shape, strides=strides),
+            rest.index(blocks_at),
+            f"array plane {index}",
+            owner,
         )
-        planes.append(_plane(part, rest.index(block_axis), f"array plane {index}", owner))
-    return planes
+        for index in range(view.shape[planes_at])
+    ]
+
+
+def _axis(name: str, axis: SupportsIndex, shape: tuple[int, ...]) -> int:
+    try:
+        number = operator.index(axis)
+    except TypeError:
+        number = len(shape)
+    if isinstance(axis, bool) or not -len(shape) <= number < len(shape):
+        raise LayoutError(f"{name} must be an axis of shape {shape}, got {shown(axis)}")
+    return number % len(shape)
 
 
 def _describe(array: Any, name: str) -> ArrayView:
-    if isinstance(array, DeviceArray):
-        array.buffer.check()
-        return ArrayView(
-            array.address, array.shape, packed_strides(array.shape, array.itemsize), array.itemsize, read_only=False
-        )
+    if isinstance(array, DescribesItself):
+        return array.array_view()
     interface = None if is_jax_array(array) else _cuda_array_interface(array)  # JAX's calls every array read-only
     if interface is not None:
         view = _from_interface(interface, name)
@@ -99,7 +118,7 @@ def _describe(array: Any, name: str) -> ArrayView:
 def _cuda_array_interface(array: Any) -> dict[str, Any] | None:
     try:
         interface: dict[str, Any] | None = getattr(array, "__cuda_array_interface__", None)
-    except Exception:  # PyTorch refuses bfloat16 here, for one, and speaks DLPack
+    except Exception:  # PyTorch refuses bfloat16 here, for one, and has DLPack for it
         return None
     return interface
 
@@ -120,7 +139,7 @@ def _from_dlpack(array: Any, name: str) -> ArrayView:
         kind = int(array.__dlpack_device__()[0])
         if kind in (CUDA, MANAGED):
             return view_dlpack(array, None if is_jax_array(array) else -1)
-    except Exception as error:  # each library has its own; what they say is what the user has to know
+    except Exception as error:  # each library raises its own; the user needs its text
         raise LayoutError(f"{name}: its {type(array).__name__} gives no access to its memory: {error}") from error
     raise LayoutError(f"{name} is not in GPU memory (DLPack device type {kind}); planes are GPU memory")
 

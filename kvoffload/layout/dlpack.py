@@ -10,10 +10,10 @@ CPU, CUDA, CUDA_HOST, MANAGED = 1, 2, 3, 13  # DLPack's device types
 
 
 class ArrayView(NamedTuple):
-    """Where an array lies.
+    """The place of an array in memory.
 
     Attributes:
-        address: of its first element.
+        address: of its first element, bytes.
         shape, strides: extents, and bytes from one element to the next, by axis.
         itemsize: bytes of an element.
         read_only: whether its owner says that it must not be written.
@@ -31,8 +31,8 @@ def packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
 
 
-class _Asked:
-    """An array as cuda.core is to see it: asked with the stream that we say, or with none."""
+class _WithStream:
+    """An array for cuda.core whose `__dlpack__` is called with `stream`, or with none if that is None."""
 
     def __init__(self, array: Any, stream: int | None) -> None:
         self._array = array
@@ -47,20 +47,21 @@ class _Asked:
 
 
 def view_dlpack(array: Any, stream: int | None) -> ArrayView:
-    """Where an array with `__dlpack__` lies. Its memory is held only during the call.
+    """The place of an array with `__dlpack__` in memory, which the result does not keep alive.
 
     Args:
-        stream: is made to wait until the array is computed; -1: none is (but JAX takes that for a handle); None: what
-            the array does if no stream is named (JAX: the host waits).
+        stream: a CUstream handle, which the array's library makes wait until the array is computed; -1: it makes no
+            stream wait (but JAX takes that for a handle); None: the array's `__dlpack__` is called without a stream
+            (JAX: the host waits).
 
     Raises:
-        BufferError, or whatever the array raises: it cannot be exported.
+        BufferError, or another error of the array's library: it cannot be exported.
     """
     from cuda.core.utils import StridedMemoryView
 
-    view = StridedMemoryView.from_dlpack(_Asked(array, stream), -1)
+    view = StridedMemoryView.from_dlpack(_WithStream(array, stream), -1)
     shape = tuple(int(extent) for extent in view.shape)
-    itemsize = int(getattr(array, "itemsize", None) or view.dtype.itemsize)  # the view's dtype knows fewer types
+    itemsize = int(getattr(array, "itemsize", None) or view.dtype.itemsize)  # the view has no dtype for some types
     strides = view.strides
     in_bytes = packed_strides(shape, itemsize) if strides is None else tuple(int(each) * itemsize for each in strides)
     return ArrayView(int(view.ptr), shape, in_bytes, itemsize, bool(view.readonly))
@@ -74,7 +75,11 @@ def export_dlpack(
     owner: object,
     max_version: tuple[int, int] | None,
 ) -> Any:
-    """A capsule over C-contiguous GPU memory, which holds `owner`; the memory's context must be current."""
+    """A DLPack capsule over C-contiguous GPU memory; it keeps `owner` alive. The memory's context must be current.
+
+    Args:
+        max_version: the newest version of DLPack that the consumer knows, or None for the unversioned protocol.
+    """
     from cuda.core import Buffer
     from cuda.core.utils import StridedMemoryView
 

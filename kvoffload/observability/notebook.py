@@ -7,19 +7,21 @@ be read in light and dark; only bars have colours. Whatever is no markup is esca
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvoffload.engine.metrics import CacheStatistics, DirectionTotals, EngineStatistics
-from kvoffload.planning.transfer_plan import FoldedGroup, describe_fold, fold
+from kvoffload.cache.statistics import CacheStatistics
+from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
+from kvoffload.internal.representation import register
+from kvoffload.layout.fold import FoldedGroup, describe_fold, fold
+from kvoffload.layout.layout import KVLayout
 
 if TYPE_CHECKING:
-    from kvoffload.cache.admission import Namespace
+    from kvoffload.cache.admission import Tenant
     from kvoffload.device.device import Device
     from kvoffload.engine.engine import OffloadEngine
     from kvoffload.engine.report import PlanReport
-    from kvoffload.layout.layout import Group, KVLayout
+    from kvoffload.layout.planes import Group
 
 _BLUE, _LIGHT_BLUE, _ORANGE, _NOTHING = "#3d7fc4", "#7fb2e5", "#d9822b", "transparent"
 _MOST_DRAWN = 128  # planes of a slot; beyond that they would be thinner than a pixel
@@ -41,11 +43,18 @@ class Segment(NamedTuple):
     colour: str
 
 
-# pieces ---------------------------------------------------------------------------------------------------------------
+def register_cards() -> None:
+    """Give the classes of the lower floors their HTML representation."""
+    register(KVLayout, layout_card)
+
+
+# elements -------------------------------------------------------------------------------------------------------------
 
 
 def element(name: str, *content: object, style: str = "") -> Markup:
     """An element; of its content, what is no Markup is escaped."""
+    from html import escape  # its table of entities takes 2 ms to import, and this module comes with the package
+
     inside = "".join(each if isinstance(each, Markup) else escape(str(each)) for each in content)
     attribute = f' style="{escape(style)}"' if style else ""
     return Markup(f"<{name}{attribute}>{inside}</{name}>")
@@ -126,15 +135,15 @@ def layout_card(layout: KVLayout) -> Markup:
         rows.append(("dtype", layout.dtype))
     if layout.tokens_per_block is not None:
         rows.append(("tokens per block", layout.tokens_per_block))
-    note = "By address alone: an engine asks the driver which allocation holds each plane, and no run crosses one."
+    note = "By address alone. An engine asks the driver which allocation holds each plane; no copy crosses one."
     return card("KVLayout", (), table(rows), element("div", note, style="opacity:.7"))
 
 
 def _layout_rows(layout: KVLayout, folded: Sequence[FoldedGroup]) -> Iterator[tuple[str, object]]:
-    for number, (group, runs) in enumerate(zip(layout.groups, folded, strict=True)):
+    for number, (group, folds) in enumerate(zip(layout.groups, folded, strict=True)):
         which = f"group {number}: " if layout.num_groups > 1 else ""
         yield f"{which}planes", f"{_planes(group)}, {size(group.bytes_per_block)} a block"
-        yield f"{which}folding", f"{describe_fold([runs])}: a block takes {_operations(runs)}"
+        yield f"{which}folding", f"{describe_fold([folds])}: {_rows(folds)}"
 
 
 def _planes(group: Group) -> str:
@@ -143,11 +152,10 @@ def _planes(group: Group) -> str:
     return f"{plural(len(group.planes), 'plane')} x {shown} x {plural(group.num_blocks, 'block')}"
 
 
-def _operations(folded: FoldedGroup) -> str:
-    """What the copy engine does for a block: '1 operation of the copy engine, 64 rows of 32 KiB'."""
+def _rows(folded: FoldedGroup) -> str:
+    """The rows of a block's strided copies: '64 rows of 32 KiB'."""
     rows = [f"{plural(each.row_count, 'row')} of {size(each.width)}" for each in folded.classes]
-    shown = ", ".join(rows[:3]) + (", ..." if len(rows) > 3 else "")
-    return f"{plural(folded.runs, 'operation')} of the copy engine, {shown}"
+    return ", ".join(rows[:3]) + (", ..." if len(rows) > 3 else "")
 
 
 def _slot_rows(layout: KVLayout) -> Iterator[tuple[str, object]]:
@@ -253,14 +261,14 @@ def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
 
 
 def cache_card(
-    engine: OffloadEngine, statistics: CacheStatistics | None, described: str, namespaces: Mapping[str, Namespace]
+    engine: OffloadEngine, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Tenant]
 ) -> Markup:
     """What a block cache holds and has found.
 
     Args:
         statistics: its own; None in a forked process.
         described: its index in a line, the policy included.
-        namespaces: with their quotas and priorities.
+        tenants: with their quotas and priorities.
     """
     rows: list[tuple[str, object]] = [("keys and policy", described)]
     if statistics is not None:
@@ -268,12 +276,12 @@ def cache_card(
     quotas = table(
         (
             (name, "-" if each.max_blocks is None else f"{each.max_blocks:,}", each.priority)
-            for name, each in namespaces.items()
+            for name, each in tenants.items()
         ),
-        ("namespace", "blocks at most", "priority"),
+        ("tenant", "blocks at most", "priority"),
     )
     marks = _marks(engine.device, closed=False)
-    return card("BlockCache", marks, table(rows), quotas if namespaces else Markup())
+    return card("BlockCache", marks, table(rows), quotas if tenants else Markup())
 
 
 def _residency(statistics: CacheStatistics) -> list[Segment]:

@@ -1,42 +1,44 @@
-"""Loads in parts, such as one for each layer: which planes make up a part, and how a group folds by them."""
+"""Loads in parts, such as one for each layer: the planes of each part, and groups folded by parts."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any
+from typing import SupportsIndex, TypeAlias
 
 import numpy as np
 
 from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import shown
+from kvoffload.layout.fold import FoldedGroup, fold, fold_group
 from kvoffload.layout.layout import KVLayout
-from kvoffload.planning.transfer_plan import FoldedGroup, fold, fold_group
 
-Parts = tuple[tuple[int, ...], ...]  # indices of the planes of each part
+Parts: TypeAlias = tuple[tuple[int, ...], ...]  # indices of the planes of each part
+PartsLike: TypeAlias = SupportsIndex | Iterable[Iterable[SupportsIndex]] | None  # what users give as `parts`
 
 _KEPT_FOLDS = 64
-_WANTED = "parts must be None, how many there are, or for each part the indices of its planes"
+_WANTED = "parts must be None, a number of parts, or for each part the indices of its planes"
 
 
-def as_parts(parts: Any, num_planes: int) -> Parts | None:
+def as_parts(parts: PartsLike, num_planes: int) -> Parts | None:
     """The planes of each part; None where all of them are in one.
 
     Args:
-        parts: None; or how many equal runs of planes, in their order; or for each part the indices of its planes.
+        parts: None; or a number of equal parts, planes in their order; or for each part the indices of its planes.
         num_planes: of the group.
 
     Raises:
         LayoutError: parts of unequal size, or not every plane in exactly one part.
-        TypeError: something else; the message says what is right.
+        TypeError: any other value, booleans included; the message says what `parts` may be.
     """
     if parts is None:
         return None
     if isinstance(parts, bool | str | bytes):
-        raise TypeError(f"{_WANTED}; got {parts!r}")
+        raise TypeError(f"{_WANTED}; got {shown(parts)}")
     try:
-        count = operator.index(parts)
+        count = operator.index(parts)  # type: ignore[arg-type]
     except TypeError:
         found = _as_tuples(parts)
         _check_planes(found, num_planes)
@@ -50,18 +52,21 @@ def _equal_parts(count: int, num_planes: int) -> Parts:
     if count < 1 or num_planes % count:
         divisors = ", ".join(str(each) for each in range(1, num_planes + 1) if num_planes % each == 0)
         raise LayoutError(
-            f"parts={count} does not divide the group's {num_planes} planes: give one of {divisors}, or list the "
-            "planes of each part"
+            f"parts={shown(count)} does not divide the group's {num_planes} planes: give one of {divisors}, or list "
+            "the planes of each part"
         )
     size = num_planes // count
     return tuple(tuple(range(first, first + size)) for first in range(0, num_planes, size))
 
 
-def _as_tuples(parts: Any) -> Parts:
+def _as_tuples(parts: PartsLike) -> Parts:
     try:
-        return tuple(tuple(map(operator.index, planes)) for planes in parts)
+        given = [list(planes) for planes in parts]  # type: ignore[union-attr]
+        if not any(isinstance(plane, bool) for planes in given for plane in planes):
+            return tuple(tuple(map(operator.index, planes)) for planes in given)
     except TypeError:
-        raise TypeError(f"{_WANTED}; got {parts!r:.80}") from None
+        pass
+    raise TypeError(f"{_WANTED}; got {shown(parts)}")
 
 
 def _check_planes(parts: Parts, num_planes: int) -> None:
@@ -73,7 +78,9 @@ def _check_planes(parts: Parts, num_planes: int) -> None:
             raise LayoutError(f"parts[{number}] has no planes; leave it out")
         outside = [plane for plane in each if not 0 <= plane < num_planes]
         if outside:
-            raise LayoutError(f"parts[{number}] names plane {outside[0]}, and the group has planes [0, {num_planes})")
+            raise LayoutError(
+                f"parts[{number}] names plane {shown(outside[0])}, and the group has planes [0, {num_planes})"
+            )
     times = np.bincount(planes, minlength=num_planes)
     wrong = int(np.flatnonzero(times != 1)[0])
     what = "is in no part" if times[wrong] == 0 else f"is named {times[wrong]} times"
@@ -84,7 +91,7 @@ class Folds:
     """The groups of a layout, folded.
 
     Args:
-        layout, allocations: as for `plan.fold`.
+        layout, allocations: as for `kvoffload.layout.fold.fold`.
 
     Attributes:
         groups: each with all of its planes together.

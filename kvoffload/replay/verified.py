@@ -20,13 +20,14 @@ from kvoffload.cache.cache_job import CacheJob
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, make_policy
 from kvoffload.cache.reservations import Status
 from kvoffload.device.device import Device
-from kvoffload.device.pinned import Progress, UInt8Array
+from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.errors import CapacityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
+from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import Int64Array, KVLayout
 from kvoffload.replay.overlap import overlap
 

@@ -19,10 +19,12 @@ twice; a lost context answers every call with its error, and only its destructio
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from kvoffload.internal.checks import at_least
 from kvoffload.simulator import space
 from kvoffload.simulator.calls import SUCCESS, Needs, Version
 from kvoffload.simulator.copy_calls import CopyCalls
@@ -44,7 +46,8 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
     """One simulated driver: what a process sees when it loads CUDA.
 
     Args:
-        seed: decides every choice that CUDA leaves open; the same calls from one thread then go the same way.
+        seed: an integer; decides every choice that CUDA leaves open, so that the same calls from one thread go the
+            same way.
         driver_version: below (12, 8) there are no batch calls; the 13.x bindings need (13, 0) for them.
         bindings_version: below (13, 0) batch calls return a fail index and cuCtxCreate takes two arguments;
             from (13, 5) on there is `raw`.
@@ -65,6 +68,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
         attributes: device attributes by number; change them at will.
         staged_copies: whether cuMemcpyHtoD returns before the device has the bytes of pageable memory, as CUDA may.
         raw: None, or the raw-address calls of the 13.5 bindings.
+        device_ordinal_works, pools_tell_their_device: see `OutsideCalls`.
     """
 
     simulated = True
@@ -83,14 +87,18 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
         pinnable_bytes: int | None = None,
         deadlock_seconds: float = 2.0,
     ) -> None:
-        super().__init__(seed, driver_version, bindings_version, queue_depth, strict, deadlock_seconds)
+        _check_numbers(seed, driver_version, bindings_version, device_count)
+        super().__init__(operator.index(seed), driver_version, bindings_version, queue_depth, strict, deadlock_seconds)
         self.memory_bytes = memory_bytes
         self.device_count = device_count
         self.max_register_bytes = max_register_bytes
         self.pinnable_bytes = pinnable_bytes
         self.attributes = default_attributes()
         self.abandoned: dict[str, int] = {}
+        self.device_ordinal_works = False
+        self.pools_tell_their_device = True
         self._primaries = {}
+        self._pools, self._pool_of, self._retained, self._outside = {}, {}, {}, {}
         self.raw = self._raw_namespace() if bindings_version >= (13, 5) else None
 
     # For tests: the other side of the seam
@@ -134,6 +142,18 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
                 raise ValueError(f"{nbytes} bytes at {int(address):#x} are not within device or pinned memory")
             return space.view(int(address), nbytes)
 
+    def exported(self, address: Any, nbytes: int, owner: object) -> space.Bytes:
+        """Like `view`, but the array keeps `owner`, and the memory itself, alive: after a free it reads the bytes that
+        freed memory is filled with, and no other allocation's.
+
+        Raises ValueError for other addresses.
+        """
+        with self.lock:
+            region = self.memory.at(int(address))
+            if region is None or int(address) + nbytes > region.end:
+                raise ValueError(f"{nbytes} bytes at {int(address):#x} are not within device or pinned memory")
+            return space.held_view(int(address), nbytes, (owner, region.storage))
+
     def pending_operations(self) -> int:
         """Operations queued in all streams, of all contexts."""
         return self.scheduler.pending
@@ -164,6 +184,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
                 "host_allocations": kinds.count(Kind.PINNED),
                 "registered_ranges": kinds.count(Kind.REGISTERED),
                 "modules": len(self.modules),
+                "allocation_handles": len(self._retained),
                 "contexts": sum(not context.primary for context in contexts),
                 "primary_retains": sum(context.retain_count for context in contexts),
             }
@@ -194,3 +215,13 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
                 raise DriverError(status)
 
         return call
+
+
+def _check_numbers(seed: Any, driver_version: Any, bindings_version: Any, device_count: Any) -> None:
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed must be an integer, got {seed!r:.80}")
+    for name, version in (("driver_version", driver_version), ("bindings_version", bindings_version)):
+        pair = isinstance(version, tuple) and [type(number) for number in version] == [int, int]
+        if not pair:
+            raise TypeError(f"{name} must be two integers such as (13, 0), got {version!r:.80}")
+    at_least("device_count", device_count, 1)

@@ -9,9 +9,10 @@ from typing import Any
 from cuda.bindings import driver as cuda
 
 from kvoffload.simulator import space
-from kvoffload.simulator.calls import INVALID_VALUE, Core, driver_call, integer, size
+from kvoffload.simulator.calls import INVALID_VALUE, driver_call, integer, size
 from kvoffload.simulator.errors import RefusedError
 from kvoffload.simulator.memory import PAGE_BYTES, Kind, Region
+from kvoffload.simulator.outside import OutsideCalls
 
 OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 NOT_FOUND = cuda.CUresult.CUDA_ERROR_NOT_FOUND
@@ -20,7 +21,7 @@ NOT_REGISTERED = cuda.CUresult.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
 DEVICE_ALIGNMENT = 512
 
 
-class MemoryCalls(Core):
+class MemoryCalls(OutsideCalls):
     memory_bytes: int
     max_register_bytes: int | None
     pinnable_bytes: int | None
@@ -58,9 +59,7 @@ class MemoryCalls(Core):
         if number == cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
             kinds = cuda.CUmemorytype
             return (kinds.CU_MEMORYTYPE_DEVICE if region.on_device else kinds.CU_MEMORYTYPE_HOST,)
-        if number == cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-            return (region.context.device,)
-        return INVALID_VALUE
+        return self.pointer_attribute(attribute, region)
 
     @driver_call(values=1)
     def cuMemHostAlloc(self, bytesize: int, Flags: int) -> Any:

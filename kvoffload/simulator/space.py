@@ -39,6 +39,19 @@ def view(address: int, nbytes: int) -> Bytes:
     return _everything[start : start + nbytes]
 
 
+class _Held:
+    """Exposes a range to numpy, and keeps its owner alive as long as an array over it lives."""
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+def held_view(address: int, nbytes: int, owner: object) -> Bytes:
+    """Like `view`, but the array keeps `owner` alive."""
+    return np.asarray(_Held(address, nbytes, owner))
+
+
 def rows(address: int, width: int, height: int, pitch: int) -> Bytes:
     """`height` rows of `width` bytes, `pitch` bytes from row to row."""
     return np.ndarray((height, width), np.uint8, _everything, address - _ORIGIN, (pitch, 1))

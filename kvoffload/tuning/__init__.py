@@ -1,19 +1,20 @@
 """What transfers cost on a machine: measured by `kvoffload.calibration`, kept, and used by
 `kvoffload.copiers.selection`.
 
-    CopyMethod, Shape     how a transfer is carried, and what it looks like      costs.py
-    Profile          seconds and slow-downs of every way, for a machine     profile.py, costs.py
-    load_profile     the measured one, or a default                         profile.py, h200_pcie5.json
-    fitting          from timed transfers to costs                          fitting.py
+    CopyMethod, Shape   the method that copies a transfer, and the transfer's size     costs.py
+    Profile             seconds and slow-downs of every copy method on a machine       profile.py, costs_json.py
+    load_profile        the measured profile, or a default                             profile.py, h200_pcie5.json
+    fit                 costs from timed transfers                                     fitting.py
 
-Pure: no device is seen here.
+Nothing here touches a device.
 """
 
-from kvoffload.tuning.costs import CopyMethod, Shape
+from kvoffload.tuning.costs import CopierName, CopyMethod, Shape
 from kvoffload.tuning.profile import (
     Deviation,
     Profile,
     ProfileKey,
+    check_profile,
     default_profile,
     key_of,
     load_profile,
@@ -25,11 +26,13 @@ from kvoffload.tuning.profile import (
 )
 
 __all__ = [
+    "CopierName",
     "CopyMethod",
     "Deviation",
     "Profile",
     "ProfileKey",
     "Shape",
+    "check_profile",
     "default_profile",
     "key_of",
     "load_profile",

@@ -1,4 +1,4 @@
-"""What a transfer takes on the GPU, for every way of carrying it: measured points, and straight lines between them.
+"""The time a transfer takes on the GPU, by copy method: measured points, and straight lines between them.
 
 Costs add up: a transfer has a price, each of its copies has one, and each byte. So everything between measured points
 is linear, in bytes and in counts: exact wherever one price rules, too high only near a bend. (On logarithms, 10 us plus
@@ -6,8 +6,9 @@ is linear, in bytes and in counts: exact wherever one price rules, too high only
 
     batch, loop, gather   a curve over the number of copies for each of several sizes of a copy; linear between sizes
     strided               fixed + operations x a(row bytes) + rows x b(row bytes), fitted; a and b linear between sizes
-    split                 blocks shared so that both parts would end together, each as if alone, and no sooner than the
-                          link allows; that times a stretch for the row size, plus a price for joining two streams
+    split                 blocks divided between kernel and copy engine so that both would end together, each as if
+                          alone, and no sooner than the link allows; that times a stretch for the row size, plus a price
+                          for joining two streams
 """
 
 from __future__ import annotations
@@ -16,26 +17,29 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from kvoffload.planning.transfer_plan import Direction
 
-COPIERS = ("strided", "batch", "loop", "gather", "split")
-WITH_PROGRAMS = ("gather", "split")  # those for which a kernel runs
+CopierName: TypeAlias = Literal["strided", "batch", "loop", "gather", "split"]
+COPIERS: tuple[CopierName, ...] = get_args(CopierName)
+WITH_PROGRAMS: tuple[CopierName, ...] = ("gather", "split")  # those that launch a kernel
 
-_LEAST_SECONDS = 1e-7  # whatever a profile says, no transfer takes no time
+_LEAST_SECONDS = 1e-7  # a profile may hold zeros, and times are divided by
 
 
 class CopyMethod(NamedTuple):
-    """A way of carrying a transfer out.
+    """How a transfer is copied.
 
     Attributes:
-        copier: "strided", "batch", "loop", "gather" or "split".
-        programs: of the gather kernel, which are multiprocessors that it takes; 0 where no kernel runs.
-        share: of the blocks that the kernel carries: 1.0 for gather, in (0, 1) for split, else 0.0.
+        copier: "strided": a strided copy for each block, by the copy engine. "batch", "loop": a contiguous copy for
+            each row, submitted together or one by one. "gather": a kernel. "split": a kernel for some of the blocks,
+            strided copies for the others.
+        programs: of the gather kernel, each of which occupies one multiprocessor; 0 where no kernel is launched.
+        share: fraction of the blocks that the kernel copies: 1.0 for gather, in (0, 1) for split, else 0.0.
     """
 
-    copier: str
+    copier: CopierName
     programs: int = 0
     share: float = 0.0
 
@@ -51,19 +55,19 @@ class CopyMethod(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a transfer looks like to the copiers. All counts are at least 1.
+    """The size of a transfer, in the numbers that its cost depends on. All are at least 1.
 
     Attributes:
         blocks: device blocks.
-        pieces: blocks x planes, which the gather kernel copies one by one.
+        plane_blocks: blocks x planes, which the gather kernel copies one by one.
         operations: strided operations; adjacent blocks of a slot are merged.
-        rows: rows of these operations, which are the flat copies.
-        nbytes: payload.
+        rows: rows of these operations, each of which is one contiguous copy.
+        nbytes: payload, bytes.
     """
 
     direction: Direction
     blocks: int
-    pieces: int
+    plane_blocks: int
     operations: int
     rows: int
     nbytes: int
@@ -101,7 +105,7 @@ def _line(x0: float, y0: float, x1: float, y1: float, x: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FlatCosts:
-    """Copies of one size, one after the other or in batches; `curves` by ascending size, at least one."""
+    """Contiguous copies, submitted one by one or in batches; `curves` by ascending bytes of a copy, at least one."""
 
     curves: tuple[Curve, ...]
 
@@ -134,11 +138,12 @@ class StridedCosts:
 
 @dataclass(frozen=True, slots=True)
 class SplitCosts:
-    """What sharing costs: `ideal * stretch + extra`; and how much of it the kernel gets.
+    """The cost of dividing blocks between kernel and copy engine: `ideal * stretch + extra`; and the kernel's share.
 
     Attributes:
-        lean: the best share for the kernel, in terms of the one with which both parts would end together if neither
-            slowed the other down; like the stretch by `row_bytes`, ascending.
+        row_bytes: ascending; `stretch` and `lean` have a value for each.
+        lean: the best share for the kernel, as a multiple of the share with which kernel and copy engine would end
+            together if neither slowed the other down.
     """
 
     extra: float
@@ -158,10 +163,10 @@ class SplitCosts:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All ways of one direction.
+    """The costs of all copy methods in one direction.
 
     Attributes:
-        link: bytes per second of one big copy.
+        link: bytes per second of one large contiguous copy.
         flat: of "batch" and "loop".
         gather: by the number of programs.
         split: by the number of programs.
@@ -174,9 +179,9 @@ class Costs:
     split: dict[int, SplitCosts] = field(default_factory=dict)
 
     def seconds(self, method: CopyMethod, shape: Shape) -> float:
-        """What is expected; infinity for a way that was not measured. A split without a share has its best one.
+        """Expected seconds; infinity for a copy method that was not measured. A split without a share gets the best.
 
-        Nothing is faster than the link, however straight lines go on.
+        Never less than `shape.nbytes / link`, whatever the straight lines say.
         """
         return max(self._seconds(method, shape), shape.nbytes / self.link, _LEAST_SECONDS)
 
@@ -191,15 +196,15 @@ class Costs:
         return inf if costs is None else costs.seconds(shape.nbytes / shape.rows, shape.rows)
 
     def split_share(self, shape: Shape, programs: int, lean: float | None = None) -> float:
-        """The share of whole blocks for the kernel with which a split ends soonest; 0.0 if there is none.
+        """The fraction of the blocks for the kernel with which a split ends soonest; 0.0 if a split makes no sense.
 
-        Kernel and copy engine are near straight lines over their share; where they cross, both would end together. What
-        was measured to be best is `lean` times that (None: as `split` says).
+        The times of kernel and copy engine are near straight lines over their share; where the lines cross, both would
+        end together. The share that was measured to be best is `lean` times that (None: as `split` says).
         """
         if shape.blocks < 2:
             return 0.0
         alone, least = self._strided(shape, 1.0), self._strided(shape, 0.0)
-        kernel, start = self._gather(programs, shape, 1.0), self._gather(programs, shape, 1.0 / shape.pieces)
+        kernel, start = self._gather(programs, shape, 1.0), self._gather(programs, shape, 1.0 / shape.plane_blocks)
         slopes = (alone - least) + (kernel - start)
         if not 0.0 < slopes < inf:
             return 0.0
@@ -210,7 +215,7 @@ class Costs:
         return min(max(round(share * shape.blocks), 1), shape.blocks - 1) / shape.blocks
 
     def ideal_split(self, shape: Shape, programs: int, share: float) -> float:
-        """Seconds if neither part slowed the other down, and the link were the only bound on both."""
+        """Seconds if kernel and copy engine did not slow each other down, and only the link limited both."""
         kernel, engine = self._gather(programs, shape, share), self._strided(shape, 1.0 - share)
         return max(kernel, engine, self._strided(shape, 0.0) + shape.nbytes / self.link)
 
@@ -227,7 +232,7 @@ class Costs:
 
     def _gather(self, programs: int, shape: Shape, share: float) -> float:
         """Between measured numbers of programs linear, beyond them as the highest; infinity below them."""
-        nbytes, count = shape.nbytes / shape.pieces, shape.pieces * share
+        nbytes, count = shape.nbytes / shape.plane_blocks, shape.plane_blocks * share
         costs = self.gather.get(programs)
         if costs is not None:
             return costs.seconds(nbytes, count)

@@ -1,4 +1,7 @@
-"""Costs as plain dictionaries for JSON, and back: times in microseconds, the link in GB/s. Nothing read is trusted."""
+"""Costs as plain dictionaries for JSON, and back: times in microseconds, the link in GB/s.
+
+A profile file may be damaged or edited: every value that is read is checked.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from kvoffload.tuning.costs import COPIERS, WITH_PROGRAMS, Costs, Curve, FlatCos
 
 _SIGNIFICANT = 5  # digits kept of a measured value
 _LINE = 110
-_MOST = 10**15  # of any number in a profile: far beyond all that is measured, and nothing overflows
+_MOST = 10**15  # of any number in a profile: far beyond what is measured, and sums stay finite
 
 
 def pretty(value: Any, indent: int = 0) -> str:
@@ -48,7 +51,7 @@ def render_costs(costs: Costs) -> dict[str, Any]:
 
 
 def _render_flat(flat: FlatCosts) -> dict[str, Any]:
-    """By the bytes of a copy: how many, and how long."""
+    """By the bytes of a copy: numbers of copies, and their seconds."""
     return {
         str(curve.nbytes): {"counts": curve.counts, "us": [_us(each) for each in curve.seconds]}
         for curve in flat.curves
@@ -67,7 +70,7 @@ def short(value: float) -> float:
 
 
 def parse_costs(fields: dict[str, Any]) -> Costs:
-    """ValueError, KeyError, TypeError or AttributeError for what `render_costs` does not make."""
+    """The costs that `render_costs` wrote; ValueError, KeyError, TypeError or AttributeError for anything else."""
     strided = fields["strided"]
     return Costs(
         link=number(fields["link_gb_per_s"], above=0.0) * 1e9,
@@ -79,10 +82,10 @@ def parse_costs(fields: dict[str, Any]) -> Costs:
 
 
 def parse_label(text: str) -> str:
-    """A `Way.label`; ValueError for anything else."""
+    """A `CopyMethod.label`; ValueError for anything else."""
     copier, space, programs = text.partition(" ")
     if copier not in (WITH_PROGRAMS if space else COPIERS):
-        raise ValueError(f"{text!r:.40} is no way of carrying a transfer")
+        raise ValueError(f"{text!r:.40} is no copy method; known are {', '.join(COPIERS)}")
     if space:
         _whole(programs)
     return text
@@ -138,7 +141,7 @@ def _of_length(values: list[Any], length: int) -> list[Any]:
 def _count(value: Any) -> int:
     """A JSON integer from 1 on."""
     if not isinstance(value, int):
-        raise ValueError(f"{value!r:.40} is no whole number")
+        raise ValueError(f"{value!r:.40} is not an integer")
     number(value, above=0.0)
     return value
 
@@ -146,13 +149,13 @@ def _count(value: Any) -> int:
 def _whole(text: str) -> int:
     """An integer from 1 on, as `str` writes it: JSON's names are texts."""
     if not (text.isascii() and text.isdecimal()) or text.startswith("0"):
-        raise ValueError(f"{text!r:.40} is no whole number from 1 on")
+        raise ValueError(f"{text!r:.40} is not an integer of at least 1")
     return _count(int(text))
 
 
 def number(value: Any, above: float | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise ValueError(f"{value!r:.40} is no number")
+        raise ValueError(f"{value!r:.40} is not a number")
     if value < 0 or (above is not None and value <= above):
         raise ValueError(f"{value!r:.40} is too small")
     if value > _MOST:

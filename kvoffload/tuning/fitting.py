@@ -1,4 +1,4 @@
-"""From measured seconds to costs: least squares of relative errors, and no price below zero."""
+"""Costs from measured seconds: least squares of relative errors, with no price below zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.tuning.costs import CopyMethod, Costs, Curve, FlatCosts, Shape, S
 
 Float64Array = npt.NDArray[np.float64]
 
-LEAST_STRETCH = 0.8  # less would be noise: two parts at a time are not faster than each alone
+LEAST_STRETCH = 0.8  # less would be noise: kernel and copy engine together are not faster than each alone
 
 
 class Sample(NamedTuple):
@@ -28,10 +28,10 @@ def fit(link: float, samples: Sequence[Sample]) -> Costs:
     """The costs of one direction from samples of it.
 
     Args:
-        link: bytes per second of one big copy.
+        link: bytes per second of one large contiguous copy.
         samples: of "strided" with at least two heights (rows per operation) for each row size, else the price of an
-            operation stays zero there; of flat ways and "gather" with pieces, rows or both of one size; of "split" with
-            the share that was used.
+            operation stays zero there; of "batch" and "loop" with rows, and of "gather" with plane blocks, of one size;
+            of "split" with the share that was used.
     """
     copies = {label: _curves(label, samples) for label in _labels(samples, ("batch", "loop", "gather"))}
     flat = {label: costs for label, costs in copies.items() if " " not in label}
@@ -58,7 +58,7 @@ def _curves(label: str, samples: Sequence[Sample]) -> FlatCosts:
     points: dict[int, dict[int, float]] = {}
     for method, shape, seconds in samples:
         if method.label == label:
-            count = shape.pieces if method.copier == "gather" else shape.rows
+            count = shape.plane_blocks if method.copier == "gather" else shape.rows
             points.setdefault(shape.nbytes // count, {})[count] = seconds
     return FlatCosts(
         tuple(
@@ -88,19 +88,19 @@ def _width(sample: Sample) -> int:
 
 
 def fit_split(costs: Costs, samples: Sequence[Sample]) -> SplitCosts:
-    """One price for the joining of two streams; for each row size how much of the blocks the kernel should get, and by
-    how much sharing then stretches the ideal time.
+    """One price for joining two streams; for each row size the kernel's share of the blocks, and the factor by which
+    dividing them then stretches the ideal time.
 
-    Where shares of one transfer differ, those that took longer are of no further use.
+    Of samples of one transfer with different shares, only the fastest is used.
     """
     leans = {size: _best_lean(costs, [each for each in samples if _width(each) == size]) for size in _sizes(samples)}
     samples = _fastest(samples)
     sizes = list(leans)
     columns = np.zeros((len(samples), 1 + len(sizes)))
     columns[:, 0] = 1.0
-    for row, (method, shape, _) in enumerate(samples):
+    for index, (method, shape, _) in enumerate(samples):
         ideal = costs.ideal_split(shape, method.programs, method.share)
-        columns[row, 1 + sizes.index(_width(samples[row]))] = ideal
+        columns[index, 1 + sizes.index(_width(samples[index]))] = ideal
     prices = solve(columns, np.array([each.seconds for each in samples]))
     stretch = _floats(np.maximum(prices[1:], LEAST_STRETCH))
     return SplitCosts(float(prices[0]), tuple(sizes), stretch, tuple(leans.values()))
@@ -111,7 +111,7 @@ def _sizes(samples: Sequence[Sample]) -> list[int]:
 
 
 def _fastest(samples: Sequence[Sample]) -> list[Sample]:
-    """Of each transfer the sample that took least."""
+    """The fastest sample of each transfer."""
     best: dict[Shape, Sample] = {}
     for each in samples:
         if each.shape not in best or each.seconds < best[each.shape].seconds:
@@ -120,7 +120,7 @@ def _fastest(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _best_lean(costs: Costs, samples: Sequence[Sample]) -> float:
-    """Of the largest transfer, whose share is the least coarse: the fastest share over the balanced one."""
+    """The fastest share over the balanced one, of the largest transfer, since its shares have the smallest steps."""
     method, shape, _ = max(_fastest(samples), key=lambda each: each.shape.nbytes)
     balanced = costs.split_share(shape, method.programs, 1.0)
     return method.share / balanced if balanced else 1.0
@@ -129,7 +129,7 @@ def _best_lean(costs: Costs, samples: Sequence[Sample]) -> float:
 def solve(columns: Float64Array, seconds: Float64Array) -> Float64Array:
     """Prices, none below zero, with the least sum of squared relative errors of `columns @ prices` to `seconds`.
 
-    Columns whose price would be negative are given up, the worst first, which is exact enough for the few there are.
+    Columns whose price would be negative get price 0, the most negative first: exact enough for so few columns.
     """
     scaled = columns / seconds[:, np.newaxis]
     prices = np.zeros(columns.shape[1])

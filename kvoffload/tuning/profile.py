@@ -1,11 +1,9 @@
-"""Profiles: what every way of carrying a transfer costs on a machine, measured there or shipped, kept as JSON.
+"""Profiles: the costs of every copy method on a machine, measured there or shipped, kept as JSON.
 
 A profile belongs to a GPU's name, the driver, the link and the bindings; `kvoffload tune` measures one and keeps it in
-the cache folder. Without one there are two defaults: for an H200 and its like on PCIe Gen5 x16, measured; and for every
-other GPU, derived from the first (see `limited_to`). `costs` says how times follow from it, `choice` what is done with
-them.
-
-Pure: no device is seen here.
+the cache folder. Without one there are two defaults: for H200-class GPUs on PCIe Gen5 x16, measured; and for every
+other GPU, derived from the first (see `limited_to`). `kvoffload.tuning.costs` computes times from it,
+`kvoffload.copiers.selection` chooses a copy method by them. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffload.internal import cachefiles
+from kvoffload.internal.checks import shown
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning.costs import CopyMethod, Costs, Curve, FlatCosts, Shape
 from kvoffload.tuning.costs_json import number, parse_costs, parse_label, pretty, render_costs, short
@@ -26,16 +25,16 @@ if TYPE_CHECKING:
     from kvoffload.device.device import Device
 
 FORMAT = 1
-_GEN4_X16 = 25e9  # bytes per second: what PCIe Gen4 x16 gives of its 31.5
+_GEN4_X16 = 25e9  # bytes per second of payload that PCIe Gen4 x16 reaches, of 31.5 on the wire
 _H200_CLASS = ("H100", "H200", "H800", "GH200", "B100", "B200", "B300")
 
 
 class ProfileKey(NamedTuple):
-    """What a profile was measured on, and is good for; None where Linux does not tell.
+    """The machine that a profile was measured on and is valid for; None where Linux does not tell.
 
     Attributes:
         driver, bindings: for example "13.0" and "13.3".
-        link_generation: the most that the GPU can do: an idle link may show less for the moment.
+        link_generation: the highest that the GPU supports: an idle link may show a lower one.
         link_width: lanes in use.
     """
 
@@ -47,7 +46,7 @@ class ProfileKey(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """How far expected times were from measured ones: `|expected / measured - 1|`, over so many transfers."""
+    """The relative error of expected times, `|expected / measured - 1|`: median and worst over `transfers`."""
 
     median: float
     worst: float
@@ -56,14 +55,15 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What transfers cost on a machine. Compared and hashed by identity.
+    """The costs of transfers on a machine. Compared and hashed by identity.
 
     Attributes:
-        key: what it was measured on; None for a default.
-        source: where the figures come from, for people.
-        simulated: whether a simulated device made the figures up.
+        key: the machine that it was measured on; None for a default.
+        source: where the figures come from, as text to show.
+        simulated: whether the figures are those of a simulated device, and mean nothing for a GPU.
         costs: by direction.
-        slowdowns: by `Way.label`: how many times as long a matrix product takes beside such transfers.
+        slowdowns: by `CopyMethod.label`: the time of a matrix product that runs concurrently with such transfers, over
+            its time alone.
         errors: by copier, of transfers that were not used to fit `costs`; empty if unknown.
     """
 
@@ -75,14 +75,14 @@ class Profile:
     simulated: bool = False
 
     def seconds(self, method: CopyMethod, shape: Shape) -> float:
-        """Expected seconds on the GPU's clock; infinity for a way that was not measured."""
+        """Expected seconds on the GPU's clock; infinity for a copy method that was not measured."""
         return self.costs[shape.direction].seconds(method, shape)
 
     def slowdown(self, method: CopyMethod) -> float:
-        """How many times as long a matrix product takes beside such transfers, at least 1.0.
+        """The time of a matrix product that runs concurrently with such transfers, over its time alone; at least 1.0.
 
-        Of a number of programs that was not measured: as of the next lower one, else of the lowest; of a split: as
-        of the kernel alone.
+        A number of programs that was not measured counts as the next lower one that was, else as the lowest; a split
+        that was not measured counts as the kernel alone.
         """
         known = self.slowdowns
         if method.label in known or not method.programs:
@@ -95,14 +95,13 @@ class Profile:
         return 1.0
 
     def split_share(self, shape: Shape, programs: int) -> float:
-        """The share of the blocks for the kernel with which a split ends soonest; 0.0 where it makes no sense."""
+        """The fraction of the blocks for the kernel with which a split ends soonest; 0.0 if a split makes no sense."""
         return self.costs[shape.direction].split_share(shape, programs)
 
     def limited_to(self, link: float, source: str) -> Profile:
-        """A profile for a slower link, `link` bytes per second, and the same GPU in all else.
+        """A default profile for the same GPU on a slower link, of `link` bytes per second.
 
-        No time may be shorter than the link needs for the bytes, and a transfer's fixed cost; where the prices of
-        copies, rows and operations ask for more, they stay.
+        No time is shorter than the link needs for the bytes, plus a transfer's fixed cost; longer times stay.
         """
         costs = {direction: _limit(each, link) for direction, each in self.costs.items()}
         return replace(self, key=None, source=source, costs=costs, errors={})
@@ -141,11 +140,11 @@ def _limit(costs: Costs, link: float) -> Costs:
     )
 
 
-# which one applies ----------------------------------------------------------------------------------------------------
+# the profile of a device ----------------------------------------------------------------------------------------------
 
 
 def key_of(device: Device) -> ProfileKey:
-    """What a profile of this device belongs to."""
+    """The key of the profile that is valid for this device."""
     capabilities, pci = device.capabilities, device.pci
     return ProfileKey(
         gpu=device.name,
@@ -166,10 +165,24 @@ def profile_for(device: Device) -> Profile:
     return default_profile(None) if device.simulated else load_profile(key_of(device))
 
 
+def check_profile(profile: object) -> Profile:
+    """`profile`, if it is one.
+
+    Raises:
+        TypeError: it is not; the message says where profiles come from.
+    """
+    if not isinstance(profile, Profile):
+        raise TypeError(
+            "profile must be a kvoffload.tuning.Profile, or None for the device's own; "
+            f"kvoffload.tuning.parse(path.read_bytes()) reads one from a file; got {shown(profile)}"
+        )
+    return profile
+
+
 def load_profile(key: ProfileKey | None) -> Profile:
     """The measured profile for `key` from the cache folder, or else a default.
 
-    A file that is there and cannot be used is ignored, with one warning a process.
+    A file that cannot be used is ignored, with one warning a process. None for `key` is the default for unknown GPUs.
     """
     if key is None:
         return default_profile(None)
@@ -193,12 +206,12 @@ def load_profile(key: ProfileKey | None) -> Profile:
 
 
 def default_profile(key: ProfileKey | None) -> Profile:
-    """What is used where nothing was measured: for H200-class GPUs on PCIe Gen5 x16, and for all others."""
+    """The profile to use before one is measured: for H200-class GPUs on PCIe Gen5 x16, else for unknown GPUs."""
     return _h200_profile() if key is not None and _is_h200_class(key) else _unknown_profile()
 
 
 def _is_h200_class(key: ProfileKey) -> bool:
-    """Virtual machines often do not tell the link; then the name decides."""
+    """Virtual machines often do not show the link; then the name decides."""
     named = any(name in key.gpu for name in _H200_CLASS)
     return named and (key.link_generation or 5) >= 5 and (key.link_width or 16) >= 16
 
@@ -212,7 +225,7 @@ def _h200_profile() -> Profile:
 @cache
 def _unknown_profile() -> Profile:
     return _h200_profile().limited_to(
-        _GEN4_X16, "default for an unknown GPU: an H200's costs, but no way faster than PCIe Gen4 x16"
+        _GEN4_X16, "default for an unknown GPU: an H200's costs, but no copy method faster than PCIe Gen4 x16"
     )
 
 
@@ -220,13 +233,13 @@ def _unknown_profile() -> Profile:
 
 
 def profile_path(key: ProfileKey) -> Path:
-    """Where the measured profile for `key` is kept."""
+    """The file of the measured profile for `key`."""
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cachefiles.cache_folder() / "profiles" / f"{digest[:32]}.json"
 
 
 def save_profile(profile: Profile) -> Path | None:
-    """Keep a measured profile for `load_profile`; None, with a warning, if the folder cannot be written."""
+    """Write a measured profile for `load_profile`; the path, or None, with a warning, if it cannot be written."""
     assert profile.key is not None, "defaults are not kept"
     path = profile_path(profile.key)
     return path if cachefiles.write(path, render(profile)) else None
@@ -252,7 +265,7 @@ def parse(content: bytes) -> Profile:
     """A profile from what `render` wrote.
 
     Raises:
-        ValueError: it is none, or of another format.
+        ValueError: `content` is no profile, or one of another format; the message says what is wrong.
     """
     try:
         fields = json.loads(content)
@@ -267,9 +280,9 @@ def parse(content: bytes) -> Profile:
             errors={str(name): _deviation(*each) for name, each in fields["errors"].items()},
         )
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"it is no profile: {error!r}") from error
+        raise ValueError(f"it is not a profile: {error!r}") from error
     except RecursionError as error:
-        raise ValueError("it is no profile: it is nested too deeply") from error
+        raise ValueError("it is not a profile: it is nested too deeply") from error
     except ValueError as error:  # of json, too
         raise ValueError(f"it cannot be read: {error}") from error
 

@@ -177,9 +177,9 @@ def test_where_planes_lie_decides_what_folds(lab: Lab) -> None:
     folds = {}
     for placement in Placement:
         with Bed(lab, MODEL, placement=placement, count=2) as bed:
-            folds[placement] = [(group.runs, group.planes) for group in bed.engine._groups]
+            folds[placement] = [(group.folds, group.planes) for group in bed.engine._folds.groups]
             shape = bed.shape(Direction.LOAD)
-            assert (shape.blocks, shape.pieces, shape.nbytes) == (1, 24, bed.nbytes // 2)
+            assert (shape.blocks, shape.plane_blocks, shape.nbytes) == (1, 24, bed.nbytes // 2)
             assert (shape.operations, shape.rows) == {
                 Placement.FOLDED: (1, 24),
                 Placement.SCATTERED: (24, 24),

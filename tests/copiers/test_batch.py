@@ -141,7 +141,7 @@ def test_loads_of_several_pieces_begin_each_with_a_prelude(
     device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them may find its stream idle."""
-    monkeypatch.setattr(batch.BatchCopier, "piece_operations", 20)
+    monkeypatch.setattr(batch.BatchCopier, "segment_operations", 20)
     planes = device.allocate_planes(1, block_bytes=64, num_blocks=50)
     with OffloadEngine(KVLayout([planes]), device=device, num_slots=50, sm_limit=0) as engine:
         engine.slots[:] = np.arange(50, dtype=np.uint8)[:, np.newaxis]

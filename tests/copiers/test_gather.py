@@ -170,10 +170,10 @@ def test_submitting_takes_as_long_for_many_planes_as_for_one(device: kvoffload.D
     for planes in (1, 128):
         made = device.allocate_planes(planes, block_bytes=16, num_blocks=512)
         with OffloadEngine(KVLayout([made]), device=device, num_slots=512, sm_limit=4) as engine:
-            copier = GatherCopier(engine._copier_set._kernels, 4)  # type: ignore[arg-type]
+            copier = GatherCopier(engine._parts.copiers._kernels, 4)  # type: ignore[arg-type]
             blocks, slots = np.arange(512)[::-1].copy(), np.arange(512)
-            group = engine._groups[0]
-            address = engine._memory.address
+            group = engine._folds.groups[0]
+            address = engine._parts.memory.address
             taken = []
             for _ in range(50):
                 plan = build(group, engine.layout, Direction.STORE, pool_address=address, slots=slots, blocks=blocks)

@@ -35,7 +35,7 @@ def test_what_finds_no_room_for_its_table_waits_on_the_host(monkeypatch: pytest.
         assert bench.engine.statistics().held == 2
         assert not long.launched
         assert len(long.pieces) == 4, "of 13; the ring has 2 KiB, and a table of 32 blocks 512 bytes"
-        assert bench.engine._flights._books[Direction.STORE].lane.streams[-1].queued < 20
+        assert bench.engine._parts.in_flight.stores.lane.streams[-1].places < 20
         gate.open()
         bench.engine.drain(10)
         assert (long.error, short.error, bench.engine.statistics().held) == (None, None, 0)
@@ -43,7 +43,7 @@ def test_what_finds_no_room_for_its_table_waits_on_the_host(monkeypatch: pytest.
         expect(mirror, store([5], [1]))
         mirror.check()
         whole(bench.engine)
-        gather = bench.engine._copier_set._kernels
+        gather = bench.engine._parts.copiers._kernels
         assert gather is not None
         assert [arena.in_use for arena in gather.arenas.values()] == [0, 0]
 
@@ -111,7 +111,7 @@ def test_pitfall_05_a_table_used_again_too_early_is_noticed(monkeypatch: pytest.
         _release_at_launch(monkeypatch)
         with rig(device, num_blocks=21, num_slots=21, sm_limit=4) as bench:
             if poison == "another block":
-                overwrite_on_release(monkeypatch, 0, bench.engine._memory.address)
+                overwrite_on_release(monkeypatch, 0, bench.engine._parts.memory.address)
             held = bench.stream()
             bench.gate(held)
             mirror = Mirror(bench.engine, [bench.slab])
@@ -161,7 +161,7 @@ def test_a_lost_table_does_not_stop_transfers_that_wait_for_room(
     """The ring is never idle: there is always a transfer that waits behind the lost table."""
     small_tables(monkeypatch, blocks=32)
     with rig(device, num_blocks=400, num_slots=400, sm_limit=4) as bench:
-        kernels = bench.engine._copier_set._kernels
+        kernels = bench.engine._parts.copiers._kernels
         assert kernels is not None
         assert kernels.arenas[Direction.STORE].take(64) is not None  # and nobody knows of it
         jobs = [submit(bench.engine, store(range(400), range(400))) for _ in range(3)]
@@ -203,7 +203,7 @@ def test_pitfall_18_a_pool_unpinned_behind_the_engine_is_not_written() -> None:
 
     def unpin(bench: Rig) -> None:
         with bench.device.current():
-            bench.device.driver.host_unregister(bench.engine._memory.address)
+            bench.device.driver.host_unregister(bench.engine._parts.memory.address)
         pools.append(bench.engine.slots)
 
     _expect_a_loss(unpin, "gather stored 8 bytes")
@@ -231,7 +231,7 @@ def test_pitfall_18_every_launch_is_on_registered_memory(
 ) -> None:
     launches = record_launches(monkeypatch)
     with rig(device, sm_limit=4) as bench:
-        pool = device.simulator.memory.at(bench.engine._memory.address)
+        pool = device.simulator.memory.at(bench.engine._parts.memory.address)
         for method in (CopyMethod("gather", 2, 1.0), CopyMethod("split", 1, 0.5)):
             submit(bench.engine, store(range(8), range(8), method)).wait(10)
             submit(bench.engine, load(range(8), range(8), method)).wait(10)

@@ -57,7 +57,7 @@ def calls(bench: Rig, name: str) -> int:
 
 def tables_out(bench: Rig) -> int:
     """Of loads."""
-    kernels = bench.engine._copier_set._kernels
+    kernels = bench.engine._parts.copiers._kernels
     assert kernels is not None
     return kernels.arenas[Direction.LOAD].in_use
 
@@ -256,7 +256,7 @@ def test_pitfall_05_a_table_given_back_after_the_first_part_is_noticed(monkeypat
     monkeypatch.setattr(Launcher, "give_back", hasty)
     with simulated(2) as device, rig(device, planes=PLANES, sm_limit=4) as bench:
         load(bench, [0], [0]).wait(10)  # the rows are there: the next table is blocks alone
-        overwrite_on_release(monkeypatch, 9, bench.engine._memory.address)
+        overwrite_on_release(monkeypatch, 9, bench.engine._parts.memory.address)
         gate = hold_from(bench, monkeypatch, 1)
         job = load(bench, range(1, 5), range(1, 5))
         bench.settle()
@@ -273,7 +273,7 @@ def test_a_table_that_was_lost_and_taken_back_is_written_again(bench: Rig) -> No
     assert table is not None
     small.clear()
     assert table.released
-    kernels = bench.engine._copier_set._kernels
+    kernels = bench.engine._parts.copiers._kernels
     assert kernels is not None
     arena = kernels.arenas[Direction.LOAD]
     assert arena.take(arena.words.size - 8) is not None  # and nobody knows of it
@@ -287,7 +287,7 @@ def test_a_table_that_was_lost_and_taken_back_is_written_again(bench: Rig) -> No
 
 @pytest.mark.usefixtures("kernels_do_nothing")
 def test_the_copy_engine_carries_what_the_kernel_has_no_rows_for(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.engine._copier_set, "_interpreted", False)  # as on a GPU: kernels, too, are chosen
+    monkeypatch.setattr(bench.engine._parts.copiers, "_interpreted", False)  # as on a GPU: kernels, too, are chosen
     random = np.random.default_rng(1)
     divisions = list({tuple(random.permutation(PLANES).tolist()) for _ in range(80)})[:66]
     before = leaks_of(bench.device)["device_allocations"]
@@ -324,7 +324,7 @@ def test_the_copy_engine_carries_what_the_kernel_has_no_rows_for(bench: Rig, mon
 def test_rows_take_four_mib_of_the_gpu_at_most(device: kvoffload.Device) -> None:
     planes = device.allocate_planes(2, block_bytes=8 << 20, num_blocks=2)  # 8192 rows, 320 KiB of words
     with OffloadEngine(KVLayout([planes]), device=device, num_slots=2, sm_limit=1) as engine:
-        kernels = engine._copier_set._kernels
+        kernels = engine._parts.copiers._kernels
         assert kernels is not None
         (group,) = kernels.groups
         assert len(group.room) == (4 << 20) // (8192 * 5 * 8) == 12

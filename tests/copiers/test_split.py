@@ -69,7 +69,7 @@ def test_any_layout_and_pieces_of_both_parts(number: int, seed: int, monkeypatch
     """Also where planes do not fold. Every second time the parts are in pieces, on several streams."""
     if number % 2:
         small_tables(monkeypatch, blocks=2)
-        monkeypatch.setattr(StridedCopier, "piece_operations", 2)
+        monkeypatch.setattr(StridedCopier, "segment_operations", 2)
         monkeypatch.setattr(kvoffload.device.streams, "QUEUE_LIMIT", 10)
     chance = Seeded(seed)
     device = kvoffload.open_device(backend="simulated", seed=number)
@@ -179,9 +179,9 @@ def test_ways_follow_each_other_in_a_direction(
 def test_a_split_in_pieces_waits_for_its_start_and_ends_with_its_last_piece(
     bench: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copier_set = bench.engine._copier_set
+    copier_set = bench.engine._parts.copiers
     monkeypatch.setattr(kvoffload.copiers.gather, "_MAX_TABLE_BLOCKS", 3)
-    monkeypatch.setattr(copier_set._strided, "piece_operations", 3)
+    monkeypatch.setattr(copier_set._strided, "segment_operations", 3)
     monkeypatch.setattr(kvoffload.device.streams, "QUEUE_LIMIT", 12)
     held, writer = bench.stream(), bench.stream()
     bench.gate(held)

@@ -155,10 +155,8 @@ def test_pitfall_35_never_more_programs_than_asked_for(device: kvoffload.Device,
             assert max(chosen) <= min(sm_limit, 8)
             for programs in (1, 2, 4, 8):
                 simulator.faults.calls = []
-                for copier, share in (("gather", 1.0), ("split", 0.5)):
-                    engine.submit(
-                        Direction.STORE, range(24), range(24), copier=CopyMethod(copier, programs, share)
-                    ).wait(30)
+                for asked in (CopyMethod("gather", programs, 1.0), CopyMethod("split", programs, 0.5)):
+                    engine.submit(Direction.STORE, range(24), range(24), copier=asked).wait(30)
                 assert len(grids(simulator)) == 2
                 assert max(grids(simulator)) == min(programs, sm_limit)
     threads = [arguments[4:7] for name, arguments in simulator.faults.calls if name == "cuLaunchKernel"]
@@ -211,7 +209,7 @@ def test_names_of_copiers_are_checked() -> None:
     missing = {**dict.fromkeys(NAMES), "batch": "no such call"}
     for right in (None, "strided", "loop", CopyMethod("gather", 2, 1.0)):
         check_copier(right, missing)
-    for wrong in ("Strided", "", 3, b"loop", CopyMethod("none")):
+    for wrong in ("Strided", "", 3, b"loop", CopyMethod("none")):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"copier must be one of strided, gather, split, batch, loop or None, got"):
             check_copier(wrong, missing)
     for unable in ("batch", CopyMethod("batch")):

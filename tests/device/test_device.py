@@ -337,7 +337,7 @@ def test_planes_of_a_slab_fold_and_keep_it_alive(device: kvoffload.Device) -> No
     assert (planes[-1].end, planes[0].address) == (owner.address + owner.nbytes, owner.address)
     assert all(plane.address % 512 == 0 for plane in planes)
     with OffloadEngine(KVLayout([planes]), device=device, num_slots=2) as engine:
-        assert "5 planes fold into 1 run" in repr(engine)
+        assert "5 planes fold into 1 operation a block" in repr(engine)
     last = planes[3]
     del planes, owner, engine
     gc.collect()

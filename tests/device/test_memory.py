@@ -29,7 +29,7 @@ TABLES_BYTES = len(Direction) * gather._ARENA_BYTES  # which an engine with kern
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(memory, "RANGE_BYTES", PIECE)
 
 
 def registered(device: kvoffload.Device) -> list[tuple[int, int]]:

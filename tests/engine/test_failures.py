@@ -315,7 +315,7 @@ def test_every_call_of_closing_fails_once_and_closing_again_finishes() -> None:
 
 
 def test_pitfall_19_a_pool_that_cannot_be_pinned_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_PIECE_BYTES", 8 * 4096)
+    monkeypatch.setattr(memory, "RANGE_BYTES", 8 * 4096)
     with simulated(1, pinnable_bytes=40 * 4096) as device:
         layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
         seen: list[int] = []

@@ -154,8 +154,8 @@ def test_an_interrupted_split_loses_no_job_and_no_table(
         assert (statistics.in_flight, statistics.streams_in_use) == (0, 0)
         lost = 1 if owner is Table else 0  # of events there are some to spare for that
         assert statistics.events_in_use <= lost
-        assert engine._copier_set._kernels is not None
-        assert [arena.in_use for arena in engine._copier_set._kernels.arenas.values()] == [0, 0]
+        assert engine._parts.copiers._kernels is not None
+        assert [arena.in_use for arena in engine._parts.copiers._kernels.arenas.values()] == [0, 0]
         assert len(engine.poll()) in (0, 1), "the job that was interrupted"
     assert leaks_of(device) in ({}, {"events": lost})
 
@@ -228,7 +228,7 @@ def test_an_interrupted_submission_of_one_group_among_two(monkeypatch: pytest.Mo
             raise KeyboardInterrupt
 
         for name in ("strided", "batch"):
-            copier: Any = getattr(made.cache_engine._copier_set, f"_{name}")
+            copier: Any = getattr(made.cache_engine._parts.copiers, f"_{name}")
             monkeypatch.setattr(copier, "_submit", partial(interrupted, copier._submit))
         with pytest.raises(KeyboardInterrupt):
             made.cache.store([b"a"], [[1], [1]], after=NO_WAIT)

@@ -271,8 +271,8 @@ def test_a_query_that_keeps_failing_is_a_loss_and_frees_nothing_under_queued_cop
             simulator.faults.fail_call("cuMemcpy2DAsync", nth=2)  # the job has no end to ask for, nor a marker instead:
             simulator.faults.fail_call("cuEventRecord", nth=3)  # after the one on the caller's stream and the start
         job = bench.engine.store([1, 2], [1, 2], after=held)
-        first_slot, address = bench.slot(1), bench.engine._memory.address
-        nbytes = bench.engine._memory.nbytes
+        first_slot, address = bench.slot(1), bench.engine._parts.memory.address
+        nbytes = bench.engine._parts.memory.nbytes
         _fail_queries(device, 8, call)
         for _ in range(7):
             assert not job.done

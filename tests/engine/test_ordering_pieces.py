@@ -106,11 +106,11 @@ def _fail_in_the_middle(bench: Rig, held: int) -> kvoffload.Job:
 
 
 @pytest.mark.usefixtures("changing_streams")
-@pytest.mark.parametrize("piece_operations", [1, 512])
+@pytest.mark.parametrize("segment_operations", [1, 512])
 def test_stores_follow_what_a_failed_one_left_queued(
-    bench: Rig, monkeypatch: pytest.MonkeyPatch, piece_operations: int
+    bench: Rig, monkeypatch: pytest.MonkeyPatch, segment_operations: int
 ) -> None:
-    cut_pieces(monkeypatch, bench.engine, piece_operations)
+    cut_pieces(monkeypatch, bench.engine, segment_operations)
     held = bench.stream()
     bench.gate(held)
     failed = _fail_in_the_middle(bench, held)

@@ -71,7 +71,7 @@ def test_a_split_has_a_part_on_the_stream_for_kernels_and_one_on_another(bench: 
     bench.gate(held)
     job = submit(bench, Direction.STORE, 0, 0, after=held)
     kernel, copies = job.pieces
-    lane = bench.engine._flights._books[Direction.STORE].lane
+    lane = bench.engine._parts.in_flight.stores.lane
     assert kernel.stream is lane.streams[-1]
     assert copies.stream is not kernel.stream
     release(bench, job)

@@ -20,7 +20,8 @@ from programs import run_program
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
 from kvoffload.driver import SourceOrder, StridedTable, address_of
-from kvoffload.planning.transfer_plan import build, fold
+from kvoffload.layout.fold import fold
+from kvoffload.planning.transfer_plan import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -150,7 +150,7 @@ def test_pitfall_05_tables_belong_to_a_transfer_until_its_end(
     small_tables(monkeypatch, blocks=8)
     with rig(gpu_device, planes=4, block_bytes=16 * KIB, num_blocks=64, num_slots=64, sm_limit=4) as bench:
         run_every_kernel(bench)
-        starts = overwrite_on_release(monkeypatch, 0, bench.engine._memory.address)
+        starts = overwrite_on_release(monkeypatch, 0, bench.engine._parts.memory.address)
         held = bench.stream()
         gate = bench.gate(held)
         mirror = Mirror(bench.engine, [bench.slab])
@@ -243,8 +243,8 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.De
         assert (files_after - files <= 4, threads_after) == (True, threads)
         assert engine.statistics().events - events <= 100
         whole(engine)
-        assert engine._copier_set._kernels is not None
-        assert [arena.in_use for arena in engine._copier_set._kernels.arenas.values()] == [0, 0]
+        assert engine._parts.copiers._kernels is not None
+        assert [arena.in_use for arena in engine._parts.copiers._kernels.arenas.values()] == [0, 0]
     for buffer in buffers:
         buffer.close()
 
@@ -277,11 +277,11 @@ class Submissions:
     """Stores or loads of the same blocks, by a gather copier alone on a stream of its own, and by an engine."""
 
     def __init__(self, engine: OffloadEngine, direction: Direction, blocks: Ids, slots: Ids) -> None:
-        assert engine._copier_set._kernels is not None
+        assert engine._parts.copiers._kernels is not None
         self.engine, self.direction, self.blocks, self.slots = engine, direction, blocks, slots
-        group, address = engine._groups[0], engine._memory.address
+        group, address = engine._folds.groups[0], engine._parts.memory.address
         self.plan = build(group, engine.layout, direction, pool_address=address, slots=slots, blocks=blocks)
-        self.copier = GatherCopier(engine._copier_set._kernels, 4)
+        self.copier = GatherCopier(engine._parts.copiers._kernels, 4)
         self.driver = engine.device.driver
         self.stream = self.driver.stream_create(0)
         self.tables: list[Table] = []

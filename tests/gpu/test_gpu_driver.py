@@ -16,7 +16,8 @@ from kvoffload import NO_WAIT, Direction, DriverError, KVLayout, LayoutError, Of
 from kvoffload.copiers import BatchCopier, Copier, LoopCopier, StridedCopier
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable, address_of
-from kvoffload.planning.transfer_plan import build, fold
+from kvoffload.layout.fold import fold
+from kvoffload.planning.transfer_plan import build
 from kvoffload.testing import leak_check, scramble
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, LayoutError, OffloadEngine
-from kvoffload.layout.layout import element_bytes
+from kvoffload.layout.dtypes import element_bytes
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_a_stacked_array_always_folds(device: kvoffload.Device) -> None:
     for plane_axis, block_axis in ((0, 1), (1, 0)):
         layout = KVLayout.from_stacked(DeviceArray(view, view, buffer.address), plane_axis, block_axis)
         with OffloadEngine(layout, device=device, num_slots=2) as engine:
-            assert "planes fold into 1 run" in repr(engine)
+            assert "planes fold into 1 operation a block" in repr(engine)
 
 
 def test_a_view_of_a_stacked_array_with_padding(device: kvoffload.Device) -> None:

@@ -9,8 +9,8 @@ from pages import Page, page, row
 from programs import run_program
 
 import kvoffload
+from kvoffload.layout.fold import fold
 from kvoffload.observability import notebook as html
-from kvoffload.planning.transfer_plan import fold
 
 BLOCK_BYTES = 4096
 
@@ -32,9 +32,7 @@ def engine(device: kvoffload.Device, layout: kvoffload.KVLayout) -> kvoffload.Of
 def test_a_layout_that_folds(layout: kvoffload.KVLayout) -> None:
     shown = page(layout)
     assert row(shown, "planes") == "16 planes x 4 KiB x 32 blocks, 64 KiB a block"
-    assert row(shown, "folding") == (
-        "16 planes fold into 1 run: a block takes 1 operation of the copy engine, 16 rows of 4 KiB"
-    )
+    assert row(shown, "folding") == ("16 planes fold into 1 operation a block: 16 rows of 4 KiB")
     assert row(shown, "slot") == "blocks_per_slot=1, slot_bytes=65,536 (64 KiB)"
     assert shown.widths == [100 / 16] * 16
     assert (row(shown, "dtype"), row(shown, "tokens per block")) == ("float16", "16")
@@ -53,9 +51,7 @@ def test_a_layout_of_several_groups() -> None:
     falling = [kvoffload.Plane(0x9000000 - n * 0x100000, block_bytes=512, num_blocks=8) for n in range(3)]
     rising = [kvoffload.Plane(0x100000 * (n + 1), block_bytes=4096, num_blocks=1) for n in range(2)]
     shown = page(kvoffload.KVLayout([falling, rising]))
-    assert row(shown, "group 0: folding") == (
-        "3 planes do not fold (3 operations a block): a block takes 3 operations of the copy engine, 3 rows of 512 B"
-    )
+    assert row(shown, "group 0: folding") == ("3 planes do not fold (3 operations a block): 3 rows of 512 B")
     assert row(shown, "group 1: planes") == "2 planes x 4 KiB x 1 block, 8 KiB a block"
     assert sum(shown.widths) == pytest.approx(200, rel=1e-3)  # a bar for each group
 
@@ -70,7 +66,7 @@ def test_planes_of_many_sizes_are_summed_up() -> None:
     layout = kvoffload.KVLayout([planes])
     assert row(page(layout), "planes").startswith("5 planes x 512 B/1 KiB/1.50 KiB/... x 1 block")
     assert row(page(layout), "folding").endswith("1 row of 512 B, 1 row of 1 KiB, 1 row of 1.50 KiB, ...")
-    assert fold(layout)[0].runs == 5
+    assert fold(layout)[0].folds == 5
 
 
 def test_showing_a_layout_loads_no_cuda() -> None:
@@ -107,7 +103,7 @@ def test_an_engine_counts_its_jobs_and_says_what_is_made_up(
     assert totals == ["store", "2", "1", "192 KiB", "made up", "load", "1", "0", "64 KiB", "made up"]
     assert "simulated: no GPU, times are made up" in shown.texts
     assert row(shown, "pool") == "8 slots x 64 KiB, 512 KiB pinned"
-    assert "16 planes fold into 1 run" in row(shown, "folding")
+    assert "16 planes fold into 1 operation a block" in row(shown, "folding")
     assert row(shown, "jobs").startswith("0 in flight, 0 of them held")
     statistics = engine.statistics()
     assert row(shown, "in use") == f"0 of {statistics.streams} streams, 0 of {statistics.events} events"
@@ -202,7 +198,7 @@ def test_a_cache_shows_where_its_slots_are(engine: kvoffload.OffloadEngine) -> N
     assert row(shown, "moved") == "4 stored, 2 loaded"
     assert row(shown, "keys and policy").startswith("5 of 8 keys, 1 pending, 1 leases; Prefix(")
     assert "simulated: no GPU, times are made up" in shown.texts
-    assert "namespace" not in shown.text
+    assert "tenant" not in shown.text
 
 
 def test_what_a_cache_gave_up_and_declined(engine: kvoffload.OffloadEngine) -> None:
@@ -225,13 +221,13 @@ def test_a_cache_keeps_its_slots_in_the_bar_when_leased_keys_were_removed(engine
         assert sum(page(cache).widths) == pytest.approx(100)
 
 
-def test_namespaces_are_shown_and_escaped(engine: kvoffload.OffloadEngine) -> None:
+def test_tenants_are_shown_and_escaped(engine: kvoffload.OffloadEngine) -> None:
     hostile = "<script>alert('&\"')</script>"
     cache = kvoffload.BlockCache(
-        engine, namespaces={hostile: kvoffload.Namespace(max_blocks=4, priority=-1), "b": kvoffload.Namespace()}
+        engine, tenants={hostile: kvoffload.Tenant(max_blocks=4, priority=-1), "b": kvoffload.Tenant()}
     )
     shown = page(cache)  # which knows no script
-    assert shown.texts[-9:] == ["namespace", "blocks at most", "priority", hostile, "4", "-1", "b", "-", "0"]
+    assert shown.texts[-9:] == ["tenant", "blocks at most", "priority", hostile, "4", "-1", "b", "-", "0"]
     assert "<script" not in cache._repr_html_()
 
 

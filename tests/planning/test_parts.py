@@ -54,8 +54,9 @@ from kvoffload.engine import callers
 from kvoffload.engine.flight import FlightDeck
 from kvoffload.engine.job import Job
 from kvoffload.engine.launcher import Launcher
+from kvoffload.layout.fold import fold_group
 from kvoffload.planning.layer_groups import Parts, as_parts
-from kvoffload.planning.transfer_plan import TransferPlan, build, fold_group
+from kvoffload.planning.transfer_plan import TransferPlan, build
 from kvoffload.testing import Mirror, check_clean_close, scramble
 from kvoffload.tuning import CopyMethod
 
@@ -119,7 +120,7 @@ def test_parts_that_are_no_partition_are_refused(device: kvoffload.Device, parts
 
 @pytest.mark.parametrize("parts", [True, "2", b"ab", 2.0, [0, 1, 2, 3], [[0.0, 1.0], [2, 3]], [None], object()])
 def test_what_is_no_list_of_lists_is_refused(bench: Rig, parts: Any) -> None:
-    with pytest.raises(TypeError, match="parts must be None, how many there are, or for each part the indices"):
+    with pytest.raises(TypeError, match="parts must be None, a number of parts, or for each part the indices"):
         load(bench, [0], [0], parts=parts)
     whole(bench.engine)
 
@@ -149,13 +150,13 @@ def test_kernels_that_cannot_run_are_said_to_be_missing_first(bench: Rig) -> Non
 
 def test_the_choice_is_among_what_carries_parts(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     with rig(device, planes=PLANES, sm_limit=4) as bench:
-        monkeypatch.setattr(bench.engine._copier_set, "_interpreted", False)  # as on a GPU: kernels, too, are chosen
+        monkeypatch.setattr(bench.engine._parts.copiers, "_interpreted", False)  # as on a GPU: kernels, too, are chosen
         assert load(bench, range(8), range(8), parts=None).copier in ("gather", "split")
         for parts in (2, PLANES):
             job = load(bench, range(8), range(8), parts=parts)
             assert job.copier != "split"
             assert re.search(r" us expected", job.reason)
-        monkeypatch.setattr(bench.engine._copier_set._kernels, "why_not_in_parts", lambda *_: "no room")
+        monkeypatch.setattr(bench.engine._parts.copiers._kernels, "why_not_in_parts", lambda *_: "no room")
         assert load(bench, range(8), range(8), parts=2).copier in BY_ENGINE
         assert load(bench, range(8), range(8), parts=None).copier in ("gather", "split")
 
@@ -280,7 +281,7 @@ def test_planes_of_a_part_fold_in_whatever_order_they_are_listed(device: kvofflo
     planes = device.allocate_planes(8, block_bytes=64, num_blocks=4)
     (group,) = KVLayout([planes]).groups
     for parts in ([[0, 1, 2, 3], [4, 5, 6, 7]], [[2, 0, 3, 1], [7, 6, 5, 4]], [[6, 4, 2, 0], [1, 3, 7, 5]]):
-        assert fold_group(group, 1, [0] * 8, parts).runs == 2
+        assert fold_group(group, 1, [0] * 8, parts).folds == 2
 
 
 # one job
@@ -326,7 +327,7 @@ def test_a_fold_is_made_once_for_each_group_and_parts(bench: Rig, monkeypatch: p
     for first in range(100):
         order = np.roll(np.arange(PLANES), first % PLANES).tolist()
         load(bench, [0], [0], parts=[order[: 1 + first // PLANES % 7], order[1 + first // PLANES % 7 :]])
-    assert bench.engine._dispatcher._folds._in_parts.cache_info().currsize <= 64
+    assert bench.engine._folds._in_parts.cache_info().currsize <= 64
     assert len(made) > 40
 
 
@@ -757,7 +758,7 @@ def test_the_cache_loads_every_group_in_as_many_parts(
         (4, LayoutError, "parts=4 does not divide the group's 6 planes"),
         ([[0, 1]], LayoutError, "parts must be a number for a layout of 2 groups"),
         ("2", LayoutError, "parts must be a number for a layout of 2 groups"),
-        (True, TypeError, "parts must be None, how many"),
+        (True, TypeError, "parts must be None, a number of parts"),
     ],
 )
 def test_the_cache_refuses_parts_before_anything_is_loaded(

@@ -21,7 +21,8 @@ from kvoffload.copiers import copier_set, gather
 from kvoffload.device import streams
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import address_of
-from kvoffload.engine import wait_streams
+from kvoffload.driver.functions import RAW
+from kvoffload.engine import launcher
 from kvoffload.simulator import SimulatedDriver
 
 Bytes = npt.NDArray[np.uint8]
@@ -36,7 +37,7 @@ LEVELS = {
 LEGACY, PER_THREAD = 1, 2
 COPIERS = copier_set.NAMES
 LANE_STREAMS = streams.STREAMS_PER_LANE + 1  # those for copies, and one for kernels
-ENGINE_STREAMS = 2 * LANE_STREAMS + wait_streams.WAIT_STREAMS
+ENGINE_STREAMS = 2 * LANE_STREAMS
 ORDERING_SEEDS = range(int(os.environ.get("KVOFFLOAD_ORDERING_SEEDS", "20")))
 BLOCKING, NON_BLOCKING = 0, 1
 # Of engines in tests about streams, order, pieces and faults: without a kernel, those go the copy engine's way on every
@@ -271,22 +272,22 @@ def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     Kernels have the one stream of their lane.
     """
 
-    def take(lane: streams.Lane, places: int, *, kernel: bool = False) -> streams.LaneStream:
-        if not kernel:
-            lane._tail = (lane._tail + 1) % streams.STREAMS_PER_LANE
-        stream = lane.streams[streams.STREAMS_PER_LANE if kernel else lane._tail]
-        stream.queued += places
-        return stream
+    def next_stream(lane: streams.Lane, places: int, kernel: bool) -> streams.LaneStream:
+        del places
+        if kernel:
+            return lane.streams[streams.KERNEL_STREAM]
+        lane.tail = (lane.tail + 1) % streams.STREAMS_PER_LANE
+        return lane.streams[lane.tail]
 
-    monkeypatch.setattr(streams.Lane, "take", take)
+    monkeypatch.setattr(launcher, "stream_with_room", next_stream)
 
 
 def cut_pieces(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngine, operations: int = 1) -> None:
     """At most so many operations at a time, of a kernel so many blocks."""
-    made = engine._copier_set
+    made = engine._parts.copiers
     monkeypatch.setattr(gather, "_MAX_TABLE_BLOCKS", operations)  # for gather copiers that are made later
     for copier in (made._strided, made._batch, made._loop, *made._gather.values()):
-        monkeypatch.setattr(copier, "piece_operations", operations)
+        monkeypatch.setattr(copier, "segment_operations", operations)
 
 
 def in_threads(*works: Callable[[], object]) -> None:
@@ -382,12 +383,9 @@ class OrderSpy:
         self.seen: list[tuple[str, int]] = []
         self._simulator = device.simulator
         assert self._simulator is not None
-        functions = device.driver._functions
-        for name in ("cuMemcpy3DBatchAsync", "cuMemcpyBatchAsync"):
-            functions[name] = self._wrap(functions[name])
-        raw = device.driver._raw
-        for name in list(raw):
-            raw[name] = self._wrap(raw[name])
+        for name in ("cuMemcpy3DBatchAsync", "cuMemcpyBatchAsync", *RAW):
+            if device.driver.has(name):
+                device.driver.intercept(name, self._wrap)
 
     def _wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         simulator: Any = self._simulator
@@ -424,18 +422,20 @@ def keys(*numbers: int) -> list[bytes]:
 def cache_state(cache: kvoffload.BlockCache) -> dict[str, Any]:
     """Everything that a refused call must leave as it was."""
     index = cache._index
-    entries = index._entries
+    entries = index._state.table
+    statistics = index.statistics()
     return {
-        "entries": list(entries.of.items()),
+        "entries": dict(entries.of),
         "pools": list(entries.pool_of),
-        "policies": [list(pool.policy) for pool in index._pools.all],
+        "policies": [list(pool.policy) for pool in index._state.pools.all],
         "free": list(entries._free),
         "doomed": set(entries._doomed),
         "holds": dict(entries.holds),
-        "used": len(entries._keys),
-        "pending": list(index._pending.items()),
-        "leases": len(index._leases),
-        "statistics": index.statistics(),
+        "used": len(entries.keys),
+        "pending": list(entries.pending.items()),
+        "writable": set(entries.writable),
+        "leases": len(entries.leases),
+        "statistics": statistics,
         "in flight": cache.engine.statistics().in_flight,
     }
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import run_program
 
 import kvoffload
 from kvoffload import tuning
@@ -25,6 +26,7 @@ from kvoffload.tuning import (
     Profile,
     ProfileKey,
     Shape,
+    check_profile,
     default_profile,
     key_of,
     load_profile,
@@ -164,7 +166,7 @@ def test_the_stretch_and_the_best_share_of_splits_are_found() -> None:
 def test_curves_are_what_was_measured() -> None:
     where = [shape(nbytes, blocks, folds=False) for nbytes in (4096, 8192) for blocks in (1, 4)]
     samples = [
-        Sample(method, each, 1e-6 * each.pieces)
+        Sample(method, each, 1e-6 * each.plane_blocks)
         for each in where
         for method in (CopyMethod("batch"), CopyMethod("gather", 4, 1.0))
     ]
@@ -404,7 +406,7 @@ def test_whatever_is_wrong_is_a_value_error(content: bytes) -> None:
     if content in (BAD_FILES["foreign"], BAD_FILES["simulated"]):
         assert parse(content).key is not None, "whole, but not for this device"
         return
-    with pytest.raises(ValueError, match=r"it is no profile|it cannot be read"):
+    with pytest.raises(ValueError, match=r"it is not a profile|it cannot be read"):
         parse(content)
 
 
@@ -419,7 +421,7 @@ def test_slow_downs_of_unknown_ways_are_refused(label: str, more: str) -> None:
 
 @pytest.mark.parametrize("label", ["", "warp", "strided 2", "batch 1", "Gather 2", " gather 2", "gather\t2"])
 def test_slow_downs_of_other_copiers_are_refused(label: str) -> None:
-    with pytest.raises(ValueError, match="is no way of carrying a transfer"):
+    with pytest.raises(ValueError, match="is no copy method; known are strided, batch"):
         parse(edited(lambda fields: fields["slowdowns"].update({label: 1.5})))
 
 
@@ -457,7 +459,7 @@ def test_every_cut_and_every_missing_field_is_noticed() -> None:
             parent = parent[name]
         del parent[path[-1]]
         if len(path) == 1 or (path[-1] in NEEDED and path[0] == "costs"):
-            with pytest.raises(ValueError, match="it is no profile"):
+            with pytest.raises(ValueError, match="it is not a profile"):
                 parse(json.dumps(fields).encode())
 
 
@@ -488,3 +490,32 @@ def test_ways_in_words() -> None:
     assert str(CopyMethod("strided")) == CopyMethod("strided").label == "strided"
     assert CopyMethod("split", 2, 0.25).label == "split 2"
     assert repr(measured()) == "Profile('measured on a day')"
+
+
+# arguments
+
+
+@pytest.mark.parametrize("given", ["x", None, 5, {"costs": {}}, Profile])
+def test_what_is_no_profile_is_refused_by_name_with_the_remedy(given: object) -> None:
+    with pytest.raises(TypeError, match=r"^profile must be a kvoffload.tuning.Profile, or None .*parse\(.*; got "):
+        check_profile(given)
+
+
+def test_a_profile_is_returned_as_it_is() -> None:
+    assert check_profile(default_profile(None)) is default_profile(None)
+
+
+def test_a_fifo_in_place_of_a_profile_does_not_block(tmp_path: Path) -> None:
+    """To read one waits for a writer, and none comes. In a subprocess, so that a failure is no hang of the suite."""
+    program = f"""
+        import os, warnings
+        warnings.simplefilter("ignore")
+        os.environ["KVOFFLOAD_CACHE"] = {str(tmp_path)!r}
+        from kvoffload.tuning import ProfileKey, default_profile, load_profile, profile_path
+        key = ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")
+        path = profile_path(key)
+        path.parent.mkdir(parents=True)
+        os.mkfifo(path)
+        print(load_profile(key).source == default_profile(key).source)
+    """
+    assert run_program(program, timeout=30).strip() == "True"

@@ -1,0 +1,70 @@
+"""`Current`: a context is current for the calling thread inside a `with`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvoffload.driver import Driver
+from kvoffload.errors import DriverError
+
+
+class Current:
+    """Makes a context current for the calling thread inside a `with`, and the caller's own again afterwards.
+
+    If the context is current already, none is pushed or popped. Inside, the thread may also make calls while another
+    stream is being captured into a graph: an event query, say, would otherwise fail and break the capture (capture
+    modes GLOBAL, which is CUDA's default, and THREAD_LOCAL).
+
+    An interrupt in `__enter__` leaves the caller's context current. An interrupt at the entry of `__exit__`, where
+    Python code cannot catch it, leaves this one current.
+
+    Attributes:
+        driver, context: set right after construction. There is no `__init__`: this is on the path of every transfer.
+    """
+
+    __slots__ = ("_capture_mode", "_pushed", "context", "driver")
+
+    driver: Driver
+    context: int
+    _capture_mode: Any
+    _pushed: bool
+
+    def __enter__(self) -> None:
+        driver = self.driver
+        self._pushed = False
+        try:
+            if driver.current_context() != self.context:
+                self._pushed = True
+                driver.context_push(self.context)
+            self._capture_mode = driver.relax_capture_mode()
+        except BaseException:
+            self._pop_own()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        driver = self.driver
+        try:
+            driver.restore_capture_mode(self._capture_mode)
+        except DriverError:
+            pass  # what was done inside stands; an error here must not hide it or undo it
+        if self._pushed:
+            try:
+                driver.context_pop()
+            except DriverError:
+                self._pop_own()
+
+    def _pop_own(self) -> None:
+        """Pop the context if this pushed it and it is still current."""
+        try:
+            if self._pushed and self.driver.current_context() == self.context:
+                self.driver.context_pop()
+        except DriverError:
+            pass  # the context is lost or destroyed: the caller gets the error of its own call
+
+
+def make_current(driver: Driver, context: int) -> Current:
+    """A `Current` for one `with`."""
+    current = Current()
+    current.driver = driver
+    current.context = context
+    return current

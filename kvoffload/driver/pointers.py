@@ -1,0 +1,89 @@
+"""What the driver says of a pointer: the calls that tell on which GPU memory is. A context must be current.
+
+All of them are `functions.OPTIONAL`. Where one is missing, and for an attribute that the bindings do not know, they
+raise CapabilityError; where the driver has no answer, DriverError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvoffload.driver.core import Driver
+from kvoffload.errors import CapabilityError, DriverError
+
+_DEVICE_LOCATION = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+
+
+def pointer_context(driver: Driver, address: int) -> int:
+    """The context that `address` was allocated in; 0 for memory of asynchronous pools and mapped virtual memory."""
+    return int(_pointer_attribute(driver, "CU_POINTER_ATTRIBUTE_CONTEXT", address))
+
+
+def pointer_pool(driver: Driver, address: int) -> int:
+    """The memory pool that `address` was allocated from; 0 for other memory."""
+    return int(_pointer_attribute(driver, "CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE", address))
+
+
+def mapped_memory_device(driver: Driver, address: int) -> int | None:
+    """The GPU of mapped virtual memory (cuMemCreate and cuMemMap); None for memory that is none."""
+    handles: list[Any] = []
+    _require(driver, "cuMemRetainAllocationHandle", "cuMemGetAllocationPropertiesFromHandle", "cuMemRelease")
+    try:
+        driver.create("cuMemRetainAllocationHandle", handles, address)
+        location = driver.call("cuMemGetAllocationPropertiesFromHandle", handles[0]).location
+        return int(location.id) if int(location.type) == _DEVICE_LOCATION else None
+    except DriverError:
+        return None
+    finally:
+        driver.destroy("cuMemRelease", handles)
+
+
+def device_pools(driver: Driver, device: int) -> tuple[int, int]:
+    """The default and the current memory pool of a GPU; both contain its own memory only."""
+    _require(driver, "cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool")
+    return int(driver.call("cuDeviceGetDefaultMemPool", device)), int(driver.call("cuDeviceGetMemPool", device))
+
+
+def pool_device(driver: Driver, pool: int) -> int:
+    """The GPU of a memory pool: an attribute that came with CUDA 13."""
+    kind = _pool_attribute(driver, "CU_MEMPOOL_ATTR_LOCATION_TYPE", pool)
+    if kind != _DEVICE_LOCATION:
+        raise CapabilityError(f"the memory pool {pool:#x} is in no GPU's memory (location type {kind})")
+    return _pool_attribute(driver, "CU_MEMPOOL_ATTR_LOCATION_ID", pool)
+
+
+def pool_is_accessible(driver: Driver, pool: int, device: int) -> bool:
+    """Whether a GPU can access the memory of a pool; it always can access that of its own pools."""
+    from cuda.bindings.driver import CUmemLocation, CUmemLocationType
+
+    _require(driver, "cuMemPoolGetAccess")
+    location = CUmemLocation()
+    location.type = CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = device
+    return int(driver.call("cuMemPoolGetAccess", pool, location)) != 0
+
+
+def _pointer_attribute(driver: Driver, name: str, address: int) -> Any:
+    from cuda.bindings.driver import CUpointer_attribute
+
+    return driver.call("cuPointerGetAttribute", _member(CUpointer_attribute, name), address)
+
+
+def _pool_attribute(driver: Driver, name: str, pool: int) -> int:
+    from cuda.bindings.driver import CUmemPool_attribute
+
+    _require(driver, "cuMemPoolGetAttribute")
+    return int(driver.call("cuMemPoolGetAttribute", pool, _member(CUmemPool_attribute, name)))
+
+
+def _member(kind: Any, name: str) -> Any:
+    try:
+        return getattr(kind, name)
+    except AttributeError:
+        raise CapabilityError(f"these bindings have no {name}") from None
+
+
+def _require(driver: Driver, *names: str) -> None:
+    absent = [name for name in names if not driver.has(name)]
+    if absent:
+        raise CapabilityError(f"these bindings have no {', '.join(absent)}")

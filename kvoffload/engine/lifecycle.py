@@ -1,0 +1,368 @@
+"""An engine from its making to its end: everything but the submission of transfers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+
+from kvoffload.copiers.selection import check_prefer
+from kvoffload.device.device import Device
+from kvoffload.device.pinned import Progress
+from kvoffload.device.streams import stream_handle
+from kvoffload.engine.callbacks import Callbacks
+from kvoffload.engine.hazards import HazardTable
+from kvoffload.engine.job import Job, TransferResult, wait_until
+from kvoffload.engine.resources import EngineResources
+from kvoffload.engine.statistics import EngineStatistics
+from kvoffload.engine.stream_order import as_part, await_queueing
+from kvoffload.engine.transfer import Transfer
+from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
+from kvoffload.internal.checks import at_least
+from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
+from kvoffload.layout.fold import describe_fold
+from kvoffload.layout.layout import KVLayout, describe_groups
+from kvoffload.planning.layer_groups import Folds
+from kvoffload.tuning import Profile, profile_for
+
+Prefer = Literal["overlap", "latency"]
+_MOST_POOL_BYTES = 1 << 50
+_numbers = itertools.count(1)
+
+
+class SlotGuard(Protocol):
+    """The owner of an engine's slots, such as a BlockCache."""
+
+    def check_store(self, slots: Int64Array) -> None:
+        """Raise unless a store may write these slots now. Called under the engine's lock, before anything happens."""
+
+
+class EngineLifecycle:
+    """What `OffloadEngine` is besides submitting transfers; its docstring has the arguments.
+
+    For caches and integrations: `lock`, `number`, `advance`, `submitted`, `touches`, `check_room`, `claim_slots`,
+    `jobs_in_flight`, `order_all_before` and `exported_stream`.
+
+    Attributes:
+        layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given.
+        lock: guards the engine; a BlockCache on it shares it. Take it with `with` alone.
+        number: no two engines of a process have the same.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        device: Device,
+        num_slots: int = 1024,
+        sm_limit: int = 4,
+        prefer: Prefer = "overlap",
+        profile: Profile | None = None,
+        max_in_flight: int = 4096,
+        stream_priority: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        if not isinstance(layout, KVLayout):
+            raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
+        if not isinstance(device, Device):
+            raise TypeError(f"device must be a Device from open_device(), got {device!r:.80}")
+        if profile is not None and not isinstance(profile, Profile):
+            raise TypeError(f"profile must be a kvoffload.tuning.Profile or None, got {profile!r:.80}")
+        self.layout = layout
+        self.device = device
+        self.num_slots = _checked_slots(num_slots, layout)
+        device.check_stream_priority(stream_priority)
+        device.reclaim()
+        self.sm_limit = at_least("sm_limit", sm_limit, 0)
+        self.prefer = check_prefer(prefer)
+        self.profile = profile_for(device) if profile is None else profile
+        self.number = next(_numbers)
+        self.max_in_flight = at_least("max_in_flight", max_in_flight, 1)
+        self.lock = threading.RLock()
+        self._driver = device.driver
+        self._context = device.context
+        self._process = os.getpid()
+        self._closed = False
+        self._closing: set[object] = set()  # a token for each call of close()
+        self._following: set[object] = set()  # a token for each call that asks arrays for their producers
+        self._slot_guard: weakref.ref[SlotGuard] | None = None
+        self._ids = itertools.count(1)
+        self._callbacks = Callbacks()
+        self._hazards = HazardTable(layout, self.num_slots)
+        longest = max(self.num_slots, *(group.num_blocks for group in layout.groups))
+        self._scratch: Int64Array = np.empty(longest, dtype=np.int64)
+        with device.lifecycle, device.current():
+            self._folds = Folds(layout, device.allocations(layout))
+            self._parts = EngineResources(device, self.num_slots, self.sm_limit, self.max_in_flight, stream_priority)
+            self._resource = device.adopt(self, self._parts.release, "an OffloadEngine")
+            try:
+                self._parts.open(layout, progress)
+            except BaseException:
+                self._resource.free()
+                raise
+            self._slots = self._parts.memory.array.reshape(self.num_slots, layout.slot_bytes)
+            device.register_engine(self)
+
+    # results ------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Take note of transfers that have ended, and queue what there is room for. Never blocks.
+
+        `poll`, `wait`, `done` and every submission do it too.
+        """
+        self.device.check_process()
+        with self.lock:
+            in_flight = self._parts.in_flight
+            if self._closed or (in_flight.consistent and not in_flight.count):
+                return
+        try:
+            with self.device.current(), self.lock:
+                self._repair()
+                self._parts.tracker.advance()
+        except DriverError as error:
+            if not error.sticky:
+                raise
+            self._lose(error)
+
+    def _repair(self) -> None:
+        """If a call was interrupted, put the engine in order. Under the lock, with the context current."""
+        if not self._parts.in_flight.consistent:
+            self._parts.tracker.repair()
+
+    def _lose(self, error: DriverError) -> None:
+        """If the error says so, the CUDA context is lost, and every transfer in flight has failed.
+
+        Raises:
+            TransferError: in place of the error, if the context is lost.
+        """
+        if error.sticky:
+            with self.lock:
+                self._parts.tracker.lose(error)
+                self._parts.tracker.check_alive()
+
+    def poll(self) -> list[TransferResult]:
+        """Results of jobs that have ended since the last call, in the order in which they were found to have ended.
+
+        Each job is reported once, and not at all after `wait()` or `result()` returned or raised for it. Failed jobs
+        are reported with their `error`. At most 65,536 results are kept for the next call, the newest.
+        """
+        self.advance()
+        with self.lock:
+            return self._parts.tracker.take_reports()
+
+    def forget_report(self, job_id: int) -> None:
+        """Keep `poll` from reporting a job that its caller has waited for."""
+        self.device.check_process()
+        with self.lock:
+            self._parts.tracker.reports.pop(job_id, None)
+
+    def when_done(self, job: Job, callback: Callable[[Job], object]) -> None:
+        """See `Job.add_done_callback`."""
+        self.device.check_process()
+        self._callbacks.add(job, callback)
+
+    @property
+    def in_flight(self) -> int:
+        """How many transfers have not ended."""
+        return self._parts.in_flight.count
+
+    @property
+    def submitted(self) -> int:
+        """How many transfers have been submitted so far."""
+        self.device.check_process()
+        with self.lock:
+            return sum(queue.submitted for queue in self._parts.in_flight.both)
+
+    def statistics(self) -> EngineStatistics:
+        """Counts and totals since the engine was made."""
+        self.device.check_process()
+        if not self._parts.in_flight.consistent:
+            self.advance()
+        with self.lock:
+            return self._parts.statistics()
+
+    # order --------------------------------------------------------------------------------------------------------
+
+    def order_job_before(self, transfer: Transfer, stream: StreamLike, part: int | None) -> None:
+        """See `Job.order_before`."""
+        handle = stream_handle(stream, "stream")
+        number = None if part is None else as_part(part, transfer)
+        self._order_before(transfer, handle, number, raise_error=True)
+
+    def order_all_before(self, stream: int) -> None:
+        """Work queued on `stream` from now on starts after every transfer submitted so far has ended, well or not.
+
+        Raises:
+            CapacityError, TransferError: as `Job.order_before`.
+        """
+        self.device.check_process()
+        with self.lock:
+            latest = self._parts.order.latest()
+        for transfer in latest:
+            self._order_before(transfer, stream, None, raise_error=False)
+
+    def _order_before(self, transfer: Transfer, stream: int, part: int | None, *, raise_error: bool) -> None:
+        await_queueing(transfer, part, self.advance)
+        try:
+            with self.device.current(), self.lock:
+                self._repair()
+                if raise_error and transfer.error is not None:
+                    raise TransferError(*transfer.error.args) from transfer.error.__cause__
+                self._parts.tracker.check_alive()
+                self._parts.order.wait_for(transfer, stream, part)
+        except DriverError as error:
+            self._lose(error)
+            raise
+
+    def exported_stream(self) -> int | None:
+        """A stream that ends after the transfers in flight, for importers of device memory; None if none are."""
+        self.advance()
+        with self.lock:
+            if not self._parts.in_flight.count:
+                return None
+        with self.device.current():
+            stream = self._parts.wait_streams.exported()
+        self.order_all_before(stream)
+        return stream
+
+    def touches(self, address: int, nbytes: int) -> bool:
+        """Whether a plane lies, in part at least, in a range of device memory."""
+        planes = (plane for group in self.layout.groups for plane in group.planes)
+        return any(plane.address < address + nbytes and address < plane.end for plane in planes)
+
+    # for caches ---------------------------------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raise ClosedError or TransferError unless transfers can be submitted."""
+        if self._closed or self._closing:
+            raise ClosedError("the engine is closed" if self._closed else "the engine is being closed")
+        self._parts.tracker.check_alive()
+
+    def check_room(self, jobs: int) -> None:
+        """Raise CapacityError unless so many more jobs may be in flight, and ClosedError if the engine is closed."""
+        self.device.check_process()
+        with self.lock:
+            self.check_usable()
+            self._parts.tracker.check_room(jobs)
+
+    def jobs_in_flight(self) -> tuple[Job, ...]:
+        """A job for each transfer that has not ended."""
+        with self.lock:
+            in_flight = self._parts.in_flight.both
+            return tuple(Job(self, transfer) for queue in in_flight for transfer in queue.transfers)
+
+    def claim_slots(self, guard: SlotGuard) -> None:
+        """From now on ask `guard` before every store. It is referred to weakly.
+
+        Raises:
+            CapacityError: another guard that is still referred to has claimed the slots.
+        """
+        with self.lock:
+            if self._slot_guard is not None and self._slot_guard() is not None:
+                raise CapacityError(
+                    "the engine's slots belong to another BlockCache: delete that one first, end its reservations and "
+                    "leases, or make a second engine"
+                )
+            self._slot_guard = weakref.ref(guard)
+
+    # the end ------------------------------------------------------------------------------------------------------
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait until no job is unfinished. Failed jobs do not raise here; `poll` reports them.
+
+        Raises:
+            TimeoutError: `timeout` seconds have passed; the jobs go on.
+        """
+        in_flight = self._parts.in_flight
+
+        def ended() -> bool:
+            self.advance()
+            return in_flight.count == 0
+
+        wait_until(ended, timeout, f"{in_flight.count} jobs in flight")
+
+    def close(self, timeout: float | None = None) -> None:
+        """Refuse new transfers, drain, unpin the pool, destroy streams and events.
+
+        Idempotent, and if it was interrupted, calling it again goes on. In a forked child it does nothing. Arrays over
+        `slots` stay valid: the bytes live on as ordinary memory. The results of finished jobs can still be polled.
+
+        Raises:
+            TimeoutError: jobs were still running; nothing was freed, and the engine stays open.
+        """
+        if self.device.foreign:
+            return
+        token = object()
+        try:
+            self._closing.add(token)
+            self.drain(timeout)
+            wait_until(lambda: not self._following, timeout, "asking an array for its producer")
+            self.device.wait_lifecycle(timeout)
+            with self.device.lifecycle:
+                self._free()
+        finally:
+            self._closing.discard(token)
+
+    def _free(self) -> None:
+        """Nothing is in flight and nothing new is taken; one thread at a time."""
+        self._closed = True
+        if not self._resource.alive:
+            return
+        try:
+            with self.device.current():
+                self._resource.free()
+        except DriverError as error:
+            if not error.sticky:
+                raise
+            self._parts.tracker.lose(error)
+            self._resource.free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # looking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def missing_copiers(self) -> dict[str, str]:
+        """The copiers that cannot run for this engine, and why."""
+        return {name: reason for name, reason in self._parts.copiers.missing.items() if reason is not None}
+
+    @property
+    def slots(self) -> UInt8Array:
+        """The pinned pool: uint8, (num_slots, layout.slot_bytes), writable.
+
+        Row `s` holds plane 0's `blocks_per_slot` sub-blocks, then plane 1's, ...; the rest of the row is padding. A
+        row may be read once the store into it has ended, and written when no transfer that uses it is unfinished.
+        """
+        return self._slots
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self._parts.in_flight.count} in flight"
+        simulated = "simulated, " if self.device.simulated else ""
+        return (
+            f"OffloadEngine({describe_groups(self.layout)}: {describe_fold(self._folds.groups)}; "
+            f"{self.num_slots} slots x {self.layout.slot_bytes} B, {simulated}{state})"
+        )
+
+    def _repr_html_(self) -> str:
+        from kvoffload.observability.notebook import engine_card
+
+        return engine_card(self, self._folds.groups, self._parts.copiers.missing, closed=self._closed)
+
+
+def _checked_slots(num_slots: Any, layout: KVLayout) -> int:
+    count = at_least("num_slots", num_slots, 1)
+    if count * layout.slot_bytes > _MOST_POOL_BYTES:
+        raise CapacityError(
+            f"num_slots={count} of {layout.slot_bytes} bytes are {count * layout.slot_bytes} bytes of host memory, "
+            f"more than any machine has; ask for at most {_MOST_POOL_BYTES // layout.slot_bytes}"
+        )
+    return count

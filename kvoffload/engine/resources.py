@@ -1,0 +1,99 @@
+"""What an engine holds of the driver: its pool, streams, events and copiers. Outlives an engine that became garbage."""
+
+from __future__ import annotations
+
+from kvoffload.copiers import CopierSet
+from kvoffload.device.device import Device
+from kvoffload.device.pinned import PinnedMemory, Progress
+from kvoffload.engine.launcher import Launcher
+from kvoffload.engine.queues import InFlight
+from kvoffload.engine.statistics import EngineStatistics
+from kvoffload.engine.stream_order import StreamOrder
+from kvoffload.engine.tracker import Tracker
+from kvoffload.engine.wait_streams import WaitStreams
+from kvoffload.internal import hostinfo
+from kvoffload.internal.teardown import run_all
+from kvoffload.layout.layout import KVLayout
+
+
+class EngineResources:
+    """Made empty, then opened, so that `release` frees what there is wherever `open` was interrupted.
+
+    Attributes:
+        memory: the pinned pool.
+        copiers: that carry transfers out.
+        in_flight: the transfers that have not ended.
+        launcher, tracker, order, wait_streams: what works on them.
+    """
+
+    def __init__(self, device: Device, num_slots: int, sm_limit: int, max_in_flight: int, stream_priority: int) -> None:
+        driver = device.driver
+        self._numa_cpus = hostinfo.numa_node_cpus(device.pci.numa_node)
+        self._num_slots = num_slots
+        self._stream_priority = stream_priority
+        self._simulated = device.simulated
+        self._driver = driver
+        self._memory: list[PinnedMemory] = []  # one, once `open` has begun to pin it
+        self.memory: PinnedMemory
+        self.copiers = CopierSet(driver, device.capabilities, sm_limit)
+        self.in_flight = InFlight(driver, max_in_flight)
+        self.launcher = Launcher(driver, self.in_flight)
+        self.tracker = Tracker(driver, self.in_flight, self.launcher, self.copiers)
+        self.order = StreamOrder(driver, self.in_flight, self.launcher)
+        self.wait_streams = WaitStreams(driver, stream_priority)
+
+    def open(self, layout: KVLayout, progress: Progress | None) -> None:
+        """Pin the pool, make streams and copiers; the context must be current."""
+        self.memory = PinnedMemory(
+            self._driver,
+            self._num_slots * layout.slot_bytes,
+            unit_bytes=layout.slot_bytes,
+            numa_cpus=self._numa_cpus,
+            progress=progress,
+            holder=self._memory,
+        )
+        self.copiers.open(layout, self.memory)
+        for queue in self.in_flight.both:
+            queue.lane.open(self._stream_priority)
+
+    def release(self) -> None:
+        """Destroy streams and events, free what copiers use, unpin the pool. Interrupted, it goes on where it stopped.
+
+        After a loss of the context nothing is freed: the GPU may still use it, or the context has taken it along.
+        """
+        if self.in_flight.lost is not None:
+            for memory in self._memory:
+                memory.keep()
+            self.copiers.keep()
+            return
+        assert self.in_flight.count == 0
+        run_all(
+            (
+                *(queue.lane.close for queue in self.in_flight.both),
+                self.wait_streams.close,
+                self.in_flight.timers.close,
+                self.in_flight.markers.close,
+                self.copiers.close,
+                *(memory.release for memory in self._memory),
+            )
+        )
+
+    def statistics(self) -> EngineStatistics:
+        """Counts and totals."""
+        in_flight = self.in_flight
+        lanes = [queue.lane for queue in in_flight.both]
+        return EngineStatistics(
+            simulated=self._simulated,
+            num_slots=self._num_slots,
+            pinned_bytes=self.memory.nbytes,
+            in_flight=in_flight.count,
+            held=sum(len(queue.waiting) for queue in in_flight.both),
+            unreported=len(self.tracker.reports),
+            dropped_reports=self.tracker.dropped_reports,
+            streams=sum(len(lane.streams) for lane in lanes) + len(self.wait_streams),
+            streams_in_use=sum(lane.in_use for lane in lanes),
+            events=in_flight.timers.created + in_flight.markers.created,
+            events_in_use=in_flight.timers.in_use + in_flight.markers.in_use,
+            store=in_flight.stores.totals,
+            load=in_flight.loads.totals,
+        )

@@ -1,0 +1,71 @@
+"""The types of a cache's elements: one spelling for each, and their sizes."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import shown
+from kvoffload.internal.types import DTypeLike
+
+# Types that numpy does not know without ml_dtypes, whose names both give them, and their bytes.
+NARROW_BYTES = {
+    "bfloat16": 2,
+    **dict.fromkeys(
+        (
+            "float8_e4m3fn",
+            "float8_e5m2",
+            "float8_e4m3fnuz",
+            "float8_e5m2fnuz",
+            "float8_e4m3b11fnuz",
+            "float8_e3m4",
+            "float8_e4m3",
+            "float8_e8m0fnu",
+        ),
+        1,
+    ),
+}
+
+_ABBREVIATIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def dtype_name(dtype: DTypeLike | None) -> str:
+    """The one spelling of an element's type: numpy's name of it, with ">" before it if it is big-endian.
+
+    Args:
+        dtype: what numpy takes for a dtype, or an object or a string with a name that numpy does not know, such as
+            "bfloat16" without ml_dtypes, or PyTorch's dtypes: the last component of its text, in lower case.
+
+    Raises:
+        LayoutError: `dtype` is None, or not the type of one element.
+    """
+    try:
+        found: np.dtype[np.generic] = np.dtype(dtype)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        name = str(dtype).rpartition(".")[2].lower()
+        if re.fullmatch("[a-z][a-z0-9_]*", name):  # else a repr, perhaps with an address in it
+            return _ABBREVIATIONS.get(name, name)
+    else:
+        if dtype is not None and not issubclass(found.type, np.flexible | np.object_):
+            return f"{'>' if found.str[0] == '>' else ''}{found.name}"
+    raise LayoutError(f'dtype must be the type of one element, such as "bfloat16" or np.float16, got {shown(dtype)}')
+
+
+def element_bytes(name: str) -> int:
+    """Bytes of an element of a type.
+
+    Args:
+        name: what `dtype_name` returns.
+
+    Raises:
+        LayoutError: the type is not known.
+    """
+    if name in NARROW_BYTES:
+        return NARROW_BYTES[name]
+    try:
+        return np.dtype(name).itemsize
+    except TypeError:
+        known = ", ".join(NARROW_BYTES)
+        raise LayoutError(f"dtype must be one that numpy knows, or one of {known}; got {name!r}") from None

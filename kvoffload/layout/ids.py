@@ -1,0 +1,110 @@
+"""Block ids and slot ids of the caller, as arrays that the caller cannot change."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NoReturn
+
+import numpy as np
+
+from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import shown
+from kvoffload.internal.types import ArrayLike, Int64Array
+
+_INT = frozenset((int,))
+
+
+def as_ids(name: str, ids: ArrayLike, limit: int) -> Int64Array:
+    """A copy of `ids`: int64, (n,), C-contiguous, every value in `[0, limit)`; n may be 0.
+
+    The result shares no memory with `ids`, whatever they are: a transfer may read it long after the call that was given
+    the ids has returned, and the caller may reuse theirs at once.
+
+    Args:
+        name: of the argument, for messages.
+        ids: a list, a tuple, a range, or an array of integers with one axis. An empty one may have any type.
+
+    Raises:
+        LayoutError: not one-dimensional, booleans, floats, objects or a masked array, or a value out of range; the
+            message names the argument, the position and the value, and says what to pass.
+    """
+    kind: object = type(ids)
+    if kind is np.ndarray:
+        array: np.ndarray[Any, Any] = ids  # type: ignore[assignment]
+    elif kind is range:
+        return _of_range(name, ids, limit)  # type: ignore[arg-type]
+    elif (kind is list or kind is tuple) and _INT.issuperset(map(type, ids)):  # type: ignore[arg-type]
+        if ids and not (min(ids) >= 0 and max(ids) < limit):  # type: ignore[type-var, arg-type, operator]
+            _refuse_outside(name, ids, limit)
+        return np.array(ids, dtype=np.int64)
+    else:
+        array = _of_others(name, ids)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        _refuse(name, array)
+    if not array.size:
+        return np.empty(0, dtype=np.int64)
+    copied = array.astype(np.int64, order="C")
+    # As unsigned numbers, negative ids are huge ones.
+    if int(np.maximum.reduce(copied.view(np.uint64))) >= limit:
+        _refuse_outside(name, array, limit)
+    return copied
+
+
+def _of_range(name: str, ids: range, limit: int) -> Int64Array:
+    if not ids:
+        return np.empty(0, dtype=np.int64)
+    first = ids[0]
+    if not (0 <= first < limit and 0 <= ids[-1] < limit):
+        index = 0  # of the first id outside, which may be far from the start
+        if 0 <= first < limit:
+            index = -(-(limit - first) // ids.step) if ids.step > 0 else first // -ids.step + 1
+        raise LayoutError(f"{name}[{index}] is {shown(ids[index])}, outside [0, {limit})")
+    return np.arange(ids.start, ids.stop, ids.step, dtype=np.int64)
+
+
+def _of_others(name: str, ids: ArrayLike) -> np.ndarray[Any, Any]:
+    """An array of whatever numpy can convert, except where it would take masked values or booleans for ids."""
+    if isinstance(ids, np.ma.MaskedArray):
+        raise LayoutError(
+            f"{name} is a masked array, whose masked values are no ids; pass an array without a mask, such as "
+            f"{name}.compressed()"
+        )
+    try:
+        array = np.asarray(ids)
+        if array.ndim == 1 and isinstance(ids, list | tuple):
+            _refuse_booleans_among(name, ids)
+    except LayoutError:
+        raise
+    except Exception as error:  # an array of another library raises what it likes while it is converted
+        raise LayoutError(
+            f"{name} must be something numpy turns into a 1-D integer array, such as a list of ints: {error}"
+        ) from None
+    return array
+
+
+def _refuse_booleans_among(name: str, ids: list[Any] | tuple[Any, ...]) -> None:
+    """numpy takes True for 1 where the other values are integers."""
+    for index, each in enumerate(ids):
+        if isinstance(each, bool) or getattr(each, "dtype", None) == np.bool_:
+            if all(isinstance(other, bool | np.bool_) for other in ids):
+                return  # an array of booleans, refused as such
+            raise LayoutError(f"{name}[{index}] is {each}, a boolean among integers; pass integers")
+
+
+def _refuse(name: str, array: np.ndarray[Any, Any]) -> NoReturn:
+    if array.ndim != 1:
+        raise LayoutError(f"{name} must be one-dimensional, got shape {array.shape}")
+    if array.dtype.kind == "b":
+        remedy = f"for the ids where a mask is True pass numpy.flatnonzero({name})"
+    elif array.dtype.kind in "fO":
+        remedy = f"if they are integers, convert them: numpy.array({name}, dtype=numpy.int64)"
+    else:
+        remedy = "pass a list of ints or an integer array"
+    raise LayoutError(f"{name} must hold integers, got dtype {array.dtype}; {remedy}")
+
+
+def _refuse_outside(name: str, ids: Any, limit: int) -> NoReturn:
+    for index, each in enumerate(ids):
+        if not 0 <= operator.index(each) < limit:
+            raise LayoutError(f"{name}[{index}] is {shown(operator.index(each))}, outside [0, {limit})")
+    raise LayoutError(f"{name} changed while it was read; pass an array that no other thread writes")

@@ -1,0 +1,160 @@
+"""Device tensors indexed by block, and groups of them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import SupportsIndex
+
+import numpy as np
+
+from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import shown
+from kvoffload.internal.types import Int64Array
+from kvoffload.layout.overlap import refuse_overlap
+
+INTEGER_LIMIT = 1 << 63  # numbers of a layout, and what follows from them, are int64 in plans and in the fingerprint
+MAX_SLOT_BYTES = 1 << 40  # of one slot: 1 TiB is far beyond any use, and sums of such sizes stay far below 2**63
+
+
+def positive(name: str, value: SupportsIndex, limit: int = INTEGER_LIMIT) -> int:
+    """`value` as an int in `[1, limit)`.
+
+    Args:
+        value: an integer of Python or numpy, or a `cuda.bindings.driver.CUdeviceptr`.
+
+    Raises:
+        LayoutError: it is no such integer; the message names the argument and the value.
+    """
+    number = 0
+    if not isinstance(value, bool | np.bool_):
+        try:
+            number = int(value) if type(value).__name__ == "CUdeviceptr" else operator.index(value)
+        except (TypeError, ValueError):
+            pass
+    if not 1 <= number < limit:
+        bound = f"2**{limit.bit_length() - 1}"
+        raise LayoutError(f"{name} must be an integer of at least 1 and below {bound}, got {shown(value)}")
+    return number
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Plane:
+    """One device tensor indexed by block: block `i` is `block_bytes` bytes at `address + i * block_stride`.
+
+    Args:
+        address: device address of block 0, bytes.
+        block_bytes: payload of one block, bytes. Padding between blocks is never read or written.
+        num_blocks: blocks in the plane; ids are in `[0, num_blocks)`.
+        block_stride: bytes from one block to the next; None means `block_bytes` (no padding).
+        owner: any object; the plane keeps it alive, for example the array that the memory belongs to.
+
+    Raises:
+        LayoutError: a number that is not an integer in `[1, 2**63)`, a stride smaller than the payload, or a plane that
+            ends beyond address 2**63 - 1.
+    """
+
+    address: int
+    block_bytes: int
+    num_blocks: int
+    block_stride: int
+    owner: object = field(compare=False)
+
+    def __init__(
+        self,
+        address: SupportsIndex,
+        *,
+        block_bytes: SupportsIndex,
+        num_blocks: SupportsIndex,
+        block_stride: SupportsIndex | None = None,
+        owner: object = None,
+    ) -> None:
+        put = object.__setattr__
+        put(self, "address", positive("address", address))
+        put(self, "block_bytes", positive("block_bytes", block_bytes))
+        put(self, "num_blocks", positive("num_blocks", num_blocks))
+        stride = self.block_bytes if block_stride is None else positive("block_stride", block_stride)
+        if stride < self.block_bytes:
+            raise LayoutError(f"block_stride must be at least block_bytes ({self.block_bytes}), got {stride}")
+        put(self, "block_stride", stride)
+        put(self, "owner", owner)
+        if self.end >= INTEGER_LIMIT:
+            raise LayoutError(
+                f"{self} ends beyond the largest address, 2**63 - 1; check num_blocks and block_stride (bytes)"
+            )
+
+    def disowned(self) -> Plane:
+        """The same plane without its owner."""
+        sizes = {"num_blocks": self.num_blocks, "block_stride": self.block_stride}
+        return Plane(self.address, block_bytes=self.block_bytes, **sizes)
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first byte of block 0 to the last byte of the last block."""
+        return (self.num_blocks - 1) * self.block_stride + self.block_bytes
+
+    @property
+    def end(self) -> int:
+        """One past the last byte of the last block."""
+        return self.address + self.span_bytes
+
+    def __repr__(self) -> str:
+        padding = f", block_stride={self.block_stride}" if self.block_stride != self.block_bytes else ""
+        return f"Plane({self.address:#x}, block_bytes={self.block_bytes}, num_blocks={self.num_blocks}{padding})"
+
+
+class Group:
+    """Planes that share one block table, in the order in which a slot holds them.
+
+    Attributes:
+        planes: the planes; all have the same `num_blocks`, and no two share a byte.
+        num_blocks: blocks of each plane; ids are in `[0, num_blocks)`.
+        host_offsets: int64, (planes,): where plane p's sub-blocks begin in a slot, bytes.
+        payload_bytes: bytes of a slot that this group uses.
+        bytes_per_block: bytes of one block over all planes.
+
+    Raises:
+        LayoutError: no planes, something that is no `Plane`, different `num_blocks`, planes that share bytes, or blocks
+            too large for a slot.
+    """
+
+    def __init__(self, planes: Sequence[Plane], blocks_per_slot: int, name: str) -> None:
+        self.planes = tuple(planes)
+        if not self.planes:
+            raise LayoutError(f"{name} has no planes; give each group at least one Plane")
+        for index, plane in enumerate(self.planes):
+            if not isinstance(plane, Plane):
+                raise LayoutError(f"{name}[{index}] must be a Plane, got {type(plane).__name__}")
+        self.num_blocks = self.planes[0].num_blocks
+        if any(plane.num_blocks != self.num_blocks for plane in self.planes):
+            counts = sorted({plane.num_blocks for plane in self.planes})
+            raise LayoutError(f"{name}: planes of one group share a block table, but num_blocks differ: {counts}")
+        refuse_overlap(self.planes, name)
+        self.bytes_per_block = sum(plane.block_bytes for plane in self.planes)
+        self.payload_bytes = self.bytes_per_block * blocks_per_slot
+        _refuse_large_slots(self.bytes_per_block, blocks_per_slot, name)
+        offsets = accumulate((plane.block_bytes * blocks_per_slot for plane in self.planes[:-1]), initial=0)
+        self.host_offsets: Int64Array = np.array(list(offsets), dtype=np.int64)
+
+    def disowned(self) -> Group:
+        """The same group, which keeps nothing alive: planes without their owners."""
+        group = copy.copy(self)
+        group.planes = tuple(plane.disowned() for plane in self.planes)
+        return group
+
+
+def _refuse_large_slots(bytes_per_block: int, blocks_per_slot: int, name: str) -> None:
+    """Sizes and offsets in a slot are int64: beyond that they would wrap around, and copies would miss the pool."""
+    if bytes_per_block > MAX_SLOT_BYTES:
+        raise LayoutError(
+            f"{name}: one block has {bytes_per_block} bytes over its planes, more than a slot may have "
+            f"({MAX_SLOT_BYTES}); check block_bytes of the planes"
+        )
+    if bytes_per_block * blocks_per_slot > MAX_SLOT_BYTES:
+        raise LayoutError(
+            f"blocks_per_slot must be at most {MAX_SLOT_BYTES // bytes_per_block} for blocks of {bytes_per_block} "
+            f"bytes over the planes of {name} (a slot has at most {MAX_SLOT_BYTES} bytes), got {blocks_per_slot}"
+        )
