@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -120,6 +121,43 @@ def test_a_failed_store_is_no_hit_and_gives_its_slot_back() -> None:
         cache.check()
 
 
+def test_an_abandoned_reservation_keeps_its_slots_until_the_store_has_ended() -> None:
+    """A program forgets a reservation while its store is held back: the slot is written later."""
+    with caches(1) as (bench, cache):
+        held = bench.stream()
+        gate = bench.gate(held)
+        reservation = cache.reserve(keys(0))
+        job = bench.engine.store([0], reservation.slots(), after=held)
+        del reservation
+        gc.collect()
+        assert cache.status(keys(0)) == [Status.MISS]
+        with suppress(CapacityError):
+            assert store(cache, 1).keys == ()
+        gate.open()
+        job.wait(10)
+        store(cache, 2).wait(10)
+        assert cache.lookup(keys(2)) == 1
+        assert wrong_hits(bench, cache) == []
+        cache.check()
+
+
+@pytest.mark.parametrize("state", ["free", "resident", "committed", "aborted"])
+def test_only_an_open_reservation_may_be_written(state: str) -> None:
+    """Slots of a cache are refused as targets of the engine's own stores."""
+    with caches(2) as (bench, cache):
+        slots = [1]
+        if state == "resident":
+            store(cache, 0, 1).wait(10)
+        elif state != "free":
+            reservation = cache.reserve(keys(0, 1))
+            slots = list(reservation.slots())
+            bench.engine.store([0, 1], slots, after=NO_WAIT).wait(10)
+            reservation.commit() if state == "committed" else reservation.abort()
+        with pytest.raises(ValueError, match="slot"):
+            bench.engine.store([5] * len(slots), slots, after=NO_WAIT)
+        assert wrong_hits(bench, cache) == []
+
+
 # policies that are wrong ----------------------------------------------------------------------------------------------
 
 
@@ -168,6 +206,46 @@ def test_victims_that_may_not_go_are_not_taken(choice: str) -> None:
         assert wrong_hits(bench, cache) == []
 
 
+class Raising(Fifo):
+    """Raises once, out of one method, after that has done its work or before."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        super().__init__(capacity)
+        self.due: tuple[str, bool] | None = None
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        self._raise("insert", False)
+        super().insert(keys)
+        self._raise("insert", True)
+
+    def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
+        self._raise("remove", False)
+        super().remove(keys, evicted)
+        self._raise("remove", True)
+
+    def _raise(self, name: str, after: bool) -> None:
+        if self.due == (name, after):
+            self.due = None
+            raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", ["insert", "remove"])
+def test_a_policy_that_raises_leaves_the_truth(name: str, after: bool) -> None:
+    policy = Raising()
+    with caches(4, policy) as (bench, cache):
+        store(cache, 0, 1, 2, 3).wait(10)
+        policy.due = (name, after)
+        with pytest.raises(RuntimeError, match=name):
+            store(cache, 4, 5)
+        bench.engine.drain(10)
+        cache.check()
+        assert wrong_hits(bench, cache) == []
+        store(cache, 6, 7, 8, 9).wait(10)
+        assert cache.lookup(keys(6, 7, 8, 9)) == 4
+        assert wrong_hits(bench, cache) == []
+
+
 # what statistics say --------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +271,7 @@ def test_residency_is_counted_from_the_last_store_to_the_eviction(monkeypatch: p
         assert (statistics.resident, statistics.removed, statistics.evicted) == (0, 2, 0)
         assert sum(statistics.residency_seconds.counts) == 0, "what is removed was not evicted"
         store(cache, 2, 3).wait(10)
+        assert cache.lookup(keys(2, 3)) == 2, "it has noticed that they are there"
         clock.now += 30.0
         store(cache, 4).wait(10)  # in the place of one of them
         statistics = cache.statistics()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import Rig, all_are, release, rig, simulated
+from interrupts import interrupt_at, trace_points
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine
@@ -95,22 +96,34 @@ def test_a_transfer_that_shares_nothing_with_a_long_one_is_not_held_back(bench: 
 # streams that wait for several ----------------------------------------------------------------------------------------
 
 
-def test_two_threads_that_follow_several_streams_each_wait_for_their_own(bench: Rig) -> None:
+class Produced:
+    """An array of another library's, which names the stream that computes it."""
+
+    def __init__(self, stream: int) -> None:
+        shape = {"shape": (4,), "typestr": "|u1", "data": (1 << 20, False), "version": 3}
+        self.__cuda_array_interface__ = shape | {"stream": stream}
+
+
+@pytest.mark.parametrize("kind", ["streams", "arrays"])
+def test_two_threads_that_follow_several_streams_each_wait_for_their_own(bench: Rig, kind: str) -> None:
     """One follows a stream that is held back; what the other follows has ended. They are in the driver together."""
     engine, held, free = bench.engine, bench.stream(), bench.stream()
     bench.gate(held)
+    behind: dict[int, Any] = {each: each if kind == "streams" else Produced(each) for each in (held, free)}
+    for _ in range(2):  # what is made at first use is made
+        engine.store([1], [1], after=[behind[free]]).wait(10)
     faults: Any = bench.device.simulator.faults
     faults.delay("cuStreamWaitEvent", 0.05)
     recorded = faults.call_count["cuEventRecord"]
     jobs: dict[str, kvoffload.Job] = {}
 
     def store() -> None:
-        jobs["store"] = engine.store([0], [0], after=[held, held])
+        jobs["store"] = engine.store([0], [0], after=[behind[held], behind[held]])
 
     def load() -> None:
         while faults.call_count["cuEventRecord"] == recorded:
             time.sleep(0.0005)
-        jobs["load"] = engine.load([20], [20], after=[free, free])
+        jobs["load"] = engine.load([20], [20], after=[behind[free], behind[free]])
 
     threads = [threading.Thread(target=work) for work in (store, load)]
     for thread in threads:
@@ -120,6 +133,34 @@ def test_two_threads_that_follow_several_streams_each_wait_for_their_own(bench: 
     faults.clear()
     release(bench, jobs["store"])
     assert jobs["load"].done
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_every_stream_of_a_list_is_followed(bench: Rig, position: int) -> None:
+    streams = [bench.stream() for _ in range(3)]
+    bench.gate(streams[position])
+    release(bench, bench.engine.store([0], [0], after=streams))
+
+
+# exceptions -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuMemcpy3DBatchAsync"])
+def test_an_interrupted_submission_ends(bench: Rig, call: str) -> None:
+    """A KeyboardInterrupt as a driver call returns: the transfer fails, `drain` ends, and the engine goes on."""
+    engine = bench.engine
+    engine.store([1], [1], after=NO_WAIT).wait(10)
+    points = trace_points(lambda: engine.store([2], [2], after=NO_WAIT))
+    engine.drain(10)
+    numbers = [number for number, point in enumerate(points, 1) if (point.kind, point.what) == ("driver", call)]
+    assert numbers
+    for number in numbers:
+        outcome = interrupt_at(number, lambda: engine.store([2], [2], after=NO_WAIT))
+        assert outcome.raised
+        engine.drain(2)
+        assert engine.statistics().in_flight == 0
+        engine.store([3], [3], after=NO_WAIT).wait(2)
+        assert int(bench.slot(3)[0]) == 4
 
 
 # what waits on the host -----------------------------------------------------------------------------------------------
