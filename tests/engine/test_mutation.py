@@ -1,4 +1,5 @@
-"""Every wait matters: each call that makes a stream wait is removed in turn, and the ordering tests must then fail."""
+"""Every wait matters: each call that makes a stream wait is removed in turn, and the ordering tests must then fail. So
+do the mistakes of `mutations.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants import PACKAGE, Site, wait_sites
+from mutants import PACKAGE, Site, mutated, wait_sites
+from mutations import MUTATIONS, Mutation
 
 HERE = Path(__file__).resolve().parent
 SUPPORT = HERE.parent / "support"
@@ -27,8 +29,12 @@ TESTS_PASSED, TESTS_FAILED = 0, 1  # pytest's exit codes; 2 to 5 would mean that
 
 
 def _ordering_tests(module: str, line: int, column: int, *, stop_early: bool) -> subprocess.CompletedProcess[str]:
-    options = ["-n", "0", "-p", "no:cacheprovider", "-q", "--no-header", "--tb=line", "-W", "error"]
-    command = [sys.executable, str(SUPPORT / "mutants.py"), module, str(line), str(column)]
+    return _pytest([module, str(line), str(column)], _likeliest_first(module), stop_early=stop_early)
+
+
+def _pytest(mutant: list[str], tests: list[str], *, stop_early: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run tests under a mutant of the package."""
+    options = ["-n", "0", "-p", "no:cacheprovider", "-q", "--no-header", "--tb=line", "-W", "error", "--timeout=40"]
     paths = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))},
@@ -37,12 +43,12 @@ def _ordering_tests(module: str, line: int, column: int, *, stop_early: bool) ->
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     return subprocess.run(
-        [*command, *options, *(["-x"] if stop_early else []), *_likeliest_first(module)],
+        [sys.executable, str(SUPPORT / "mutants.py"), *mutant, *options, *(["-x"] if stop_early else []), *tests],
         cwd=PACKAGE.parent,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=110,
         check=False,
     )
 
@@ -54,13 +60,13 @@ def _likeliest_first(module: str) -> list[str]:
 
 
 def test_the_sites_are_found() -> None:
-    """For the caller's streams and arrays, the direction, the rivals; between pieces; of and for the second share of a
+    """For the caller's streams and arrays, the direction, conflicts; between segments; of and for the second share of a
     split; by a caller's stream; for what a failure left."""
     names = [site.name for site in SITES]
     assert names.count("stream_wait_event") >= 6
-    assert names.count("wait_for_job") >= 4
-    assert {site.module for site in SITES} == {
-        f"kvoffload.{name}" for name in ("callers", "flight", "launch", "wait_streams")
+    assert names.count("wait_for_transfer") >= 3
+    assert {site.module for site in SITES} >= {
+        f"kvoffload.engine.{name}" for name in ("engine", "launcher", "stream_order", "wait_streams")
     }
 
 
@@ -78,3 +84,15 @@ def test_removing_a_wait_is_noticed(site: Site) -> None:
         + run.stderr[-2000:]
     )
     assert " failed" in run.stdout, run.stdout
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_the_place_of_a_mutation_is_there(mutation: Mutation) -> None:
+    assert mutated(mutation, (PACKAGE / mutation.file).read_text()) != (PACKAGE / mutation.file).read_text()
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_is_noticed(mutation: Mutation) -> None:
+    done = _pytest(["--mutation", mutation.name], list(mutation.tests))
+    assert done.returncode == TESTS_FAILED, f"{mutation.tests} pass\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    assert " failed" in done.stdout, done.stdout

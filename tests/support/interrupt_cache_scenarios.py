@@ -187,8 +187,8 @@ def _reserve_abandoned(world: CacheWorld) -> Call:
 
     def call() -> None:
         world.full.reserve(keys([4]))
-        world.full.acquire(keys([0]))
-        world.full.lookup(keys([0]))
+        world.full.acquire(keys([1]))
+        world.full.lookup(keys([1]))
 
     return call
 

@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import interrupt_cache_scenarios  # noqa: F401  (registers its scenarios)
@@ -117,12 +118,13 @@ def _in_another_thread(world: Any, creating: bool) -> list[str]:
 def tries(unit: Unit) -> Iterator[dict[str, Any]]:
     """Reports: one for each try with a problem or a note, and one at the end."""
     points = points_of(unit)
-    attempt(unit, 0, points)  # what happens once in a process happens here
-    clean = attempt(unit, 0, points).problems
+    counting = Counting(points)
+    baseline = attempt(unit, 0, counting)  # what happens once in a process happens here
+    clean = baseline.problems + [f"broken: {error}" for error in (baseline.outcome.error,) if error]
     numbers: Any = range(unit.start, 1_000_000)
     if unit.sample and unit.start == 1:
-        total = _count(unit, points)
-        numbers = sorted(random.Random(f"{unit} {unit.seed}").sample(range(1, total + 1), min(unit.sample, total)))
+        chosen = random.Random(f"{unit} {unit.seed}")
+        numbers = sorted(chosen.sample(range(1, counting.count + 1), min(unit.sample, counting.count)))
     tried = 0
     if clean:
         yield {"unit": unit, "number": 0, "point": "uninterrupted", "problems": clean, "notes": []}
@@ -146,18 +148,17 @@ def tries(unit: Unit) -> Iterator[dict[str, Any]]:
     yield {"unit": unit, "end": True, "tried": tried}
 
 
-def _count(unit: Unit, points: Points) -> int:
-    counted = 0
+class Counting:
+    """The points of another, counted."""
 
-    class Counting:
-        def kind_of(self, frame: Any, event: str, argument: Any) -> str | None:
-            nonlocal counted
-            kind = points.kind_of(frame, event, argument)
-            counted += kind is not None
-            return kind
+    def __init__(self, points: Points) -> None:
+        self._points = points
+        self.count = 0
 
-    attempt(unit, 0, Counting())
-    return counted
+    def kind_of(self, frame: FrameType, event: str, argument: Any) -> str | None:
+        kind = self._points.kind_of(frame, event, argument)
+        self.count += kind is not None
+        return kind
 
 
 _watched: dict[str, Any] = {"unit": None, "number": 0, "since": 0.0}

@@ -72,13 +72,18 @@ class Outcome(NamedTuple):
 
     Attributes:
         point: where the exception was raised; None if the call ended before that point.
-        raised: whether an exception left the call.
+        error: what left the call, as text; empty if nothing did.
         in_finalizer: whether Python swallowed the exception, in a callback whose exceptions nothing receives.
     """
 
     point: Point | None
-    raised: bool
+    error: str
     in_finalizer: bool
+
+    @property
+    def raised(self) -> bool:
+        """Whether an exception left the call."""
+        return bool(self.error)
 
 
 class Signals:
@@ -193,10 +198,12 @@ def interrupt_at(
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: swallowed.append(True)
     try:
         profile = _Profile(number, exception, points or Signals())
-        raised = profile.run(function) is not None
+        raised = profile.run(function)
+        error = "" if raised is None else f"{type(raised).__name__}: {raised}"
+        del raised
     finally:
         sys.unraisablehook = hook
-    return Outcome(profile.hit, raised, profile.hit is not None and bool(swallowed) and not raised)
+    return Outcome(profile.hit, error, profile.hit is not None and bool(swallowed) and not error)
 
 
 class _Profile:

@@ -1,6 +1,10 @@
-"""Run pytest with one call removed from the product: `python mutants.py MODULE LINE COLUMN PYTEST_ARGUMENT...`.
+"""Run pytest with a mistake in the package.
 
-The call at that place becomes `None`, its arguments unevaluated. MODULE `-` removes nothing, under the same hook.
+    python mutants.py MODULE LINE COLUMN PYTEST_ARGUMENT...     one wait less
+    python mutants.py --mutation NAME PYTEST_ARGUMENT...        a mistake of `mutations.py`
+
+The call at MODULE LINE COLUMN becomes `None`, its arguments unevaluated. MODULE `-` removes nothing, under the same
+hook.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+from mutations import BY_NAME, Mutation
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "kvoffload"
 NOT_MUTATED = {
     PACKAGE / name for name in ("driver", "simulator", "bench", "calibration", "commands", "replay", "terminal")
 }
-WAITS = frozenset({"stream_wait_event", "wait_for_job", "wait_for_part"})
+WAITS = frozenset({"stream_wait_event", "wait_for_transfer", "wait_for_part", "wait_for"})
 
 
 class Site(NamedTuple):
@@ -70,16 +75,31 @@ class _Loader(importlib.machinery.SourceFileLoader):
     """Loads a module of the package from its source, with the call removed if it is the module concerned."""
 
     place: tuple[str, int, int] = ("-", 0, 0)
+    mutation: Mutation | None = None
 
     def get_code(self, fullname: str) -> object:  # type: ignore[override]
         path = Path(self.get_filename(fullname))
-        tree = ast.parse(path.read_text())
+        text = path.read_text()
+        if self.mutation is not None and path == PACKAGE / self.mutation.file:
+            text = mutated(self.mutation, text)
+        tree = ast.parse(text)
         module, line, column = self.place
         if fullname == module:
             remover = _Remove(line, column)
             tree = ast.fix_missing_locations(remover.visit(tree))
             assert remover.removed == 1, f"no single wait at {self.place}"
         return compile(tree, str(path), "exec", dont_inherit=True)
+
+
+def mutated(mutation: Mutation, text: str) -> str:
+    """The file's text with the mistake in it.
+
+    Raises:
+        AssertionError: the text to replace is not there, or more than once.
+    """
+    count = text.count(mutation.old)
+    assert count == 1, f"{mutation.name}: {mutation.file} has {count} times: {mutation.old!r}"
+    return text.replace(mutation.old, mutation.new)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -98,8 +118,11 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def main(arguments: list[str]) -> int:
-    module, line, column, *rest = arguments
-    _Loader.place = (module, int(line), int(column))
+    if arguments[0] == "--mutation":
+        _Loader.mutation, rest = BY_NAME[arguments[1]], arguments[2:]
+    else:
+        module, line, column, *rest = arguments
+        _Loader.place = (module, int(line), int(column))
     sys.meta_path.insert(0, _Finder())
     return int(pytest.main(rest))
 

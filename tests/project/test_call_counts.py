@@ -1,0 +1,28 @@
+"""A transfer is one straight way: so many Python calls, through so many files. A count, not a time."""
+
+from __future__ import annotations
+
+import pytest
+from call_counts import MEASURED, count_calls
+
+LIMITS = {"engine.store": (70, 12), "engine.load": (70, 12), "cache.store": (130, 18), "cache.load": (130, 18)}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_warm_transfer_takes_few_calls_through_few_files(name: str) -> None:
+    calls = MEASURED[name]()
+    most_calls, most_files = LIMITS[name]
+    assert calls.total <= most_calls, str(calls)
+    assert len(calls.files) <= most_files, str(calls)
+
+
+def test_calls_are_counted() -> None:
+    def inner() -> None:
+        pass
+
+    def outer() -> None:
+        inner()
+        inner()
+        len("")
+
+    assert count_calls(outer).total == 3, "outer, and inner twice"

@@ -1,0 +1,131 @@
+"""What a warm transfer costs in Python calls, and through which files it goes: `python tests/support/call_counts.py`.
+
+Counted are the entries of Python functions while the call runs ("call" events of `sys.setprofile`): those of numpy and
+of the standard library, too, but not those within the simulated driver, which on a GPU is C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+from interrupts import PACKAGE, SIMULATOR
+
+import kvoffload
+from kvoffload import NO_WAIT, BlockCache, KVLayout, OffloadEngine
+
+BLOCKS, PLANES, BLOCK_BYTES = 8, 64, 256
+WARM = 6  # calls before the one that is counted
+
+
+class Calls(NamedTuple):
+    """What a call has entered.
+
+    Attributes:
+        total: Python functions.
+        by_file: how many of each file; relative to the package, or as Python names it.
+        functions: in order: file and name.
+    """
+
+    total: int
+    by_file: Counter[str]
+    functions: list[str]
+
+    @property
+    def files(self) -> list[str]:
+        """Those of the package."""
+        return [name for name in self.by_file if not name.startswith(("/", "<"))]
+
+    def __str__(self) -> str:
+        lines = [f"{self.total} calls, {len(self.files)} files of the package"]
+        for name, count in self.by_file.most_common():
+            called = Counter(each.split(" ", 1)[1] for each in self.functions if each.startswith(name + " "))
+            shown = ", ".join(f"{function} {n}" if n > 1 else function for function, n in called.items())
+            lines.append(f"  {count:4}  {name}: {shown}")
+        return "\n".join(lines)
+
+
+def count_calls(function: Callable[[], object]) -> Calls:
+    """Call `function` and count what it enters; functions of this file are not."""
+    functions: list[str] = []
+
+    def notice(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename != __file__ and not _in_simulator(frame):
+            functions.append(f"{frame.f_code.co_filename.removeprefix(PACKAGE)} {frame.f_code.co_qualname}")
+
+    sys.setprofile(notice)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return Calls(len(functions), Counter(each.split(" ", 1)[0] for each in functions), functions)
+
+
+def _in_simulator(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(SIMULATOR):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def engines() -> Iterator[OffloadEngine]:
+    """An engine over planes in one slab, for 16 slots."""
+    with kvoffload.open_device(backend="simulated", seed=1) as device:
+        planes = device.allocate_planes(PLANES, block_bytes=BLOCK_BYTES, num_blocks=64)
+        with OffloadEngine(KVLayout([planes]), device=device, num_slots=16, sm_limit=0) as engine:
+            yield engine
+
+
+def _counted(call: Callable[[int], Any]) -> Calls:
+    """The last of several calls, each of which has ended before the next."""
+    for turn in range(WARM):
+        call(turn).wait(10)
+    return count_calls(lambda: call(WARM))
+
+
+def engine_store() -> Calls:
+    with engines() as engine:
+        return _counted(lambda _: engine.store(range(BLOCKS), range(BLOCKS), after=NO_WAIT))
+
+
+def engine_load() -> Calls:
+    with engines() as engine:
+        engine.store(range(BLOCKS), range(BLOCKS), after=NO_WAIT).wait(10)
+        return _counted(lambda _: engine.load(range(BLOCKS), range(BLOCKS, 2 * BLOCKS), after=NO_WAIT))
+
+
+KEYS = [[b"%d-%d" % (turn, number) for number in range(BLOCKS)] for turn in range(WARM + 1)]
+
+
+def cache_store() -> Calls:
+    """Of keys that displace others."""
+    with engines() as engine:
+        cache = BlockCache(engine)
+        return _counted(lambda turn: cache.store(KEYS[turn], range(BLOCKS), after=NO_WAIT))
+
+
+def cache_load() -> Calls:
+    with engines() as engine:
+        cache = BlockCache(engine)
+        cache.store(KEYS[0], range(BLOCKS), after=NO_WAIT).wait(10)
+        return _counted(lambda _: cache.load(KEYS[0], range(BLOCKS, 2 * BLOCKS), after=NO_WAIT))
+
+
+MEASURED: dict[str, Callable[[], Calls]] = {
+    "engine.store": engine_store,
+    "engine.load": engine_load,
+    "cache.store": cache_store,
+    "cache.load": cache_load,
+}
+
+
+if __name__ == "__main__":
+    for name, measure in MEASURED.items():
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            print(f"{name}: {measure()}\n")

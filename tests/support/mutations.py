@@ -1,0 +1,228 @@
+"""Mistakes, each of which the tests named with it must notice: `python mutants.py --mutation NAME PYTEST_ARGUMENT...`.
+
+A mutation replaces a text of one file of the package. The text must be there exactly once: where the code has changed,
+`test_mutation` says so, and the mutation is to be written anew.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ENGINE = "tests/engine/test_mutation_targets.py"
+CACHE = "tests/cache/test_cache_mutation_targets.py"
+ORDERING = "tests/engine/test_ordering.py"
+
+
+class Mutation(NamedTuple):
+    """A mistake.
+
+    Attributes:
+        name: what it is.
+        file: of the package.
+        old, new: texts.
+        tests: pytest's arguments: where to look first for a test that fails.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    # waits and what they follow
+    Mutation(
+        "exports-follow-stores-only",
+        "engine/stream_order.py",
+        "for queue in self._in_flight.both if queue.transfers]",
+        "for queue in self._in_flight.both[:1] if queue.transfers]",
+        (f"{ENGINE}::test_the_stream_of_an_exported_array_follows_both_directions",),
+    ),
+    Mutation(
+        "exports-follow-loads-only",
+        "engine/stream_order.py",
+        "for queue in self._in_flight.both if queue.transfers]",
+        "for queue in self._in_flight.both[1:] if queue.transfers]",
+        (f"{ENGINE}::test_the_stream_of_an_exported_array_follows_both_directions",),
+    ),
+    Mutation(
+        "the-last-block-of-more-than-five-is-forgotten",
+        "engine/hazards.py",
+        "latest.on_blocks[group][blocks if divisor == 1 else blocks // divisor] = sequence",
+        "latest.on_blocks[group][(blocks[:-1] if len(blocks) > 5 else blocks) // divisor] = sequence",
+        (f"{ENGINE}::test_every_slot_and_block_of_a_transfer_is_remembered",),
+    ),
+    Mutation(
+        "the-last-slot-of-more-than-five-is-forgotten",
+        "engine/hazards.py",
+        "latest.on_slots[slots] = sequence",
+        "latest.on_slots[slots[:-1] if len(slots) > 5 else slots] = sequence",
+        (f"{ENGINE}::test_every_slot_and_block_of_a_transfer_is_remembered",),
+    ),
+    Mutation(
+        "a-conflict-by-slot-and-by-block-counts-only-once",
+        "engine/engine.py",
+        "return queue.unfinished(max(on_slots,",
+        "return queue.unfinished(min(on_slots,",
+        (f"{ENGINE}::test_every_slot_and_block_of_a_transfer_is_remembered",),
+    ),
+    Mutation(
+        "record-and-wait-of-a-wait-stream-without-the-lock",
+        "engine/wait_streams.py",
+        "with self._lock:  # between record and wait no other thread may record the event again",
+        "if True:",
+        (f"{ENGINE}::test_two_threads_that_follow_several_streams_each_wait_for_their_own",),
+    ),
+    Mutation(
+        "no-second-round-of-queueing",
+        "engine/launcher.py",
+        "                    progress = True",
+        "                    pass",
+        (f"{ENGINE}::test_one_call_queues_both_of_two_transfers_that_follow_each_other",),
+    ),
+    Mutation(
+        "only-the-first-of-several-streams-is-followed",
+        "engine/launcher.py",
+        "for marker in transfer.markers:",
+        "for marker in transfer.markers[:1]:",
+        (f"{ENGINE}::test_every_stream_of_a_list_is_followed",),
+    ),
+    Mutation(
+        "a-part-does-not-wait-for-itself",
+        "engine/launcher.py",
+        "if segment.part <= part), None)",
+        "if segment.part < part), None)",
+        ("tests/engine/test_ordering_parts.py",),
+    ),
+    Mutation(
+        "stores-read-their-source-at-any-time",
+        "engine/engine.py",
+        'if request.direction is Direction.STORE or request.source_order == "stream":',
+        'if request.source_order == "stream":',
+        (ORDERING, "tests/engine/test_ordering_pieces.py"),
+    ),
+    Mutation(
+        "loads-read-slots-that-are-being-stored",
+        "engine/engine.py",
+        "if stores.unfinished(latest) is None:",
+        "if True:",
+        (ORDERING, "tests/engine/test_ordering_pieces.py"),
+    ),
+    # what is copied
+    Mutation(
+        "one-sub-block-too-far",
+        "planning/transfer_plan.py",
+        "position = np.arange(first_sub_block, first_sub_block + len(blocks))",
+        "position = np.arange(first_sub_block, first_sub_block + len(blocks)) + (first_sub_block > 0)",
+        ("tests/planning", "tests/engine/test_engine.py"),
+    ),
+    Mutation(
+        "the-loop-forgets-its-last-copy",
+        "copiers/loop.py",
+        "for target, source, nbytes in copies:",
+        "for target, source, nbytes in copies[: len(copies) - (len(copies) > 7)]:",
+        ("tests/engine/test_properties.py", "tests/engine/test_engine.py"),
+    ),
+    # exceptions
+    Mutation(
+        "an-interrupted-transfer-is-not-failed",
+        "engine/tracker.py",
+        "        self._fail_interrupted()\n        in_flight.consistent = True",
+        "        in_flight.consistent = True",
+        (f"{ENGINE}::test_an_interrupted_submission_ends",),
+    ),
+    Mutation(
+        "the-cache-is-not-repaired",
+        "cache/state.py",
+        "        if not self.consistent:\n            self.repair()",
+        "        if False:\n            self.repair()",
+        (f"{CACHE}::test_a_policy_that_raises_leaves_the_truth",),
+    ),
+    Mutation(
+        "abandoned-reservations-stay",
+        "cache/state.py",
+        "        if self.abandoned:\n            self._abort_abandoned()",
+        "        if False:\n            self._abort_abandoned()",
+        (f"{CACHE}::test_an_abandoned_reservation_keeps_its_slots_until_the_store_has_ended",),
+    ),
+    Mutation(
+        "the-slots-of-an-abandoned-reservation-are-free-at-once",
+        "cache/state.py",
+        "held = not well and not record.transfers_ended",
+        "held = False",
+        (f"{CACHE}::test_an_abandoned_reservation_keeps_its_slots_until_the_store_has_ended",),
+    ),
+    # the cache
+    Mutation(
+        "a-lease-waits-for-any-of-its-stores",
+        "cache/reservations.py",
+        "return all(job.done for job in self._jobs())",
+        "return any(job.done for job in self._jobs())",
+        (f"{ENGINE}::test_each_of_several_stores_is_waited_for",),
+    ),
+    Mutation(
+        "pending-keys-are-hits",
+        "cache/index.py",
+        "        if table.pending:\n            found = next(",
+        "        if False:\n            found = next(",
+        (f"{CACHE}::test_a_key_is_no_hit_before_its_bytes_are_there",),
+    ),
+    Mutation(
+        "failed-stores-are-hits",
+        "cache/state.py",
+        "self.settle(reservation, well=not reservation.any_failed)",
+        "self.settle(reservation, well=True)",
+        (f"{CACHE}::test_a_failed_store_is_no_hit_and_gives_its_slot_back",),
+    ),
+    Mutation(
+        "victims-are-not-checked",
+        "cache/space.py",
+        "    _check_victims(table, space.victims, set(present))\n",
+        "",
+        (f"{CACHE}::test_victims_that_may_not_go_are_not_taken",),
+    ),
+    Mutation(
+        "a-slot-is-free-before-its-store-has-ended",
+        "cache/entries.py",
+        "        if index in self.holds:\n            self._doomed.add(index)",
+        "        if False:\n            self._doomed.add(index)",
+        (f"{CACHE}::test_a_slot_is_not_given_away_before_its_store_has_ended",),
+    ),
+    Mutation(
+        "a-lease-is-counted-once",
+        "cache/entries.py",
+        "holds[index] = holds.get(index, 0) + 1",
+        "holds[index] = 1",
+        (f"{CACHE}::test_two_leases_of_a_key_both_hold_it",),
+    ),
+    Mutation(
+        "pending-keys-count-as-resident",
+        "cache/index.py",
+        "resident=len(table) - len(table.pending),",
+        "resident=len(table),",
+        (f"{CACHE}::test_a_removed_key_is_not_resident",),
+    ),
+    Mutation(
+        "residency-counts-from-an-earlier-key",
+        "cache/statistics.py",
+        "self._stored_at[entries] = time.monotonic()",
+        "self._stored_at[entries] = [old or time.monotonic() for old in self._stored_at[entries]]",
+        (f"{CACHE}::test_residency_is_counted_from_the_last_store_to_the_eviction",),
+    ),
+    Mutation(
+        "removed-keys-stay-pending",
+        "cache/state.py",
+        "        for key in gone:\n            pending.pop(key, None)\n",
+        "",
+        (f"{CACHE}::test_a_removed_key_is_not_resident",),
+    ),
+    Mutation(
+        "anything-may-write-the-slots-of-a-cache",
+        "cache/index.py",
+        "if not writable.issuperset(entries):",
+        "if False:",
+        (f"{CACHE}::test_only_an_open_reservation_may_be_written",),
+    ),
+)
+BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
