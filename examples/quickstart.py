@@ -35,11 +35,11 @@ def main() -> None:
             # by key: from here on the slots are the cache's. It publishes a key after its copy has completed, and when
             # it is full, it gives up what is least likely to be asked for again
             cache = kvoffload.BlockCache(engine)
-            conversation = kvoffload.chain_keys(range(3 * TOKENS), layout=layout, namespace="quickstart")
+            conversation = kvoffload.chain_keys(range(3 * TOKENS), layout=layout, salt="quickstart")
             cache.store(conversation, blocks=[3, 9, 60]).wait()
             cache.touch(conversation)
             cache_memory.copy_from(np.zeros_like(original))
-            following = kvoffload.chain_keys(range(4 * TOKENS), layout=layout, namespace="quickstart")
+            following = kvoffload.chain_keys(range(4 * TOKENS), layout=layout, salt="quickstart")
             hits = cache.lookup(following)
             cache.load(following[:hits], blocks=[3, 9, 60]).wait()
             print(f"{hits} blocks found and loaded; {cache.statistics()}")

@@ -17,18 +17,18 @@
 Importing this package touches no GPU and loads no CUDA library.
 """
 
-from kvoffload.cache.admission import Namespace
+from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.cache_job import CacheJob
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.reservations import Lease, Reservation, Status
+from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.device import Device, open_device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, TransferResult
-from kvoffload.engine.metrics import CacheEvent, CacheStatistics
 from kvoffload.engine.report import PlanReport
 from kvoffload.errors import (
     CapabilityError,
@@ -66,12 +66,12 @@ __all__ = [
     "LayoutError",
     "Lease",
     "MissingKeyError",
-    "Namespace",
     "OffloadEngine",
     "PlanReport",
     "Plane",
     "Reservation",
     "Status",
+    "Tenant",
     "TransferError",
     "TransferResult",
     "chain_keys",

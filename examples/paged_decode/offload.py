@@ -85,7 +85,7 @@ class Offloader:
     def _keys(self, tokens: list[int]) -> list[bytes]:
         """Of the complete blocks."""
         complete = tokens[: complete_tokens(tokens)]
-        return kvoffload.chain_keys(complete, layout=self._engine.layout, namespace="paged decode")
+        return kvoffload.chain_keys(complete, layout=self._engine.layout, salt="paged decode")
 
     def _note(self, job: kvoffload.CacheJob) -> None:
         if self._timeline is not None:

@@ -1,34 +1,35 @@
 """BlockCache: keys to slots of an engine's pool.
 
 A key becomes visible to `lookup` after its copy has completed, never before; a store that fails is never visible. A
-slot is given to another key only when no transfer uses it. Where a call raises, nothing has changed.
+slot is given to another key only when no transfer uses it. Where a call is refused, nothing has changed. A call that an
+exception has interrupted, such as KeyboardInterrupt, leaves no key visible whose bytes are not in its slot.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvoffload.cache.admission import Namespace
+from kvoffload.cache.admission import Tenant
 from kvoffload.cache.cache_job import CacheJob
 from kvoffload.cache.entries import check_keys
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import DEFAULT_POLICY, Policy
-from kvoffload.cache.reservations import Lease, Reservation, Stage, Status
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.reservations import Lease, LeaseRecord, Reservation, ReservationRecord, Status
+from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.engine.job import Job, JobGroup
-from kvoffload.engine.metrics import CacheEvent, CacheStatistics
-from kvoffload.errors import CapacityError, LayoutError
-from kvoffload.layout.layout import Int64Array, as_ids
+from kvoffload.engine.job import Job
+from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
+from kvoffload.internal.types import ArrayLike, Int64Array
+from kvoffload.layout.layout import as_ids
 from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 
-_Owner = tuple[weakref.ref["BlockCache"], weakref.ref[CacheIndex]]
-_owners: weakref.WeakKeyDictionary[OffloadEngine, _Owner] = weakref.WeakKeyDictionary()
+Parts = int | Sequence[Sequence[int]] | None
+_REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
 
 class BlockCache:
@@ -45,18 +46,19 @@ class BlockCache:
         cache.store(keys, blocks, after=stream)                        # skips what is there
         cache.touch(keys)                                              # once, at its end
 
-    Who moves the bytes by other means reserves slots, fills them and commits; or acquires a lease, reads, releases it.
+    To move the bytes by other means, reserve slots, fill them and commit; or acquire a lease, read, release it.
 
     Args:
-        engine: its slots must not be used otherwise.
-        policy: what gives way when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a
+        engine: its slots become the cache's: stores into them by other calls are refused, unless a reservation has
+            them.
+        policy: what is evicted when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a
             function that makes one for so many keys.
-        namespaces: quotas and priorities by namespace; see `Namespace`.
+        tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", and no others.
         store_after: a key is stored only after so many lookups that missed it; 0: at once.
-        max_load_blocks: `lookup` reports no more hits than this; None: all. (Loading a very long prefix delays whatever
-            else waits for the link.)
+        max_load_blocks: `lookup` reports no more hits than this; None: all. (Loading a very long prefix delays all
+            other transfers of the link.)
         on_event: is called with a `CacheEvent` for what has happened, one at a time and in the order in which it did,
-            by a thread whose call of this cache has come to its end, outside all locks.
+            by a thread at the end of its call of this cache, outside all locks.
 
     Raises:
         CapacityError: the engine has fewer slots than groups, or belongs to another cache.
@@ -66,9 +68,9 @@ class BlockCache:
     def __init__(
         self,
         engine: OffloadEngine,
-        policy: str | Policy | Callable[[int], Policy] = DEFAULT_POLICY,
+        policy: PolicyChoice = DEFAULT_POLICY,
         *,
-        namespaces: Mapping[str, Namespace] | None = None,
+        tenants: Mapping[str, Tenant] | None = None,
         store_after: int = 0,
         max_load_blocks: int | None = None,
         on_event: Callable[[CacheEvent], None] | None = None,
@@ -85,27 +87,19 @@ class BlockCache:
         self._index = CacheIndex(
             self.capacity,
             policy=policy,
-            namespaces=namespaces,
+            tenants=tenants,
             store_after=store_after,
             max_load_blocks=max_load_blocks,
             on_event=on_event,
             lock=engine.lock,
             check_usable=engine.device.check_process,
             num_groups=self._groups,
+            in_flight=engine.jobs_in_flight,
         )
-        self._namespaces = dict(namespaces or {})
-        self._claim_slots()
-
-    def _claim_slots(self) -> None:
-        with self.engine.lock:
-            owner = _owners.get(self.engine)
-            cache, index = (None, None) if owner is None else (owner[0](), owner[1]())
-            if cache is not None or (index is not None and index.busy):
-                raise CapacityError(
-                    "the engine's slots belong to another BlockCache: delete that one first, end its reservations and "
-                    "leases, or make a second engine"
-                )
-            _owners[self.engine] = (weakref.ref(self), weakref.ref(self._index))
+        self._state = self._index._state
+        self._index.owner = weakref.ref(self)
+        self._tenants = dict(tenants or {})
+        engine.claim_slots(self._index)
 
     # asking -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +114,7 @@ class BlockCache:
         return self._index.lookup_many(requests)
 
     def status(self, keys: Sequence[bytes]) -> list[Status]:
-        """Of each key whether it is missing, can be loaded, or is on its way."""
+        """Of each key whether it is missing, can be loaded, or is being stored."""
         self.engine.advance()
         return self._index.status(keys)
 
@@ -134,118 +128,189 @@ class BlockCache:
 
     # moving bytes -------------------------------------------------------------------------------------------------
 
-    def store(self, keys: Sequence[bytes], blocks: Any, after: Any = None, namespace: str = "") -> CacheJob:
-        """Store the blocks of those keys that are neither present nor on their way; they can be loaded once it has
-        ended.
+    def store(
+        self,
+        keys: Sequence[bytes],
+        blocks: ArrayLike | Sequence[ArrayLike],
+        after: Any = None,
+        tenant: str = "",
+        *,
+        all_or_nothing: bool = False,
+    ) -> CacheJob:
+        """Store the blocks of those keys that are neither present nor pending; they can be loaded once it has ended.
 
-        Entries that hold nothing go first, then the policy gives up keys: as many as are needed or none. Keys among
-        `keys`, keys being stored and keys being loaded are not given up. Of new keys, those may be declined that are
-        worth less than what they would displace, that were not looked up often enough, or that are beyond a quota.
+        Entries that hold nothing are used first, then the policy names keys to evict. Keys among `keys`, keys being
+        stored and keys being loaded are not evicted. Of the missing keys, those may be declined that are worth less
+        than what they would displace, that were not looked up often enough, that are beyond a quota, or for which no
+        entry is free and none may be evicted: from the first missing key on, as many are stored as there can be.
 
         Args:
             keys: bytes, no repeats, in the order of the request. May be a whole request's keys: what is present is
                 skipped, and kept.
             blocks: source ids, `blocks_per_slot` per key in the order of the keys (for each group).
             after: as for `OffloadEngine.store`.
-            namespace: whose quota and priority the keys have.
+            tenant: whose quota and priority the keys have.
+            all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
 
         Returns:
             The job; its `keys` are those being stored.
 
         Raises:
-            CapacityError: not enough keys may be given up, or the engine has no room for the transfer.
+            CapacityError: `all_or_nothing`, and a key would be declined; or the engine has no room for the transfer.
+            ValueError: the cache has no such tenant; or its policy names keys that must not be evicted.
             LayoutError, and what `OffloadEngine.store` raises. Nothing has changed in any of these cases, but for one:
-                if the driver fails between two groups of one call, the keys given up for it are gone.
+                if the driver fails between two groups of one call, the keys evicted for it are gone.
         """
-        per_group = self._block_ids(keys, blocks, repeats=False)
-        after = self.engine.resolve(after)
-        self.engine.advance()
-        with self._index.guarded():
-            proposal = self._index.propose(keys, namespace)
-            self.engine.check_room(self._groups if proposal.keys else 0)
-            if not proposal.keys:
-                self._index.take(proposal).commit()
-                return CacheJob((), ())
-            transfer = JobGroup()
-            indices = tuple(proposal.draw.indices)
-            try:
-                jobs = self._submit(
-                    Direction.STORE, indices, [ids[proposal.positions] for ids in per_group], after, transfer
-                )
-            except BaseException:
-                if transfer.any_boarded:  # the slots are spent: they become free when the copies into them have ended
-                    transfer.submitted(partial(self._stored, self._index.take(proposal)), failed=True)
-                raise
-            reservation = self._index.take(proposal)
-            reservation.stage, reservation.jobs = Stage.SETTLING, jobs
-            transfer.submitted(partial(self._stored, reservation))
-            return CacheJob(reservation.keys, jobs)
+        checked = check_keys(keys, repeats=False)
+        per_group = self._block_ids(len(checked), blocks)
+        engine, state = self.engine, self._state
+        after = engine.resolve(after)
+        engine.advance()
+        record: ReservationRecord | None = None
+        try:
+            with state.lock:
+                if state.working:
+                    state.refuse_nested()
+                try:
+                    state.working = True
+                    state.enter()
+                    record = state.propose(checked, tenant, all_or_nothing)
+                    engine.check_room(self._groups if record.keys else 0)
+                    jobs = self._store(record, per_group, after)
+                finally:
+                    state.working = False
+            if state.recorder.untold:
+                state.recorder.tell()
+        except BaseException:
+            if record is not None:
+                state.abandoned.append(record)  # ignored where it has come to its end
+            raise
+        return CacheJob(record.keys, jobs)
+
+    def _store(self, record: ReservationRecord, per_group: list[Int64Array], after: Any) -> tuple[Job, ...]:
+        """Carry a proposal out and submit its transfer, under the lock. There are four cases:
+
+        1. All groups are submitted: the record is settled when they have ended.
+        2. The engine refuses the first group: nothing was queued, and nothing has changed.
+        3. It refuses a later group: copies into the entries may be under way. The caller abandons the record, so that
+           its keys become missing, and its entries free when the copies have ended.
+        4. Another exception: the same, as it is not known what was queued.
+        """
+        state, jobs = self._state, tuple[Job, ...]()
+        if not record.keys:
+            if record.declined:
+                state.recorder.note("declined", record.declined, record.tenant)
+            return jobs
+        state.publish(record)
+        try:
+            for group, ids in enumerate(self._chosen(record, per_group)):
+                slots = self._slots(record.indices, group)
+                jobs = (*jobs, self.engine.submit(Direction.STORE, ids, slots, group=group, after=after))
+        except _REFUSALS as error:
+            if jobs:
+                state.fill(record)
+            elif not isinstance(error, TransferError):  # after that one, the context may be lost with copies queued
+                state.withdraw(record)
+            raise
+        state.fill(record)
+        state.submitted(record, jobs, in_order=True)
+        return jobs
 
     def load(
         self,
         keys: Sequence[bytes],
-        blocks: Any,
+        blocks: ArrayLike | Sequence[ArrayLike],
         after: Any = None,
         *,
         pending: bool = False,
-        parts: int | Sequence[Sequence[int]] | None = None,
+        parts: Parts = None,
     ) -> CacheJob:
-        """Load the blocks of keys that are all present and ready. Until it has ended they are not given up.
+        """Load the blocks of keys that are all present and ready. Until it has ended they are not evicted.
 
         Args:
             keys: bytes; repeats are legal.
             blocks: target ids, `blocks_per_slot` per key in the order of the keys (for each group), no repeats.
             after: as for `OffloadEngine.load`.
             pending: also load keys whose store has been submitted and has not ended: the GPU waits for it, the host
-                does not. If such a store fails, so does the job's `wait`, and what was loaded is nobody's.
+                does not. If such a store fails, so does the job's `wait`, and the loaded blocks must not be used.
             parts: as for `OffloadEngine.load`, so that `job.order_before(stream, part=k)` need not wait for later ones.
                 With several groups only a number, for each of them. Their jobs follow each other, so part k of the last
-                group lands after all of those before it: for what needs one group,
+                group ends after all of those before it: for what needs one group,
                 `job.jobs[group].order_before(stream, part=k)`.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
             LayoutError, and what `OffloadEngine.load` raises. Nothing has changed in any of these cases.
         """
-        per_group = self._block_ids(keys, blocks)
-        self._check_parts(parts)
-        after = self.engine.resolve(after)
-        self.engine.advance()
-        with self._index.guarded():
-            lease = self._index.acquire(keys, pending=pending)
-            transfer = JobGroup()
-            try:
-                self.engine.check_room(self._groups if keys else 0)
-                jobs = self._submit(Direction.LOAD, lease.indices, per_group, after, transfer, parts) if keys else ()
-            except BaseException:
-                transfer.submitted(partial(self._loaded, lease), failed=True)
-                raise
-            transfer.submitted(partial(self._loaded, lease))
-            self._index.load(keys)
-            return CacheJob(lease.keys, jobs, lease.pending)
+        checked = check_keys(keys)
+        per_group = self._block_ids(len(checked), blocks)
+        if parts is not None:
+            self._check_parts(parts)
+        engine, state = self.engine, self._state
+        after = engine.resolve(after)
+        engine.advance()
+        record: LeaseRecord | None = None
+        try:
+            with state.lock:
+                if state.working:
+                    state.refuse_nested()
+                try:
+                    state.working = True
+                    state.enter()
+                    record = state.propose_lease(checked, pending)
+                    engine.check_room(self._groups if checked else 0)
+                    jobs = self._load(record, per_group, after, parts) if checked else ()
+                finally:
+                    state.working = False
+            if state.recorder.untold:
+                state.recorder.tell()
+        except BaseException:
+            if record is not None:
+                state.abandoned.append(record)  # ignored where it has come to its end
+            raise
+        return CacheJob(checked, jobs, record.sources)
 
-    # entries for other hands --------------------------------------------------------------------------------------
+    def _load(self, record: LeaseRecord, per_group: list[Int64Array], after: Any, parts: Parts) -> tuple[Job, ...]:
+        """Hold the entries and submit the transfer, under the lock; the cases are those of `_store`."""
+        state, jobs = self._state, tuple[Job, ...]()
+        state.begin(record)
+        try:
+            for group, ids in enumerate(per_group):
+                slots = self._slots(record.indices, group)
+                ids = ids.reshape(-1)
+                jobs = (*jobs, self.engine.submit(Direction.LOAD, ids, slots, group=group, after=after, parts=parts))
+        except _REFUSALS as error:
+            if not jobs and not isinstance(error, TransferError):
+                state.end(record)
+            raise
+        record.jobs = jobs
+        state.loading.append(record)
+        state.use(list(dict.fromkeys(record.keys)))
+        return jobs
 
-    def reserve(self, keys: Sequence[bytes], namespace: str = "") -> Reservation:
-        """Take slots for those keys that are neither present nor on their way; see `store`, which also copies.
+    # entries for other copies -------------------------------------------------------------------------------------
 
-        Whoever has the reservation writes `reservation.slots()` of every group, by `engine.store`, by `engine.slots` or
-        otherwise, and commits it (`reservation.commit(job)`), or aborts it.
+    def reserve(self, keys: Sequence[bytes], tenant: str = "", *, all_or_nothing: bool = False) -> Reservation:
+        """Reserve slots for those keys that are neither present nor pending; see `store`, which also copies.
+
+        The caller writes `reservation.slots()` of every group, by `engine.store`, by `engine.slots` or otherwise, and
+        commits the reservation (`reservation.commit(job)`), or aborts it.
 
         Raises:
-            CapacityError: not enough keys may be given up.
+            CapacityError: `all_or_nothing`, and a missing key would be declined.
             LayoutError: `keys` repeats a key, or is not a list of bytes.
+            ValueError: the cache has no such tenant; or its policy names keys that must not be evicted.
             ClosedError: the engine is closed.
             Nothing has changed in any of these cases.
         """
         self.engine.advance()
         self.engine.check_room(0)
-        return self._index.reserve(keys, namespace)
+        return self._index.reserve(keys, tenant, all_or_nothing=all_or_nothing)
 
     def acquire(self, keys: Sequence[bytes], *, pending: bool = False) -> Lease:
         """Hold the slots of keys that are all present and ready, until the lease is released; `pending` as for `load`.
 
-        With `pending`, whoever reads the slots on the GPU first calls `lease.order_before(stream)`.
+        With `pending`, call `lease.order_before(stream)` before work on `stream` reads the slots.
 
         Raises:
             MissingKeyError: a key is absent or not ready. Nothing has changed.
@@ -254,12 +319,12 @@ class BlockCache:
         return self._index.acquire(keys, pending=pending)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Take keys out; how many were there. At once nobody finds them; slots in use are free when that has ended."""
+        """Remove keys; how many were there. They are missing at once; slots in use are free when that has ended."""
         self.engine.advance()
         return self._index.remove(keys)
 
     def clear(self) -> int:
-        """Take all keys out, as `remove` does."""
+        """Remove all keys, as `remove` does."""
         self.engine.advance()
         return self._index.clear()
 
@@ -271,15 +336,17 @@ class BlockCache:
         return self._index.statistics()
 
     def check(self) -> None:
-        """Verify the cache's invariants; meant for tests and for a bad day.
+        """Verify the cache's invariants; meant for tests.
 
         Raises:
             AssertionError: one does not hold; the message says which.
         """
-        with self._index.guarded():
+        self.engine.advance()
+        with self.engine.lock:
+            idle = self.engine.statistics().in_flight == 0
             self._index.check()
-            if self.engine.statistics().in_flight == 0:
-                assert not self._index.settling, "nothing is on its way without a transfer"
+            waiting = [*self._state.storing, *self._state.loading]
+            assert not idle or not waiting, "reservations and loads wait for transfers that are in flight"
 
     def __len__(self) -> int:
         return len(self._index)
@@ -291,19 +358,12 @@ class BlockCache:
         from kvoffload.observability.notebook import cache_card
 
         statistics = None if self.engine.device.foreign else self._index.statistics()
-        return cache_card(self.engine, statistics, self._index.describe(), self._namespaces)
+        return cache_card(self.engine, statistics, self._index.describe(), self._tenants)
 
     # inner workings -----------------------------------------------------------------------------------------------
 
-    def _stored(self, reservation: Reservation, failed: bool) -> None:
-        self._index.settle(reservation, well=not failed)
-
-    def _loaded(self, lease: Lease, failed: bool) -> None:
-        self._index.end(lease, loaded=not failed)
-
-    def _block_ids(self, keys: Sequence[bytes], blocks: Any, *, repeats: bool = True) -> list[Int64Array]:
+    def _block_ids(self, num_keys: int, blocks: Any) -> list[Int64Array]:
         """Per group an array of shape (keys, blocks_per_slot)."""
-        check_keys(keys, repeats=repeats)
         layout = self.engine.layout
         lists = [blocks] if self._groups == 1 else list(blocks)
         if len(lists) != self._groups:
@@ -312,30 +372,26 @@ class BlockCache:
         for group, ids in enumerate(lists):
             name = "blocks" if self._groups == 1 else f"blocks[{group}]"
             array = as_ids(name, ids, layout.groups[group].num_blocks)
-            if len(array) != len(keys) * layout.blocks_per_slot:
+            if len(array) != num_keys * layout.blocks_per_slot:
                 raise LayoutError(
-                    f"{name} must hold {layout.blocks_per_slot} ids per key, {len(keys) * layout.blocks_per_slot} for "
-                    f"{len(keys)} keys, got {len(array)}"
+                    f"{name} must hold {layout.blocks_per_slot} ids per key, {num_keys * layout.blocks_per_slot} for "
+                    f"{num_keys} keys, got {len(array)}"
                 )
-            per_group.append(array.reshape(len(keys), layout.blocks_per_slot))
+            per_group.append(array.reshape(num_keys, layout.blocks_per_slot))
         return per_group
 
-    def _submit(
-        self,
-        direction: Direction,
-        indices: tuple[int, ...],
-        per_group: list[Int64Array],
-        after: Any,
-        transfer: JobGroup,
-        parts: int | Sequence[Sequence[int]] | None = None,
-    ) -> tuple[Job, ...]:
-        first = np.array(indices, dtype=np.int64) * self._groups
-        return tuple(
-            self.engine.submit(
-                direction, ids.reshape(-1), first + group, group=group, after=after, listener=transfer, parts=parts
-            )
-            for group, ids in enumerate(per_group)
-        )
+    def _chosen(self, record: ReservationRecord, per_group: list[Int64Array]) -> list[Int64Array]:
+        """Of each group the block ids of the record's keys."""
+        if len(record.positions) == len(per_group[0]):
+            return [ids.reshape(-1) for ids in per_group]
+        return [ids[record.positions].reshape(-1) for ids in per_group]
+
+    def _slots(self, indices: list[int], group: int) -> Int64Array:
+        slots = np.array(indices, dtype=np.int64)
+        if self._groups > 1:
+            slots *= self._groups
+            slots += group
+        return slots
 
     def _check_parts(self, parts: Any) -> None:
         """Raise what loads of all groups would raise, before there is one of any."""

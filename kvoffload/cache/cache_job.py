@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-from kvoffload.cache.reservations import Reservation, raise_if_aborted
+from kvoffload.cache.reservations import ReservationRecord
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.internal.teardown import run_all
+from kvoffload.internal.types import StreamLike
 
 
 class CacheJob:
@@ -16,13 +16,12 @@ class CacheJob:
     Attributes:
         keys: the keys whose blocks are being copied.
         jobs: the engine's jobs.
-        sources: reservations that were pending when their keys were loaded.
     """
 
-    def __init__(self, keys: tuple[bytes, ...], jobs: tuple[Job, ...], sources: tuple[Reservation, ...] = ()) -> None:
-        self.keys = keys
+    def __init__(self, keys: list[bytes], jobs: tuple[Job, ...], sources: tuple[ReservationRecord, ...] = ()) -> None:
+        self.keys = tuple(keys)
         self.jobs = jobs
-        self.sources = sources
+        self._sources = sources  # what was pending when it was loaded
 
     @property
     def done(self) -> bool:
@@ -34,11 +33,12 @@ class CacheJob:
 
         Raises:
             TransferError: a transfer failed, or the store of what was loaded; the others have ended, too.
-            TimeoutError: time is up; the transfers go on.
+            TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
         results: list[TransferResult] = []
         run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
-        raise_if_aborted(self.sources)
+        for source in self._sources:
+            source.raise_if_failed()
         return results
 
     def result(self) -> list[TransferResult]:
@@ -50,11 +50,11 @@ class CacheJob:
         """In how many parts each of the jobs is copied; see `BlockCache.load`."""
         return self.jobs[0].num_parts if self.jobs else 1
 
-    def order_before(self, stream: Any, part: int | None = None) -> None:
+    def order_before(self, stream: StreamLike, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after all of it has ended; see `Job.order_before`.
 
         Args:
-            part: of a load in parts: after this part of every job has landed.
+            part: of a load in parts: after this part of every job has ended.
         """
         run_all(partial(job.order_before, stream, part) for job in self.jobs)
 

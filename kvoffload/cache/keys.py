@@ -1,7 +1,7 @@
 """Keys of a prefix cache: digests of token ids, chained, the same in every process and on every machine.
 
 A key says what the model has seen up to the end of its blocks, and what the stored bytes mean. docs/keys.md has the
-byte layout, for whoever computes the same keys in another language, and test vectors.
+byte layout, to compute the same keys in another language, and test vectors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOKEN_BYTES = 4
 
 
 def chain_keys(
-    token_ids: Any, *, layout: KVLayout, namespace: str, extra: bytes = b"", parent: bytes | None = None
+    token_ids: Any, *, layout: KVLayout, salt: str, extra: bytes = b"", parent: bytes | None = None
 ) -> list[bytes]:
     """One key for each `layout.tokens_per_block * layout.blocks_per_slot` tokens; what is left over gives none.
 
@@ -33,7 +33,7 @@ def chain_keys(
     Args:
         token_ids: anything numpy turns into a 1-D integer array, values in `[0, 2**32)`. Its dtype does not matter.
         layout: `layout.fingerprint` goes into every key; addresses, strides and numbers of blocks do not.
-        namespace: what else the bytes depend on, and who may share them: model and revision, adapter, rank among the
+        salt: what else the bytes depend on, and who may share them: model and revision, adapter, rank among the
             GPUs that split the model, tenant. Any string, taken as it is; "" is one, too.
         extra: the same as bytes, for digests of images and adapters. Hash long ones yourself.
         parent: the last key of the tokens before these, to extend a chain without hashing it again; the tokens begin
@@ -46,7 +46,7 @@ def chain_keys(
         LayoutError: token_ids, or the layout has no dtype or tokens_per_block.
         TypeError, ValueError: another argument.
     """
-    root = _root(layout, namespace, extra)
+    root = _root(layout, salt, extra)
     previous = root if parent is None else _parent(parent)
     data = _token_bytes(token_ids)
     assert layout.tokens_per_block is not None, "else it has no fingerprint"
@@ -61,17 +61,17 @@ def chain_keys(
     return keys
 
 
-def _root(layout: KVLayout, namespace: str, extra: bytes) -> bytes:
-    """The digest of everything but tokens; each part has its length before it, so no two read the same."""
+def _root(layout: KVLayout, salt: str, extra: bytes) -> bytes:
+    """The digest of everything but tokens; the length of each field comes before it, so no two read the same."""
     if not isinstance(layout, KVLayout):
         raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
-    if not isinstance(namespace, str):
-        raise TypeError(f'namespace must be a string such as "model/adapter/tenant", got {namespace!r:.80}')
+    if not isinstance(salt, str):
+        raise TypeError(f'salt must be a string such as "model/adapter/tenant", got {salt!r:.80}')
     if not isinstance(extra, bytes):
         raise TypeError(f'extra must be bytes such as a digest, b"" for nothing, got {extra!r:.80}')
     message = struct.pack("<Q", KEY_VERSION)
-    for part in (layout.fingerprint, namespace.encode("utf-8", "surrogatepass"), extra):
-        message += struct.pack("<Q", len(part)) + part
+    for field in (layout.fingerprint, salt.encode("utf-8", "surrogatepass"), extra):
+        message += struct.pack("<Q", len(field)) + field
     return blake2b(message, digest_size=KEY_BYTES, person=b"kvoffload root").digest()
 
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from kvoffload.copiers import CopierSet
 from kvoffload.copiers.selection import check_prefer
@@ -31,15 +32,27 @@ from kvoffload.engine.job import Job, Listener, TransferResult, wait_until
 from kvoffload.engine.metrics import EngineStatistics
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import make_request, sources_of
-from kvoffload.errors import ClosedError, DriverError, TransferError
+from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least
+from kvoffload.internal.types import Int64Array
 from kvoffload.layout.layout import KVLayout, describe_groups
 from kvoffload.planning.layer_groups import Folds
 from kvoffload.planning.transfer_plan import Direction, describe_fold
 from kvoffload.tuning import CopyMethod, Profile, profile_for
 
 _numbers = itertools.count(1)
+
+
+class SlotGuard(Protocol):
+    """What decides who may write an engine's slots; a cache has one."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether the slots are in use."""
+
+    def check_store(self, slots: Int64Array) -> None:
+        """Raise an error unless a store may write these slots."""
 
 
 class OffloadEngine:
@@ -96,6 +109,7 @@ class OffloadEngine:
         self.number = next(_numbers)  # no two engines of a process have the same
         self.max_in_flight = at_least("max_in_flight", max_in_flight, 1)
         self.lock = threading.RLock()  # a BlockCache on this engine shares it
+        self._slot_guard: weakref.ref[SlotGuard] | None = None
         self._closed = False
         self._closers = 0  # threads in close()
         with device.lifecycle, device.current():
@@ -220,6 +234,9 @@ class OffloadEngine:
         with self.in_context():
             after = self.callers.behind(request.sources)
             with self.lock:
+                guard = None if self._slot_guard is None else self._slot_guard()
+                if guard is not None and direction is Direction.STORE:
+                    guard.check_store(request.slots)
                 return self._dispatcher.submit(self, request._replace(after=after))
 
     def resolve(self, after: Any) -> Any:
@@ -310,6 +327,27 @@ class OffloadEngine:
         with self.lock:
             self.check_usable()
             self._flights.check_room(jobs)
+
+    def jobs_in_flight(self) -> tuple[Job, ...]:
+        """Jobs that have been submitted and have not ended."""
+        with self.lock:
+            return tuple(self._flights.jobs())
+
+    def claim_slots(self, guard: SlotGuard) -> None:
+        """Let a guard decide about stores from now on; it is not kept alive.
+
+        Raises:
+            CapacityError: another guard is in use.
+        """
+        with self.lock:
+            if self._slot_guard is not None:
+                other = self._slot_guard()
+                if self._flights.in_flight if other is None else other.busy:
+                    raise CapacityError(
+                        "the engine's slots belong to another BlockCache: delete that one first, end its reservations, "
+                        "leases and transfers, or make a second engine"
+                    )
+            self._slot_guard = weakref.ref(guard)
 
     def drain(self, timeout: float | None = None) -> None:
         """Wait until no job is unfinished. Failed jobs do not raise here; `poll` reports them.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from kvoffload.copiers import CopierSet
@@ -65,6 +65,10 @@ class FlightDeck:
 
     def next_id(self) -> int:
         return next(self._ids)
+
+    def jobs(self) -> Iterator[Job]:
+        """In flight."""
+        return itertools.chain.from_iterable(books.jobs for books in self._books.values())
 
     def check_alive(self) -> None:
         """Raise the one exception that a lost context leaves behind."""

@@ -1,4 +1,4 @@
-"""Frozen snapshots of what an engine and a cache have done."""
+"""Frozen snapshots of what an engine has done."""
 
 from __future__ import annotations
 
@@ -48,68 +48,3 @@ class EngineStatistics:
     events_in_use: int
     store: DirectionTotals
     load: DirectionTotals
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """How often values fell where.
-
-    Attributes:
-        bounds: upper bounds of the ranges, rising; a value equal to a bound counts below it.
-        counts: values of each range, and one more for those above the last bound.
-        total: sum of the values.
-    """
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """What a block cache holds and has done; counted in blocks of the cache, one per key.
-
-    Attributes:
-        capacity: keys that fit.
-        resident: keys that can be loaded.
-        pending: keys reserved or being stored, not ready yet.
-        pinned: keys that a lease or an unfinished load holds.
-        lookups, hits: keys asked for by `lookup`, and leading ones found.
-        stored, loaded, evicted, failed: blocks stored, loaded, evicted, and stores that failed or were given up.
-        declined: blocks that were not stored, being worth less than what they would have displaced, or not asked for
-            often enough.
-        removed: keys taken out by `remove` and `clear`.
-        residency_seconds: how long evicted keys had been in the cache.
-        reuse_distance_blocks: blocks that were touched between two touches of a key.
-    """
-
-    capacity: int
-    resident: int
-    pending: int
-    pinned: int
-    lookups: int
-    hits: int
-    stored: int
-    loaded: int
-    evicted: int
-    failed: int
-    declined: int
-    removed: int
-    residency_seconds: Histogram
-    reuse_distance_blocks: Histogram
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEvent:
-    """Something that happened in a block cache.
-
-    Attributes:
-        kind: "hit" and "miss" (what `lookup` found and did not find of a request), "stored" (can be loaded from now
-            on), "evicted", "declined", "failed", "removed".
-        keys: the keys concerned, in the order of the request.
-        namespace: of the request that stored them; "" if it is not known or there is none.
-    """
-
-    kind: str
-    keys: tuple[bytes, ...]
-    namespace: str = ""

@@ -11,11 +11,12 @@ from html import escape
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvoffload.engine.metrics import CacheStatistics, DirectionTotals, EngineStatistics
+from kvoffload.cache.statistics import CacheStatistics
+from kvoffload.engine.metrics import DirectionTotals, EngineStatistics
 from kvoffload.planning.transfer_plan import FoldedGroup, describe_fold, fold
 
 if TYPE_CHECKING:
-    from kvoffload.cache.admission import Namespace
+    from kvoffload.cache.admission import Tenant
     from kvoffload.device.device import Device
     from kvoffload.engine.engine import OffloadEngine
     from kvoffload.engine.report import PlanReport
@@ -253,14 +254,14 @@ def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
 
 
 def cache_card(
-    engine: OffloadEngine, statistics: CacheStatistics | None, described: str, namespaces: Mapping[str, Namespace]
+    engine: OffloadEngine, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Tenant]
 ) -> Markup:
     """What a block cache holds and has found.
 
     Args:
         statistics: its own; None in a forked process.
         described: its index in a line, the policy included.
-        namespaces: with their quotas and priorities.
+        tenants: with their quotas and priorities.
     """
     rows: list[tuple[str, object]] = [("keys and policy", described)]
     if statistics is not None:
@@ -268,12 +269,12 @@ def cache_card(
     quotas = table(
         (
             (name, "-" if each.max_blocks is None else f"{each.max_blocks:,}", each.priority)
-            for name, each in namespaces.items()
+            for name, each in tenants.items()
         ),
-        ("namespace", "blocks at most", "priority"),
+        ("tenant", "blocks at most", "priority"),
     )
     marks = _marks(engine.device, closed=False)
-    return card("BlockCache", marks, table(rows), quotas if namespaces else Markup())
+    return card("BlockCache", marks, table(rows), quotas if tenants else Markup())
 
 
 def _residency(statistics: CacheStatistics) -> list[Segment]:

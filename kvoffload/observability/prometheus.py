@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
-from kvoffload.engine.metrics import CacheStatistics, DirectionTotals, EngineStatistics, Histogram
+from kvoffload.cache.statistics import CacheStatistics, Histogram
+from kvoffload.engine.metrics import DirectionTotals, EngineStatistics
 from kvoffload.errors import CapabilityError, ClosedError
 
 

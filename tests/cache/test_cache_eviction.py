@@ -153,10 +153,10 @@ def test_never_used_slots_go_first(pair: tuple[Rig, BlockCache]) -> None:
 def test_the_least_recently_used_key_goes(pair: tuple[Rig, BlockCache]) -> None:
     _, cache = pair
     cache.store(keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(10)
-    assert list(cache._index._pools.all[0].policy) == keys(3, 2, 1, 0), "a prefix stays longer than what needs it"
+    assert list(cache._index._state.pools.all[0].policy) == keys(3, 2, 1, 0), "a prefix stays longer than what needs it"
     cache.load(keys(3), [20]).wait(10)
     cache.store(keys(4), [4]).wait(10)
-    assert list(cache._index._pools.all[0].policy) == keys(1, 0, 3, 4)
+    assert list(cache._index._state.pools.all[0].policy) == keys(1, 0, 3, 4)
 
 
 def test_pitfall_26_recency_follows_requests_not_lookups_or_completions(pair: tuple[Rig, BlockCache]) -> None:
@@ -164,16 +164,16 @@ def test_pitfall_26_recency_follows_requests_not_lookups_or_completions(pair: tu
     cache.store(keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(10)
     for _ in range(5):
         cache.lookup(keys(3, 2, 1, 0))
-    assert list(cache._index._pools.all[0].policy) == keys(3, 2, 1, 0)
+    assert list(cache._index._state.pools.all[0].policy) == keys(3, 2, 1, 0)
     cache.touch(keys(2, 3, 9))
-    assert list(cache._index._pools.all[0].policy) == keys(1, 0, 3, 2)
+    assert list(cache._index._state.pools.all[0].policy) == keys(1, 0, 3, 2)
     held = bench.stream()
     gate = bench.gate(held)
     late = cache.load(keys(1), [20], after=held)
     cache.load(keys(3), [21], after=NO_WAIT)
     gate.open()
     late.wait(10)
-    assert list(cache._index._pools.all[0].policy) == keys(0, 2, 1, 3)
+    assert list(cache._index._state.pools.all[0].policy) == keys(0, 2, 1, 3)
 
 
 def test_pitfall_24_eviction_is_all_or_nothing(pair: tuple[Rig, BlockCache]) -> None:

@@ -19,9 +19,9 @@ from kvoffload import (
     CapacityError,
     ClosedError,
     MissingKeyError,
-    Namespace,
     OffloadEngine,
     Status,
+    Tenant,
     TransferError,
 )
 from kvoffload.cache.policies import POLICIES
@@ -254,25 +254,25 @@ def test_limits_hold_for_store_as_for_reserve() -> None:
         cache = BlockCache(
             bench.engine,
             "lru",
-            namespaces={"tenant": Namespace(max_blocks=2)},
+            tenants={"tenant": Tenant(max_blocks=2)},
             store_after=1,
             max_load_blocks=1,
             on_event=events.append,
         )
-        assert cache.store(keys(0, 1, 2), [3, 4, 5], namespace="tenant").keys == ()
+        assert cache.store(keys(0, 1, 2), [3, 4, 5], tenant="tenant").keys == ()
         cache.lookup(keys(0, 1, 2, 3))
-        job = cache.store(keys(0, 9, 1, 2), [3, 9, 4, 5], namespace="tenant")
+        job = cache.store(keys(0, 9, 1, 2), [3, 9, 4, 5], tenant="tenant")
         assert job.keys == tuple(keys(0, 1))
         job.wait(10)
         assert cache.lookup_many([keys(0, 1), keys(1)]) == [1, 1]
-        assert cache.store(keys(3), [6], namespace="tenant").keys == tuple(keys(3))
+        assert cache.store(keys(3), [6], tenant="tenant").keys == tuple(keys(3))
         bench.engine.drain(10)
         assert cache.status(keys(0, 1, 2, 3)) == [HIT, MISS, MISS, HIT]
         cache.load(keys(0, 3), [20, 21]).wait(10)
         assert [int(bench.block(block)[0]) for block in (20, 21)] == [4, 7], "positions follow the keys stored"
         statistics = cache.statistics()
         assert (statistics.declined, statistics.stored, statistics.evicted) == (5, 3, 1)
-        kinds = [(event.kind, len(event.keys), event.namespace) for event in events]
+        kinds = [(event.kind, len(event.keys), event.tenant) for event in events]
         assert kinds == [
             ("declined", 3, "tenant"),
             ("miss", 4, ""),

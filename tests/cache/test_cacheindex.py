@@ -21,9 +21,9 @@ from kvoffload import (
     KVOffloadWarning,
     LayoutError,
     MissingKeyError,
-    Namespace,
     Reservation,
     Status,
+    Tenant,
 )
 from kvoffload.cache import recorder as journal
 from kvoffload.cache.entries import EntryTable
@@ -42,7 +42,7 @@ def index(request: pytest.FixtureRequest) -> Iterator[CacheIndex]:
 
 def free_entries(index: CacheIndex) -> int:
     """How many new keys can be reserved without giving any up."""
-    return index._entries.num_free
+    return index._state.table.num_free
 
 
 # reserve, commit, abort
@@ -51,7 +51,7 @@ def free_entries(index: CacheIndex) -> int:
 def test_a_key_is_missing_then_pending_then_a_hit(index: CacheIndex) -> None:
     assert index.status(keys(0, 1)) == [MISS, MISS]
     reservation = index.reserve(keys(0, 1))
-    assert (reservation.keys, reservation.positions, reservation.namespace) == (tuple(keys(0, 1)), (0, 1), "")
+    assert (reservation.keys, reservation.positions, reservation.tenant) == (tuple(keys(0, 1)), (0, 1), "")
     assert (reservation.evicted, reservation.declined, reservation.present) == ((), (), ())
     assert len(set(reservation.indices)) == 2
     assert index.status(keys(0, 1, 2)) == [PENDING, PENDING, MISS]
@@ -192,7 +192,7 @@ def test_a_refusal_counts_keys_and_free_entries() -> None:
 def test_an_empty_reservation_is_legal(index: CacheIndex) -> None:
     with index.reserve([]) as reservation:
         assert (reservation.keys, list(reservation.slots())) == ((), [])
-    assert index._reservations == set()
+    assert index._state.table.reservations == set()
 
 
 def test_keys_that_lie_apart_or_side_by_side_are_found_alike(seed: int) -> None:
@@ -391,11 +391,11 @@ def test_recency_follows_touch() -> None:
     index.lookup(keys(3))
     index.status(keys(3))
     index.acquire(keys(3)).release()
-    assert list(index._pools.all[0].policy) == keys(3, 2, 1, 0)
+    assert list(index._state.pools.all[0].policy) == keys(3, 2, 1, 0)
     index.touch(keys(2, 9, 3, 2))
-    assert list(index._pools.all[0].policy) == keys(1, 0, 3, 2)
+    assert list(index._state.pools.all[0].policy) == keys(1, 0, 3, 2)
     index.load(keys(1, 1))
-    assert list(index._pools.all[0].policy) == keys(0, 3, 2, 1)
+    assert list(index._state.pools.all[0].policy) == keys(0, 3, 2, 1)
 
 
 def test_loads_of_absent_keys_are_passed_over(index: CacheIndex) -> None:
@@ -463,13 +463,13 @@ def test_lookup_many_asks_for_each(index: CacheIndex) -> None:
 # events
 
 
-def told(kind: str, *numbers: int, namespace: str = "") -> CacheEvent:
-    return CacheEvent(kind, tuple(keys(*numbers)), namespace)
+def told(kind: str, *numbers: int, tenant: str = "") -> CacheEvent:
+    return CacheEvent(kind, tuple(keys(*numbers)), tenant)
 
 
 def test_events_in_their_order() -> None:
     events: list[CacheEvent] = []
-    index = CacheIndex(2, policy="lru", namespaces={"tenant": Namespace()}, store_after=1, on_event=events.append)
+    index = CacheIndex(2, policy="lru", tenants={"tenant": Tenant()}, store_after=1, on_event=events.append)
 
     def new() -> list[CacheEvent]:
         found = events[:]
@@ -479,13 +479,13 @@ def test_events_in_their_order() -> None:
     index.lookup_many([keys(0, 1), keys(2, 3)])
     assert new() == [told("miss", 0, 1), told("miss", 2, 3)]
     reservation = index.reserve(keys(0, 9, 1), "tenant")
-    assert new() == [told("declined", 9, namespace="tenant")]
+    assert new() == [told("declined", 9, tenant="tenant")]
     reservation.commit()
-    assert new() == [told("stored", 0, 1, namespace="tenant")]
+    assert new() == [told("stored", 0, 1, tenant="tenant")]
     index.lookup(keys(0, 1, 5))
     assert new() == [told("hit", 0, 1), told("miss", 5)]
     index.reserve(keys(2), "unknown").abort()
-    assert new() == [told("evicted", 1), told("failed", 2, namespace="unknown")]
+    assert new() == [told("evicted", 1), told("failed", 2, tenant="unknown")]
     index.acquire(keys(0)).release()
     index.touch(keys(0))
     index.status(keys(0))
@@ -691,7 +691,7 @@ def test_keys_touched_before_their_commit_count_as_touched() -> None:
 
 
 def test_repr_says_how_it_stands() -> None:
-    index = CacheIndex(4, policy="lru", namespaces={"a": Namespace(max_blocks=2), "b": Namespace(priority=1)})
+    index = CacheIndex(4, policy="lru", tenants={"a": Tenant(max_blocks=2), "b": Tenant(priority=1)})
     store(index, keys(0, 1))
     reservation = index.reserve(keys(2, 0), "a")
     lease = index.acquire(keys(0))
@@ -761,14 +761,14 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"store_after": "1"}, ValueError, "store_after"),
     ({"max_load_blocks": 0}, ValueError, "max_load_blocks must be an integer of at least 1, got 0"),
     ({"on_event": 5}, TypeError, "on_event must be a function of a CacheEvent, got 5"),
-    ({"namespaces": ["a"]}, TypeError, "namespaces must be a mapping"),
-    ({"namespaces": {"a": 5}}, TypeError, r"namespaces\['a'\] must be a Namespace, got 5"),
+    ({"tenants": ["a"]}, TypeError, "tenants must be a mapping"),
+    ({"tenants": {"a": 5}}, TypeError, r"tenants\['a'\] must be a Tenant, got 5"),
     (
-        {"namespaces": {"a": Namespace(1)}, "policy": SHARED},
+        {"tenants": {"a": Tenant(1)}, "policy": SHARED},
         ValueError,
         "policy must be a name or a function .* 2 pools",
     ),
-    ({"namespaces": {"a": Namespace(priority=1)}, "policy": lambda _: SHARED}, ValueError, "2 pools need one each"),
+    ({"tenants": {"a": Tenant(priority=1)}, "policy": lambda _: SHARED}, ValueError, "2 pools need one each"),
     ({"policy": "lfu"}, ValueError, "policy must be one of arc, lru, prefix, s3fifo, .* got 'lfu'"),
     ({"policy": 5}, TypeError, "policy must be a name"),
     ({"policy": lambda _: 5}, TypeError, "policy must be a name"),
@@ -788,19 +788,19 @@ def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception]
 @pytest.mark.parametrize("max_blocks", [0, -1, 1.5, True, "9"])
 def test_quotas_are_positive_integers(max_blocks: Any) -> None:
     with pytest.raises(ValueError, match="max_blocks must be an integer of at least 1"):
-        Namespace(max_blocks=max_blocks)
+        Tenant(max_blocks=max_blocks)
 
 
 @pytest.mark.parametrize("priority", ["high", None, 1.5, True])
 def test_priorities_are_integers(priority: Any) -> None:
     """What cannot be compared would be found out only when the cache is full."""
     with pytest.raises(TypeError, match="priority must be an integer"):
-        Namespace(priority=priority)
+        Tenant(priority=priority)
 
 
 def test_one_policy_object_for_one_pool_is_fine() -> None:
     mine = LRU()
-    index = CacheIndex(4, policy=mine, namespaces={"a": Namespace()})
+    index = CacheIndex(4, policy=mine, tenants={"a": Tenant()})
     store(index, keys(0), "a")
     assert list(mine) == keys(0)
     capacities: list[int] = []
@@ -809,5 +809,5 @@ def test_one_policy_object_for_one_pool_is_fine() -> None:
         capacities.append(capacity)
         return Prefix(capacity)
 
-    CacheIndex(10, policy=make, namespaces={"a": Namespace(3), "b": Namespace(99), "c": Namespace(priority=2)})
+    CacheIndex(10, policy=make, tenants={"a": Tenant(3), "b": Tenant(99), "c": Tenant(priority=2)})
     assert capacities == [10, 3, 10, 10]

@@ -1,4 +1,4 @@
-"""Limits of CacheIndex: the reuse filter, `max_load_blocks`, quotas and priorities of namespaces."""
+"""Limits of CacheIndex: the reuse filter, `max_load_blocks`, quotas and priorities of tenants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers import keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload import CacheEvent, CacheIndex, CapacityError, LayoutError, Lease, Namespace, Reservation, Status
+from kvoffload import CacheEvent, CacheIndex, CapacityError, LayoutError, Lease, Reservation, Status, Tenant
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.policies import POLICIES
 
@@ -96,7 +96,7 @@ def test_the_reuse_filter_remembers_the_latest_lookups_only() -> None:
 def test_the_reuse_filter_costs_nothing_when_off() -> None:
     index = CacheIndex(4)
     index.lookup(names("any", 1_000))
-    assert len(index._filter._seen) == 0
+    assert len(index._state.filter._seen) == 0
 
 
 # max_load_blocks
@@ -130,7 +130,7 @@ def test_hits_beyond_max_load_blocks_are_not_missing() -> None:
 
 @every_policy
 def test_a_quota_is_never_exceeded(policy: str) -> None:
-    index = CacheIndex(20, policy=policy, namespaces={"tenant": Namespace(max_blocks=5)})
+    index = CacheIndex(20, policy=policy, tenants={"tenant": Tenant(max_blocks=5)})
     store(index, names("other", 10))
     for start in range(0, 40, 3):
         reservation = store(index, names("tenant", 3, start), "tenant")
@@ -144,7 +144,7 @@ def test_a_quota_is_never_exceeded(policy: str) -> None:
 
 @every_policy
 def test_a_request_longer_than_the_quota_stores_its_beginning(policy: str) -> None:
-    index = CacheIndex(20, policy=policy, namespaces={"tenant": Namespace(max_blocks=5)})
+    index = CacheIndex(20, policy=policy, tenants={"tenant": Tenant(max_blocks=5)})
     request = names("tenant", 8)
     with index.reserve(request, "tenant") as reservation:
         assert (reservation.keys, reservation.declined) == (tuple(request[:5]), tuple(request[5:]))
@@ -158,8 +158,8 @@ def test_a_request_longer_than_the_quota_stores_its_beginning(policy: str) -> No
 
 @every_policy
 def test_a_request_that_grows_beyond_the_quota_keeps_what_it_has(policy: str) -> None:
-    """The turns of a conversation: others of its namespace make room, then its end is declined."""
-    index = CacheIndex(20, policy=policy, namespaces={"tenant": Namespace(max_blocks=6)})
+    """The turns of a conversation: others of its tenant make room, then its end is declined."""
+    index = CacheIndex(20, policy=policy, tenants={"tenant": Tenant(max_blocks=6)})
     store(index, names("tenant-old", 3), "tenant")
     request = names("tenant-new", 10)
     for length, kept, old in ((2, 2, 3), (4, 4, 2), (6, 6, 0), (8, 6, 0), (10, 6, 0)):
@@ -171,9 +171,9 @@ def test_a_request_that_grows_beyond_the_quota_keeps_what_it_has(policy: str) ->
 
 
 @every_policy
-def test_keys_of_other_namespaces_do_not_count(policy: str) -> None:
-    """A key belongs to the namespace that stored it first."""
-    index = CacheIndex(20, policy=policy, namespaces={"tenant": Namespace(max_blocks=2)})
+def test_keys_of_other_tenants_do_not_count(policy: str) -> None:
+    """A key belongs to the tenant that stored it first."""
+    index = CacheIndex(20, policy=policy, tenants={"tenant": Tenant(max_blocks=2)})
     store(index, keys(0, 1, 2))
     reservation = store(index, keys(0, 1, 2, 3, 4, 5), "tenant")
     assert (reservation.keys, reservation.declined) == (tuple(keys(3, 4)), tuple(keys(5)))
@@ -183,7 +183,7 @@ def test_keys_of_other_namespaces_do_not_count(policy: str) -> None:
 
 @every_policy
 def test_pitfall_24_a_quota_whose_keys_must_stay_refuses(policy: str) -> None:
-    index = CacheIndex(20, policy=policy, namespaces={"tenant": Namespace(max_blocks=3)})
+    index = CacheIndex(20, policy=policy, tenants={"tenant": Tenant(max_blocks=3)})
     store(index, names("other", 2))
     store(index, names("tenant", 2), "tenant")
     lease = index.acquire(names("tenant", 2))
@@ -201,8 +201,8 @@ def test_pitfall_24_a_quota_whose_keys_must_stay_refuses(policy: str) -> None:
 
 @every_policy
 def test_quotas_may_add_up_to_more_than_the_cache(policy: str) -> None:
-    quotas = {"a": Namespace(max_blocks=8), "b": Namespace(max_blocks=8), "c": Namespace(max_blocks=99)}
-    index = CacheIndex(10, policy=policy, namespaces=quotas)
+    quotas = {"a": Tenant(max_blocks=8), "b": Tenant(max_blocks=8), "c": Tenant(max_blocks=99)}
+    index = CacheIndex(10, policy=policy, tenants=quotas)
     rng = np.random.default_rng(7)
     for turn in range(150):
         name = "abc"[int(rng.integers(3))]
@@ -215,7 +215,7 @@ def test_quotas_may_add_up_to_more_than_the_cache(policy: str) -> None:
 
 
 def test_what_is_pending_or_removed_counts_as_it_should() -> None:
-    index = CacheIndex(10, policy="lru", namespaces={"tenant": Namespace(max_blocks=2)})
+    index = CacheIndex(10, policy="lru", tenants={"tenant": Tenant(max_blocks=2)})
     first = index.reserve(names("tenant", 2), "tenant")
     with pytest.raises(CapacityError):
         index.reserve(names("tenant", 1, 2), "tenant")
@@ -233,14 +233,14 @@ def test_what_is_pending_or_removed_counts_as_it_should() -> None:
 
 @every_policy
 def test_keys_of_lower_priorities_go_first_and_none_of_higher_ones(policy: str) -> None:
-    levels = {"batch": Namespace(priority=-1), "chat": Namespace(priority=5), "top": Namespace(priority=9)}
-    index = CacheIndex(8, policy=policy, namespaces=levels)
+    levels = {"batch": Tenant(priority=-1), "chat": Tenant(priority=5), "top": Tenant(priority=9)}
+    index = CacheIndex(8, policy=policy, tenants=levels)
     for name in ("chat", "", "batch", "top"):
         store(index, names(name or "plain", 2), name)
         index.touch(names(name or "plain", 2))
     for _ in range(20):  # use does not help
         index.touch(names("batch", 2))
-    with pytest.raises(CapacityError, match="namespace with a quota or higher priority"):
+    with pytest.raises(CapacityError, match="tenant with a quota or higher priority"):
         index.reserve(names("new-batch", 3), "batch")
     assert set(store(index, names("new-plain", 1)).evicted) < set(names("batch", 2))
     assert set(store(index, names("new-chat", 3), "chat").evicted) > set(names("batch", 2)) & set(index.keys)
@@ -256,7 +256,7 @@ def test_keys_of_lower_priorities_go_first_and_none_of_higher_ones(policy: str) 
 
 
 def test_leased_keys_of_lower_priority_stay() -> None:
-    index = CacheIndex(4, policy="lru", namespaces={"low": Namespace(priority=-1), "high": Namespace(priority=1)})
+    index = CacheIndex(4, policy="lru", tenants={"low": Tenant(priority=-1), "high": Tenant(priority=1)})
     store(index, names("low", 2), "low")
     store(index, names("plain", 2))
     with index.acquire(names("low", 2)):
@@ -266,8 +266,8 @@ def test_leased_keys_of_lower_priority_stay() -> None:
 
 def test_a_quota_does_not_take_more_from_others_than_it_may_use() -> None:
     """Room beyond the quota is of no use: then its own keys go, and nobody else's."""
-    namespaces = {"tenant": Namespace(max_blocks=4, priority=3), "low": Namespace(priority=-1)}
-    index = CacheIndex(8, policy="lru", namespaces=namespaces)
+    tenants = {"tenant": Tenant(max_blocks=4, priority=3), "low": Tenant(priority=-1)}
+    index = CacheIndex(8, policy="lru", tenants=tenants)
     store(index, names("low", 4), "low")
     store(index, names("tenant", 4), "tenant")
     assert store(index, names("tenant", 3, 4), "tenant").evicted == tuple(reversed(names("tenant", 3, 1)))
@@ -280,7 +280,7 @@ def test_a_quota_does_not_take_more_from_others_than_it_may_use() -> None:
 
 
 def test_the_pool_with_the_most_keys_gives_first_among_equals() -> None:
-    index = CacheIndex(9, policy="lru", namespaces={name: Namespace(max_blocks=9) for name in "abc"})
+    index = CacheIndex(9, policy="lru", tenants={name: Tenant(max_blocks=9) for name in "abc"})
     for name, count in (("a", 2), ("b", 4), ("c", 3)):
         store(index, names(name, count), name)
     assert store(index, names("new", 1)).evicted == (b"b-3",)
@@ -302,13 +302,13 @@ class Refusal(Exception):  # noqa: N818
 
 CAPACITY = 8
 LEVELS = {
-    "": Namespace(),
-    "tight": Namespace(max_blocks=3),
-    "wide": Namespace(max_blocks=6),
-    "low": Namespace(priority=-1),
-    "low-tight": Namespace(max_blocks=4, priority=-1),
-    "high": Namespace(priority=2),
-    "high-tight": Namespace(max_blocks=4, priority=2),
+    "": Tenant(),
+    "tight": Tenant(max_blocks=3),
+    "wide": Tenant(max_blocks=6),
+    "low": Tenant(priority=-1),
+    "low-tight": Tenant(max_blocks=4, priority=-1),
+    "high": Tenant(priority=2),
+    "high-tight": Tenant(max_blocks=4, priority=2),
 }
 
 
@@ -376,7 +376,7 @@ class Match:
     """An index and the model side by side."""
 
     def __init__(self) -> None:
-        self.index = CacheIndex(CAPACITY, policy="lru", namespaces=LEVELS)
+        self.index = CacheIndex(CAPACITY, policy="lru", tenants=LEVELS)
         self.model = Model(CAPACITY)
         self.leases: list[Lease] = []
         self.open: list[Reservation] = []
@@ -440,8 +440,8 @@ class Match:
 
     def compare(self) -> None:
         self.index.check()
-        shared = {pool.number: pool for pool in self.index._pools.all}
-        found = {name: list(shared[self.index._pools.of(name).number].policy) for name in LEVELS}
+        shared = {pool.number: pool for pool in self.index._state.pools.all}
+        found = {name: list(shared[self.index._state.pools.of(name).number].policy) for name in LEVELS}
         assert found == {name: pool.keys for name, pool in self.model.pools.items()}
 
 
@@ -457,7 +457,7 @@ def test_lru_with_quotas_and_priorities_against_a_plain_model(steps: list[tuple[
 @every_policy
 def test_rules_of_quotas_and_priorities_hold_for_every_policy(policy: str, seed: int) -> None:
     """Random requests; what goes is never of a higher priority, nor of a higher one than something that stays."""
-    index = CacheIndex(24, policy=policy, namespaces=LEVELS)
+    index = CacheIndex(24, policy=policy, tenants=LEVELS)
     rng = np.random.default_rng(seed)
     owner: dict[bytes, str] = {}
     leases: list[Lease] = []

@@ -151,9 +151,9 @@ class Books:
         index.check()
         names = keys(*range(12))
         assert index.status(names) == [self.status(name) for name in names]
-        assert {name: place.index for name, place in self.here.items()} == index._entries.of
-        assert index._entries.holds == dict(+self.holds)
-        assert index._entries.num_free == self.free
+        assert {name: place.index for name, place in self.here.items()} == index._state.table.of
+        assert index._state.table.holds == dict(+self.holds)
+        assert index._state.table.num_free == self.free
         found = index.statistics()
         assert {kind: getattr(found, kind) for kind in self.counts} == dict(self.counts)
         pending = sum(place.fill is not None for place in self.here.values())
@@ -410,7 +410,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert midway < 3 or cache_state(self.cache) == before
             return
         assert not refuses or self.books.may_decline
-        there = self.cache._index._entries.of
+        there = self.cache._index._state.table.of
         self.books.store(request, job.keys, [name for name in ready if name not in there])
         fill = Fill(None, job.jobs)
         values = {name: block + 1 for name, block in zip(request, blocks, strict=True)}
@@ -731,7 +731,7 @@ def test_threads_with_their_own_ways_share_a_cache(policy: str, seed: int) -> No
         whole(bench.engine)
         statistics = cache.statistics()
         assert (statistics.pending, statistics.pinned) == (0, 0)
-        assert cache._index._entries.holds == {}
+        assert cache._index._state.table.holds == {}
         assert (mirror.wrong, mirror.keys) == ([], set(cache._index.keys)), "events came in their order"
         assert sum(client.loaded for client in clients) > 20, "something was read"
         simulator.faults.clear()

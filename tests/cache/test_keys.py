@@ -41,7 +41,7 @@ LAYOUT = layout()
 
 
 def keys_of(token_ids: Any, **changes: Any) -> list[bytes]:
-    return chain_keys(token_ids, **{"layout": LAYOUT, "namespace": "model", **changes})
+    return chain_keys(token_ids, **{"layout": LAYOUT, "salt": "model", **changes})
 
 
 # the page, and what it describes written once more
@@ -57,14 +57,14 @@ def digest(person: str, message: bytes) -> bytes:
 
 def by_the_page(vector: dict[str, Any]) -> tuple[bytes, list[bytes]]:
     """Fingerprint and keys of a vector, from the page's text alone."""
-    dtype, namespace = vector["dtype"].encode(), vector["namespace"].encode("utf-8", "surrogatepass")
+    dtype, salt = vector["dtype"].encode(), vector["salt"].encode("utf-8", "surrogatepass")
     extra, parent = bytes.fromhex(vector["extra"]), bytes.fromhex(vector["parent"])
     per_block, blocks = vector["tokens_per_block"], vector["blocks_per_slot"]
     shape = u64(len(dtype)) + dtype + u64(per_block, blocks, len(vector["groups"]))
     for group in vector["groups"]:
         shape += u64(len(group)) + u64(*group)
     fingerprint = digest("kvoffload layout", shape)
-    message = u64(1, 16) + fingerprint + u64(len(namespace)) + namespace + u64(len(extra)) + extra
+    message = u64(1, 16) + fingerprint + u64(len(salt)) + salt + u64(len(extra)) + extra
     root = digest("kvoffload root", message)
     keys, tokens = [parent or root], list(vector["token_ids"])
     while len(tokens) >= per_block * blocks:
@@ -78,7 +78,7 @@ def by_the_library(vector: dict[str, Any]) -> tuple[bytes, list[bytes]]:
     described = {name: vector[name] for name in ("dtype", "tokens_per_block", "blocks_per_slot")}
     made = layout(vector["groups"], **described)
     extra, parent = bytes.fromhex(vector["extra"]), bytes.fromhex(vector["parent"]) or None
-    keys = chain_keys(vector["token_ids"], layout=made, namespace=vector["namespace"], extra=extra, parent=parent)
+    keys = chain_keys(vector["token_ids"], layout=made, salt=vector["salt"], extra=extra, parent=parent)
     return made.fingerprint, keys
 
 
@@ -105,7 +105,7 @@ def test_the_vectors_show_every_part_of_the_layout() -> None:
     assert any(len(each["keys"]) > 1 and len(each["token_ids"]) % each["tokens_per_block"] for each in every)
     assert any(4 * each["tokens_per_block"] * each["blocks_per_slot"] + 32 > 128 for each in every)
     assert any(each["parent"] for each in every)
-    assert not all(each["namespace"].isascii() for each in every)
+    assert not all(each["salt"].isascii() for each in every)
 
 
 @given(
@@ -118,7 +118,7 @@ def test_the_vectors_show_every_part_of_the_layout() -> None:
 def test_the_page_describes_what_the_library_does(
     groups: list[list[int]], dtype: str, counts: tuple[int, int], texts: tuple[str, bytes, bytes], tokens: list[int]
 ) -> None:
-    names = ("dtype", "groups", "tokens_per_block", "blocks_per_slot", "namespace", "extra", "parent", "token_ids")
+    names = ("dtype", "groups", "tokens_per_block", "blocks_per_slot", "salt", "extra", "parent", "token_ids")
     values = (dtype, groups, *counts, texts[0], texts[1].hex(), texts[2].hex(), tokens)
     vector = dict(zip(names, values, strict=True))
     assert by_the_library(vector) == by_the_page(vector)
@@ -136,7 +136,7 @@ def test_pitfall_28_another_process_computes_the_same_keys(monkeypatch: pytest.M
         planes = [Plane(1 << 20, block_bytes=64, num_blocks=3), Plane(1 << 21, block_bytes=64, num_blocks=3)]
         layout = KVLayout([planes], dtype=np.dtype("f2"), tokens_per_block=4)
         tokens = np.arange(1000, 1050, dtype=np.uint16)
-        print(*(key.hex() for key in chain_keys(tokens, layout=layout, namespace="model", extra=b"x")))
+        print(*(key.hex() for key in chain_keys(tokens, layout=layout, salt="model", extra=b"x")))
     """
     mine = keys_of(TOKENS, layout=layout(dtype=np.float16), extra=b"x")
     assert len(mine) == 12
@@ -246,9 +246,9 @@ def test_types_of_ml_dtypes_are_their_names() -> None:
         {"layout": layout([(64, 64), (64, 64)])},
         {"layout": layout(blocks_per_slot=2)},
         {"layout": layout(blocks_per_slot=2, tokens_per_block=2)},
-        {"namespace": ""},
-        {"namespace": "Model"},
-        {"namespace": "model\0"},
+        {"salt": ""},
+        {"salt": "Model"},
+        {"salt": "model\0"},
         {"extra": b"\0"},
         {"extra": b"model"},
         {"parent": bytes(16)},
@@ -258,7 +258,7 @@ def test_types_of_ml_dtypes_are_their_names() -> None:
     ids=str,
 )
 def test_pitfall_13_a_changed_layout_gives_other_keys(changes: dict[str, Any]) -> None:
-    """And so does a changed namespace: no key is among the others."""
+    """And so does a changed salt: no key is among the others."""
     keys, changed = keys_of(TOKENS), keys_of(**{"token_ids": TOKENS, **changes})
     assert len(set(keys)) == 12
     assert changed
@@ -300,24 +300,24 @@ def test_extending_a_chain_is_hashing_all_at_once(tokens: list[int], cuts: list[
 
 
 def test_a_chain_extended_with_other_arguments_is_another_chain() -> None:
-    """A parent of another namespace or layout, taken by mistake, hits nothing."""
+    """A parent of another salt or layout, taken by mistake, hits nothing."""
     parent, rest = keys_of(TOKENS[:8])[-1], TOKENS[8:]
     right = keys_of(rest, parent=parent)
-    for wrong in ({"namespace": "other"}, {"extra": b"image"}, {"layout": layout(dtype="float16")}):
+    for wrong in ({"salt": "other"}, {"extra": b"image"}, {"layout": layout(dtype="float16")}):
         assert set(right).isdisjoint(keys_of(rest, parent=parent, **wrong))
         assert set(right).isdisjoint(keys_of(rest, parent=keys_of(TOKENS[:8], **wrong)[-1]))
 
 
 @given(text=st.text(max_size=6), first=st.integers(0, 20), second=st.integers(0, 20))
 def test_the_same_bytes_split_otherwise_are_other_keys(text: str, first: int, second: int) -> None:
-    """Between namespace and extra, so that neither can be made to read like the other."""
-    every = {keys_of(TOKENS[:4], namespace=text[:at], extra=text[at:].encode())[0] for at in (first, second)}
+    """Between salt and extra, so that neither can be made to read like the other."""
+    every = {keys_of(TOKENS[:4], salt=text[:at], extra=text[at:].encode())[0] for at in (first, second)}
     assert len(every) == len({text[:at] for at in (first, second)})
 
 
 @given(st.lists(st.tuples(any_text, st.binary(max_size=8)), unique=True, max_size=6))
-def test_every_namespace_and_extra_has_keys_of_its_own(pairs: list[tuple[str, bytes]]) -> None:
-    assert len({keys_of(TOKENS[:4], namespace=name, extra=extra)[0] for name, extra in pairs}) == len(pairs)
+def test_every_salt_and_extra_has_keys_of_its_own(pairs: list[tuple[str, bytes]]) -> None:
+    assert len({keys_of(TOKENS[:4], salt=name, extra=extra)[0] for name, extra in pairs}) == len(pairs)
 
 
 # what is refused
@@ -378,8 +378,8 @@ def test_a_dtype_that_is_none_of_one_element_has_no_keys(dtype: Any) -> None:
     ("argument", "value", "error"),
     [
         ("layout", None, TypeError),
-        ("namespace", None, TypeError),
-        ("namespace", b"model", TypeError),
+        ("salt", None, TypeError),
+        ("salt", b"model", TypeError),
         ("extra", "image", TypeError),
         ("extra", None, TypeError),
         ("parent", "0" * 16, TypeError),

@@ -202,7 +202,7 @@ def test_a_cache_shows_where_its_slots_are(engine: kvoffload.OffloadEngine) -> N
     assert row(shown, "moved") == "4 stored, 2 loaded"
     assert row(shown, "keys and policy").startswith("5 of 8 keys, 1 pending, 1 leases; Prefix(")
     assert "simulated: no GPU, times are made up" in shown.texts
-    assert "namespace" not in shown.text
+    assert "tenant" not in shown.text
 
 
 def test_what_a_cache_gave_up_and_declined(engine: kvoffload.OffloadEngine) -> None:
@@ -225,13 +225,13 @@ def test_a_cache_keeps_its_slots_in_the_bar_when_leased_keys_were_removed(engine
         assert sum(page(cache).widths) == pytest.approx(100)
 
 
-def test_namespaces_are_shown_and_escaped(engine: kvoffload.OffloadEngine) -> None:
+def test_tenants_are_shown_and_escaped(engine: kvoffload.OffloadEngine) -> None:
     hostile = "<script>alert('&\"')</script>"
     cache = kvoffload.BlockCache(
-        engine, namespaces={hostile: kvoffload.Namespace(max_blocks=4, priority=-1), "b": kvoffload.Namespace()}
+        engine, tenants={hostile: kvoffload.Tenant(max_blocks=4, priority=-1), "b": kvoffload.Tenant()}
     )
     shown = page(cache)  # which knows no script
-    assert shown.texts[-9:] == ["namespace", "blocks at most", "priority", hostile, "4", "-1", "b", "-", "0"]
+    assert shown.texts[-9:] == ["tenant", "blocks at most", "priority", hostile, "4", "-1", "b", "-", "0"]
     assert "<script" not in cache._repr_html_()
 
 

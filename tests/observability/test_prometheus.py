@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from programs import run_program
 
-from kvoffload.engine.metrics import CacheStatistics, DirectionTotals, EngineStatistics, Histogram
+from kvoffload.cache.statistics import CacheStatistics, Histogram
+from kvoffload.engine.metrics import DirectionTotals, EngineStatistics
 from kvoffload.errors import CapabilityError, ClosedError
 from kvoffload.observability.prometheus import CacheCollector, register
 

@@ -43,12 +43,12 @@ def state(index: CacheIndex) -> dict[str, Any]:
     """Everything that a refused call must leave as it was."""
     idle = SimpleNamespace(statistics=lambda: SimpleNamespace(in_flight=0))
     stub: Any = SimpleNamespace(_index=index, engine=idle)
-    policies = [repr(pool.policy) for pool in index._pools.all]
-    return {**cache_state(stub), "sizes": policies, "seen": dict(index._filter._seen)}
+    policies = [repr(pool.policy) for pool in index._state.pools.all]
+    return {**cache_state(stub), "sizes": policies, "seen": dict(index._state.filter._seen)}
 
 
-def store(index: CacheIndex, wanted: Iterable[bytes], namespace: str = "") -> Reservation:
+def store(index: CacheIndex, wanted: Iterable[bytes], tenant: str = "") -> Reservation:
     """Reserve and commit."""
-    reservation = index.reserve(list(wanted), namespace)
+    reservation = index.reserve(list(wanted), tenant)
     reservation.commit()
     return reservation

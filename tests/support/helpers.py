@@ -424,18 +424,20 @@ def keys(*numbers: int) -> list[bytes]:
 def cache_state(cache: kvoffload.BlockCache) -> dict[str, Any]:
     """Everything that a refused call must leave as it was."""
     index = cache._index
-    entries = index._entries
+    entries = index._state.table
+    statistics = index.statistics()
     return {
-        "entries": list(entries.of.items()),
+        "entries": dict(entries.of),
         "pools": list(entries.pool_of),
-        "policies": [list(pool.policy) for pool in index._pools.all],
+        "policies": [list(pool.policy) for pool in index._state.pools.all],
         "free": list(entries._free),
         "doomed": set(entries._doomed),
         "holds": dict(entries.holds),
-        "used": len(entries._keys),
-        "pending": list(index._pending.items()),
-        "leases": len(index._leases),
-        "statistics": index.statistics(),
+        "used": len(entries.keys),
+        "pending": list(entries.pending.items()),
+        "writable": set(entries.writable),
+        "leases": len(entries.leases),
+        "statistics": statistics,
         "in flight": cache.engine.statistics().in_flight,
     }
 

@@ -22,12 +22,12 @@ from kvoffload import (
     Job,
     KVLayout,
     Lease,
-    Namespace,
     OffloadEngine,
     Plane,
     PlanReport,
     Reservation,
     Status,
+    Tenant,
     TransferError,
     TransferResult,
     chain_keys,
@@ -104,7 +104,7 @@ def transfers(layout: KVLayout, device: Device) -> list[TransferResult]:
 def caches(layout: KVLayout, device: Device) -> int:
     with OffloadEngine(layout, device=device, num_slots=16) as engine:
         events: list[CacheEvent] = []
-        cache = BlockCache(engine, namespaces={"guests": Namespace(max_blocks=4)}, on_event=events.append)
+        cache = BlockCache(engine, tenants={"guests": Tenant(max_blocks=4)}, on_event=events.append)
         try:
             job = cache.store([b"one", b"two"], [0, 1, 2, 3], after=NO_WAIT)
         except CapacityError:
@@ -115,7 +115,7 @@ def caches(layout: KVLayout, device: Device) -> int:
         assert_type(found, int)
         cache.load([b"one"], [5, 6]).wait(timeout=10.0)
         cache.load([b"two"], [5, 6], pending=True, parts=2).order_before(0, part=1)
-        with cache.reserve([b"three"], namespace="guests") as reservation:
+        with cache.reserve([b"three"], tenant="guests") as reservation:
             assert_type(reservation, Reservation)
             assert_type(reservation.keys, tuple[bytes, ...])
             engine.slots[reservation.slots()] = 7
@@ -134,7 +134,7 @@ def caches(layout: KVLayout, device: Device) -> int:
 
 def keys(layout: KVLayout) -> list[bytes]:
     index = CacheIndex(100, policy=Prefix)
-    found = chain_keys(np.arange(100, dtype=np.uint16), layout=layout, namespace="model", extra=b"adapter")
+    found = chain_keys(np.arange(100, dtype=np.uint16), layout=layout, salt="model", extra=b"adapter")
     assert_type(found, list[bytes])
     index.reserve(found).commit()
     assert index.lookup(found) == len(found)

@@ -1,8 +1,8 @@
-"""Which key a full cache gives up.
+"""Which keys a full cache evicts.
 
 base.py     Policy: what all of them offer, and what a policy of your own must
 lru.py      LRU: the least recently used
-arc.py      ARC: recency and frequency, balanced by what was given up too early
+arc.py      ARC: recency and frequency, balanced by what was evicted too early
 s3fifo.py   S3FIFO: a small queue that newcomers must survive
 prefix.py   Prefix, the default: learns from the workload which blocks will be asked for, keeps prefixes before what
             needs them, and does not store what is worth less than what it would displace
@@ -12,6 +12,7 @@ reuse.py    what Prefix has learned: how soon blocks of each kind are asked for 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 from kvoffload.cache.policies.arc import ARC
 from kvoffload.cache.policies.base import Policy, Protected, Room
@@ -19,13 +20,29 @@ from kvoffload.cache.policies.lru import LRU
 from kvoffload.cache.policies.prefix import Prefix
 from kvoffload.cache.policies.s3fifo import S3FIFO
 
-POLICIES: dict[str, Callable[[int], Policy]] = {"arc": ARC, "lru": LRU, "prefix": Prefix, "s3fifo": S3FIFO}
-DEFAULT_POLICY = "prefix"
+PolicyName: TypeAlias = Literal["arc", "lru", "prefix", "s3fifo"]
+PolicyChoice: TypeAlias = PolicyName | Policy | Callable[[int], Policy]
 
-__all__ = ["ARC", "DEFAULT_POLICY", "LRU", "POLICIES", "S3FIFO", "Policy", "Prefix", "Protected", "Room", "make_policy"]
+POLICIES: dict[PolicyName, Callable[[int], Policy]] = {"arc": ARC, "lru": LRU, "prefix": Prefix, "s3fifo": S3FIFO}
+DEFAULT_POLICY: PolicyName = "prefix"
+
+__all__ = [
+    "ARC",
+    "DEFAULT_POLICY",
+    "LRU",
+    "POLICIES",
+    "S3FIFO",
+    "Policy",
+    "PolicyChoice",
+    "PolicyName",
+    "Prefix",
+    "Protected",
+    "Room",
+    "make_policy",
+]
 
 
-def make_policy(policy: str | Policy | Callable[[int], Policy], capacity: int) -> Policy:
+def make_policy(policy: PolicyChoice, capacity: int) -> Policy:
     """A policy for so many keys: by name, the caller's own object, or what the caller's own function makes.
 
     Raises:

@@ -24,6 +24,8 @@ class ARC(Policy):
         capacity: keys of the cache, the paper's c. As many more are remembered at most.
     """
 
+    declines_with_room = False
+
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         # the oldest first; T1's values: whether the request that brought the key has still to end

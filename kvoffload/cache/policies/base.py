@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 Protected = Callable[[bytes], bool]
 
@@ -14,7 +14,7 @@ class Room(NamedTuple):
 
     Attributes:
         admitted: how many of the new keys, from the first, are worth storing.
-        victims: the resident keys to give up for them, in the order in which they go.
+        victims: the resident keys to evict for them, in the order in which they go.
     """
 
     admitted: int
@@ -22,7 +22,7 @@ class Room(NamedTuple):
 
 
 class Policy(ABC):
-    """Which key a full cache gives up. Knows keys and their use; the cache says what may not go.
+    """Which keys a full cache evicts. A policy advises: it knows keys and their use; the cache checks what it names.
 
     Called under the cache's lock, with keys in the order of a request: the first is the start of the prefix, each needs
     those before it. A request's life, as a policy sees it:
@@ -32,7 +32,16 @@ class Policy(ABC):
     One request is one use of a key, and the first two are told early so that nothing in use looks old. So `touch`
     counts as a use for those keys only that were neither inserted nor loaded since their last `touch`; for the others
     it renews their place. Among keys of one call the first counts as the most recently used: what needs it goes first.
+
+    A method that raises leaves no wrong key in the cache. The exception reaches the caller of the cache, and before the
+    next call the policy is made anew (`reset`, where the cache was given an object and not a name or a function).
+
+    Attributes:
+        declines_with_room: whether `make_room` may admit fewer keys than there is room for. Where it is False the cache
+            asks only when room is missing.
     """
+
+    declines_with_room: ClassVar[bool] = True
 
     @abstractmethod
     def insert(self, keys: Sequence[bytes]) -> None:
@@ -48,11 +57,11 @@ class Policy(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
-        """These resident keys are gone: given up for others as `victims` or `make_room` said, or for another reason."""
+        """These resident keys are gone: evicted, as `victims` or `make_room` said, or for another reason."""
 
     @abstractmethod
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
-        """`count` resident keys to give up, in the order in which they go; None if too few may. Changes nothing.
+        """`count` resident keys to evict, in the order in which they go; None if too few may. Changes nothing.
 
         Args:
             count: how many.
@@ -68,18 +77,26 @@ class Policy(ABC):
         """How many keys are resident."""
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """Which of `newcomers` to store where `room` entries are free, and what to give up for them. Changes nothing.
+        """Which of `newcomers` to store where `room` entries are free, and what to evict for them. Changes nothing.
 
         All of them, unless a policy knows better.
 
         Returns:
-            None if those worth storing need more keys to be given up than may go.
+            None if those worth storing need more keys to be evicted than may go.
         """
         victims = self.victims(max(0, len(newcomers) - room), protected)
         return None if victims is None else Room(len(newcomers), victims)
 
+    def reset(self, keys: Sequence[bytes]) -> None:
+        """Know exactly these keys, after a call was interrupted or has raised; what was learned may be lost."""
+        known = list(self)
+        if known:
+            self.remove(known, evicted=False)
+        if keys:
+            self.insert(keys)
+
     def evict(self, count: int, protected: Protected) -> list[bytes] | None:
-        """Give up `count` keys and say which; None, and nothing has changed, if too few may go."""
+        """Evict `count` keys and return them; None, and nothing has changed, if too few may go."""
         victims = self.victims(count, protected)
         if victims is not None:
             self.remove(victims, evicted=True)

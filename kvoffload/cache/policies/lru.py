@@ -12,6 +12,8 @@ from kvoffload.cache.policies.base import Policy, Protected
 class LRU(Policy):
     """Gives up the least recently used key, in O(1) plus the keys passed over because they are protected."""
 
+    declines_with_room = False
+
     def __init__(self, capacity: int = 0) -> None:
         del capacity  # any number of keys
         self._keys: OrderedDict[bytes, None] = OrderedDict()

@@ -55,6 +55,8 @@ class Prefix(Policy):
         capacity: keys of the cache.
     """
 
+    declines_with_room = False
+
     def __init__(self, capacity: int) -> None:
         self._model = ReuseModel()
         self._queues: list[deque[_Run]] = [deque() for _ in range(KINDS)]

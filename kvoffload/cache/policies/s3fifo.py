@@ -39,6 +39,8 @@ class S3FIFO(Policy):
         capacity: keys of the cache. Nine tenths as many are remembered.
     """
 
+    declines_with_room = False
+
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._small_size = max(1, capacity // _SMALL_SHARE)

@@ -1,0 +1,235 @@
+"""Pools of keys, each ordered by a policy of its own: one for each tenant with a quota, one for each priority."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvoffload.cache.admission import Tenant
+from kvoffload.cache.policies import LRU, Policy, PolicyChoice, Protected, Room, make_policy
+from kvoffload.errors import KVOffloadWarning
+
+
+class Pool:
+    """Keys that one policy orders: those of a tenant with a quota, or all others of one priority.
+
+    Attributes:
+        number: in `Pools.all`.
+        policy: what orders the keys.
+        stale: a call that changes the policy has begun and has not returned: what the policy knows may be wrong.
+        selective: whether the policy is asked, or a quota applies, also where there is room.
+    """
+
+    def __init__(
+        self, number: int, policy: Policy, make: Callable[[], Policy] | None, priority: int, max_blocks: int | None
+    ) -> None:
+        self.number = number
+        self.policy = policy
+        self._make = make  # None: the policy is the caller's own object
+        self.priority = priority
+        self.max_blocks = max_blocks
+        self.stale = False
+        self.selective = policy.declines_with_room or max_blocks is not None
+
+    def within_quota(
+        self, newcomers: list[bytes], present: Iterable[bytes], number_of: Callable[[bytes], int | None]
+    ) -> list[bytes]:
+        """Those of a request's new keys, from the first, that fit in the quota with those present, which stay."""
+        if self.max_blocks is None:
+            return newcomers
+        kept = sum(number_of(key) == self.number for key in present)
+        return newcomers[: self.max_blocks - kept]
+
+    def restore(self, keys: list[bytes]) -> None:
+        """Make the policy know exactly these resident keys, after an exception.
+
+        There are three cases:
+        1. No call was under way. It is told what it has not been told yet, if there is anything.
+        2. A call was under way, and the pool can make a policy: a new one is told the keys.
+        3. A call was under way, and the policy is the caller's own object: it is reset.
+        A policy that cannot be made, or does not know the keys afterwards, is replaced by LRU, with a warning.
+        """
+        if not self.stale:
+            known, mine = set(self.policy), set(keys)
+            if known == mine and len(self.policy) == len(known):
+                return
+            self.stale = True
+            if known - mine:
+                self.policy.remove([key for key in self.policy if key not in mine], evicted=False)
+            if mine - known:
+                self.policy.insert([key for key in keys if key not in known])
+            self.stale = False
+            return
+        policy, fault = self._renewed(keys)
+        if fault is not None:
+            self._make, policy = LRU, LRU()
+            policy.insert(keys)
+        replaced, self.policy = self.policy, policy
+        self.stale = False
+        if fault is not None:
+            warnings.warn(
+                f"the policy {replaced!r:.80} cannot be restored after an exception ({fault}); LRU replaces it",
+                KVOffloadWarning,
+                stacklevel=2,
+            )
+
+    def _renewed(self, keys: list[bytes]) -> tuple[Policy, str | None]:
+        """A policy that knows exactly these keys, and None; or why there is none."""
+        policy = self.policy
+        try:
+            if self._make is None:
+                policy.reset(keys)
+            else:
+                policy = self._make()
+                if keys:
+                    policy.insert(keys)
+            if len(policy) != len(keys) or set(policy) != set(keys):
+                return policy, f"it knows {len(policy)} keys and should know {len(keys)}"
+        except Exception as error:
+            return policy, repr(error)
+        return policy, None
+
+
+class Space(NamedTuple):
+    """Where new keys go: how many of them, from the first, and what is evicted for them, by pool."""
+
+    admitted: int
+    victims: list[tuple[Pool, list[bytes]]]
+
+
+class Pools:
+    """All pools of a cache.
+
+    Raises:
+        ValueError, TypeError: as `make_policy`; also one policy object for several pools.
+    """
+
+    def __init__(self, policy: PolicyChoice, tenants: Mapping[str, Tenant], capacity: int) -> None:
+        if not isinstance(tenants, Mapping):
+            raise TypeError(f"tenants must be a mapping of names to Tenant, got {tenants!r:.80}")
+        self.all: list[Pool] = []  # by number
+        self.by_tenant: dict[str, Pool] = {}
+
+        def add(priority: int, max_blocks: int | None) -> Pool:
+            most = capacity if max_blocks is None else min(max_blocks, capacity)
+            make = None if isinstance(policy, Policy) else partial(make_policy, policy, most)
+            self.all.append(Pool(len(self.all), make_policy(policy, most), make, priority, max_blocks))
+            return self.all[-1]
+
+        shared = {0: add(0, None)}  # by priority
+        self.by_tenant[""] = shared[0]
+        for name, tenant in tenants.items():
+            if not isinstance(name, str):
+                raise TypeError(f"tenants must be a mapping of names to Tenant, got the name {name!r:.80}")
+            if not isinstance(tenant, Tenant):
+                raise TypeError(f"tenants[{name!r}] must be a Tenant, got {tenant!r:.80}")
+            if tenant.max_blocks is not None:
+                self.by_tenant[name] = add(tenant.priority, tenant.max_blocks)
+                continue
+            if tenant.priority not in shared:
+                shared[tenant.priority] = add(tenant.priority, None)
+            self.by_tenant[name] = shared[tenant.priority]
+        if len({id(pool.policy) for pool in self.all}) < len(self.all):
+            raise ValueError(
+                f"policy must be a name or a function of the capacity, as {len(self.all)} pools need one each, got the "
+                f"object {policy!r:.80}"
+            )
+
+    def __str__(self) -> str:
+        return ", ".join(str(pool.policy) for pool in self.all)
+
+    def of(self, tenant: str) -> Pool:
+        """The pool of a tenant's keys.
+
+        Raises:
+            ValueError: the cache has no tenant of that name.
+        """
+        pool = self.by_tenant.get(tenant) if isinstance(tenant, str) else None
+        if pool is None:
+            known = ", ".join(map(repr, sorted(self.by_tenant)))
+            raise ValueError(f"tenant must be one of {known}, got {tenant!r:.80}; name others in tenants= of the cache")
+        return pool
+
+    def split(self, keys: list[bytes], number_of: Callable[[bytes], int | None]) -> list[tuple[Pool, list[bytes]]]:
+        """Keys by the pool that knows them; those that none knows go with the key before them."""
+        if len(self.all) == 1:
+            return [(self.all[0], keys)]
+        mine: dict[int, list[bytes]] = {}
+        latest = 0
+        for key in keys:
+            number = number_of(key)
+            latest = latest if number is None else number
+            mine.setdefault(latest, []).append(key)
+        return [(self.all[number], each) for number, each in mine.items()]
+
+    def make_space(self, pool: Pool, newcomers: Sequence[bytes], free: int, protected: Protected) -> Space | None:
+        """Find entries for new keys of a pool where `free` hold nothing; None if too few may go. Changes nothing.
+
+        Keys of lower priorities go first, then those of the pool with the most keys among those of the same priority.
+        """
+        wanted, found = len(newcomers), 0
+        taken: list[tuple[Pool, list[bytes]]] = []
+
+        def make_room() -> Room | None:
+            room = free + found
+            room = room if pool.max_blocks is None else min(room, pool.max_blocks - len(pool.policy))
+            return pool.policy.make_room(newcomers, room, protected)
+
+        own = None
+        donors = self._donors(pool) if wanted > free else []
+        for other in [*donors, pool]:
+            if other is pool:
+                own = make_room()
+            else:
+                victims = most_victims(other.policy, wanted - free - found, protected)
+                taken.append((other, victims))
+                found += len(victims)
+            if own is not None:
+                break
+        if own is None:
+            return None
+        spare = free + found + len(own.victims) - own.admitted  # newcomers were declined: others may stay
+        for _, victims in reversed(taken):
+            while victims and spare > 0:
+                victims.pop()
+                spare -= 1
+        return Space(own.admitted, [(each, mine) for each, mine in [(pool, own.victims), *taken] if mine])
+
+    def most_newcomers(self, pool: Pool, free: int, protected: Iterable[int]) -> int:
+        """How many new keys of a pool find entries where `free` hold nothing and keys of these pools have to stay.
+
+        Args:
+            protected: the number of its pool, for each key that has to stay.
+        """
+        movable = [len(each.policy) for each in self.all]
+        for number in protected:
+            movable[number] -= 1
+        donors = {each.number for each in self._donors(pool)} | {pool.number}
+        most = free + sum(movable[number] for number in donors)
+        if pool.max_blocks is not None:
+            most = min(most, pool.max_blocks - len(pool.policy) + movable[pool.number])
+        return max(0, most)
+
+    def check(self, keys: Sequence[bytes], number_of: Callable[[bytes], int | None]) -> None:
+        """Raise AssertionError unless each policy knows exactly its keys of these, and quotas are kept."""
+        for pool in self.all:
+            mine = {key for key in keys if number_of(key) == pool.number}
+            assert not pool.stale, "no policy is left half changed"
+            assert set(pool.policy) == mine, f"policy {pool.number} knows exactly its resident keys"
+            assert len(pool.policy) == len(mine), "policies count what they know"
+            assert pool.max_blocks is None or len(mine) <= pool.max_blocks, "quotas are kept"
+
+    def _donors(self, pool: Pool) -> list[Pool]:
+        lower = [other for other in self.all if other.priority <= pool.priority and len(other.policy)]
+        return sorted(lower, key=lambda other: (other.priority, -len(other.policy), other is not pool))
+
+
+def most_victims(policy: Policy, count: int, protected: Protected) -> list[bytes]:
+    """Up to `count` victims: fewer where no more may go."""
+    count = min(count, len(policy))
+    victims = policy.victims(count, protected)
+    if victims is None:
+        victims = policy.victims(sum(not protected(key) for key in policy), protected)
+    return victims or []

@@ -1,0 +1,86 @@
+"""Where new keys of a full cache go, and whether a policy's advice can be followed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvoffload.cache.entries import EntryTable
+from kvoffload.cache.policies import Protected
+from kvoffload.cache.pools import Pool, Pools
+
+Victims = list[tuple[Pool, list[bytes]]]
+
+
+class FoundSpace(NamedTuple):
+    """What a request's new keys find.
+
+    Attributes:
+        admitted: how many of them, from the first, are stored.
+        victims: what is evicted for them, by pool.
+        short: whether others are declined because too few entries are free or may be evicted.
+    """
+
+    admitted: int
+    victims: Victims
+    short: bool
+
+
+def find_space(table: EntryTable, pools: Pools, pool: Pool, new: list[bytes], present: list[bytes]) -> FoundSpace:
+    """Find entries for new keys of a pool, whose request has the keys `present`, too. Changes nothing.
+
+    If there are not enough for all, for as many of the first as there can be.
+
+    Raises:
+        ValueError: the policy names keys that must not be evicted, or admits more keys than find entries.
+    """
+    free, protected = table.num_free, _protected(table, present)
+    space = pools.make_space(pool, new, free, protected)
+    short = space is None
+    if space is None:
+        most = pools.most_newcomers(pool, free, _protected_pools(table, present))
+        if 0 < most < len(new):
+            new = new[:most]
+            space = pools.make_space(pool, new, free, protected)
+    if space is None or space.admitted == 0:
+        return FoundSpace(0, [], short)
+    _check_victims(table, space.victims, set(present))
+    victims = sum(len(mine) for _, mine in space.victims)
+    if not 0 <= space.admitted <= min(len(new), free + victims):
+        raise ValueError(
+            f"the policy {pool.policy!r:.80} admitted {space.admitted} of {len(new)} keys with {free} entries free and "
+            f"{victims} keys to evict; make_room must name enough of them"
+        )
+    return FoundSpace(space.admitted, space.victims, short)
+
+
+def _check_victims(table: EntryTable, victims: Victims, present: set[bytes]) -> None:
+    """Raise ValueError unless these are different resident keys, of these pools, none of which has to stay."""
+    seen = set[bytes]()
+    for pool, keys in victims:
+        for key in keys:
+            index = table.of.get(key)
+            if index is None or table.pool_of[index] != pool.number:
+                wrong = "is not among the resident keys that it was told"
+            elif key in present or index in table.holds:
+                wrong = "has to stay: `protected` says so"
+            elif key in seen:
+                wrong = "was named before"
+            else:
+                seen.add(key)
+                continue
+            raise ValueError(f"the policy {pool.policy!r:.80} named {key!r:.80} to be evicted, which {wrong}")
+
+
+def _protected(table: EntryTable, present: list[bytes]) -> Protected:
+    """A function: whether a resident key has to stay for a request with these resident keys."""
+    of, held, request = table.of, table.holds, set(present)
+    if not request and not held:
+        return lambda _: False
+    return lambda key: key in request or of.get(key) in held
+
+
+def _protected_pools(table: EntryTable, present: list[bytes]) -> list[int]:
+    """The pool of each key that has to stay."""
+    indices = {index for index in table.holds if table.keys[index] is not None}
+    indices.update(map(table.of.__getitem__, present))
+    return [table.pool_of[index] for index in indices]

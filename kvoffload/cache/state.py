@@ -1,0 +1,367 @@
+"""CacheState: the life of reservations and leases, from the decision what to store to the end of their transfers.
+
+    propose ──publish──> open ──commit──> settling ──transfers end──> committed
+       │         │         └──abort, abandoned, a transfer failed──> aborted
+    refused   withdrawn
+
+Nothing calls back. Whoever holds the lock calls `enter` first, which brings the state up to date: it repairs what an
+exception has interrupted, aborts what was abandoned, and settles what has ended.
+
+Exceptions. `consistent` is False from before the first change of an operation until after its last one. If an exception
+ends the operation in between, the next `enter` calls `repair`, which completes what was published in the truth (see
+`entries`) and computes the rest from it. So an exception at any point leaves no key visible whose bytes are not there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import filterfalse
+
+from kvoffload.cache.admission import ReuseFilter
+from kvoffload.cache.entries import EntryTable
+from kvoffload.cache.pools import Pool, Pools
+from kvoffload.cache.reservations import Completion, LeaseRecord, Record, ReservationRecord, Stage, Watch
+from kvoffload.cache.space import find_space
+from kvoffload.cache.statistics import StatisticsRecorder
+from kvoffload.errors import CapacityError, MissingKeyError
+
+
+class CacheState:
+    """The state behind a `CacheIndex`. All methods are called with the lock held, between `enter` and its release.
+
+    Attributes:
+        working: a call is under way in the thread that holds the lock; see `refuse_nested`.
+        storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
+        abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        pools: Pools,
+        reuse_filter: ReuseFilter,
+        recorder: StatisticsRecorder,
+        lock: threading.RLock,
+        in_flight: Callable[[], tuple[Completion, ...]],
+    ) -> None:
+        self.lock = lock
+        self.table = EntryTable(capacity)
+        self.pools = pools
+        self.filter = reuse_filter
+        self.recorder = recorder
+        self.working = False
+        self.consistent = True
+        self.storing: deque[ReservationRecord] = deque()
+        self.loading: deque[LeaseRecord] = deque()
+        self.abandoned: deque[Watch | Record] = deque()
+        self._awaited: dict[Record, None] = {}  # with transfers in any order; looked through by every `enter`
+        self._in_flight = in_flight
+
+    # up to date ---------------------------------------------------------------------------------------------------
+
+    def refuse_nested(self) -> None:
+        """Raise RuntimeError: a policy, a signal handler or a finalizer calls the cache in the middle of a call."""
+        raise RuntimeError(
+            "the cache was called in the middle of another call of it in the same thread, by a policy, a signal handler "
+            "or a finalizer: these must leave it alone"
+        )
+
+    def enter(self) -> None:
+        """Bring the state up to date: repair, abort what was abandoned, settle what has ended."""
+        if not self.consistent:
+            self.repair()
+        if self.abandoned:
+            self._abort_abandoned()
+        storing, loading = self.storing, self.loading
+        while storing:
+            reservation = storing[0]
+            if not reservation.transfers_ended:
+                break
+            self.settle(reservation, well=not reservation.any_failed)
+            del storing[0]
+        while loading:
+            lease = loading[0]
+            if not lease.transfers_ended:
+                break
+            self.end(lease, loaded=not lease.any_failed)
+            del loading[0]
+        if self._awaited:
+            self._settle_awaited()
+
+    def repair(self) -> None:
+        """Make the derived state and the policies agree with the truth. May be interrupted and called again."""
+        table = self.table
+        table.rebuild()
+        known = {*self.storing, *self.loading}
+        unsettled: list[Record] = [*table.reservations, *table.leases]
+        self._awaited = {record: None for record in unsettled if record not in known and _has_transfers(record)}
+        mine: list[list[bytes]] = [[] for _ in self.pools.all]
+        for index, key in enumerate(table.keys):
+            if key is not None:
+                mine[table.pool_of[index]].append(key)
+        for pool, keys in zip(self.pools.all, mine, strict=True):
+            pool.restore(keys)
+        self.consistent = True
+
+    def _abort_abandoned(self) -> None:
+        """Abort reservations and release leases whose handle is gone or whose call has raised.
+
+        A call that was interrupted may have submitted a transfer that is not in its record. So the entries are held
+        until all transfers that are in flight now have ended.
+        """
+        abandoned = self.abandoned
+        while abandoned:
+            item = abandoned[0]
+            record = item.record if isinstance(item, Watch) else item
+            if isinstance(record, LeaseRecord):
+                if record in self.table.leases and not record.released and record not in self.loading:
+                    record.jobs = self._in_flight()
+                    self.end(record)
+            elif record in self.table.reservations and record.stage is Stage.OPEN:
+                record.jobs = self._in_flight()
+                self.settle(record, well=False)
+            del abandoned[0]  # not popleft(): an interrupt after that call would lose the record
+
+    def _settle_awaited(self) -> None:
+        for record in list(self._awaited):
+            if record.transfers_ended:
+                if isinstance(record, LeaseRecord):
+                    self.end(record)
+                else:
+                    self.settle(record, well=record.stage is Stage.SETTLING and not record.any_failed)
+                self._awaited.pop(record, None)
+
+    # filling ------------------------------------------------------------------------------------------------------
+
+    def propose(self, keys: list[bytes], tenant: str, all_or_nothing: bool = False) -> ReservationRecord:
+        """A record of what storing these keys would do. Changes nothing.
+
+        Raises:
+            CapacityError: `all_or_nothing`, and a missing key would be declined.
+            ValueError: no tenant of that name; or the policy names keys that must not be evicted.
+        """
+        table, pool = self.table, self.pools.of(tenant)
+        resident = table.of.__contains__
+        present = list(filter(resident, keys))
+        missing = list(filterfalse(resident, keys)) if present else keys
+        new = self.filter.passing(missing) if self.filter.store_after else missing
+        if pool.max_blocks is not None:
+            new = pool.within_quota(new, present, self.pool_number)
+        victims: list[tuple[Pool, list[bytes]]] = []
+        free, short = table.num_free, False
+        if new and (len(new) > free or pool.selective):
+            admitted, victims, short = find_space(table, self.pools, pool, new, present)
+            new = new[:admitted]
+        if all_or_nothing and len(new) < len(missing):
+            raise CapacityError(self._shortage(len(missing), len(new), free, short))
+        if len(new) == len(keys):
+            return self._allocated(ReservationRecord(pool, tenant, new, range(len(keys)), victims, [], present))
+        chosen = set(new)
+        positions = [place for place, key in enumerate(keys) if key in chosen]
+        declined = [key for key in missing if key not in chosen] if len(new) < len(missing) else []
+        return self._allocated(ReservationRecord(pool, tenant, new, positions, victims, declined, present))
+
+    def _allocated(self, record: ReservationRecord) -> ReservationRecord:
+        if record.keys:
+            self.table.allocate(record)
+        return record
+
+    def _shortage(self, missing: int, admitted: int, free: int, short: bool) -> str:
+        if short:
+            return (
+                f"{missing} keys find {free} entries free (capacity {self.table.capacity}), and too few of "
+                f"{len(self.table)} may be evicted: others are the request's own, in use, or of a tenant with a quota "
+                f"or higher priority; without all_or_nothing the first {admitted} are stored"
+            )
+        return (
+            f"{missing - admitted} of {missing} keys would be declined: beyond the tenant's quota, not looked up often "
+            f"enough, or worth less than what they would displace; without all_or_nothing {admitted} are stored"
+        )
+
+    def reserve(self, record: ReservationRecord) -> None:
+        """Carry a proposal out."""
+        self.publish(record)
+        self.fill(record)
+
+    def publish(self, record: ReservationRecord) -> None:
+        """Evict the victims and make the keys pending. `fill` follows; or `withdraw`, if nothing may be written."""
+        self.consistent = False
+        self.table.publish(record, several_pools=len(self.pools.all) > 1)
+
+    def withdraw(self, record: ReservationRecord) -> None:
+        """Undo `publish`."""
+        self.table.withdraw(record)
+        self.consistent = True
+
+    def fill(self, record: ReservationRecord) -> None:
+        """Complete what `publish` has begun."""
+        self.table.fill(record)
+        if record.victims:
+            self._tell_evicted(record)
+        pool = record.pool
+        if record.keys:
+            pool.stale = True
+            pool.policy.insert(record.keys)
+            pool.stale = False
+            self.recorder.note_reserved(record.indices)
+        if record.declined:
+            self.recorder.note("declined", record.declined, record.tenant)
+        self.consistent = True
+
+    def _tell_evicted(self, record: ReservationRecord) -> None:
+        begin = 0
+        for pool, victims in record.victims:
+            pool.stale = True
+            pool.policy.remove(victims, evicted=True)
+            pool.stale = False
+            end = begin + len(victims)
+            self.recorder.note_evicted(victims, record.victim_indices[begin:end])
+            begin = end
+
+    def submitted(self, record: ReservationRecord, jobs: tuple[Completion, ...], *, in_order: bool) -> None:
+        """The record is settled as soon as these transfers have ended.
+
+        Args:
+            in_order: they were submitted after the transfers of all records that were given in order before.
+        """
+        self.consistent = False
+        record.jobs = jobs
+        record.stage = Stage.SETTLING
+        if in_order:
+            self.storing.append(record)
+        else:
+            self._awaited[record] = None
+        self.table.writable.difference_update(record.indices)
+        self.consistent = True
+
+    def settle(self, record: ReservationRecord, *, well: bool) -> None:
+        """Make the keys hits, or missing; the entries stay held while transfers may still write them."""
+        table = self.table
+        if record not in table.reservations:
+            return
+        self.consistent = False
+        record.stage = Stage.COMMITTED if well else Stage.ABORTED
+        mine = table.still_mine(record)
+        held = not well and not record.transfers_ended
+        if not well:
+            self._unlink(record.pool, mine)
+        if held:
+            self._awaited[record] = None
+        else:
+            table.reservations.discard(record)
+        table.end(record, mine, held=held)
+        record.watch = None
+        if well:
+            self._note_stored(record, mine)
+        elif mine:
+            self.recorder.note("failed", mine, record.tenant)
+        self.consistent = True
+
+    def _note_stored(self, record: ReservationRecord, mine: list[bytes]) -> None:
+        indices = record.indices if mine is record.keys else list(map(self.table.of.__getitem__, mine))
+        self.recorder.note_stored(mine, indices, record.tenant)
+        if self.filter.store_after:
+            self.filter.forget(mine)
+
+    def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
+        """Resident keys of a pool lose their entries, for another reason than eviction."""
+        of = self.table.of
+        indices = list(map(of.__getitem__, keys))
+        for key in keys:
+            del of[key]
+        for index in indices:
+            self.table.unlink(index)
+        pool.stale = True
+        if keys:
+            pool.policy.remove(keys, evicted=False)
+        pool.stale = False
+
+    # reading ------------------------------------------------------------------------------------------------------
+
+    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
+        """A record for reading the entries of these keys. Changes nothing.
+
+        Raises:
+            MissingKeyError: a key is absent or not ready.
+        """
+        table = self.table
+        indices = list(map(table.of.get, keys))
+        if None in indices or not table.pending.keys().isdisjoint(keys):
+            awaited = [self._check_readable(position, key, pending) for position, key in enumerate(keys)]
+            sources = tuple(dict.fromkeys(record for record in awaited if record is not None))
+        else:
+            sources = ()
+        return LeaseRecord(keys, indices, sources)  # type: ignore[arg-type]  # every key has an entry
+
+    def _check_readable(self, position: int, key: bytes, pending: bool) -> ReservationRecord | None:
+        """None if the key is ready, or the reservation to wait for."""
+        record, name = self.table.pending.get(key), f"keys[{position}] ({key.hex()[:16]})"
+        if key not in self.table.of:
+            raise MissingKeyError(f"{name} is not in the cache; load only what lookup() found")
+        if record is not None and not pending:
+            raise MissingKeyError(f"{name} is still being stored; load only what lookup() found")
+        if record is not None and not record.jobs:
+            raise MissingKeyError(f"{name} is reserved, and no transfer that fills it is known yet")
+        return record
+
+    def begin(self, lease: LeaseRecord) -> None:
+        """Hold the entries."""
+        self.consistent = False
+        self.table.leases.add(lease)
+        self.table.hold(set(lease.indices))
+        self.consistent = True
+
+    def end(self, lease: LeaseRecord, *, loaded: bool = False) -> None:
+        """Release the entries, or as soon as the transfers of the lease have ended.
+
+        Args:
+            loaded: a transfer has copied all of its blocks to the device.
+        """
+        if lease not in self.table.leases:
+            return
+        self.consistent = False
+        lease.released = True
+        lease.watch = None
+        if lease.transfers_ended:
+            self.table.leases.discard(lease)
+            self.table.release(set(lease.indices))
+            if loaded:
+                self.recorder.note_loaded(len(lease.keys))
+        else:
+            self._awaited[lease] = None
+        self.consistent = True
+
+    def use(self, keys: list[bytes]) -> None:
+        """A request loads these resident keys; no repeats."""
+        used = self.table.originals(keys)
+        for pool, mine in self.pools.split(used, self.pool_number):
+            self.consistent = False
+            pool.stale = True
+            pool.policy.load(mine)
+            pool.stale = False
+        self.consistent = True
+
+    def remove(self, keys: list[bytes]) -> None:
+        """Resident keys, no repeats, lose their entries; reservations of them go on without them."""
+        gone = self.table.originals(keys)
+        pending = self.table.pending
+        for pool, mine in self.pools.split(gone, self.pool_number):
+            self.consistent = False
+            self._unlink(pool, mine)
+        for key in gone:
+            pending.pop(key, None)
+        self.recorder.note("removed", gone)
+        self.consistent = True
+
+    def pool_number(self, key: bytes) -> int | None:
+        index = self.table.of.get(key)
+        return None if index is None else self.table.pool_of[index]
+
+
+def _has_transfers(record: Record) -> bool:
+    """Whether a record is to be settled when its transfers have ended."""
+    if isinstance(record, LeaseRecord):
+        return record.released
+    return record.stage is not Stage.OPEN

@@ -1,0 +1,232 @@
+"""What has happened in a cache: counts, histograms, and events for a hook."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.errors import CapacityError, KVOffloadWarning
+from kvoffload.internal.types import Int64Array
+
+EventKind = Literal["hit", "miss", "stored", "evicted", "declined", "failed", "removed"]
+
+_RESIDENCY_SECONDS = tuple(float(4**power) for power in range(-5, 12))  # 1 ms to 48 days
+_REUSE_DISTANCES = tuple(float(2**power) for power in range(6, 31))
+_COUNTED = ("lookups", "hits", "stored", "loaded", "evicted", "failed", "declined", "removed")
+_BY_TENANT = ("stored", "failed", "declined")
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many values fell into each range.
+
+    Attributes:
+        bounds: upper bounds of the ranges, rising; a value equal to a bound counts below it.
+        counts: values of each range, and one more for those above the last bound.
+        total: sum of the values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class TenantCounts:
+    """What a cache has done for one tenant since it was made, in blocks of the cache, one per key.
+
+    Attributes:
+        stored, failed, declined: as in `CacheStatistics`.
+    """
+
+    stored: int = 0
+    failed: int = 0
+    declined: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What a block cache holds and has done; counted in blocks of the cache, one per key.
+
+    Attributes:
+        capacity: keys that fit.
+        resident: keys that can be loaded.
+        pending: keys reserved or being stored, not ready yet.
+        pinned: keys that a lease or an unfinished load holds.
+        lookups, hits: keys asked for by `lookup`, and leading ones found.
+        stored, loaded, evicted, failed: blocks stored, loaded, evicted, and stores that failed or were aborted.
+        declined: blocks that were not stored: worth less than what they would have displaced, not looked up often
+            enough, beyond a tenant's quota, or more than the entries that were free or could be evicted.
+        removed: keys taken out by `remove` and `clear`.
+        residency_seconds: how long evicted keys had been in the cache.
+        reuse_distance_blocks: blocks that were touched between two touches of a key.
+        tenants: the same counts by tenant, for tenants that have stored something; "" is the default tenant.
+    """
+
+    capacity: int
+    resident: int
+    pending: int
+    pinned: int
+    lookups: int
+    hits: int
+    stored: int
+    loaded: int
+    evicted: int
+    failed: int
+    declined: int
+    removed: int
+    residency_seconds: Histogram
+    reuse_distance_blocks: Histogram
+    tenants: tuple[tuple[str, TenantCounts], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """Something that happened in a block cache.
+
+    Attributes:
+        kind: "hit" and "miss" (what `lookup` found and did not find of a request), "stored" (can be loaded from now
+            on), "evicted", "declined", "failed", "removed".
+        keys: the keys concerned, in the order of the request.
+        tenant: of the request that stored them, for "stored", "declined" and "failed"; else "".
+    """
+
+    kind: EventKind
+    keys: tuple[bytes, ...]
+    tenant: str = ""
+
+
+class Tally:
+    """A histogram while it grows: values by ranges whose upper bounds rise; each range includes its bound."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = np.array(bounds, dtype=np.float64)
+        self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
+        self._total = 0.0
+
+    def add(self, values: npt.NDArray[Any]) -> None:
+        self._counts += np.bincount(self._bounds.searchsorted(values), minlength=len(self._counts))
+        self._total += float(values.sum())
+
+    def snapshot(self) -> Histogram:
+        return Histogram(tuple(self._bounds.tolist()), tuple(self._counts.tolist()), self._total)
+
+
+class StatisticsRecorder:
+    """Counts at once; keeps events in order until `tell` calls the hook, which happens outside all locks.
+
+    A call that an exception has interrupted may be missing from the counts and events.
+    """
+
+    def __init__(self, capacity: int, on_event: Callable[[CacheEvent], None] | None) -> None:
+        if on_event is not None and not callable(on_event):
+            raise TypeError(f"on_event must be a function of a CacheEvent, got {on_event!r:.80}")
+        self._on_event = on_event
+        self.untold = deque[CacheEvent]()
+        self._lock = threading.Lock()
+        self._teller: object | None = None  # stands for the call of `tell` that calls the hook now
+        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._by_tenant: dict[str, dict[str, int]] = {}
+        self._touched_blocks = 0
+        try:
+            self._stored_at = np.zeros(capacity)  # by entry, seconds
+            self._touched_at = np.zeros(capacity, dtype=np.int64)  # by entry: `_touched_blocks` at its last touch, or 0
+        except (MemoryError, ValueError) as error:
+            raise CapacityError(
+                f"capacity={capacity} keys need {16 * capacity} bytes for their statistics, which cannot be allocated "
+                f"({error}); lower capacity, or num_slots of the engine"
+            ) from None
+        self._residency = Tally(_RESIDENCY_SECONDS)
+        self._distances = Tally(_REUSE_DISTANCES)
+
+    def note(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
+        """Something has happened to these keys."""
+        self._counts[kind] += len(keys)
+        if kind in _BY_TENANT and keys:
+            counts = self._by_tenant.get(tenant)
+            if counts is None:
+                counts = self._by_tenant[tenant] = dict.fromkeys(_BY_TENANT, 0)
+            counts[kind] += len(keys)
+        if self._on_event is not None:
+            self._announce(kind, keys, tenant)
+
+    def note_lookup(self, keys: Sequence[bytes], found: int) -> None:
+        self._counts["lookups"] += len(keys)
+        self._counts["hits"] += found
+        if self._on_event is not None:
+            self._announce("hit", keys[:found])
+            self._announce("miss", keys[found:])
+
+    def note_loaded(self, count: int) -> None:
+        self._counts["loaded"] += count
+
+    def note_reserved(self, entries: list[int]) -> None:
+        """These entries have new keys, which may be touched before they are stored."""
+        self._touched_at[entries] = 0
+
+    def note_stored(self, keys: Sequence[bytes], entries: list[int], tenant: str) -> None:
+        self._stored_at[entries] = time.monotonic()
+        self.note("stored", keys, tenant)
+
+    def note_evicted(self, keys: Sequence[bytes], entries: list[int]) -> None:
+        self._residency.add(time.monotonic() - self._stored_at[entries])
+        self.note("evicted", keys)
+
+    def note_touched(self, entries: Int64Array, blocks: int) -> None:
+        """A request for so many blocks has ended, of which these entries are here."""
+        before = self._touched_at[entries]
+        self._distances.add(self._touched_blocks - before[before > 0])
+        self._touched_blocks += blocks
+        self._touched_at[entries] = self._touched_blocks
+
+    def statistics(self, *, capacity: int, resident: int, pending: int, pinned: int) -> CacheStatistics:
+        return CacheStatistics(
+            capacity=capacity,
+            resident=resident,
+            pending=pending,
+            pinned=pinned,
+            residency_seconds=self._residency.snapshot(),
+            reuse_distance_blocks=self._distances.snapshot(),
+            tenants=tuple((name, TenantCounts(**counts)) for name, counts in sorted(self._by_tenant.items())),
+            **self._counts,
+        )
+
+    def tell(self) -> None:
+        """Call the hook for every event that has not been told; an Exception that it raises becomes a warning.
+
+        No lock may be held. Events are told one at a time and in their order. If another call of `tell` is under way,
+        in another thread or further up in this one, that call tells these events, too.
+        """
+        while self.untold:
+            mine = object()
+            try:
+                with self._lock:
+                    if self._teller is None:
+                        self._teller = mine
+                if self._teller is not mine:
+                    return
+                self._tell_all()
+            finally:
+                if self._teller is mine:
+                    self._teller = None
+
+    def _tell_all(self) -> None:
+        while self.untold:
+            event = self.untold[0]
+            del self.untold[0]  # not popleft(): an interrupt after that call would lose the event
+            try:
+                self._on_event(event)  # type: ignore[misc]
+            except Exception as error:
+                warnings.warn(f"on_event raised {error!r}; the cache goes on", KVOffloadWarning, stacklevel=5)
+
+    def _announce(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
+        if keys:
+            self.untold.append(CacheEvent(kind, tuple(keys), tenant))
