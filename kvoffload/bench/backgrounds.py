@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from kvoffload.bench.baselines import GridStride
-from kvoffload.bench.bed import Bed
-from kvoffload.bench.cases import Lab
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.setup import TransferSetup
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.job import Job
 from kvoffload.planning.transfer_plan import Direction
@@ -43,11 +43,11 @@ class Background(Protocol):
 
 
 class EngineBackground:
-    """Through an engine: `copier` as for `Bed.submit`."""
+    """Through an engine: `copier` as for `TransferSetup.submit`."""
 
-    def __init__(self, bed: Bed, direction: Direction, copier: str | CopyMethod | None) -> None:
-        self._bed, self._direction, self._copier = bed, direction, copier
-        self.nbytes = bed.nbytes
+    def __init__(self, setup: TransferSetup, direction: Direction, copier: str | CopyMethod | None) -> None:
+        self._bed, self._direction, self._copier = setup, direction, copier
+        self.nbytes = setup.nbytes
         self.seconds: list[float] = []
         self.reason = ""
         self._jobs: deque[Job] = deque()
@@ -130,6 +130,6 @@ class StreamBackground:
             self._driver.stream_synchronize(self._stream)
 
 
-def grid_background(grid: GridStride, bed: Bed, direction: Direction, programs: int) -> StreamBackground:
+def grid_background(grid: GridStride, setup: TransferSetup, direction: Direction, programs: int) -> StreamBackground:
     """The arrays are written once, and copied for every transfer."""
-    return StreamBackground(bed.lab, grid.stage(bed, direction, programs), bed.nbytes)
+    return StreamBackground(setup.lab, grid.stage(setup, direction, programs), setup.nbytes)

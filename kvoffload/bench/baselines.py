@@ -1,4 +1,4 @@
-"""What others do, on the addresses of a bed: bare driver calls, and a grid-stride kernel.
+"""What others do, on the addresses of a setup: bare driver calls, and a grid-stride kernel.
 
     bare strided     the operations of the strided copier, built once, in one cuMemcpy3DBatchAsync
     flat batch       one cuMemcpyBatchAsync with a descriptor per row, on an idle stream
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from kvoffload import kernels
-from kvoffload.bench.bed import Bed, Placement
-from kvoffload.bench.cases import Lab
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import FlatTable, SourceOrder, address_of, binding_types
 from kvoffload.errors import DriverError
@@ -38,35 +38,35 @@ def grid_stride(programs: int, *, pinned: bool = False) -> str:
     return f"grid-stride {programs}" + (", pinned" if pinned else "")
 
 
-def bare_calls(bed: Bed, direction: Direction) -> dict[str, Run]:
+def bare_calls(setup: TransferSetup, direction: Direction) -> dict[str, Run]:
     """Those that the driver has the calls for."""
-    capabilities = bed.lab.device.capabilities
-    runs = {COPY_LOOP: copy_loop(bed, direction)}
+    capabilities = setup.lab.device.capabilities
+    runs = {COPY_LOOP: copy_loop(setup, direction)}
     if capabilities.flat_batch:
-        runs[FLAT_BATCH] = flat_batch(bed, direction)
-    if capabilities.strided_batch and bed.placement is Placement.FOLDED:
-        runs[BARE_STRIDED] = bare_strided(bed, direction)
+        runs[FLAT_BATCH] = flat_batch(setup, direction)
+    if capabilities.strided_batch and setup.placement is Placement.FOLDED:
+        runs[BARE_STRIDED] = bare_strided(setup, direction)
     return runs
 
 
-def bare_strided(bed: Bed, direction: Direction) -> Run:
+def bare_strided(setup: TransferSetup, direction: Direction) -> Run:
     """Of planes that fold."""
     operations = [
-        _operation(*(ends if direction is Direction.STORE else ends[::-1]), bed.row_bytes, bed.plane_count)
-        for part in bed.parts
-        for ends in _strided_ends(bed, part)
+        _operation(*(ends if direction is Direction.STORE else ends[::-1]), setup.row_bytes, setup.plane_count)
+        for part in setup.groups
+        for ends in _strided_ends(setup, part)
     ]
-    call = bed.lab.driver.api.cuMemcpy3DBatchAsync
-    timer = bed.lab.timer
+    call = setup.lab.driver.api.cuMemcpy3DBatchAsync
+    timer = setup.lab.timer
     return lambda: timer.seconds(lambda: _check(call(len(operations), operations, 0, timer.stream)))
 
 
-def _strided_ends(bed: Bed, part: Any) -> Iterable[tuple[tuple[int, int], tuple[int, int]]]:
+def _strided_ends(setup: TransferSetup, part: Any) -> Iterable[tuple[tuple[int, int], tuple[int, int]]]:
     """Device and host end of each run, as (address, pitch)."""
     pitch = part.planes[1].address - part.planes[0].address
     for start, slot in zip(part.starts.tolist(), part.slots.tolist(), strict=True):
-        device = part.planes[0].address + start * bed.block_bytes
-        yield (device, pitch), (bed.slot_address + slot * bed.layout.slot_bytes, bed.row_bytes)
+        device = part.planes[0].address + start * setup.block_bytes
+        yield (device, pitch), (setup.pool_address + slot * setup.layout.slot_bytes, setup.row_bytes)
 
 
 def _operation(source: tuple[int, int], target: tuple[int, int], width: int, height: int) -> Any:
@@ -82,18 +82,18 @@ def _operation(source: tuple[int, int], target: tuple[int, int], width: int, hei
     return operation
 
 
-def flat_batch(bed: Bed, direction: Direction) -> Run:
+def flat_batch(setup: TransferSetup, direction: Direction) -> Run:
     """Marshalled as the batch copier does it, before the clock starts."""
-    source, target = bed.ends(direction)
-    table, driver, timer = FlatTable(len(source)), bed.lab.driver, bed.lab.timer
-    table.fill(target, source, np.array([bed.row_bytes], dtype=np.uint64))
+    source, target = setup.ends(direction)
+    table, driver, timer = FlatTable(len(source)), setup.lab.driver, setup.lab.timer
+    table.fill(target, source, np.array([setup.row_bytes], dtype=np.uint64))
     table.lists(0, len(source))  # makes the objects that the bindings take
     return lambda: timer.seconds(lambda: driver.copy_batch(table, 0, len(source), SourceOrder.STREAM, timer.stream))
 
 
-def copy_loop(bed: Bed, direction: Direction) -> Run:
-    sources, targets = (end.tolist() for end in bed.ends(direction))
-    nbytes, call, timer = bed.row_bytes, bed.lab.driver.api.cuMemcpyAsync, bed.lab.timer
+def copy_loop(setup: TransferSetup, direction: Direction) -> Run:
+    sources, targets = (end.tolist() for end in setup.ends(direction))
+    nbytes, call, timer = setup.row_bytes, setup.lab.driver.api.cuMemcpyAsync, setup.lab.timer
 
     def submit() -> None:
         for target, source in zip(targets, sources, strict=True):
@@ -129,24 +129,26 @@ class GridStride:
             undo.pop_all()
         self._ordinary = np.zeros(nbytes, dtype=np.uint8)
 
-    def run(self, bed: Bed, direction: Direction, programs: int, *, pinned: bool = False) -> Run:
+    def run(self, setup: TransferSetup, direction: Direction, programs: int, *, pinned: bool = False) -> Run:
         """The arrays are written before the clock starts, and copied after."""
         timer = self._lab.timer
 
         def run() -> float:
-            submit = self.stage(bed, direction, programs, pinned=pinned)
+            submit = self.stage(setup, direction, programs, pinned=pinned)
             return timer.seconds(lambda: submit(timer.stream))
 
         return run
 
-    def stage(self, bed: Bed, direction: Direction, programs: int, *, pinned: bool = False) -> Callable[[int], None]:
+    def stage(
+        self, setup: TransferSetup, direction: Direction, programs: int, *, pinned: bool = False
+    ) -> Callable[[int], None]:
         """Write the arrays, and return what queues their copies and the kernel on a stream."""
-        count = bed.copies
+        count = setup.copies
         memory = self._pinned.array if pinned else self._ordinary
         rows = memory[: 24 * count].view(np.int64).reshape(3, count)
         with self._lab.device.current():
-            shift = self._lab.driver.host_device_address(bed.slot_address) - bed.slot_address
-        rows[0], rows[1] = bed.ends(direction)
+            shift = self._lab.driver.host_device_address(setup.pool_address) - setup.pool_address
+        rows[0], rows[1] = setup.ends(direction)
         rows[0 if direction is Direction.LOAD else 1] += shift
         rows[2] = self._row_bytes
         copy, target, source = self._lab.driver.copy, self._device.address, address_of(memory)

@@ -8,13 +8,15 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvoffload.bench.cargo import Cargo, CopyMethod, run_warmed
-from kvoffload.bench.cases import BIG_COPY, Lab, Timing
-from kvoffload.bench.cupy_methods import CUPY, CupyWays
+from kvoffload.bench.contiguous import CONTIGUOUS_COPY
+from kvoffload.bench.cupy_methods import CUPY, CupyMethods
+from kvoffload.bench.framework_data import FrameworkData, FrameworkMethod, run_warmed
 from kvoffload.bench.frameworks import check_cupy, check_jax, why_not
-from kvoffload.bench.jax_methods import JAX, JaxWays
+from kvoffload.bench.jax_methods import JAX, JaxMethods
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.measurements import microseconds
 from kvoffload.bench.report import Fields, add_bench_options, conduct, number
-from kvoffload.bench.rows import microseconds
+from kvoffload.bench.rounds import Timing
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
@@ -32,7 +34,7 @@ waiting that correctness needs is in it. Transfers are timed one at a time, and 
 another, as far as the framework does not make the host wait, and waited for at the end. Block ids come from the host,
 unless a line says otherwise. Every way moves the same blocks, in rounds of a random order, after a transfer that warms
 up the CPU's caches; figures are medians of the rounds, and of a row, what one transfer takes of it. Targets are
-poisoned before, and all bytes verified after, every timed transfer or row. "big copy": one contiguous pinned copy of
+poisoned before, and all bytes verified after, every timed transfer or row. "contiguous copy": one contiguous pinned copy of
 256 MiB, on the GPU clock.
 A cache is one array (planes, blocks, elements), or in CuPy a "list" of arrays (blocks, elements), one for each plane,
 each in an allocation of its own. What JAX offers is device_put to its memory kind pinned_host, and from there: of all
@@ -50,7 +52,7 @@ class Framework(Protocol):
     name: str
 
     @property
-    def makers(self) -> Mapping[str, Callable[[], CopyMethod]]: ...
+    def makers(self) -> Mapping[str, Callable[[], FrameworkMethod]]: ...
 
     def close(self) -> None: ...
 
@@ -58,7 +60,7 @@ class Framework(Protocol):
 class _Tried(NamedTuple):
     """A way that works, and by direction which copier carried it; no copier where it is not ours."""
 
-    method: CopyMethod
+    method: FrameworkMethod
     carried: dict[Direction, str]
 
 
@@ -70,7 +72,7 @@ def add_parser(benches: Any) -> None:
     parser.add_argument(
         "--blocks", type=whole(1), default=_BLOCKS, metavar="N", help=f"of a transfer (default {_BLOCKS})"
     )
-    add_bench_options(parser, 15, figures=False)
+    add_bench_options(parser, 15, drawn=False)
     parser.set_defaults(run=run)
 
 
@@ -89,18 +91,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -> Fields:
     not_run: dict[str, str] = {}
     with ExitStack() as stack:
-        cargo = stack.enter_context(closing(Cargo(lab, geometry, count)))
-        frameworks = [stack.enter_context(closing(each)) for each in _frameworks(cargo, not_run)]
+        data = stack.enter_context(closing(FrameworkData(lab, geometry, count)))
+        frameworks = [stack.enter_context(closing(each)) for each in _frameworks(data, not_run)]
         tried = [each for framework in frameworks for each in _tried(framework, not_run)]
-        timings = {direction: _timings(cargo, tried, direction, progress) for direction in Direction}
+        timings = {direction: _timings(data, tried, direction, progress) for direction in Direction}
     rows = [row for times in _TIMES for row in _rows(tried, timings, times, lab.device.simulated)]
     comparisons = list(_comparisons(rows))
     return {
         "model": geometry.name,
-        "planes": cargo.shape[0],
-        "block_bytes": cargo.block_bytes,
+        "planes": data.shape[0],
+        "block_bytes": data.block_bytes,
         "blocks": count,
-        "nbytes": cargo.nbytes,
+        "nbytes": data.nbytes,
         "methods": rows,
         "comparisons": comparisons,
         "ratios": list(_lowest(comparisons)),
@@ -109,17 +111,17 @@ def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -
     }
 
 
-def _frameworks(cargo: Cargo, not_run: dict[str, str]) -> Iterator[Framework]:
+def _frameworks(data: FrameworkData, not_run: dict[str, str]) -> Iterator[Framework]:
     """Those that can be used here."""
-    simulated = cargo.lab.device.simulated
-    kinds: dict[str, tuple[Callable[[], None], Callable[[Cargo], Framework]]] = {
-        CUPY: (_refuse_simulated if simulated else check_cupy, CupyWays),
-        JAX: (lambda: check_jax("cpu" if simulated else "gpu"), JaxWays),
+    simulated = data.lab.device.simulated
+    kinds: dict[str, tuple[Callable[[], None], Callable[[FrameworkData], Framework]]] = {
+        CUPY: (_refuse_simulated if simulated else check_cupy, CupyMethods),
+        JAX: (lambda: check_jax("cpu" if simulated else "gpu"), JaxMethods),
     }
     for name, (check, kind) in kinds.items():
         reason = why_not(check, name.lower())
         if reason is None:
-            framework = _attempt(partial(kind, cargo), name, not_run)
+            framework = _attempt(partial(kind, data), name, not_run)
             if framework is not None:
                 yield framework
         else:
@@ -138,7 +140,7 @@ def _tried(framework: Framework, not_run: dict[str, str]) -> Iterator[_Tried]:
             yield tried
 
 
-def _try(make: Callable[[], CopyMethod]) -> _Tried:
+def _try(make: Callable[[], FrameworkMethod]) -> _Tried:
     method, carried = make(), {}
     for direction in Direction:
         method.source(direction).fill()
@@ -159,18 +161,20 @@ def _attempt(make: Callable[[], _Made], name: str, not_run: dict[str, str]) -> _
     return None
 
 
-def _timings(cargo: Cargo, tried: Iterable[_Tried], direction: Direction, progress: Advance) -> dict[str, Timing]:
-    """By `_case_name`; the big copy by its own."""
-    cases = {}
+def _timings(
+    data: FrameworkData, tried: Iterable[_Tried], direction: Direction, progress: Advance
+) -> dict[str, Timing]:
+    """By `_scenario_name`; the contiguous copy by its own."""
+    scenarios = {}
     for method, _ in tried:
         method.source(direction).fill()
         for times in _TIMES:
-            cases[_case_name(method.label, times)] = method.case(direction, cargo, times)
-    cases[BIG_COPY] = cargo.lab.big.case(direction)
-    return run_warmed(cases, cargo.lab.repeats, cargo.lab.seed, progress)
+            scenarios[_scenario_name(method.label, times)] = method.scenario(direction, data, times)
+    scenarios[CONTIGUOUS_COPY] = data.lab.contiguous.scenario(direction)
+    return run_warmed(scenarios, data.lab.repeats, data.lab.seed, progress)
 
 
-def _case_name(label: str, times: int) -> str:
+def _scenario_name(label: str, times: int) -> str:
     return f"{label}, {_occasion(times)}"
 
 
@@ -183,11 +187,13 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """Figures by direction, of so many in a row; none on the simulated device."""
     for method, carried in tried:
-        measured = {direction: timings[direction][_case_name(method.label, times)] for direction in Direction}
+        measured = {direction: timings[direction][_scenario_name(method.label, times)] for direction in Direction}
         row = {"framework": method.framework, "method": method.name, "in_a_row": times, "carried": carried}
         yield row | _figures(measured, simulated)
-    measured = {direction: timings[direction][BIG_COPY] for direction in Direction}
-    yield {"framework": None, "method": BIG_COPY, "in_a_row": times, "carried": {}} | _figures(measured, simulated)
+    measured = {direction: timings[direction][CONTIGUOUS_COPY] for direction in Direction}
+    yield {"framework": None, "method": CONTIGUOUS_COPY, "in_a_row": times, "carried": {}} | _figures(
+        measured, simulated
+    )
 
 
 def _figures(measured: Mapping[Direction, Timing], simulated: bool) -> dict[str, Any]:
@@ -202,7 +208,7 @@ def _figures(measured: Mapping[Direction, Timing], simulated: bool) -> dict[str,
 
 
 def _comparisons(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Bandwidths of each way of ours over those of the framework's own and of the big copy."""
+    """Bandwidths of each way of ours over those of the framework's own and of the contiguous copy."""
     for ours in (row for row in rows if row["carried"] and "gb_per_s" in row):
         others = [row for row in rows if not row["carried"] and row["in_a_row"] == ours["in_a_row"]]
         for other in (row for row in others if row["framework"] in (ours["framework"], None)):
@@ -216,7 +222,7 @@ def _lowest(comparisons: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]
     """Of each way of ours and each direction, beside what the framework offers."""
     found: dict[str, list[tuple[float, str]]] = {}
     for each in comparisons:
-        if each["other"] != BIG_COPY:
+        if each["other"] != CONTIGUOUS_COPY:
             occasion = _occasion(each["in_a_row"])
             name = f"{each['framework']}: {each['ours']} / without it, {each['direction']}, {occasion}"
             found.setdefault(name, []).append((each["value"], each["other"]))
@@ -232,7 +238,7 @@ def _show(fields: Fields, output: Output) -> None:
     simulated = fields["simulated"]
     moved = f"{fields['blocks']} blocks of {fields['planes']} x {fields['block_bytes']} B, {mib(fields['nbytes'])}"
     clock = "SIMULATED" if simulated else "wall clock"
-    columns = ["method", *(f"{each} {what}" for what in _heads(simulated) for each in Direction), "carried by"]
+    columns = ["method", *(f"{each} {what}" for what in _headings(simulated) for each in Direction), "carried by"]
     for times in _TIMES:
         lines = [_line(row, simulated) for row in fields["methods"] if row["in_a_row"] == times]
         output.table(f"{moved}, {_occasion(times)}, {clock}", columns, lines)
@@ -251,7 +257,7 @@ def _line(row: Mapping[str, Any], simulated: bool) -> list[Any]:
     return [*line, " / ".join(dict.fromkeys(row["carried"].values()))]
 
 
-def _heads(simulated: bool) -> list[str]:
+def _headings(simulated: bool) -> list[str]:
     return ["wrong rows"] if simulated else ["GB/s", "us", "wrong rows"]
 
 

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 from kvoffload import kernels
 from kvoffload.bench.backgrounds import Background, EngineBackground, StreamBackground, grid_background
 from kvoffload.bench.baselines import GRID_PROGRAMS, GridStride, grid_stride
-from kvoffload.bench.bed import Bed
-from kvoffload.bench.cases import BIG_COPY, BigCopy, Case, Lab, run_rounds
+from kvoffload.bench.contiguous import CONTIGUOUS_COPY, ContiguousCopy
+from kvoffload.bench.lab import Lab
 from kvoffload.bench.latency import geometry_of
+from kvoffload.bench.measurements import choice, with_shares
 from kvoffload.bench.report import Fields, add_bench_options, conduct, number
-from kvoffload.bench.rows import choice, shared_ways
-from kvoffload.bench.tables import way_text
+from kvoffload.bench.rounds import Scenario, time_rounds
+from kvoffload.bench.setup import TransferSetup
+from kvoffload.bench.tables import direction_text
 from kvoffload.calibration.compute import MATMUL, SKINNY, SMALL, Computation, Product
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
@@ -40,9 +42,9 @@ _DESCRIPTION = """\
 Time a computation alone and beside each way of copying, in interleaved rounds: a product of bf16 matrices of 4096 x
 4096, a skinny one (64 x 8192 by 8192 x 28672, which reads its weights from memory, as decoding does), and a loop of
 steps of 32 skinny products, each followed by a store of 32 MiB, as when nothing is ever hit. Beside the products,
-transfers of 64 planes of 8 KiB blocks that fold go on without a break; "big copy" copies 256 MiB at a time (32 MiB in
+transfers of 64 planes of 8 KiB blocks that fold go on without a break; "contiguous copy" copies 256 MiB at a time (32 MiB in
 the loop), "grid-stride 12" and "20" are the kernels of `bench transfer`. Figures are how many times as long the
-computation took, by medians on the GPU clock, and the GB/s of the transfers that ended before it did. Targets
+computation chosen_methods, by medians on the GPU clock, and the GB/s of the transfers that ended before it did. Targets
 are poisoned before, and all bytes verified after, every timed run.
 On the simulated device: small, verified, no times."""
 
@@ -83,17 +85,17 @@ def _measure(lab: Lab, output: Output) -> Fields:
     with ExitStack() as stack, output.progress("computations") as progress:
         geometry = geometry_of(_SMALL_PLANES if simulated else _PLANES, _BLOCK_BYTES, lab.size.scale)
         count = _SMALL_BLOCKS if simulated else None
-        bed = stack.enter_context(Bed(lab, geometry, count=count, sm_limit=_PROGRAMS[-1]))
-        not_run |= {name: reason for name, reason in bed.missing.items() if reason is not None}
-        grid = _grid(stack, bed, not_run)
+        setup = stack.enter_context(TransferSetup(lab, geometry, count=count, sm_limit=_PROGRAMS[-1]))
+        not_run |= {name: reason for name, reason in setup.missing.items() if reason is not None}
+        grid = _grid(stack, setup, not_run)
         jobs = list(_computations(simulated))
         for done, (name, product, directions) in enumerate(jobs, start=1):
             with Computation(lab.device, product) as computation:
                 for direction in directions:
-                    timed = _Timed(bed, direction, grid, computation, effort, looped=name == LOOP)
+                    timed = _Timed(setup, direction, grid, computation, effort, looped=name == LOOP)
                     rows += timed.rows(name)
             progress(done, len(jobs))
-        profile = bed.engine.profile.source
+        profile = setup.engine.profile.source
     return {
         "interference": rows,
         "ratios": [] if simulated else _ratios(rows),
@@ -103,9 +105,9 @@ def _measure(lab: Lab, output: Output) -> Fields:
     }
 
 
-def _grid(stack: ExitStack, bed: Bed, not_run: dict[str, str]) -> GridStride | None:
+def _grid(stack: ExitStack, setup: TransferSetup, not_run: dict[str, str]) -> GridStride | None:
     try:
-        return stack.enter_context(closing(GridStride(bed.lab, bed.row_bytes, bed.copies)))
+        return stack.enter_context(closing(GridStride(setup.lab, setup.row_bytes, setup.copies)))
     except CapabilityError as error:
         not_run |= {grid_stride(programs): str(error) for programs in GRID_PROGRAMS}
         return None
@@ -123,7 +125,7 @@ class _Timed:
 
     def __init__(
         self,
-        bed: Bed,
+        setup: TransferSetup,
         direction: Direction,
         grid: GridStride | None,
         computation: Computation,
@@ -131,28 +133,30 @@ class _Timed:
         *,
         looped: bool,
     ) -> None:
-        self._bed, self._direction, self._grid = bed, direction, grid
+        self._bed, self._direction, self._grid = setup, direction, grid
         self._computation, self._effort, self._looped = computation, effort, looped
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """A row for each way; slow-downs are of the computation's median alone."""
-        bed = self._bed
-        bed.prepare(self._direction)
+        setup = self._bed
+        setup.prepare(self._direction)
         with ExitStack() as stack:
-            big = bed.lab.big
+            contiguous = setup.lab.contiguous
             if self._looped:  # a step's copy, as large as the others
-                big = stack.enter_context(closing(BigCopy(bed.lab, bed.nbytes)))
-            backgrounds = self._backgrounds(stack, big)
-            cases = {method: self._case(background, method, big) for method, background in backgrounds.items()}
-            cases[ALONE] = Case(lambda: self._run(None), lambda: None, lambda: 0, 0)
-            timings = run_rounds(cases, bed.lab.repeats)
+                contiguous = stack.enter_context(closing(ContiguousCopy(setup.lab, setup.nbytes)))
+            backgrounds = self._backgrounds(stack, contiguous)
+            scenarios = {
+                method: self._scenario(background, method, contiguous) for method, background in backgrounds.items()
+            }
+            scenarios[ALONE] = Scenario(lambda: self._run(None), lambda: None, lambda: 0, 0)
+            timings = time_rounds(scenarios, setup.lab.repeats)
         rows = []
         for method, timing in timings.items():
             row = {"computation": name, "direction": str(self._direction), "method": method, "wrong": timing.wrong}
             background = backgrounds.get(method)
             if isinstance(background, EngineBackground) and method == _CHOICE:
                 row["chosen"] = background.reason
-            if not bed.lab.device.simulated:
+            if not setup.lab.device.simulated:
                 row |= {"seconds": timing.median, "slowdown": timing.median / timings[ALONE].median}
                 row["samples_us"] = [round(each * 1e6, 2) for each in timing.seconds]
                 if background is not None and background.seconds:
@@ -160,29 +164,31 @@ class _Timed:
             rows.append(row)
         return rows
 
-    def _backgrounds(self, stack: ExitStack, big: BigCopy) -> dict[str, Background]:
-        bed, direction, lab = self._bed, self._direction, self._bed.lab
+    def _backgrounds(self, stack: ExitStack, contiguous: ContiguousCopy) -> dict[str, Background]:
+        setup, direction, lab = self._bed, self._direction, self._bed.lab
 
         def bare(background: StreamBackground) -> StreamBackground:
             return stack.enter_context(closing(background))
 
-        found: dict[str, Background] = {_CHOICE: EngineBackground(bed, direction, None)}
-        for method in shared_ways(bed, direction, _METHODS):
-            if bed.missing[method.copier] is None:
-                found[method.label] = EngineBackground(bed, direction, method)
-        found[BIG_COPY] = bare(StreamBackground(lab, lambda stream: big.queue(direction, stream), big.nbytes))
+        found: dict[str, Background] = {_CHOICE: EngineBackground(setup, direction, None)}
+        for method in with_shares(setup, direction, _METHODS):
+            if setup.missing[method.copier] is None:
+                found[method.label] = EngineBackground(setup, direction, method)
+        found[CONTIGUOUS_COPY] = bare(
+            StreamBackground(lab, lambda stream: contiguous.queue(direction, stream), contiguous.nbytes)
+        )
         if self._grid is not None:
             for programs in GRID_PROGRAMS:
-                found[grid_stride(programs)] = bare(grid_background(self._grid, bed, direction, programs))
+                found[grid_stride(programs)] = bare(grid_background(self._grid, setup, direction, programs))
         return found
 
-    def _case(self, background: Background, method: str, big: BigCopy) -> Case:
-        bed, direction = self._bed, self._direction
-        if method == BIG_COPY:
-            copy = big.case(direction)
-            return Case(lambda: self._run(background), copy.poison, copy.wrong, copy.nbytes)
-        return Case(
-            lambda: self._run(background), lambda: bed.poison(direction), lambda: bed.wrong(direction), bed.nbytes
+    def _scenario(self, background: Background, method: str, contiguous: ContiguousCopy) -> Scenario:
+        setup, direction = self._bed, self._direction
+        if method == CONTIGUOUS_COPY:
+            copy = contiguous.scenario(direction)
+            return Scenario(lambda: self._run(background), copy.poison, copy.wrong, copy.nbytes)
+        return Scenario(
+            lambda: self._run(background), lambda: setup.poison(direction), lambda: setup.wrong(direction), setup.nbytes
         )
 
     def _run(self, background: Background | None) -> float:
@@ -243,5 +249,5 @@ def _show(fields: Fields, output: Output) -> None:
             if not simulated:
                 line += [number(row["seconds"] * 1e6), number(row["slowdown"], 3), number(row.get("gb_per_s"))]
             lines.append([*line, row["wrong"]])
-        title = f"{name[0]}, {name[1]} ({way_text(Direction(name[1]))})" + (", SIMULATED" if simulated else "")
+        title = f"{name[0]}, {name[1]} ({direction_text(Direction(name[1]))})" + (", SIMULATED" if simulated else "")
         output.table(title, columns, lines)

@@ -10,10 +10,11 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvoffload.bench.bed import Bed
-from kvoffload.bench.cases import WARM_UP, Lab, Timing, run_rounds
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.measurements import COPY_ENGINE, scenario_of
 from kvoffload.bench.report import Fields, add_bench_options, conduct, number
-from kvoffload.bench.rows import COPY_ENGINE, bed_case
+from kvoffload.bench.rounds import WARM_UP, Timing, time_rounds
+from kvoffload.bench.setup import TransferSetup
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import MODELS, ModelGeometry
@@ -44,7 +45,7 @@ def add_parser(benches: Any) -> None:
     parser.add_argument("--blocks", type=numbers, default=_BLOCKS, metavar="N,...", help="of a load (default 32,256)")
     parser.add_argument("--parts", type=numbers, default=_PARTS, metavar="N,...", help="default 1,2,4,8,16,32")
     parser.add_argument("--copier", choices=_COPIERS, help="default: what the engine chooses")
-    add_bench_options(parser, 15, figures=False)
+    add_bench_options(parser, 15, drawn=False)
     parser.set_defaults(run=run)
 
 
@@ -71,10 +72,10 @@ def _rows(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Iterato
     """With where the profile comes from."""
     share = _SIMULATED_SHARE if lab.device.simulated else 1
     for done, blocks in enumerate(arguments.blocks, start=1):
-        bed = Bed(lab, arguments.model.scaled(lab.size.scale), count=-(-blocks // share))
-        with bed, bed.twin() as twin, closing(_Watch(lab)) as watch:
-            for row in _measure(bed, twin, watch, arguments.parts, arguments.copier):
-                yield bed.engine.profile.source, row
+        setup = TransferSetup(lab, arguments.model.scaled(lab.size.scale), count=-(-blocks // share))
+        with setup, setup.smaller() as small_setup, closing(_Watch(lab)) as watch:
+            for row in _measure(setup, small_setup, watch, arguments.parts, arguments.copier):
+                yield setup.engine.profile.source, row
         progress(done, len(arguments.blocks))
 
 
@@ -101,19 +102,21 @@ class _Watch:
                 stack.callback(self._driver.event_destroy, self._events[-1])
             self._stack = stack.pop_all()
 
-    def load(self, bed: Bed, parts: int, copier: str | None, spent: _Spent, carried: dict[int, str]) -> float:
+    def load(
+        self, setup: TransferSetup, parts: int, copier: str | None, spent: _Spent, carried: dict[int, str]
+    ) -> float:
         """One load; seconds on the GPU clock, without what it waited for."""
         with self._device.current():
             self._record(0)
             begin = time.perf_counter()
-            job = load(bed, parts, copier)
+            job = load(setup, parts, copier)
             spent.call.append(time.perf_counter() - begin)
             carried[parts] = job.copier
             job.order_before(self._streams[1], part=0)
             self._record(1)
             job.order_before(self._streams[2])
             self._record(2)
-            seconds = bed.seconds([job])
+            seconds = setup.seconds([job])
             while not all(map(self._driver.event_query, self._events)):
                 pass
             for found, event in ((spent.first, self._events[1]), (spent.all, self._events[2])):
@@ -130,41 +133,43 @@ class _Watch:
             self._stack.close()
 
 
-def load(bed: Bed, parts: int, copier: str | None) -> Job:
-    (part,) = bed.parts
-    return bed.engine.load(part.slots, part.blocks, after=NO_WAIT, copier=copier, parts=parts)
+def load(setup: TransferSetup, parts: int, copier: str | None) -> Job:
+    (part,) = setup.groups
+    return setup.engine.load(part.slots, part.blocks, after=NO_WAIT, copier=copier, parts=parts)
 
 
-def _measure(bed: Bed, twin: Bed, watch: _Watch, counts: Sequence[int], copier: str | None) -> Iterator[dict[str, Any]]:
+def _measure(
+    setup: TransferSetup, small_setup: TransferSetup, watch: _Watch, counts: Sequence[int], copier: str | None
+) -> Iterator[dict[str, Any]]:
     spent = {count: _Spent([], [], []) for count in counts}
     carried: dict[int, str] = {}
-    bed.prepare(Direction.LOAD)
-    cases = {
-        str(count): bed_case(
-            bed,
+    setup.prepare(Direction.LOAD)
+    scenarios = {
+        str(count): scenario_of(
+            setup,
             Direction.LOAD,
-            partial(watch.load, bed, count, copier, spent[count], carried),
-            lambda count=count: twin.seconds([load(twin, count, copier)]),  # type: ignore[misc]
+            partial(watch.load, setup, count, copier, spent[count], carried),
+            lambda count=count: small_setup.seconds([load(small_setup, count, copier)]),  # type: ignore[misc]
         )
         for count in spent
     }
-    timings = run_rounds(cases, bed.lab.repeats)
+    timings = time_rounds(scenarios, setup.lab.repeats)
     for count, each in spent.items():
-        yield _row(bed, count, carried[count], timings[str(count)], each)
+        yield _row(setup, count, carried[count], timings[str(count)], each)
 
 
-def _row(bed: Bed, parts: int, copier: str, timing: Timing, spent: _Spent) -> dict[str, Any]:
+def _row(setup: TransferSetup, parts: int, copier: str, timing: Timing, spent: _Spent) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "model": bed.model,
-        "planes": bed.plane_count,
-        "block_bytes": bed.block_bytes,
-        "blocks": bed.block_count,
-        "nbytes": bed.nbytes,
+        "model": setup.model,
+        "planes": setup.plane_count,
+        "block_bytes": setup.block_bytes,
+        "blocks": setup.block_count,
+        "nbytes": setup.nbytes,
         "parts": parts,
         "copier": copier,
         "wrong": timing.wrong,
     }
-    if not bed.lab.device.simulated:
+    if not setup.lab.device.simulated:
         row |= {f"{what}_us": statistics.median(each[WARM_UP:]) * 1e6 for what, each in spent._asdict().items()}
         row |= {"gpu_us": timing.median * 1e6, "gb_per_s": timing.gb_per_s}
     return row

@@ -9,18 +9,26 @@ slowdown-DIRECTION.png    `bench interference`: what the computation beside a tr
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvoffload.terminal.console import CommandError
+from kvoffload.terminal.figures import (
+    DPI,
+    GRID,
+    MUTED,
+    STYLE,
+    Series,
+    label_end,
+    make_figure,
+    require,
+    require_folder,
+    spread,
+)
 
 Fields = Mapping[str, Any]
-_LINK = "big copy"
-_INK, _MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-DPI = 160
+_LINK = "contiguous copy"
 _ARROWS = {"store": "GPU to host (store)", "load": "host to GPU (load)"}
 _PLANES = {
     "folded": "planes in one slab (they fold)",
@@ -29,16 +37,7 @@ _PLANES = {
 }
 
 
-class Series(NamedTuple):
-    """How a way of copying is drawn; `ours` with a solid line."""
-
-    label: str
-    colour: str
-    ours: bool = True
-    width: float = 1.8
-
-
-_CHOICE = Series("kvoffload's choice", "#d6336c", width=3.2)
+_CHOICE = Series("kvoffload's choice", "#d6336c", width=3.2, bold=True)
 _SERIES = {
     "choice, overlap": _CHOICE,
     "strided": Series("strided, no SM", "#1c7ed6"),
@@ -49,23 +48,6 @@ _SERIES = {
     "flat batch": Series("one flat batch", "#868e96", ours=False),
     "copy loop": Series("cuMemcpyAsync loop", "#adb5bd", ours=False),
 }
-
-
-def require() -> None:
-    """Raise CommandError unless figures can be drawn here."""
-    if find_spec("matplotlib") is None:
-        raise CommandError("figures need matplotlib: pip install 'kvoffload[plot]'")
-
-
-def require_folder(name: str) -> Path:
-    """Make a folder if need be; CommandError unless figures can be written into it."""
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise CommandError(f"no figures can be written into {name}: {error.strerror}") from error
 
 
 def draw(results: Mapping[str, Fields], folder: str) -> list[Path]:
@@ -100,22 +82,6 @@ def _drawn(name: str, fields: Fields, folder: Path) -> list[Path]:
         raise CommandError(f"{name} is no complete result of `bench {fields['benchmark']}` ({problem})") from error
 
 
-STYLE: Any = {  # matplotlib types the keys of its settings one by one
-    "font.family": "sans-serif",
-    "font.size": 10.5,
-    "text.color": _INK,
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _INK,
-    "axes.titlesize": 11.5,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "axes.axisbelow": True,
-}
-
-
 def _draw(fields: Fields, folder: Path) -> Iterator[Path]:
     for direction in _ARROWS:
         if fields["benchmark"] == "sweep":
@@ -133,19 +99,10 @@ def _save(figure: Any, path: Path) -> Iterator[Path]:
         yield path
 
 
-def make_figure(width: float, height: float, columns: int, **options: Any) -> tuple[Any, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(1, columns, squeeze=False, **options)[0])
-
-
 def _titled(figure: Any, title: str, fields: Fields) -> Any:
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=14, fontweight="bold")
     below = 0.98 - 0.2 / figure.get_figheight()  # 0.2 inches are a line of the title
-    figure.text(0.01, below, _where(fields), ha="left", va="top", fontsize=10, color=_MUTED)
+    figure.text(0.01, below, _where(fields), ha="left", va="top", fontsize=10, color=MUTED)
     return figure
 
 
@@ -199,14 +156,14 @@ def _panel(panel: Any, rows: Sequence[Fields], key: str, link: float) -> None:
     panel.minorticks_off()
     panel.set_ylim(0, link * 1.12)
     panel.grid(axis="y", color=GRID)
-    panel.axhline(link, color=_MUTED, linewidth=1.2, linestyle=(0, (6, 3)))
+    panel.axhline(link, color=MUTED, linewidth=1.2, linestyle=(0, (6, 3)))
     panel.annotate(
-        f"the link: one big copy, {link:.0f} GB/s",
+        f"the link: one contiguous copy, {link:.0f} GB/s",
         (0.0, link),
         xycoords=("axes fraction", "data"),
         xytext=(4, 4),
         textcoords="offset points",
-        color=_MUTED,
+        color=MUTED,
         fontsize=9,
     )
     ends = {}
@@ -228,41 +185,6 @@ def _panel(panel: Any, rows: Sequence[Fields], key: str, link: float) -> None:
             ends[name] = points[-1][1]
     for name, (value, height) in spread(ends, 0.05 * link, 1.1 * link).items():
         label_end(panel, rows[-1][key], value, height, _SERIES[name])
-
-
-def label_end(panel: Any, x: float, value: float, height: float, series: Series) -> None:
-    """Right of the line's end, at a height where labels do not overlap, and joined to it."""
-    style: dict[str, Any] = {"arrowstyle": "-", "color": series.colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4}
-    style["relpos"] = (0.0, 0.5)
-    panel.annotate(
-        series.label,
-        (x, value),
-        xytext=(1.05, height),
-        textcoords=("axes fraction", "data"),
-        color=series.colour,
-        va="center",
-        fontsize=9.5,
-        fontweight="bold" if series is _CHOICE else "normal",
-        arrowprops=style,
-        annotation_clip=False,
-    )
-
-
-def spread(ends: Mapping[str, float], gap: float, top: float) -> dict[str, tuple[float, float]]:
-    """Value and height of each label: as near to its value as labels `gap` apart can be, between 0 and `top`."""
-    ordered = sorted(ends.items(), key=lambda item: item[1])
-    groups: list[list[float]] = []  # of labels that touch: the sum of where they would lie if gaps were nothing; count
-    for place, (_, value) in enumerate(ordered):
-        groups.append([value - place * gap, 1])
-        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
-            total, count = groups.pop()
-            groups[-1] = [groups[-1][0] + total, groups[-1][1] + count]
-    bases = [total / count for total, count in groups for _ in range(int(count))]
-    most = top - gap * (len(ordered) - 1)
-    return {
-        name: (value, min(max(base, 0.0), most) + place * gap)
-        for place, ((name, value), base) in enumerate(zip(ordered, bases, strict=True))
-    }
 
 
 def _size(nbytes: int) -> str:
@@ -303,7 +225,7 @@ def _by_model(fields: Fields, direction: str) -> Any:
                 places = [heights[model] for model in points]
                 panel.scatter(list(points.values()), places, color=colour, marker=marker, s=58, label=label, zorder=3)
     link = statistics.median(row["gb_per_s"][_LINK] for row in rows)
-    panel.axvline(link, color=_MUTED, linewidth=1.2, linestyle=(0, (6, 3)), label=f"the link, {link:.0f} GB/s")
+    panel.axvline(link, color=MUTED, linewidth=1.2, linestyle=(0, (6, 3)), label=f"the link, {link:.0f} GB/s")
     names = [f"{model}\n{planes} x {_size(nbytes)}{_amount(rows, model)}" for nbytes, planes, model in order]
     panel.set_yticks(range(len(order)), names, fontsize=9)
     panel.set_xlim(0, link * 1.08)
@@ -316,7 +238,7 @@ def _by_model(fields: Fields, direction: str) -> Any:
 
 def _largest(every: Sequence[Fields], direction: str) -> list[Fields]:
     """Of each model and placement the row of the largest transfer."""
-    rows = [row for row in every if row["direction"] == direction and row["row_blocks"] == 1]
+    rows = [row for row in every if row["direction"] == direction and row["blocks_per_slot"] == 1]
     found = {(row["model"], row["placement"]): row for row in sorted(rows, key=lambda row: int(row["blocks"]))}
     return list(found.values())
 
@@ -354,7 +276,7 @@ def _slowdowns(fields: Fields, direction: str) -> Any:
         panel.set_xlabel("% more time")
         panel.tick_params(left=False)
         panel.spines["left"].set_visible(False)
-        panel.axvline(0, color=_MUTED, linewidth=1)
+        panel.axvline(0, color=MUTED, linewidth=1)
     panels[0].set_yticks(range(len(methods)), [_bar_label(method) for method in methods])
     panels[0].invert_yaxis()
     return _titled(figure, f"What the computation beside a transfer loses, {_ARROWS[direction]}", fields)

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvoffload.bench.bed import Bed, Placement
-from kvoffload.bench.cases import Lab
+from kvoffload.bench.lab import Lab
 from kvoffload.bench.latency import geometry_of
+from kvoffload.bench.measurements import Measurement, Measurer, describe, size_text, wrong_rows
 from kvoffload.bench.report import Fields, add_bench_options, conduct
-from kvoffload.bench.rows import Measurer, Row, describe, size_text, wrong_rows
+from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.bench.summary import ratios
-from kvoffload.bench.tables import cases_of, figures, heads, took, way_text, what
+from kvoffload.bench.tables import chosen_methods, direction_text, figures, headings, scenarios_of, what
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, CommandError, Output, numbers
 
@@ -80,14 +80,17 @@ def _measure(grid: Grid, lab: Lab, output: Output) -> Fields:
     }
 
 
-def _rows(grid: Grid, lab: Lab, measurer: Measurer, progress: Advance) -> Iterator[Row]:
-    """One bed for all counts of a size: shorter transfers move its first blocks."""
+def _rows(grid: Grid, lab: Lab, measurer: Measurer, progress: Advance) -> Iterator[Measurement]:
+    """One setup for all counts of a size: shorter transfers move its first blocks."""
     runs = sorted({-(-count // grid.planes) for count in grid.counts})
     done, total = 0, len(grid.placements) * len(grid.sizes) * len(Direction) * len(runs)
     for placement in grid.placements:
         for size in grid.sizes:
             geometry = geometry_of(grid.planes, size, lab.size.scale)
-            with Bed(lab, geometry, placement=placement, count=runs[-1]) as bed, measurer.on(bed) as measure:
+            with (
+                TransferSetup(lab, geometry, placement=placement, count=runs[-1]) as setup,
+                measurer.on(setup) as measure,
+            ):
                 for direction in Direction:
                     for each in runs:
                         yield measure(direction, each)
@@ -102,9 +105,10 @@ def _show(fields: Fields, output: Output) -> None:
         for placement in placements:
             chosen = ("direction", "placement"), (direction, placement)
             rows = [row for row in fields["transfers"] if tuple(row[key] for key in chosen[0]) == chosen[1]]
-            cases = cases_of(rows)
+            scenarios = scenarios_of(rows)
             lines = [
-                [size_text(row["row_bytes"]), row["copies"], *figures(row, cases, simulated), took(row)] for row in rows
+                [size_text(row["row_bytes"]), row["copies"], *figures(row, scenarios, simulated), chosen_methods(row)]
+                for row in rows
             ]
-            title = f"{direction} ({way_text(direction)}), {placement}, {what(simulated)}"
-            output.table(title, ("copy", "n", *heads(cases), "took"), lines)
+            title = f"{direction} ({direction_text(direction)}), {placement}, {what(simulated)}"
+            output.table(title, ("copy", "n", *headings(scenarios), "chosen_methods"), lines)

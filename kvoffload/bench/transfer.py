@@ -1,4 +1,4 @@
-"""`kvoffload bench transfer`: every way of copying, over the geometries of models, against the big copy."""
+"""`kvoffload bench transfer`: every way of copying, over the geometries of models, against the contiguous copy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvoffload.bench.bed import Bed, Placement
-from kvoffload.bench.cases import Lab
 from kvoffload.bench.frameworks import measure_frameworks
+from kvoffload.bench.lab import Lab
 from kvoffload.bench.latency import (
     measure_descriptors,
     measure_latency,
@@ -17,10 +16,11 @@ from kvoffload.bench.latency import (
     print_descriptors,
     print_latencies,
 )
+from kvoffload.bench.measurements import Measurement, Measurer, describe, wrong_rows
 from kvoffload.bench.report import Fields, add_bench_options, conduct
-from kvoffload.bench.rows import Measurer, Row, describe, wrong_rows
+from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.bench.summary import ratios
-from kvoffload.bench.tables import cases_of, figures, heads, took, way_text, what
+from kvoffload.bench.tables import chosen_methods, direction_text, figures, headings, scenarios_of, what
 from kvoffload.errors import KVOffloadError
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
@@ -33,7 +33,7 @@ Copy random, non-adjacent blocks between planes and random slots of the pinned p
 way: by the engine's choice (prefer "overlap" and "latency"), by each of its copiers ("gather 4": with 4 programs),
 and by what others do: "bare strided", the same operations built once and given to cuMemcpy3DBatchAsync; "flat batch",
 one cuMemcpyBatchAsync on an idle stream; "copy loop", cuMemcpyAsync; "grid-stride 12", a kernel of 12 programs of 4
-warps, three address arrays copied to the GPU at each call, from ordinary or from pinned memory; "big copy", one
+warps, three address arrays copied to the GPU at each call, from ordinary or from pinned memory; "contiguous copy", one
 contiguous pinned copy of 256 MiB. All of a line use the same addresses, in interleaved rounds; figures are medians on
 the GPU clock. Targets are poisoned before, and all bytes verified after, every timed transfer; just before it, the
 same way moves a few blocks elsewhere, as a CPU that has just compared 32 MiB has cold caches. Of models with two
@@ -50,22 +50,22 @@ class Plan:
     """What to measure.
 
     Attributes:
-        models, row_blocks, placements: geometries, adjacent blocks in a slot, and where planes lie.
+        models, blocks_per_slot, placements: geometries, adjacent blocks in a slot, and where planes lie.
         blocks: of a transfer; None for 32 MiB.
     """
 
     models: list[ModelGeometry]
-    row_blocks: list[int]
+    blocks_per_slot: list[int]
     placements: list[Placement]
     blocks: list[int] | None
 
-    def beds(self, scale: float) -> list[tuple[ModelGeometry, Placement, int, int | None]]:
+    def setups(self, scale: float) -> list[tuple[ModelGeometry, Placement, int, int | None]]:
         counts: list[int | None] = [None] if self.blocks is None else [*self.blocks]
         return [
-            (model.scaled(scale), placement, row_blocks, count)
+            (model.scaled(scale), placement, blocks_per_slot, count)
             for model in self.models
             for placement in self.placements
-            for row_blocks in (self.row_blocks if placement is not Placement.INTERLEAVED else [1])
+            for blocks_per_slot in (self.blocks_per_slot if placement is not Placement.INTERLEAVED else [1])
             for count in counts
         ]
 
@@ -127,13 +127,16 @@ def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
     }
 
 
-def _rows(plan: Plan, lab: Lab, measurer: Measurer, progress: Advance) -> Iterator[Row]:
-    beds = plan.beds(lab.size.scale)
-    for number, (model, placement, row_blocks, count) in enumerate(beds, start=1):
-        with Bed(lab, model, placement=placement, row_blocks=row_blocks, count=count) as bed, measurer.on(bed) as one:
+def _rows(plan: Plan, lab: Lab, measurer: Measurer, progress: Advance) -> Iterator[Measurement]:
+    setups = plan.setups(lab.size.scale)
+    for number, (model, placement, blocks_per_slot, count) in enumerate(setups, start=1):
+        with (
+            TransferSetup(lab, model, placement=placement, blocks_per_slot=blocks_per_slot, count=count) as setup,
+            measurer.on(setup) as one,
+        ):
             for direction in Direction:
-                yield one(direction, len(bed.parts[0].slots))
-        progress(number, len(beds))
+                yield one(direction, len(setup.groups[0].slots))
+        progress(number, len(setups))
 
 
 def _add_frameworks(fields: Fields, models: Sequence[ModelGeometry], lab: Lab, output: Output) -> None:
@@ -158,7 +161,7 @@ def _show(fields: Fields, output: Output) -> None:
         for placement in dict.fromkeys(row["placement"] for row in fields["transfers"]):
             kind = direction, placement
             rows = [row for row in fields["transfers"] if (row["direction"], row["placement"]) == kind]
-            _show_rows(f"{direction} ({way_text(direction)}), {placement}", rows, fields["simulated"], output)
+            _show_rows(f"{direction} ({direction_text(direction)}), {placement}", rows, fields["simulated"], output)
     if fields.get("frameworks"):
         _show_rows("beside frameworks, on arrays of their own", fields["frameworks"], fields["simulated"], output)
     print_descriptors(fields, output)
@@ -166,10 +169,10 @@ def _show(fields: Fields, output: Output) -> None:
 
 
 def _show_rows(title: str, rows: Sequence[Mapping[str, Any]], simulated: bool, output: Output) -> None:
-    cases = cases_of(rows)
-    columns = ("model", "planes x bytes", "rows of", "blocks", *heads(cases), "took")
+    scenarios = scenarios_of(rows)
+    columns = ("model", "planes x bytes", "rows of", "blocks", *headings(scenarios), "chosen_methods")
     lines = []
     for row in rows:
-        line = [row["model"], f"{row['planes']} x {row['block_bytes']}", row["row_blocks"]]
-        lines.append([*line, row["blocks"], *figures(row, cases, simulated), took(row)])
+        line = [row["model"], f"{row['planes']} x {row['block_bytes']}", row["blocks_per_slot"]]
+        lines.append([*line, row["blocks"], *figures(row, scenarios, simulated), chosen_methods(row)])
     output.table(f"{title}, {what(simulated)}", columns, lines)

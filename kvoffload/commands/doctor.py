@@ -7,12 +7,12 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from kvoffload.bench.report import describe_device, missing_copiers
 from kvoffload.device.device import Device
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal import cachefiles, hostinfo
 from kvoffload.terminal.console import Output, add_common_options, mib, open_backend
+from kvoffload.terminal.machine import describe_device, missing_copiers
 from kvoffload.tuning import profile_for
 
 _PACKAGES = ("kvoffload", "numpy", "cuda-python", "cuda-bindings", "cuda-core", "platformdirs", "triton")

@@ -9,13 +9,14 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from kvoffload.bench.report import describe_device, missing_copiers, require_writable, write_whole
 from kvoffload.calibration import Tuning, tune
 from kvoffload.copiers.selection import PREFERENCES, choose, rank
 from kvoffload.device.device import Device
 from kvoffload.internal import cachefiles
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output, add_common_options, open_backend, whole
+from kvoffload.terminal.files import require_writable, write_whole
+from kvoffload.terminal.machine import describe_device, missing_copiers
 from kvoffload.tuning import Profile, Shape, profile_for, render, save_profile
 
 _PLANES = 64

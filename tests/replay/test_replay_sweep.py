@@ -286,7 +286,7 @@ def test_without_a_bandwidth_only_no_hits_take_no_time() -> None:
 def test_what_cannot_be_counted_is_refused(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
 ) -> None:
-    monkeypatch.setattr("kvoffload.bench.plots.find_spec", lambda _: True)
+    monkeypatch.setattr("kvoffload.terminal.figures.find_spec", lambda _: True)
     code, fields, stderr = run(write_trace(tmp_path / "trace.jsonl", [[1]]), *options)
     assert (code, fields) == (2, {})
     assert said in stderr
@@ -344,7 +344,7 @@ def test_every_policy_has_its_line() -> None:
 def test_without_matplotlib_the_command_says_what_to_install_before_it_reads(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.bench.plots.find_spec", lambda _: None)
+    monkeypatch.setattr("kvoffload.terminal.figures.find_spec", lambda _: None)
     code, _, stderr = run(tmp_path / "missing.jsonl", "--plot", tmp_path / "hits.png")
     assert code == 2
     assert "pip install 'kvoffload[plot]'" in stderr

@@ -17,7 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.bench.cases import POISON, WARM_UP, Case, Lab, Timing
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.rounds import WARM_UP, Scenario, Timing
+from kvoffload.bench.tools import POISON
 from kvoffload.device.pinned import UInt8Array
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
@@ -35,7 +37,7 @@ _MAX_POOL_BYTES = 512 << 20  # unless the slots of a transfer are more
 _KEPT_BITS, _SET_BITS = 0x9FFF, 0x2000
 
 
-class Cargo:
+class FrameworkData:
     """Random blocks of a cache of 16-bit elements, random slots for them, and their bytes. Free it with `close`.
 
     Attributes:
@@ -113,27 +115,27 @@ class End(Protocol):
 class EngineSlots:
     """The slots of an engine."""
 
-    def __init__(self, cargo: Cargo, engine: OffloadEngine) -> None:
-        payload = cargo.right_by_block[0].nbytes
-        self._cargo, self._engine = cargo, engine
-        self._slots = [engine.slots[slot, :payload] for slot in cargo.slots]
+    def __init__(self, data: FrameworkData, engine: OffloadEngine) -> None:
+        payload = data.right_by_block[0].nbytes
+        self._data, self._engine = data, engine
+        self._slots = [engine.slots[slot, :payload] for slot in data.slots]
 
     def fill(self) -> None:
-        for slot, block in zip(self._slots, self._cargo.right_by_block, strict=True):
+        for slot, block in zip(self._slots, self._data.right_by_block, strict=True):
             slot[:] = _bytes_of(block)
 
     def spoil(self) -> None:
-        self._cargo.spoil(map(address_of, self._slots))
+        self._data.spoil(map(address_of, self._slots))
 
     def wait(self) -> None:
         self._engine.drain()
 
     def wrong(self) -> int:
-        return self._cargo.wrong(self._slots, self._cargo.right_by_block)
+        return self._data.wrong(self._slots, self._data.right_by_block)
 
 
 @dataclass(frozen=True)
-class CopyMethod:
+class FrameworkMethod:
     """How the blocks get from a framework's cache to the host, and back.
 
     Attributes:
@@ -170,14 +172,14 @@ class CopyMethod:
         self.target(direction).wait()
         return [job for job in moved if job is not None]
 
-    def case(self, direction: Direction, cargo: Cargo, times: int) -> Case:
+    def scenario(self, direction: Direction, data: FrameworkData, times: int) -> Scenario:
         """So many transfers in a row; see `run_warmed`. What is stored first is not in the GPU's cache."""
         target = self.target(direction)
 
         def poison() -> None:
             target.spoil()
             if direction is Direction.STORE:
-                cargo.lab.flush()
+                data.lab.flush()
 
         def run() -> float:
             begin = time.perf_counter()
@@ -187,23 +189,23 @@ class CopyMethod:
                 job.wait()  # raises if it failed
             return seconds / times
 
-        return Case(run, poison, target.wrong, cargo.nbytes, partial(self.carry_out, direction))
+        return Scenario(run, poison, target.wrong, data.nbytes, partial(self.carry_out, direction))
 
 
-def run_warmed(cases: Mapping[str, Case], repeats: int, seed: int, progress: Advance) -> dict[str, Timing]:
-    """Every case once a round, in a random order; figures are of the rounds after the first.
+def run_warmed(scenarios: Mapping[str, Scenario], repeats: int, seed: int, progress: Advance) -> dict[str, Timing]:
+    """Every scenario once a round, in a random order; figures are of the rounds after the first.
 
     Each runs twice: once to warm up the CPU's caches, then, when its targets have been poisoned, by the clock.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    wrong = dict.fromkeys(cases, 0)
+    seconds: dict[str, list[float]] = {name: [] for name in scenarios}
+    wrong = dict.fromkeys(scenarios, 0)
     order = random.Random(seed)
     for number in range(WARM_UP + repeats):
-        for name in order.sample(list(cases), len(cases)):
-            case = cases[name]
-            case.warm()
-            case.poison()
-            seconds[name].append(case.run())
-            wrong[name] += case.wrong()
+        for name in order.sample(list(scenarios), len(scenarios)):
+            scenario = scenarios[name]
+            scenario.warm_up()
+            scenario.poison()
+            seconds[name].append(scenario.execute())
+            wrong[name] += scenario.wrong()
         progress(number + 1, WARM_UP + repeats)
-    return {name: Timing(cases[name].nbytes, seconds[name][WARM_UP:], wrong[name]) for name in cases}
+    return {name: Timing(scenarios[name].nbytes, seconds[name][WARM_UP:], wrong[name]) for name in scenarios}

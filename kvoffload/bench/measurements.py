@@ -10,8 +10,9 @@ from typing import Any
 
 from kvoffload import kernels
 from kvoffload.bench.baselines import GRID_PROGRAMS, GridStride, Run, bare_calls, grid_stride
-from kvoffload.bench.bed import Bed, Placement
-from kvoffload.bench.cases import BIG_COPY, Case, Timing, run_rounds
+from kvoffload.bench.contiguous import CONTIGUOUS_COPY
+from kvoffload.bench.rounds import Scenario, Timing, time_rounds
+from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
@@ -37,15 +38,15 @@ def choice(prefer: str) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One line of a table.
 
     Attributes:
-        model, placement, planes, block_bytes, row_blocks, row_bytes: see `Bed`.
+        model, placement, planes, block_bytes, blocks_per_slot, row_bytes: see `TransferSetup`.
         blocks, copies, nbytes: of a transfer; `copies` are of `row_bytes` each.
         gb_per_s: payload over the median seconds, by case; empty on the simulated device.
         samples_us: microseconds of every counted round, by case; empty on the simulated device.
-        wrong: rows of bytes that were wrong, by case, over all rounds; 0 each when all is well.
+        wrong: rows of bytes that were wrong, by scenario, over all rounds; 0 each when all is well.
         chosen: what the engine chose and why, by preference.
         groups: of the model, each a job of the engine's.
     """
@@ -55,7 +56,7 @@ class Row:
     direction: Direction
     planes: int
     block_bytes: int
-    row_blocks: int
+    blocks_per_slot: int
     row_bytes: int
     blocks: int
     copies: int
@@ -73,7 +74,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        adjacent = f", {self.row_blocks} blocks adjacent" if self.row_blocks > 1 else ""
+        adjacent = f", {self.blocks_per_slot} blocks adjacent" if self.blocks_per_slot > 1 else ""
         return f"{self.model}, {size_text(self.block_bytes)}, n = {self.copies}, {self.placement}{adjacent}"
 
 
@@ -83,7 +84,7 @@ def size_text(nbytes: int) -> str:
 
 
 class Measurer:
-    """Measures beds, `ways` among other things; keeps in `not_run` what cannot run here, and why."""
+    """Measures setups, `ways` among other things; keeps in `not_run` what cannot run here, and why."""
 
     def __init__(self, methods: Sequence[CopyMethod] = METHODS) -> None:
         self._methods = methods
@@ -91,58 +92,60 @@ class Measurer:
         self.profile: str | None = None
 
     @contextmanager
-    def on(self, bed: Bed) -> Iterator[Callable[[Direction, int], Row]]:
-        """What measures a direction of this bed, on transfers of so many runs a group; sources are prepared once."""
-        self.profile = bed.engine.profile.source
+    def on(self, setup: TransferSetup) -> Iterator[Callable[[Direction, int], Measurement]]:
+        """What measures a direction of this setup, on transfers of so many runs a group; sources are prepared once."""
+        self.profile = setup.engine.profile.source
         prepared: list[Direction] = []
         with ExitStack() as stack:
-            twin = stack.enter_context(bed.twin())
-            grid = self._grid(bed, max(bed.copies, twin.copies))
+            small_setup = stack.enter_context(setup.smaller())
+            grid = self._grid(setup, max(setup.copies, small_setup.copies))
             if grid is not None:
                 stack.enter_context(closing(grid))
 
-            def measure(direction: Direction, runs: int) -> Row:
+            def measure(direction: Direction, runs: int) -> Measurement:
                 if prepared[-1:] != [direction]:
-                    bed.prepare(direction)
+                    setup.prepare(direction)
                     prepared.append(direction)
-                bed.take(runs)
-                return self._measure(bed, twin, direction, grid)
+                setup.take(runs)
+                return self._measure(setup, small_setup, direction, grid)
 
             yield measure
 
-    def _grid(self, bed: Bed, capacity: int) -> GridStride | None:
-        lab = bed.lab
+    def _grid(self, setup: TransferSetup, capacity: int) -> GridStride | None:
+        lab = setup.lab
         reason = kernels.why_not(lab.device.capabilities)
         if reason is None:
             try:
-                return GridStride(lab, bed.row_bytes, capacity)
+                return GridStride(lab, setup.row_bytes, capacity)
             except CapabilityError as error:
                 reason = str(error)
         self.not_run[grid_stride(GRID)] = reason
         return None
 
-    def _measure(self, bed: Bed, twin: Bed, direction: Direction, grid: GridStride | None) -> Row:
+    def _measure(
+        self, setup: TransferSetup, small_setup: TransferSetup, direction: Direction, grid: GridStride | None
+    ) -> Measurement:
         chosen: dict[str, str] = {}
-        wanted = self._wanted(bed, direction)
-        cases = {
-            name: bed_case(
-                bed,
+        wanted = self._wanted(setup, direction)
+        scenarios = {
+            name: scenario_of(
+                setup,
                 direction,
-                partial(run_engine, bed, direction, name, chosen, *given),
-                partial(warm_engine, twin, bed, direction, *given),
+                partial(run_engine, setup, direction, name, chosen, *given),
+                partial(warm_engine, small_setup, setup, direction, *given),
             )
             for name, given in wanted.items()
         }
-        bare, warm = (_bare_runs(each, direction, grid) for each in (bed, twin))
-        cases |= {name: bed_case(bed, direction, run, warm[name]) for name, run in bare.items()}
-        cases[BIG_COPY] = bed.lab.big.case(direction)
-        short = bed.nbytes <= _SHORT_BYTES and not bed.lab.device.simulated
-        repeats = bed.lab.repeats * (_MORE_ROUNDS if short else 1)
-        return row_of(bed, direction, run_rounds(cases, repeats), chosen)
+        bare, warm = (_bare_runs(each, direction, grid) for each in (setup, small_setup))
+        scenarios |= {name: scenario_of(setup, direction, run, warm[name]) for name, run in bare.items()}
+        scenarios[CONTIGUOUS_COPY] = setup.lab.contiguous.scenario(direction)
+        short = setup.nbytes <= _SHORT_BYTES and not setup.lab.device.simulated
+        repeats = setup.lab.repeats * (_MORE_ROUNDS if short else 1)
+        return measurement_of(setup, direction, time_rounds(scenarios, repeats), chosen)
 
-    def _wanted(self, bed: Bed, direction: Direction) -> dict[str, tuple[str | CopyMethod | None, str]]:
+    def _wanted(self, setup: TransferSetup, direction: Direction) -> dict[str, tuple[str | CopyMethod | None, str]]:
         """What the engine is asked for, by name: the copier, and what to prefer."""
-        missing = bed.missing
+        missing = setup.missing
         self.not_run |= {name: reason for name, reason in missing.items() if reason is not None}
         wanted: dict[str, tuple[str | CopyMethod | None, str]] = {
             choice(prefer): (None, prefer) for prefer in PREFERENCES
@@ -150,21 +153,26 @@ class Measurer:
         wanted |= {name: (name, PREFERENCES[0]) for name in COPY_ENGINE if missing[name] is None}
         return wanted | {
             method.label: (method, PREFERENCES[0])
-            for method in shared_ways(bed, direction, self._methods)
+            for method in with_shares(setup, direction, self._methods)
             if not missing[method.copier]
         }
 
 
-def _bare_runs(bed: Bed, direction: Direction, grid: GridStride | None) -> dict[str, Run]:
-    runs = bare_calls(bed, direction)
+def _bare_runs(setup: TransferSetup, direction: Direction, grid: GridStride | None) -> dict[str, Run]:
+    runs = bare_calls(setup, direction)
     if grid is not None:
-        for pinned in (False,) if bed.lab.device.simulated else (False, True):
-            runs[grid_stride(GRID, pinned=pinned)] = grid.run(bed, direction, GRID, pinned=pinned)
+        for pinned in (False,) if setup.lab.device.simulated else (False, True):
+            runs[grid_stride(GRID, pinned=pinned)] = grid.run(setup, direction, GRID, pinned=pinned)
     return runs
 
 
 def run_engine(
-    bed: Bed, direction: Direction, name: str, chosen: dict[str, str], copier: str | CopyMethod | None, prefer: str
+    setup: TransferSetup,
+    direction: Direction,
+    name: str,
+    chosen: dict[str, str],
+    copier: str | CopyMethod | None,
+    prefer: str,
 ) -> float:
     """One transfer; the engine's own choice is noted under `name`."""
 
@@ -172,17 +180,19 @@ def run_engine(
         if copier is None:
             chosen[name] = job.reason
 
-    return bed.transfer_seconds(direction, copier, prefer, note)
+    return setup.transfer_seconds(direction, copier, prefer, note)
 
 
-def warm_engine(twin: Bed, bed: Bed, direction: Direction, copier: str | CopyMethod | None, prefer: str) -> float:
-    """A small transfer, carried as the next one on `bed` will be."""
-    return twin.seconds(twin.submit(direction, copier or bed.chosen_way(direction, prefer)))
+def warm_engine(
+    small_setup: TransferSetup, setup: TransferSetup, direction: Direction, copier: str | CopyMethod | None, prefer: str
+) -> float:
+    """A small transfer, carried as the next one on `setup` will be."""
+    return small_setup.seconds(small_setup.submit(direction, copier or setup.chosen_method(direction, prefer)))
 
 
-def shared_ways(bed: Bed, direction: Direction, methods: Sequence[CopyMethod]) -> list[CopyMethod]:
+def with_shares(setup: TransferSetup, direction: Direction, methods: Sequence[CopyMethod]) -> list[CopyMethod]:
     """Ways with the shares that the engine's profile gives them here; without a split that is none."""
-    shape, profile = bed.shape(direction), bed.engine.profile
+    shape, profile = setup.shape(direction), setup.engine.profile
     shared = [
         method._replace(share=profile.split_share(shape, method.programs)) if method.copier == "split" else method
         for method in methods
@@ -190,30 +200,34 @@ def shared_ways(bed: Bed, direction: Direction, methods: Sequence[CopyMethod]) -
     return [method for method in shared if method.copier != "split" or 0 < method.share < 1]
 
 
-def bed_case(bed: Bed, direction: Direction, run: Run, warm: Callable[[], object] | None = None) -> Case:
-    """A way of copying what a bed copies."""
-    if warm is None or bed.lab.device.simulated:
-        return Case(run, lambda: bed.poison(direction), lambda: bed.wrong(direction), bed.nbytes)
-    return Case(run, lambda: bed.poison(direction), lambda: bed.wrong(direction), bed.nbytes, warm)
+def scenario_of(
+    setup: TransferSetup, direction: Direction, run: Run, warm: Callable[[], object] | None = None
+) -> Scenario:
+    """A way of copying what a setup copies."""
+    if warm is None or setup.lab.device.simulated:
+        return Scenario(run, lambda: setup.poison(direction), lambda: setup.wrong(direction), setup.nbytes)
+    return Scenario(run, lambda: setup.poison(direction), lambda: setup.wrong(direction), setup.nbytes, warm)
 
 
-def row_of(bed: Bed, direction: Direction, timings: Mapping[str, Timing], chosen: dict[str, str]) -> Row:
-    row = Row(
-        bed.model,
-        bed.placement,
+def measurement_of(
+    setup: TransferSetup, direction: Direction, timings: Mapping[str, Timing], chosen: dict[str, str]
+) -> Measurement:
+    row = Measurement(
+        setup.model,
+        setup.placement,
         direction,
-        bed.plane_count,
-        bed.block_bytes,
-        bed.row_blocks,
-        bed.row_bytes,
-        bed.block_count,
-        bed.copies,
-        bed.nbytes,
+        setup.plane_count,
+        setup.block_bytes,
+        setup.blocks_per_slot,
+        setup.row_bytes,
+        setup.block_count,
+        setup.copies,
+        setup.nbytes,
         wrong={name: timing.wrong for name, timing in timings.items()},
         chosen=chosen,
-        groups=len(bed.parts),
+        groups=len(setup.groups),
     )
-    if not bed.lab.device.simulated:
+    if not setup.lab.device.simulated:
         row.gb_per_s.update({name: timing.gb_per_s for name, timing in timings.items()})
         row.samples_us.update({name: microseconds(timing) for name, timing in timings.items()})
     return row
@@ -223,10 +237,10 @@ def microseconds(timing: Timing) -> list[float]:
     return [round(seconds * 1e6, 2) for seconds in timing.seconds]
 
 
-def describe(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def describe(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
     """For tables, plots and JSON."""
     return [dict(vars(row)) for row in rows]
 
 
-def wrong_rows(rows: Sequence[Row]) -> int:
+def wrong_rows(rows: Sequence[Measurement]) -> int:
     return sum(sum(row.wrong.values()) for row in rows)
