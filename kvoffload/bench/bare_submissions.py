@@ -35,7 +35,7 @@ _GATHER_ROW_BYTES = 2048
 
 
 class BareSubmission(ABC):
-    """Submits transfers of one direction through bare driver calls. Free it with `close`; its transfers must have ended.
+    """Submits transfers of one direction by bare driver calls. Free it with `close` when its transfers have ended.
 
     Args:
         setup: whose planes and pool are used.
@@ -67,7 +67,7 @@ class BareSubmission(ABC):
         return event
 
     def submit(self, blocks: Int64Array, slots: Int64Array) -> None:
-        """Queue the transfer of block `blocks[i]` and slot `slots[i]`; int64, (n,) each. `check` raises if it failed."""
+        """Queue the transfer of block `blocks[i]` and slot `slots[i]`; int64, (n,) each. `check` raises if that failed."""
         api, stream = self._api, self._stream
         index = self._number % UNFINISHED
         self._number += 1

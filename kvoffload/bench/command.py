@@ -1,4 +1,4 @@
-"""`kvoffload bench`: transfers against what others do, their cost to the computation beside them and to the host."""
+"""`kvoffload bench`: the parsers of all benchmarks, and `bench plot`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from kvoffload.terminal.console import CommandError
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="measure", description="Measure transfers, and what they cost.")
+    parser = commands.add_parser(
+        "bench", help="measure", description="Measure transfers and what they cost, or draw saved results."
+    )
     benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     for bench in (transfer, sweep, interference, parts, interop, submit, bookkeeping):
         bench.add_parser(benches)

@@ -1,5 +1,4 @@
-"""What users of CuPy have: this library on their arrays, and what CuPy offers. All is queued on one stream, CuPy's
-current one.
+"""Methods for users of CuPy: this library on their arrays, and CuPy's own. All work is queued on CuPy's current stream.
 
 The cache is one array (planes, blocks, elements), or a list with an array (blocks, elements) for each plane, each in a
 driver allocation of its own. Block ids come from the host.
@@ -30,7 +29,7 @@ PINNED_LIST = "list: gather, get(out=pinned) / asarray, scatter, per plane"
 
 
 class CupyMethods:
-    """Ways by name, made when they are called. `close` closes their engines; the arrays go with the ways."""
+    """Methods by name, created by calling the values of `makers`. `close` closes their engines."""
 
     name = CUPY
 
@@ -163,12 +162,12 @@ class CupyMethods:
 
 
 class _OnGpu(NamedTuple):
-    """What a cache is filled with: by `right` or by `spoiled`, at the blocks `ids`."""
+    """What a cache is filled with: by `right` or by `poison`, at the blocks `ids`."""
 
     stream: Any
     ids: Any
     right: Any
-    spoiled: Any
+    poison: Any
 
 
 class _Cache(ABC):
@@ -189,8 +188,8 @@ class _Cache(ABC):
     def fill(self) -> None:
         self._renew(self._on_gpu.right)
 
-    def spoil(self) -> None:
-        self._renew(self._on_gpu.spoiled)
+    def poison(self) -> None:
+        self._renew(self._on_gpu.poison)
 
     def _renew(self, elements: Any) -> None:
         self._seen.clear()
@@ -249,8 +248,8 @@ class _Pinned:
     def fill(self) -> None:
         self.elements[...] = self._right
 
-    def spoil(self) -> None:
-        self._data.spoil(map(address_of, self.elements.reshape(len(self._data.blocks), -1)))
+    def poison(self) -> None:
+        self._data.poison(map(address_of, self.elements.reshape(len(self._data.blocks), -1)))
 
     def wait(self) -> None:
         self._stream.synchronize()
@@ -269,7 +268,7 @@ class _Pageable:
     def fill(self) -> None:
         self.elements = self._data.right.copy()
 
-    def spoil(self) -> None:
+    def poison(self) -> None:
         """What the next store gets may be the memory that this one gives back."""
         self.elements[...] = POISON_ELEMENT
         self.elements = np.empty((0, 0, 0), dtype=np.uint16)

@@ -1,8 +1,8 @@
-"""What the ways of `bench interop` move between a framework's cache and the host, and how they are timed and verified.
+"""The blocks that `bench interop` moves between a framework's cache and the host, and how methods are timed.
 
 Times are of the wall clock, from the call until the bytes can be used: a store ends when the host may read them, a load
-when the framework has computed with them. Several in a row are queued one after the other and waited for at their end;
-then what a transfer takes is its share of that.
+when the framework has computed with them. Transfers back to back are queued one after the other and waited for
+at their end; the time of one is its share of the whole.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ class FrameworkData:
         self._poison = lab.device.allocate(self._payload_bytes)
         self._queue(lambda stream: lab.driver.fill(self._poison.address, POISON, self._poison.nbytes, stream))
 
-    def spoil(self, addresses: Iterable[int]) -> None:
-        """Overwrite as much as a slot holds at each of these host addresses. The GPU does it, so that the CPU's caches
-        hold nothing of them."""
+    def poison(self, addresses: Iterable[int]) -> None:
+        """Overwrite a slot's payload at each of these host addresses. The GPU does it, so that the CPU's caches hold
+        nothing of them.
+        """
 
         def copy(stream: int) -> None:
             for address in addresses:
@@ -96,20 +97,20 @@ def _bytes_of(array: npt.NDArray[Any]) -> UInt8Array:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-class End(Protocol):
-    """Where the blocks are on one side."""
+class Side(Protocol):
+    """The blocks on one side: in the framework's cache, or on the host."""
 
     def fill(self) -> None:
-        """Give the blocks their bytes."""
+        """Write the right bytes into the blocks."""
 
-    def spoil(self) -> None:
-        """Overwrite them."""
+    def poison(self) -> None:
+        """Overwrite the blocks."""
 
     def wait(self) -> None:
-        """Wait until all that was queued towards it can be used."""
+        """Wait until the bytes of all queued transfers to this side can be used."""
 
     def wrong(self) -> int:
-        """How many of their rows are not as `fill` leaves them."""
+        """The number of rows that do not hold the bytes that `fill` writes."""
 
 
 class EngineSlots:
@@ -124,8 +125,8 @@ class EngineSlots:
         for slot, block in zip(self._slots, self._data.right_by_block, strict=True):
             slot[:] = _bytes_of(block)
 
-    def spoil(self) -> None:
-        self._data.spoil(map(address_of, self._slots))
+    def poison(self) -> None:
+        self._data.poison(map(address_of, self._slots))
 
     def wait(self) -> None:
         self._engine.drain()
@@ -136,19 +137,19 @@ class EngineSlots:
 
 @dataclass(frozen=True)
 class FrameworkMethod:
-    """How the blocks get from a framework's cache to the host, and back.
+    """A method of moving the blocks from a framework's cache to the host and back.
 
     Attributes:
         framework, name: for tables.
         cache, host: the two sides.
         store: queues a store.
-        load: queues a load, and a computation that looks at what it loads. Both return a job where it is ours.
+        load: queues a load, and a computation that reads what is loaded. Both return a job if this library does it.
     """
 
     framework: str
     name: str
-    cache: End
-    host: End
+    cache: Side
+    host: Side
     store: Move
     load: Move
 
@@ -156,46 +157,46 @@ class FrameworkMethod:
     def label(self) -> str:
         return f"{self.framework}: {self.name}"
 
-    def source(self, direction: Direction) -> End:
+    def source(self, direction: Direction) -> Side:
         return self.cache if direction is Direction.STORE else self.host
 
     def move(self, direction: Direction) -> Move:
         return self.store if direction is Direction.STORE else self.load
 
-    def target(self, direction: Direction) -> End:
+    def target(self, direction: Direction) -> Side:
         return self.host if direction is Direction.STORE else self.cache
 
-    def carry_out(self, direction: Direction, times: int = 1) -> list[Job]:
-        """Queue so many transfers, and wait for all of them. The jobs, where they are ours, may have failed."""
+    def execute(self, direction: Direction, times: int = 1) -> list[Job]:
+        """Queue `times` transfers, and wait for all; the jobs of this library's, which may have failed."""
         move = self.move(direction)
         moved = [move() for _ in range(times)]
         self.target(direction).wait()
         return [job for job in moved if job is not None]
 
     def scenario(self, direction: Direction, data: FrameworkData, times: int) -> Scenario:
-        """So many transfers in a row; see `run_warmed`. What is stored first is not in the GPU's cache."""
+        """`times` transfers back to back, for `time_warmed`. No block to be stored is in the GPU's cache."""
         target = self.target(direction)
 
         def poison() -> None:
-            target.spoil()
+            target.poison()
             if direction is Direction.STORE:
                 data.lab.flush()
 
-        def run() -> float:
+        def execute() -> float:
             begin = time.perf_counter()
-            jobs = self.carry_out(direction, times)
+            jobs = self.execute(direction, times)
             seconds = time.perf_counter() - begin
             for job in jobs:
                 job.wait()  # raises if it failed
             return seconds / times
 
-        return Scenario(run, poison, target.wrong, data.nbytes, partial(self.carry_out, direction))
+        return Scenario(execute, poison, target.wrong, data.nbytes, partial(self.execute, direction))
 
 
-def run_warmed(scenarios: Mapping[str, Scenario], repeats: int, seed: int, progress: Advance) -> dict[str, Timing]:
+def time_warmed(scenarios: Mapping[str, Scenario], repeats: int, seed: int, progress: Advance) -> dict[str, Timing]:
     """Every scenario once a round, in a random order; figures are of the rounds after the first.
 
-    Each runs twice: once to warm up the CPU's caches, then, when its targets have been poisoned, by the clock.
+    Each executes twice: once to warm up the CPU's caches, then, with its targets poisoned, timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in scenarios}
     wrong = dict.fromkeys(scenarios, 0)

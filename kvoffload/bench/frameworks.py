@@ -1,5 +1,5 @@
-"""What users of CuPy and of JAX have without this library, on arrays of their own: (planes, blocks, elements), the same
-block ids, pinned host memory. They run last in a process: JAX takes streams, memory and threads of its own.
+"""CuPy and JAX without this library, on arrays of their own: (planes, blocks, elements), the same block ids, pinned
+host memory. They are measured last in a process: JAX takes streams, memory and threads of its own.
 
 CuPy is timed on the GPU clock, JAX by wall clock, since its streams are its own.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvoffload.bench.contiguous import CONTIGUOUS_COPY
 from kvoffload.bench.lab import Lab
-from kvoffload.bench.measurements import Measurement, choice, measurement_of, run_engine, scenario_of
+from kvoffload.bench.measurements import Measurement, choice, measurement_of, scenario_of, time_engine
 from kvoffload.bench.rounds import Scenario, time_rounds
 from kvoffload.bench.setup import TransferSetup
 from kvoffload.bench.tools import POISON
@@ -43,16 +43,16 @@ class Arrays(Protocol):
 def measure_frameworks(
     lab: Lab, geometries: Sequence[ModelGeometry], progress: Callable[[int, int], None]
 ) -> tuple[list[Measurement], dict[str, str]]:
-    """Every geometry of one group, beside the engine's choice and the contiguous copy; and what did not run, and why."""
+    """Every geometry of one group, also by the engine's choice and the contiguous copy; by name, why one is missing."""
     kinds, missing = _importable()
-    rows: list[Measurement] = []
+    found: list[Measurement] = []
     for number, geometry in enumerate(geometries, start=1):
         if len(geometry.groups) == 1 and kinds:
             with TransferSetup(lab, geometry) as setup, ExitStack() as stack:
                 arrays = {name: stack.enter_context(closing(make(setup))) for name, make in kinds.items()}
-                rows += [_measure(setup, direction, arrays) for direction in Direction]
+                found += [_measure(setup, direction, arrays) for direction in Direction]
         progress(number, len(geometries))
-    return rows, missing
+    return found, missing
 
 
 def _importable() -> tuple[dict[str, Callable[[TransferSetup], Arrays]], dict[str, str]]:
@@ -97,7 +97,7 @@ def _measure(setup: TransferSetup, direction: Direction, arrays: dict[str, Array
     name = choice("overlap")
     setup.prepare(direction)
     scenarios = {
-        name: scenario_of(setup, direction, partial(run_engine, setup, direction, name, chosen, None, "overlap"))
+        name: scenario_of(setup, direction, partial(time_engine, setup, direction, name, chosen, None, "overlap"))
     }
     scenarios |= {kind: each.scenario(direction) for kind, each in arrays.items()}
     scenarios[CONTIGUOUS_COPY] = setup.lab.contiguous.scenario(direction)
@@ -106,8 +106,8 @@ def _measure(setup: TransferSetup, direction: Direction, arrays: dict[str, Array
 
 def _right(setup: TransferSetup) -> Elements:
     """What the blocks hold: (planes, blocks, elements)."""
-    runs = np.stack(setup.expected()).view(np.uint16)
-    return np.ascontiguousarray(runs.reshape(len(runs), setup.plane_count, -1).swapaxes(0, 1))
+    slots = np.stack(setup.expected()).view(np.uint16)
+    return np.ascontiguousarray(slots.reshape(len(slots), setup.plane_count, -1).swapaxes(0, 1))
 
 
 def _wrong(setup: TransferSetup, found: Elements, right: Elements) -> int:
@@ -127,7 +127,7 @@ class _Stream:
 
 
 def _foreign_stream(cupy: Any, handle: int) -> Any:
-    """A CuPy stream over a handle, in the way that this CuPy does not deprecate."""
+    """A CuPy stream over a handle, by the constructor that this version of CuPy does not deprecate."""
     adopt = getattr(cupy.cuda.Stream, "from_external", None)
     return cupy.cuda.ExternalStream(handle) if adopt is None else adopt(_Stream(handle))
 
@@ -146,7 +146,7 @@ class CupyArrays:
             self._ids = cupy.asarray(setup.groups[0].blocks)
             self._cache = cupy.empty((len(self._right), num_blocks, self._right.shape[2]), dtype=cupy.uint16)
             self._cache[:, self._ids] = cupy.asarray(self._right)
-            self._spoiled = cupy.full(self._right.shape, _POISON_ELEMENT, dtype=cupy.uint16)
+            self._poison = cupy.full(self._right.shape, _POISON_ELEMENT, dtype=cupy.uint16)
             pinned = cupy.cuda.alloc_pinned_memory(self._right.nbytes)
         elements = np.frombuffer(pinned, dtype=np.uint16, count=self._right.size)
         self._host: Elements = elements.reshape(self._right.shape)
@@ -180,7 +180,7 @@ class CupyArrays:
         self._cache[:, self._ids] = fresh
 
     def _poison_host(self) -> None:
-        self._spoiled.get(stream=self._stream, out=self._host, blocking=False)
+        self._poison.get(stream=self._stream, out=self._host, blocking=False)
 
     def _poison_cache(self) -> None:
         self._cache.fill(_POISON_ELEMENT)
@@ -194,7 +194,7 @@ class CupyArrays:
         return found
 
     def close(self) -> None:
-        del self._cache, self._spoiled, self._ids, self._host
+        del self._cache, self._poison, self._ids, self._host
         self._cupy.get_default_memory_pool().free_all_blocks()
         self._cupy.get_default_pinned_memory_pool().free_all_blocks()
 
@@ -215,13 +215,13 @@ class JaxArrays:
         shape = (len(self._right), num_blocks, self._right.shape[2])
         self._gather = jax.jit(lambda cache, ids: cache[:, ids])
         self._scatter = jax.jit(lambda cache, ids, fresh: cache.at[:, ids].set(fresh), donate_argnums=0)
-        self._spoil = jax.jit(lambda cache: jnp.full_like(cache, _POISON_ELEMENT), donate_argnums=0)
+        self._fill_poison = jax.jit(lambda cache: jnp.full_like(cache, _POISON_ELEMENT), donate_argnums=0)
         self._ids = jax.device_put(setup.groups[0].blocks.astype(np.int32), self._on_gpu)
-        self._spoiled = jax.device_put(np.full_like(self._right, _POISON_ELEMENT), self._on_gpu)
+        self._poison = jax.device_put(np.full_like(self._right, _POISON_ELEMENT), self._on_gpu)
         self._host = jax.device_put(self._right, self._on_host)
         cache = jax.device_put(np.zeros(shape, dtype=np.uint16), self._on_gpu)
         self._cache = self._scatter(cache, self._ids, jax.device_put(self._right, self._on_gpu))
-        self._jax.block_until_ready((self._cache, self._host, self._spoiled))
+        self._jax.block_until_ready((self._cache, self._host, self._poison))
         self._stored: Any = None
 
     def scenario(self, direction: Direction) -> Scenario:
@@ -247,18 +247,18 @@ class JaxArrays:
     def _poison_host(self) -> None:
         """JAX allocates what it stores to, and gives it the memory that was freed last: poison that."""
         self._stored = None
-        spoiled = self._jax.device_put(self._spoiled, self._on_host)
-        spoiled.block_until_ready()
-        spoiled.delete()
+        poison = self._jax.device_put(self._poison, self._on_host)
+        poison.block_until_ready()
+        poison.delete()
 
     def _poison_cache(self) -> None:
-        self._cache = self._spoil(self._cache)
+        self._cache = self._fill_poison(self._cache)
         self._cache.block_until_ready()
 
     def _wrong(self, found: Any) -> int:
         return _wrong(self._bed, np.asarray(found), self._right)
 
     def close(self) -> None:
-        for array in (self._cache, self._host, self._spoiled, self._ids, self._stored):
+        for array in (self._cache, self._host, self._poison, self._ids, self._stored):
             if array is not None:
                 array.delete()

@@ -1,4 +1,4 @@
-"""`kvoffload bench interference`: what a transfer costs the computation beside it."""
+"""`kvoffload bench interference`: how much slower a computation is while transfers are concurrent with it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ _METHODS = (
 _PLANES, _BLOCK_BYTES = 64, 8192
 _SMALL_PLANES, _SMALL_BLOCKS = 2, 2  # on the simulated device
 _DESCRIPTION = """\
-Time a computation alone and beside each way of copying, in interleaved rounds: a product of bf16 matrices of 4096 x
-4096, a skinny one (64 x 8192 by 8192 x 28672, which reads its weights from memory, as decoding does), and a loop of
-steps of 32 skinny products, each followed by a store of 32 MiB, as when nothing is ever hit. Beside the products,
-transfers of 64 planes of 8 KiB blocks that fold go on without a break; "contiguous copy" copies 256 MiB at a time (32 MiB in
-the loop), "grid-stride 12" and "20" are the kernels of `bench transfer`. Figures are how many times as long the
-computation chosen_methods, by medians on the GPU clock, and the GB/s of the transfers that ended before it did. Targets
-are poisoned before, and all bytes verified after, every timed run.
-On the simulated device: small, verified, no times."""
+Time a computation alone and concurrent with transfers by each copy method, in interleaved rounds: a product of bf16
+matrices of 4096 x 4096, a skinny one (64 x 8192 by 8192 x 28672, which reads its weights from memory, as decoding
+does), and a loop of steps of 32 skinny products, each followed by a store of 32 MiB, as a server without cache hits
+does. Concurrent with the products, transfers of 64 planes of 8 KiB blocks that fold follow each other without a pause;
+"contiguous copy" copies 256 MiB at a time (32 MiB in the loop), "grid-stride 12" and "20" are the kernels of `bench
+transfer`. Figures are the factor by which the computation became slower, by medians on the GPU clock, and the GB/s of
+the transfers that ended before the computation did. Targets are poisoned before each timed execution, and all bytes
+verified after it.
+On the simulated device: small sizes, verified, and no times."""
 
 
 class Effort(NamedTuple):
@@ -64,7 +65,7 @@ _SMALL = Effort(1, 0, 1, 1)
 
 def add_parser(benches: Any) -> None:
     parser = benches.add_parser(
-        "interference", help="what a transfer costs the computation beside it", description=_DESCRIPTION
+        "interference", help="how much transfers slow a concurrent computation", description=_DESCRIPTION
     )
     add_bench_options(parser, 7)
     parser.set_defaults(run=run)
@@ -80,7 +81,7 @@ def _measure(lab: Lab, output: Output) -> Fields:
         raise CommandError(f"the computation is a Triton kernel: {reason}")
     simulated = lab.device.simulated
     effort = _SMALL if simulated else _FULL
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     not_run: dict[str, str] = {}
     with ExitStack() as stack, output.progress("computations") as progress:
         geometry = geometry_of(_SMALL_PLANES if simulated else _PLANES, _BLOCK_BYTES, lab.size.scale)
@@ -93,15 +94,15 @@ def _measure(lab: Lab, output: Output) -> Fields:
             with Computation(lab.device, product) as computation:
                 for direction in directions:
                     timed = _Timed(setup, direction, grid, computation, effort, looped=name == LOOP)
-                    rows += timed.rows(name)
+                    records += timed.records(name)
             progress(done, len(jobs))
         profile = setup.engine.profile.source
     return {
-        "interference": rows,
-        "ratios": [] if simulated else _ratios(rows),
+        "interference": records,
+        "ratios": [] if simulated else _ratios(records),
         "not_run": not_run,
         "profile": profile,
-        "wrong_rows": sum(row["wrong"] for row in rows),
+        "wrong_rows": sum(record["wrong"] for record in records),
     }
 
 
@@ -121,7 +122,7 @@ def _computations(simulated: bool) -> Iterator[tuple[str, Product, tuple[Directi
 
 
 class _Timed:
-    """One computation, beside every way of copying in one direction."""
+    """One computation, concurrent with transfers of one direction by every copy method."""
 
     def __init__(
         self,
@@ -136,8 +137,8 @@ class _Timed:
         self._bed, self._direction, self._grid = setup, direction, grid
         self._computation, self._effort, self._looped = computation, effort, looped
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        """A row for each way; slow-downs are of the computation's median alone."""
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """A record for each copy method; slow-downs are relative to the median of the computation alone."""
         setup = self._bed
         setup.prepare(self._direction)
         with ExitStack() as stack:
@@ -148,21 +149,21 @@ class _Timed:
             scenarios = {
                 method: self._scenario(background, method, contiguous) for method, background in backgrounds.items()
             }
-            scenarios[ALONE] = Scenario(lambda: self._run(None), lambda: None, lambda: 0, 0)
+            scenarios[ALONE] = Scenario(lambda: self._execute(None), lambda: None, lambda: 0, 0)
             timings = time_rounds(scenarios, setup.lab.repeats)
-        rows = []
+        records = []
         for method, timing in timings.items():
-            row = {"computation": name, "direction": str(self._direction), "method": method, "wrong": timing.wrong}
+            record = {"computation": name, "direction": str(self._direction), "method": method, "wrong": timing.wrong}
             background = backgrounds.get(method)
             if isinstance(background, EngineBackground) and method == _CHOICE:
-                row["chosen"] = background.reason
+                record["chosen"] = background.reason
             if not setup.lab.device.simulated:
-                row |= {"seconds": timing.median, "slowdown": timing.median / timings[ALONE].median}
-                row["samples_us"] = [round(each * 1e6, 2) for each in timing.seconds]
+                record |= {"seconds": timing.median, "slowdown": timing.median / timings[ALONE].median}
+                record["samples_us"] = [round(each * 1e6, 2) for each in timing.seconds]
                 if background is not None and background.seconds:
-                    row["gb_per_s"] = background.nbytes / statistics.median(background.seconds) / 1e9
-            rows.append(row)
-        return rows
+                    record["gb_per_s"] = background.nbytes / statistics.median(background.seconds) / 1e9
+            records.append(record)
+        return records
 
     def _backgrounds(self, stack: ExitStack, contiguous: ContiguousCopy) -> dict[str, Background]:
         setup, direction, lab = self._bed, self._direction, self._bed.lab
@@ -186,12 +187,15 @@ class _Timed:
         setup, direction = self._bed, self._direction
         if method == CONTIGUOUS_COPY:
             copy = contiguous.scenario(direction)
-            return Scenario(lambda: self._run(background), copy.poison, copy.wrong, copy.nbytes)
+            return Scenario(lambda: self._execute(background), copy.poison, copy.wrong, copy.nbytes)
         return Scenario(
-            lambda: self._run(background), lambda: setup.poison(direction), lambda: setup.wrong(direction), setup.nbytes
+            lambda: self._execute(background),
+            lambda: setup.poison(direction),
+            lambda: setup.wrong(direction),
+            setup.nbytes,
         )
 
-    def _run(self, background: Background | None) -> float:
+    def _execute(self, background: Background | None) -> float:
         """Seconds of one product, or of one step of the loop."""
         seconds = self._loop(background) if self._looped else self._products(background)
         if background is not None:
@@ -207,7 +211,7 @@ class _Timed:
         return statistics.fmean(seconds[self._effort.skipped :])
 
     def _loop(self, background: Background | None) -> float:
-        """Steps go on while the stores of the last ones are under way."""
+        """A step starts while the stores of earlier steps are unfinished."""
         device, driver, stream = self._bed.lab.device, self._bed.lab.driver, self._computation.stream
         with device.current(), ExitStack() as stack:
             start, end = (driver.event_create(timing=True) for _ in range(2))
@@ -224,30 +228,30 @@ class _Timed:
             return driver.event_seconds(start, end) / self._effort.steps
 
 
-def _ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _ratios(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The choice's slow-downs, and what was chosen."""
     return [
         {
-            "ratio": f"{row['computation']} beside the choice (overlap), {row['direction']}",
+            "ratio": f"{record['computation']} with the choice (overlap), {record['direction']}",
             "which": "slow-down",
-            "value": row["slowdown"],
-            "at": row["chosen"],
+            "value": record["slowdown"],
+            "at": record["chosen"],
         }
-        for row in rows
-        if row["method"] == _CHOICE
+        for record in records
+        if record["method"] == _CHOICE
     ]
 
 
 def _show(fields: Fields, output: Output) -> None:
     simulated = fields["simulated"]
-    columns = ("beside", "wrong rows") if simulated else ("beside", "us", "slow-down", "GB/s beside it", "wrong rows")
-    for name in dict.fromkeys((row["computation"], row["direction"]) for row in fields["interference"]):
-        rows = [row for row in fields["interference"] if (row["computation"], row["direction"]) == name]
+    columns = ["copy method"] + ([] if simulated else ["us", "slow-down", "transfers GB/s"]) + ["wrong rows"]
+    for name in dict.fromkeys((record["computation"], record["direction"]) for record in fields["interference"]):
+        records = [record for record in fields["interference"] if (record["computation"], record["direction"]) == name]
         lines = []
-        for row in rows:
-            line = [row["method"]]
+        for record in records:
+            line = [record["method"]]
             if not simulated:
-                line += [number(row["seconds"] * 1e6), number(row["slowdown"], 3), number(row.get("gb_per_s"))]
-            lines.append([*line, row["wrong"]])
+                line += [number(record["seconds"] * 1e6), number(record["slowdown"], 3), number(record.get("gb_per_s"))]
+            lines.append([*line, record["wrong"]])
         title = f"{name[0]}, {name[1]} ({direction_text(Direction(name[1]))})" + (", SIMULATED" if simulated else "")
         output.table(title, columns, lines)

@@ -1,6 +1,6 @@
-"""What users of JAX have: the four caches of this library, and jitted gathers and scatters with JAX's own way to pinned
-memory of its own, for all blocks together or each by itself. On the simulated device JAX computes on the CPU, and what
-needs JAX's memory on the GPU is left out.
+"""Methods for users of JAX: the four caches of this library, and jitted gathers and scatters with device_put to pinned
+memory of JAX's, for all blocks together or each by itself. On the simulated device JAX computes on the CPU, and methods
+that need JAX's memory on the GPU are left out.
 
 The cache is one bfloat16 array (planes, blocks, elements), which updates are given as a donated argument.
 """
@@ -31,14 +31,14 @@ Submit = Callable[[OffloadEngine], list[Job]]
 
 
 class _Plain:
-    """What takes the place of a cache of this library for JAX's own ways."""
+    """Holds the array of JAX's own methods, as a cache of this library holds its array."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
 
 
 class JaxMethods:
-    """Ways by name, made when they are called. `close` closes their engines; the arrays go with the ways."""
+    """Methods by name, created by calling the values of `makers`. `close` closes their engines."""
 
     name = JAX
 
@@ -157,14 +157,14 @@ class JaxMethods:
 
 
 class _Programs:
-    """What JAX runs and puts where. Scatters donate the cache; `ids`, `right` and `spoiled` are on the device."""
+    """Jitted programs, and where arrays lie. Scatters donate the cache; `ids`, `right` and `poison` are on the device."""
 
     def __init__(self, jax: Any, data: FrameworkData, target: Any) -> None:
         self._jax = jax
         self.on_device = jax.sharding.SingleDeviceSharding(target, memory_kind="device")
         self.on_host = jax.sharding.SingleDeviceSharding(target, memory_kind="pinned_host")
         self.right = self.put(data.right, self.on_device)
-        self.spoiled = self.put(np.full_like(data.right, POISON_ELEMENT), self.on_device)
+        self.poison = self.put(np.full_like(data.right, POISON_ELEMENT), self.on_device)
         self.ids = jax.device_put(data.blocks.astype(np.int32), self.on_device)
         self.gather = jax.jit(_gather)
         self.scatter = jax.jit(_scatter, donate_argnums=0)
@@ -190,7 +190,7 @@ class _Programs:
         return list(self._jax.device_put(gathered, self.on_host))
 
     def scatter_blocks(self, cache: Any, ids: Any, blocks: list[Any]) -> Any:
-        """Blocks that were stored each by itself, by one program for so many."""
+        """Blocks that were stored each by itself, by one program for their number."""
         return self._scatter_blocks(cache, ids, self._jax.device_put(blocks, self.on_device))
 
     def jitted(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -221,7 +221,7 @@ class _Cache:
 
     @property
     def readers(self) -> list[Any]:
-        """What a load has to follow besides what made the cache: the last look, which follows those before it."""
+        """Readers that a load must follow: the last look at the cache, which follows all earlier ones."""
         return self._seen[-1:]
 
     def look(self) -> None:
@@ -235,8 +235,8 @@ class _Cache:
     def fill(self) -> None:
         self._write(self._programs.right)
 
-    def spoil(self) -> None:
-        self._write(self._programs.spoiled)
+    def poison(self) -> None:
+        self._write(self._programs.poison)
 
     def _write(self, blocks: Any) -> None:
         self._seen.clear()
@@ -252,7 +252,7 @@ class _Cache:
 
 
 class _Pinned:
-    """Pinned memory of JAX's: new arrays for each store, kept until `spoil`.
+    """Pinned memory of JAX's: new arrays for each store, kept until `poison`.
 
     Attributes:
         stored: by each store an array, or a list of them.
@@ -261,8 +261,8 @@ class _Pinned:
     def __init__(self, jax: Any, data: FrameworkData, programs: _Programs, right: Elements | list[Elements]) -> None:
         """`right`: what each store has to give."""
         self._jax, self._data, self._programs, self._right = jax, data, programs, right
-        spoiled = jax.tree.map(lambda each: np.full_like(each, POISON_ELEMENT), right)
-        self._spoiled = programs.put(spoiled, programs.on_device)
+        poison = jax.tree.map(lambda each: np.full_like(each, POISON_ELEMENT), right)
+        self._poison = programs.put(poison, programs.on_device)
         self.stored: list[Any] = []
 
     def fill(self) -> None:
@@ -272,11 +272,11 @@ class _Pinned:
     def wait(self) -> None:
         self._jax.block_until_ready(self.stored)
 
-    def spoil(self) -> None:
-        """JAX gives the next stores the memory that was freed last: spoil as much as these had."""
+    def poison(self) -> None:
+        """JAX gives the next stores the memory that was freed last: poison as much as these had."""
         had = len(self.stored)
         self.stored.clear()
-        self._jax.block_until_ready([self._jax.device_put(self._spoiled, self._programs.on_host) for _ in range(had)])
+        self._jax.block_until_ready([self._jax.device_put(self._poison, self._programs.on_host) for _ in range(had)])
 
     def wrong(self) -> int:
         leaves = self._jax.tree.leaves

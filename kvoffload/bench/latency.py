@@ -1,7 +1,7 @@
-"""The engine as its caller sees it: host time of `store()` and `load()`, wall clock up to the result out of `poll()`.
+"""Host time of `store()` and `load()`, and wall clock from the call until `poll()` returns the result.
 
-And the batch copier at one number of descriptors against one flat batch, both as wall clock from the call on an idle
-stream and as GPU clock.
+Also the batch copier against one flat batch at one number of descriptors, by wall clock from the call on an idle stream
+and by GPU clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DESCRIPTOR_BYTES = (8 << 10, 16 << 10, 24 << 10, 32 << 10, 64 << 10)
 
 
 def geometry_of(planes: int, block_bytes: int, scale: float) -> ModelGeometry:
-    """So many planes of blocks of so many bytes (a multiple of 32)."""
+    """A geometry of one group; `block_bytes` is a multiple of 32."""
     return ModelGeometry(f"{planes} planes", planes, 1, block_bytes // 32, kv_split=False, scale=scale)
 
 
@@ -93,12 +93,12 @@ def _latency(setup: TransferSetup, small_setup: TransferSetup) -> list[dict[str,
 
 def _once(setup: TransferSetup, direction: Direction) -> tuple[float, float]:
     """Seconds until the call has returned, and until `poll` has reported its job."""
-    engine, part = setup.engine, setup.groups[0]
+    engine, group = setup.engine, setup.groups[0]
     begin = time.perf_counter()
     if direction is Direction.STORE:
-        engine.store(part.blocks, part.slots)
+        engine.store(group.blocks, group.slots)
     else:
-        engine.load(part.slots, part.blocks)
+        engine.load(group.slots, group.blocks)
     returned = time.perf_counter()
     while not (results := engine.poll()):
         pass
@@ -129,18 +129,18 @@ def print_latencies(fields: Mapping[str, Any], output: Output) -> None:
 
 def measure_descriptors(lab: Lab) -> list[dict[str, Any]]:
     """Loads of `size.descriptors` rows: the batch copier and one flat batch, wall clock and GPU clock."""
-    rows = []
+    records = []
     for block_bytes in _DESCRIPTOR_BYTES if lab.device.capabilities.flat_batch else ():
         geometry = geometry_of(_DESCRIPTOR_PLANES, block_bytes, lab.size.scale)
         with (
             TransferSetup(lab, geometry, count=lab.size.descriptors // _DESCRIPTOR_PLANES) as setup,
             setup.smaller() as small_setup,
         ):
-            rows.append(_descriptors(setup, small_setup))
-    return rows
+            records.append(_descriptors(setup, small_setup))
+    return records
 
 
-def _runs(setup: TransferSetup, direction: Direction) -> dict[str, Callable[[], float]]:
+def _copies(setup: TransferSetup, direction: Direction) -> dict[str, Callable[[], float]]:
     return {
         "batch": lambda: setup.seconds(setup.submit(direction, "batch")),
         FLAT_BATCH: flat_batch(setup, direction),
@@ -150,63 +150,64 @@ def _runs(setup: TransferSetup, direction: Direction) -> dict[str, Callable[[], 
 def _descriptors(setup: TransferSetup, small_setup: TransferSetup) -> dict[str, Any]:
     direction = Direction.LOAD
     setup.prepare(direction)
-    runs, warm = _runs(setup, direction), _runs(small_setup, direction)
-    walls: dict[str, list[float]] = {name: [] for name in runs}
+    copies, warm = _copies(setup, direction), _copies(small_setup, direction)
+    walls: dict[str, list[float]] = {name: [] for name in copies}
 
     def timed(name: str) -> float:
         begin = time.perf_counter()
-        seconds = runs[name]()
+        seconds = copies[name]()
         walls[name].append(time.perf_counter() - begin)
         return seconds
 
-    scenarios = {name: scenario_of(setup, direction, partial(timed, name), warm[name]) for name in runs}
+    scenarios = {name: scenario_of(setup, direction, partial(timed, name), warm[name]) for name in copies}
     timings = time_rounds(scenarios, setup.lab.repeats)
-    row: dict[str, Any] = {
+    record: dict[str, Any] = {
         "direction": str(direction),
         "descriptors": setup.copies,
         "row_bytes": setup.row_bytes,
         "wrong": {name: timing.wrong for name, timing in timings.items()},
     }
     if not setup.lab.device.simulated:
-        wall = {name: setup.nbytes / statistics.median(walls[name][WARM_UP:]) / 1e9 for name in runs}
+        wall = {name: setup.nbytes / statistics.median(walls[name][WARM_UP:]) / 1e9 for name in copies}
         gpu = {name: timing.gb_per_s for name, timing in timings.items()}
         for clock, rates in (("gpu", gpu), ("wall", wall)):
-            row |= {f"{name.replace(' ', '_')}_{clock}_gb_per_s": rate for name, rate in rates.items()}
-            row[f"batch/flat batch, {clock}"] = rates["batch"] / rates[FLAT_BATCH]
-    return row
+            record |= {f"{name.replace(' ', '_')}_{clock}_gb_per_s": rate for name, rate in rates.items()}
+            record[f"batch/flat batch, {clock}"] = rates["batch"] / rates[FLAT_BATCH]
+    return record
 
 
 def other_ratios(
     descriptors: Sequence[Mapping[str, Any]], latencies: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What sums these up, as `summary.ratios`; nothing from the simulated device."""
+    """Ratios of these records, as `summary.ratios`; none from the simulated device."""
     found = []
-    for row in descriptors:
+    for record in descriptors:
         for clock in ("gpu", "wall"):
-            if f"batch/flat batch, {clock}" in row:
-                name = f"batch / flat batch, n = {row['descriptors']}, {size_text(row['row_bytes'])}, load"
-                value, at = row[f"batch/flat batch, {clock}"], f"{'GPU' if clock == 'gpu' else 'wall'} clock"
+            if f"batch/flat batch, {clock}" in record:
+                name = f"batch / flat batch, n = {record['descriptors']}, {size_text(record['row_bytes'])}, load"
+                value, at = record[f"batch/flat batch, {clock}"], f"{'GPU' if clock == 'gpu' else 'wall'} clock"
                 found.append({"ratio": name, "which": "median", "value": value, "at": at})
     for each in latencies:
         if "wall/contiguous copy" in each:
-            name = f"wall clock to poll() / contiguous copy, {each['blocks']} blocks of {each['model']}, {each['direction']}"
+            blocks = f"{each['blocks']} blocks of {each['model']}"
+            name = f"wall clock to poll() / contiguous copy, {blocks}, {each['direction']}"
             at = f"the call itself {each['call_seconds'] * 1e6:.0f} us"
             found.append({"ratio": name, "which": "median", "value": each["wall/contiguous copy"], "at": at})
     return found
 
 
 def print_descriptors(fields: Mapping[str, Any], output: Output) -> None:
-    rows, simulated = fields["descriptors"], fields["simulated"]
-    if not rows:
+    records, simulated = fields["descriptors"], fields["simulated"]
+    if not records:
         return
-    columns = ["row bytes", "descriptors", "wrong rows"]
+    columns = ["record bytes", "descriptors", "wrong rows"]
     clocks = () if simulated else ("wall", "gpu")
     columns += [f"{name}, {clock}" for clock in clocks for name in ("batch", "flat batch", "ratio")]
     lines = []
-    for row in rows:
-        line = [row["row_bytes"], row["descriptors"], sum(row["wrong"].values())]
+    for record in records:
+        line = [record["row_bytes"], record["descriptors"], sum(record["wrong"].values())]
         for clock in clocks:
-            line += [number(row[f"{name}_{clock}_gb_per_s"]) for name in ("batch", "flat_batch")]
-            line.append(number(row[f"batch/flat batch, {clock}"], 2))
+            line += [number(record[f"{name}_{clock}_gb_per_s"]) for name in ("batch", "flat_batch")]
+            line.append(number(record[f"batch/flat batch, {clock}"], 2))
         lines.append(line)
     output.table("load, one number of descriptors" + (", SIMULATED" if simulated else ", GB/s"), columns, lines)

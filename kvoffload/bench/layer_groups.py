@@ -1,4 +1,4 @@
-"""`kvoffload bench parts`: what loading layer by layer costs, and how early the first layer is there."""
+"""`kvoffload bench parts`: what loading layer by layer costs, and how early the first layers can be used."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _PARTS = [1, 2, 4, 8, 16, 32]
 _COPIERS = (*COPY_ENGINE, "gather")  # those that copy parts
 _SIMULATED_SHARE = 16  # of the blocks, one in so many is loaded on the simulated device
 _DESCRIPTION = """\
-Loads of random, non-adjacent blocks into folded planes (in one slab), in 1, 2, 4, ... parts of equally many planes;
-the engine chooses what carries them, and 1 part is a load as any other. "call": how long load() keeps the host; "part
-0" and "all": from just before the call until a stream that was ordered behind the first part, and one behind the whole
-load, has come through, by events on the GPU clock (so not before the call has returned); "GPU": the time of the load
-itself on the GPU clock, and its bandwidth. Medians of interleaved rounds; targets are poisoned before, and
-all bytes verified after, every load; just before it, a small load warms up the CPU's caches. On the simulated device:
-small sizes, verified, and no times."""
+Loads of random, non-adjacent blocks into folded planes (in one allocation), in 1, 2, 4, ... parts of equally many
+planes; the engine chooses the copy method; 1 part is an ordinary load. "call": host time of load(). "part 0" and "all":
+from just before the call until a stream that is ordered after the first part, and one that is ordered after the whole
+load, has passed that point, by events on the GPU clock (so not before the call has returned). "GPU": the time of the
+load itself on the GPU clock, and its bandwidth. Medians of interleaved rounds. Targets are poisoned before each load,
+and all bytes verified after it; right before it, a small load warms up the CPU's caches.
+On the simulated device: small sizes, verified, and no times."""
 
 
 def add_parser(benches: Any) -> None:
@@ -58,24 +58,24 @@ def run(arguments: argparse.Namespace) -> int:
 
     def measure(lab: Lab, output: Output) -> Fields:
         with output.progress("loads") as progress:
-            rows = list(_rows(arguments, lab, progress))
+            records = list(_records(arguments, lab, progress))
         return {
-            "parts": [row for _, row in rows],
-            "profile": rows[0][0],
-            "wrong_rows": sum(row["wrong"] for _, row in rows),
+            "parts": [record for _, record in records],
+            "profile": records[0][0],
+            "wrong_rows": sum(record["wrong"] for _, record in records),
         }
 
     return conduct(arguments, "parts", measure, _show)
 
 
-def _rows(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Iterator[tuple[str, dict[str, Any]]]:
     """With where the profile comes from."""
     share = _SIMULATED_SHARE if lab.device.simulated else 1
     for done, blocks in enumerate(arguments.blocks, start=1):
         setup = TransferSetup(lab, arguments.model.scaled(lab.size.scale), count=-(-blocks // share))
         with setup, setup.smaller() as small_setup, closing(_Watch(lab)) as watch:
-            for row in _measure(setup, small_setup, watch, arguments.parts, arguments.copier):
-                yield setup.engine.profile.source, row
+            for record in _measure(setup, small_setup, watch, arguments.parts, arguments.copier):
+                yield setup.engine.profile.source, record
         progress(done, len(arguments.blocks))
 
 
@@ -103,7 +103,7 @@ class _Watch:
             self._stack = stack.pop_all()
 
     def load(
-        self, setup: TransferSetup, parts: int, copier: str | None, spent: _Spent, carried: dict[int, str]
+        self, setup: TransferSetup, parts: int, copier: str | None, spent: _Spent, copiers: dict[int, str]
     ) -> float:
         """One load; seconds on the GPU clock, without what it waited for."""
         with self._device.current():
@@ -111,7 +111,7 @@ class _Watch:
             begin = time.perf_counter()
             job = load(setup, parts, copier)
             spent.call.append(time.perf_counter() - begin)
-            carried[parts] = job.copier
+            copiers[parts] = job.copier
             job.order_before(self._streams[1], part=0)
             self._record(1)
             job.order_before(self._streams[2])
@@ -134,32 +134,32 @@ class _Watch:
 
 
 def load(setup: TransferSetup, parts: int, copier: str | None) -> Job:
-    (part,) = setup.groups
-    return setup.engine.load(part.slots, part.blocks, after=NO_WAIT, copier=copier, parts=parts)
+    (group,) = setup.groups
+    return setup.engine.load(group.slots, group.blocks, after=NO_WAIT, copier=copier, parts=parts)
 
 
 def _measure(
     setup: TransferSetup, small_setup: TransferSetup, watch: _Watch, counts: Sequence[int], copier: str | None
 ) -> Iterator[dict[str, Any]]:
     spent = {count: _Spent([], [], []) for count in counts}
-    carried: dict[int, str] = {}
+    copiers: dict[int, str] = {}
     setup.prepare(Direction.LOAD)
     scenarios = {
         str(count): scenario_of(
             setup,
             Direction.LOAD,
-            partial(watch.load, setup, count, copier, spent[count], carried),
+            partial(watch.load, setup, count, copier, spent[count], copiers),
             lambda count=count: small_setup.seconds([load(small_setup, count, copier)]),  # type: ignore[misc]
         )
         for count in spent
     }
     timings = time_rounds(scenarios, setup.lab.repeats)
     for count, each in spent.items():
-        yield _row(setup, count, carried[count], timings[str(count)], each)
+        yield _record(setup, count, copiers[count], timings[str(count)], each)
 
 
-def _row(setup: TransferSetup, parts: int, copier: str, timing: Timing, spent: _Spent) -> dict[str, Any]:
-    row: dict[str, Any] = {
+def _record(setup: TransferSetup, parts: int, copier: str, timing: Timing, spent: _Spent) -> dict[str, Any]:
+    record: dict[str, Any] = {
         "model": setup.model,
         "planes": setup.plane_count,
         "block_bytes": setup.block_bytes,
@@ -170,21 +170,24 @@ def _row(setup: TransferSetup, parts: int, copier: str, timing: Timing, spent: _
         "wrong": timing.wrong,
     }
     if not setup.lab.device.simulated:
-        row |= {f"{what}_us": statistics.median(each[WARM_UP:]) * 1e6 for what, each in spent._asdict().items()}
-        row |= {"gpu_us": timing.median * 1e6, "gb_per_s": timing.gb_per_s}
-    return row
+        record |= {f"{what}_us": statistics.median(each[WARM_UP:]) * 1e6 for what, each in spent._asdict().items()}
+        record |= {"gpu_us": timing.median * 1e6, "gb_per_s": timing.gb_per_s}
+    return record
 
 
 def _show(fields: Fields, output: Output) -> None:
     simulated = fields["simulated"]
-    columns = ["load", "parts", "carried by", "wrong rows"]
+    columns = ["load", "parts", "copier", "wrong rows"]
     columns += [] if simulated else ["call us", "part 0 us", "all us", "GPU us", "GB/s"]
     lines = []
-    for row in fields["parts"]:
-        line = [f"{row['model']}: {row['blocks']} blocks, {row['planes']} x {row['block_bytes']}", row["parts"]]
-        line += [row["copier"], row["wrong"]]
+    for record in fields["parts"]:
+        line = [
+            f"{record['model']}: {record['blocks']} blocks, {record['planes']} x {record['block_bytes']}",
+            record["parts"],
+        ]
+        line += [record["copier"], record["wrong"]]
         if not simulated:
-            line += [number(row[f"{what}_us"], 0) for what in ("call", "first", "all", "gpu")]
-            line.append(number(row["gb_per_s"]))
+            line += [number(record[f"{what}_us"], 0) for what in ("call", "first", "all", "gpu")]
+            line.append(number(record["gb_per_s"]))
         lines.append(line)
     output.table("loading in parts" + (", SIMULATED" if simulated else ""), columns, lines)

@@ -1,4 +1,4 @@
-"""One set of addresses, one direction, every way of copying: what `bench transfer` and `bench sweep` are made of."""
+"""Measures one transfer with every copy method, on the same addresses: for `bench transfer` and `bench sweep`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvoffload import kernels
-from kvoffload.bench.baselines import GRID_PROGRAMS, GridStride, Run, bare_calls, grid_stride
+from kvoffload.bench.baselines import GRID_PROGRAMS, GridStride, TimedCopy, bare_calls, grid_stride
 from kvoffload.bench.contiguous import CONTIGUOUS_COPY
 from kvoffload.bench.rounds import Scenario, Timing, time_rounds
 from kvoffload.bench.setup import Placement, TransferSetup
@@ -28,27 +28,27 @@ METHODS = (
     CopyMethod("split", 1),
 )
 GRID = GRID_PROGRAMS[0]
-_SHORT_BYTES = 8 << 20  # transfers that take so little time that a hiccup of the host shows
+_SHORT_BYTES = 8 << 20  # up to here a delay of the host shows in the figures
 _MORE_ROUNDS = 3
 
 
 def choice(prefer: str) -> str:
-    """What the engine's own choice is called in tables."""
+    """The name of the engine's own choice in tables and JSON."""
     return f"choice, {prefer}"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One line of a table.
+    """The figures of one transfer: a line of a table.
 
     Attributes:
-        model, placement, planes, block_bytes, blocks_per_slot, row_bytes: see `TransferSetup`.
-        blocks, copies, nbytes: of a transfer; `copies` are of `row_bytes` each.
-        gb_per_s: payload over the median seconds, by case; empty on the simulated device.
-        samples_us: microseconds of every counted round, by case; empty on the simulated device.
+        model, placement, planes, block_bytes, blocks_per_slot, row_bytes: of the `TransferSetup`.
+        blocks, copies, nbytes: of the transfer; `copies` of `row_bytes` each.
+        gb_per_s: payload over the median seconds, by scenario; empty on the simulated device.
+        samples_us: microseconds of every counted round, by scenario; empty on the simulated device.
         wrong: rows of bytes that were wrong, by scenario, over all rounds; 0 each when all is well.
-        chosen: what the engine chose and why, by preference.
-        groups: of the model, each a job of the engine's.
+        chosen: the reason of the engine's choice, by preference.
+        groups: groups of the model; the engine makes a job of each.
     """
 
     model: str
@@ -68,7 +68,7 @@ class Measurement:
     groups: int = 1
 
     def ratio(self, over: str, under: str) -> float | None:
-        """Of two bandwidths; None if one was not measured."""
+        """The ratio of two scenarios' bandwidths; None if one was not measured."""
         rates = self.gb_per_s
         return rates[over] / rates[under] if over in rates and under in rates else None
 
@@ -79,12 +79,17 @@ class Measurement:
 
 
 def size_text(nbytes: int) -> str:
-    """KiB where they are whole."""
+    """Bytes as text, in KiB if they are whole KiB."""
     return f"{nbytes} B" if nbytes % 1024 else f"{nbytes // 1024} KiB"
 
 
 class Measurer:
-    """Measures setups, `ways` among other things; keeps in `not_run` what cannot run here, and why."""
+    """Measures setups.
+
+    Attributes:
+        not_run: by name, why a copy method cannot be used here.
+        profile: the source of the engine's profile.
+    """
 
     def __init__(self, methods: Sequence[CopyMethod] = METHODS) -> None:
         self._methods = methods
@@ -93,7 +98,7 @@ class Measurer:
 
     @contextmanager
     def on(self, setup: TransferSetup) -> Iterator[Callable[[Direction, int], Measurement]]:
-        """What measures a direction of this setup, on transfers of so many runs a group; sources are prepared once."""
+        """Yields a function that measures a direction of this setup, with so many slots of each group."""
         self.profile = setup.engine.profile.source
         prepared: list[Direction] = []
         with ExitStack() as stack:
@@ -102,11 +107,11 @@ class Measurer:
             if grid is not None:
                 stack.enter_context(closing(grid))
 
-            def measure(direction: Direction, runs: int) -> Measurement:
+            def measure(direction: Direction, slots: int) -> Measurement:
                 if prepared[-1:] != [direction]:
                     setup.prepare(direction)
                     prepared.append(direction)
-                setup.take(runs)
+                setup.take(slots)
                 return self._measure(setup, small_setup, direction, grid)
 
             yield measure
@@ -131,12 +136,12 @@ class Measurer:
             name: scenario_of(
                 setup,
                 direction,
-                partial(run_engine, setup, direction, name, chosen, *given),
+                partial(time_engine, setup, direction, name, chosen, *given),
                 partial(warm_engine, small_setup, setup, direction, *given),
             )
             for name, given in wanted.items()
         }
-        bare, warm = (_bare_runs(each, direction, grid) for each in (setup, small_setup))
+        bare, warm = (_bare_copies(each, direction, grid) for each in (setup, small_setup))
         scenarios |= {name: scenario_of(setup, direction, run, warm[name]) for name, run in bare.items()}
         scenarios[CONTIGUOUS_COPY] = setup.lab.contiguous.scenario(direction)
         short = setup.nbytes <= _SHORT_BYTES and not setup.lab.device.simulated
@@ -144,7 +149,7 @@ class Measurer:
         return measurement_of(setup, direction, time_rounds(scenarios, repeats), chosen)
 
     def _wanted(self, setup: TransferSetup, direction: Direction) -> dict[str, tuple[str | CopyMethod | None, str]]:
-        """What the engine is asked for, by name: the copier, and what to prefer."""
+        """By name: the copier that the engine is given, and the preference."""
         missing = setup.missing
         self.not_run |= {name: reason for name, reason in missing.items() if reason is not None}
         wanted: dict[str, tuple[str | CopyMethod | None, str]] = {
@@ -158,15 +163,15 @@ class Measurer:
         }
 
 
-def _bare_runs(setup: TransferSetup, direction: Direction, grid: GridStride | None) -> dict[str, Run]:
-    runs = bare_calls(setup, direction)
+def _bare_copies(setup: TransferSetup, direction: Direction, grid: GridStride | None) -> dict[str, TimedCopy]:
+    copies = bare_calls(setup, direction)
     if grid is not None:
         for pinned in (False,) if setup.lab.device.simulated else (False, True):
-            runs[grid_stride(GRID, pinned=pinned)] = grid.run(setup, direction, GRID, pinned=pinned)
-    return runs
+            copies[grid_stride(GRID, pinned=pinned)] = grid.timed(setup, direction, GRID, pinned=pinned)
+    return copies
 
 
-def run_engine(
+def time_engine(
     setup: TransferSetup,
     direction: Direction,
     name: str,
@@ -174,7 +179,7 @@ def run_engine(
     copier: str | CopyMethod | None,
     prefer: str,
 ) -> float:
-    """One transfer; the engine's own choice is noted under `name`."""
+    """One transfer; seconds on the GPU clock. The reason of the engine's own choice goes to `chosen[name]`."""
 
     def note(job: Job) -> None:
         if copier is None:
@@ -186,12 +191,12 @@ def run_engine(
 def warm_engine(
     small_setup: TransferSetup, setup: TransferSetup, direction: Direction, copier: str | CopyMethod | None, prefer: str
 ) -> float:
-    """A small transfer, carried as the next one on `setup` will be."""
+    """A small transfer with the copy method that the next one on `setup` will have."""
     return small_setup.seconds(small_setup.submit(direction, copier or setup.chosen_method(direction, prefer)))
 
 
 def with_shares(setup: TransferSetup, direction: Direction, methods: Sequence[CopyMethod]) -> list[CopyMethod]:
-    """Ways with the shares that the engine's profile gives them here; without a split that is none."""
+    """Copy methods with the shares that the engine's profile gives to splits; splits of share 0 or 1 are left out."""
     shape, profile = setup.shape(direction), setup.engine.profile
     shared = [
         method._replace(share=profile.split_share(shape, method.programs)) if method.copier == "split" else method
@@ -201,9 +206,9 @@ def with_shares(setup: TransferSetup, direction: Direction, methods: Sequence[Co
 
 
 def scenario_of(
-    setup: TransferSetup, direction: Direction, run: Run, warm: Callable[[], object] | None = None
+    setup: TransferSetup, direction: Direction, run: TimedCopy, warm: Callable[[], object] | None = None
 ) -> Scenario:
-    """A way of copying what a setup copies."""
+    """A copy method on the blocks of a setup, as a scenario."""
     if warm is None or setup.lab.device.simulated:
         return Scenario(run, lambda: setup.poison(direction), lambda: setup.wrong(direction), setup.nbytes)
     return Scenario(run, lambda: setup.poison(direction), lambda: setup.wrong(direction), setup.nbytes, warm)
@@ -212,7 +217,7 @@ def scenario_of(
 def measurement_of(
     setup: TransferSetup, direction: Direction, timings: Mapping[str, Timing], chosen: dict[str, str]
 ) -> Measurement:
-    row = Measurement(
+    record = Measurement(
         setup.model,
         setup.placement,
         direction,
@@ -228,19 +233,19 @@ def measurement_of(
         groups=len(setup.groups),
     )
     if not setup.lab.device.simulated:
-        row.gb_per_s.update({name: timing.gb_per_s for name, timing in timings.items()})
-        row.samples_us.update({name: microseconds(timing) for name, timing in timings.items()})
-    return row
+        record.gb_per_s.update({name: timing.gb_per_s for name, timing in timings.items()})
+        record.samples_us.update({name: microseconds(timing) for name, timing in timings.items()})
+    return record
 
 
 def microseconds(timing: Timing) -> list[float]:
     return [round(seconds * 1e6, 2) for seconds in timing.seconds]
 
 
-def describe(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """For tables, plots and JSON."""
-    return [dict(vars(row)) for row in rows]
+def describe(records: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """Measurements as records for tables, plots and JSON."""
+    return [dict(vars(record)) for record in records]
 
 
-def wrong_rows(rows: Sequence[Measurement]) -> int:
-    return sum(sum(row.wrong.values()) for row in rows)
+def wrong_rows(records: Sequence[Measurement]) -> int:
+    return sum(sum(record.wrong.values()) for record in records)

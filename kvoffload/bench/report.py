@@ -1,4 +1,4 @@
-"""How a benchmark runs and ends: the device, its figures as tables, JSON and plots, and what was wrong."""
+"""Opens the device for a benchmark, prints and saves its figures, and reports wrong bytes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def conduct(
 
 
 def print_end(fields: Mapping[str, Any], output: Output) -> None:
-    """The ratios, what did not run, where this was, and how many rows were wrong."""
+    """Print what could not be measured, the machine, the ratios, and the number of wrong rows."""
     for name, reason in fields.get("not_run", {}).items():
         output.line(f"not run: {name}: {reason}")
     output.line(f"{fields['device']}, driver {fields['driver']}, bindings {fields['bindings']}, link {fields['link']}")

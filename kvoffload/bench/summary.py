@@ -17,7 +17,7 @@ _COPIERS = (*COPY_ENGINE, *(method.label for method in METHODS))
 
 
 class Ratio(NamedTuple):
-    """A ratio of bandwidths over the rows that `of` picks; None where a row lacks one of them."""
+    """A ratio of bandwidths over the records that `of` picks; None where a record lacks one of them."""
 
     name: str
     value: Callable[[Measurement], float | None]
@@ -25,16 +25,16 @@ class Ratio(NamedTuple):
     which: str = "lowest"  # the worst
 
 
-def ratios(rows: Iterable[Measurement]) -> list[dict[str, Any]]:
+def ratios(records: Iterable[Measurement]) -> list[dict[str, Any]]:
     """For each ratio and direction: the worst value, and where; of transfers that are one job each."""
-    rows = [row for row in rows if row.groups == 1]
+    records = [record for record in records if record.groups == 1]
     found = []
     for ratio in _all():
         for direction in Direction:
             values = [
-                (value, row.where)
-                for row in rows
-                if row.direction is direction and ratio.of(row) and (value := ratio.value(row)) is not None
+                (value, record.where)
+                for record in records
+                if record.direction is direction and ratio.of(record) and (value := ratio.value(record)) is not None
             ]
             if values:
                 worst, at = (min if ratio.which == "lowest" else max)(values)
@@ -68,40 +68,40 @@ def _all() -> Iterator[Ratio]:
 
 
 def _over(over: str, under: str, conditions: str, of: Callable[[Measurement], bool]) -> Ratio:
-    return Ratio(f"{over} / {under}{conditions}", lambda row: row.ratio(over, under), of)
+    return Ratio(f"{over} / {under}{conditions}", lambda record: record.ratio(over, under), of)
 
 
-def _best_split(row: Measurement) -> float | None:
-    return max(filter(None, (row.ratio(name, CONTIGUOUS_COPY) for name in ("split 1", "split 2"))), default=None)
+def _best_split(record: Measurement) -> float | None:
+    return max(filter(None, (record.ratio(name, CONTIGUOUS_COPY) for name in ("split 1", "split 2"))), default=None)
 
 
 def _behind_best(chosen: str) -> Callable[[Measurement], float | None]:
-    def value(row: Measurement) -> float | None:
-        rates = [row.gb_per_s[name] for name in _COPIERS if name in row.gb_per_s]
-        return max(rates) / row.gb_per_s[chosen] if rates and chosen in row.gb_per_s else None
+    def value(record: Measurement) -> float | None:
+        rates = [record.gb_per_s[name] for name in _COPIERS if name in record.gb_per_s]
+        return max(rates) / record.gb_per_s[chosen] if rates and chosen in record.gb_per_s else None
 
     return value
 
 
 def _all_of(*conditions: Callable[[Measurement], bool]) -> Callable[[Measurement], bool]:
-    return lambda row: all(condition(row) for condition in conditions)
+    return lambda record: all(condition(record) for condition in conditions)
 
 
 def _at(placement: Placement) -> Callable[[Measurement], bool]:
-    return lambda row: row.placement is placement
+    return lambda record: record.placement is placement
 
 
 def _between(least: int, most: int) -> Callable[[Measurement], bool]:
-    return lambda row: least <= row.row_bytes <= most
+    return lambda record: least <= record.row_bytes <= most
 
 
 def _size(kib: int) -> Callable[[Measurement], bool]:
-    return lambda row: row.row_bytes == kib * _KIB
+    return lambda record: record.row_bytes == kib * _KIB
 
 
 def _count(copies: int) -> Callable[[Measurement], bool]:
-    return lambda row: row.copies == copies
+    return lambda record: record.copies == copies
 
 
-def _large(row: Measurement) -> bool:
-    return row.nbytes >= _LARGE_BYTES
+def _large(record: Measurement) -> bool:
+    return record.nbytes >= _LARGE_BYTES

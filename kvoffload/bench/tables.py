@@ -1,4 +1,4 @@
-"""Tables of rows: GB/s by scenario, or on the simulated device how many rows of bytes were wrong."""
+"""Tables of records: GB/s by scenario, or on the simulated device how many rows of bytes were wrong."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ _ORDER = (
 )
 
 
-def scenarios_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The scenarios that any of the rows has, in the order of columns."""
-    present = set().union(*(row["wrong"] for row in rows))
+def scenarios_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the scenarios that any of the records has, in the order of the columns."""
+    present = set().union(*(record["wrong"] for record in records))
     return [name for name in _ORDER if name in present]
 
 
-def figures(row: Mapping[str, Any], scenarios: Sequence[str], simulated: bool) -> list[str]:
+def figures(record: Mapping[str, Any], scenarios: Sequence[str], simulated: bool) -> list[str]:
     """A cell for each scenario."""
     if simulated:
-        return [str(row["wrong"].get(name, "-")) for name in scenarios]
-    return [number(row["gb_per_s"].get(name)) for name in scenarios]
+        return [str(record["wrong"].get(name, "-")) for name in scenarios]
+    return [number(record["gb_per_s"].get(name)) for name in scenarios]
 
 
-def chosen_methods(row: Mapping[str, Any]) -> str:
-    """What the engine chose, by preference: "gather 4 / strided"."""
-    chosen = [row["chosen"][name] for name in map(choice, PREFERENCES) if name in row["chosen"]]
+def chosen_methods(record: Mapping[str, Any]) -> str:
+    """The copy methods that the engine chose, by preference: "gather 4 / strided"."""
+    chosen = [record["chosen"][name] for name in map(choice, PREFERENCES) if name in record["chosen"]]
     return " / ".join(dict.fromkeys(map(method_of, chosen)))
 
 
 def method_of(reason: str) -> str:
-    """The way at the beginning of a job's reason, as `Way.label`."""
+    """The copy method at the beginning of a job's reason, as `CopyMethod.label`."""
     copier, _, rest = reason.partition(":")[0].partition(" with ")
     return f"{copier} {rest.split(' ')[0]}".rstrip()
 
 
 def headings(scenarios: Sequence[str]) -> list[str]:
-    """Of columns, such that they break between words."""
+    """Headings of columns that break between words only."""
     return [name.replace(",", "").replace("-", " ") for name in scenarios]
 
 

@@ -15,7 +15,7 @@ from kvoffload.bench.baselines import GridStride, bare_calls, bare_strided, flat
 from kvoffload.bench.contiguous import ContiguousCopy
 from kvoffload.bench.lab import Lab
 from kvoffload.bench.latency import other_ratios
-from kvoffload.bench.measurements import Measurement, run_engine, with_shares
+from kvoffload.bench.measurements import Measurement, time_engine, with_shares
 from kvoffload.bench.rounds import WARM_UP, Scenario, time_rounds
 from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.bench.summary import ratios
@@ -47,7 +47,7 @@ CHOICES = {"choice, overlap", "choice, latency"}
 # bench transfer -------------------------------------------------------------------------------------------------------
 
 
-def test_bench_transfer_verifies_every_case_of_every_placement(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_transfer_verifies_every_scenario_of_every_placement(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("gpt-oss-120b-tp4",)
     options = ("--blocks-per-slot", "1,2", "--blocks", "4", "--backend", "simulated")
     fields = run_json(capsys, "bench", "transfer", "--model", *names, *options)
@@ -78,7 +78,7 @@ def test_bench_transfer_verifies_every_case_of_every_placement(capsys: pytest.Ca
 def test_bench_transfer_counts_wrong_bytes_of_every_round_and_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.bench.measurements.run_engine", lambda *_: 1.0)
+    monkeypatch.setattr("kvoffload.bench.measurements.time_engine", lambda *_: 1.0)
     fields = run_json(capsys, *SMALL_TRANSFER, "--repeats", "2", "--backend", "simulated", code=1)
     for row in fields["transfers"]:
         every_row = row["blocks"] * row["planes"] * (WARM_UP + 2)
@@ -86,7 +86,7 @@ def test_bench_transfer_counts_wrong_bytes_of_every_round_and_fails(
         assert {row["wrong"][name] for name in (*BARE, "bare strided")} == {0}
 
 
-def test_one_bad_run_among_good_ones_is_seen(
+def test_one_bad_transfer_among_good_ones_is_seen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[object] = []
@@ -97,9 +97,9 @@ def test_one_bad_run_among_good_ones_is_seen(
         calls.append(name)
         if calls.count("batch") == 2 and name == "batch":
             return 1.0
-        return run_engine(setup, direction, name, chosen, *rest)
+        return time_engine(setup, direction, name, chosen, *rest)
 
-    monkeypatch.setattr("kvoffload.bench.measurements.run_engine", copy_nothing_once)
+    monkeypatch.setattr("kvoffload.bench.measurements.time_engine", copy_nothing_once)
     fields = run_json(capsys, *SMALL_TRANSFER, "--repeats", "3", "--backend", "simulated", code=1)
     assert fields["transfers"][0]["wrong"]["batch"] == 4 * 24
     assert fields["wrong_rows"] == 4 * 24
@@ -162,7 +162,10 @@ def test_bench_transfer_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def methods_of(setup: TransferSetup, direction: Direction, grid: GridStride) -> dict[str, Callable[[], object]]:
-    methods: dict[str, Callable[[], object]] = {**bare_calls(setup, direction), "grid": grid.run(setup, direction, 12)}
+    methods: dict[str, Callable[[], object]] = {
+        **bare_calls(setup, direction),
+        "grid": grid.timed(setup, direction, 12),
+    }
     split = with_shares(setup, direction, [CopyMethod("split", 2)])
     for copier in ("strided", "batch", "loop", CopyMethod("gather", 4, 1.0), *split):
         methods[str(copier)] = lambda copier=copier: setup.seconds(setup.submit(direction, copier))  # type: ignore[misc]
@@ -173,7 +176,7 @@ def methods_of(setup: TransferSetup, direction: Direction, grid: GridStride) -> 
     ("placement", "blocks_per_slot"),
     [(Placement.FOLDED, 1), (Placement.FOLDED, 3), (Placement.SCATTERED, 2), (Placement.INTERLEAVED, 1)],
 )
-def test_every_way_of_copying_is_given_the_same_addresses(lab: Lab, placement: Placement, blocks_per_slot: int) -> None:
+def test_every_copy_method_is_given_the_same_addresses(lab: Lab, placement: Placement, blocks_per_slot: int) -> None:
     with (
         TransferSetup(lab, MODEL, placement=placement, blocks_per_slot=blocks_per_slot, count=12) as setup,
         closing(GridStride(lab, setup.row_bytes, setup.copies)) as grid,
@@ -212,7 +215,7 @@ def test_where_planes_lie_decides_what_folds(lab: Lab) -> None:
     }
 
 
-def test_a_shorter_transfer_moves_the_first_runs_alone(lab: Lab) -> None:
+def test_a_shorter_transfer_moves_the_first_slots_alone(lab: Lab) -> None:
     with TransferSetup(lab, MODEL, count=12) as setup:
         before = [part.slots.tolist() for part in setup.groups]
         for direction in Direction:
@@ -262,7 +265,7 @@ def test_wrong_rows_are_counted_exactly(lab: Lab, nbytes: int) -> None:
     assert lab.wrong_rows([(wrong, right)], 64) == (1 if nbytes == 64 else 2)
 
 
-def test_rounds_begin_with_another_case_each_and_leave_the_first_out() -> None:
+def test_rounds_begin_with_another_scenario_each_and_leave_the_first_out() -> None:
     order: list[str] = []
 
     def scenario(name: str) -> Scenario:

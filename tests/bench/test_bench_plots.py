@@ -12,6 +12,7 @@ import pytest
 
 from kvoffload.bench import plots
 from kvoffload.commands import main
+from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not here")
@@ -145,9 +146,9 @@ def test_bench_submit_has_no_figures(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_folder_for_figures_is_tried(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert list(plots.require_folder(str(tmp_path / "new")).iterdir()) == []
+    assert list(figures.require_folder(str(tmp_path / "new")).iterdir()) == []
     with pytest.raises(CommandError, match="no figures can be written into"):
-        plots.require_folder(str(tmp_path / "file" / "new"))
+        figures.require_folder(str(tmp_path / "file" / "new"))
 
 
 def test_without_matplotlib_the_command_says_what_to_install_before_it_measures(
@@ -200,7 +201,7 @@ def test_a_figure_names_the_gpu_and_labels_every_line() -> None:
     figure = plots._by_size(sweep(), "load")
     texts = [text.get_text() for text in figure.texts]
     assert any("A GPU" in text and "fast x16" in text for text in texts)
-    assert any("medians of 5 runs or more" in text for text in texts)
+    assert any("medians of 5 rounds or more" in text for text in texts)
     assert "host to GPU (load): 4096 copies" in figure.get_suptitle()
     for panel in figure.axes:
         labels = {text.get_text() for text in panel.texts}
@@ -217,7 +218,7 @@ def test_a_figure_names_the_gpu_and_labels_every_line() -> None:
 
 def test_labels_keep_apart_and_near_their_lines() -> None:
     ends = {"a": 50.0, "b": 50.5, "c": 10.0, "d": 49.0, "e": 0.1}
-    places = plots.spread(ends, gap=3.0, top=55.0)
+    places = figures.spread(ends, gap=3.0, top=55.0)
     heights = sorted(height for _, height in places.values())
     assert all(high - low >= 3.0 - 1e-9 for low, high in itertools.pairwise(heights))
     assert places["c"] == (10.0, 10.0)
