@@ -20,7 +20,8 @@ from kvoffload.copiers import BatchCopier, StridedCopier
 from kvoffload.driver import Driver, SourceOrder, binding_types
 from kvoffload.driver.functions import REQUIRED
 from kvoffload.planning.transfer_plan import Direction, TransferPlan
-from kvoffload.terminal.console import Output, whole
+from kvoffload.terminal.console import Output
+from kvoffload.terminal.options import whole
 
 BARS_NS = {"descriptor": 25.0, "operation": 50.0}
 _STREAM = 16  # any handle: no function reads it

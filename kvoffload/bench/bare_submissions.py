@@ -67,7 +67,7 @@ class BareSubmission(ABC):
         return event
 
     def submit(self, blocks: Int64Array, slots: Int64Array) -> None:
-        """Queue the transfer of block `blocks[i]` and slot `slots[i]`; int64, (n,) each. `check` raises if that failed."""
+        """Queue the copy of block `blocks[i]` to or from slot `slots[i]`; int64, (n,). `check` raises if it failed."""
         api, stream = self._api, self._stream
         index = self._number % UNFINISHED
         self._number += 1

@@ -17,7 +17,8 @@ from typing import Any
 
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import POLICIES
-from kvoffload.terminal.console import Output, whole
+from kvoffload.terminal.console import Output
+from kvoffload.terminal.options import whole
 
 _KEY_BYTES = 16
 _COLUMNS = ("lookup_us", "reserve_commit_us", "touch_us", "bytes_per_block")
@@ -32,10 +33,12 @@ def add_parser(benches: Any) -> None:
         "block, with every key touched. Compared with a collections.OrderedDict that finds, drops and inserts the same "
         "keys. Half of the requests come twice. No GPU is used.",
     )
-    parser.add_argument("--blocks", type=whole(1024), default=1_000_000, metavar="N", help="default 1,000,000")
+    parser.add_argument("--blocks", type=whole(1024, 1 << 28), default=1_000_000, metavar="N", help="default 1,000,000")
     parser.add_argument("--keys", type=whole(1), default=512, metavar="N", help="of a request (default 512)")
     parser.add_argument("--policy", choices=[*sorted(POLICIES), "all"], default="all", help="default all")
-    parser.add_argument("--repeats", type=whole(1), default=300, metavar="N", help="timed requests (default 300)")
+    parser.add_argument(
+        "--repeats", type=whole(1, 1_000_000), default=300, metavar="N", help="timed requests (default 300)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout instead of a table")
     parser.set_defaults(run=run)
 

@@ -13,7 +13,7 @@ from kvoffload.bench import frameworks_compared as interop
 from kvoffload.bench import interference, plots, submit, sweep, transfer
 from kvoffload.bench import layer_groups as parts
 from kvoffload.terminal import figures
-from kvoffload.terminal.console import CommandError
+from kvoffload.terminal.console import CommandError, write_out
 
 
 def add_parser(commands: Any) -> None:
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
 def run_plot(arguments: argparse.Namespace) -> int:
     figures.require()
     for path in plots.draw(_read_all(arguments.results), arguments.output):
-        print(path)
+        write_out(f"{path}\n")
     return 0
 
 

@@ -20,7 +20,8 @@ from kvoffload.bench.rounds import Timing
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Advance, CommandError, Output, mib, model, whole
+from kvoffload.terminal.console import Advance, CommandError, Output, mib
+from kvoffload.terminal.options import model, whole
 
 _MODEL = "llama-3.1-8b"
 _BLOCKS = 32
@@ -31,11 +32,11 @@ Store random, non-adjacent blocks of a KV cache of CuPy's and of JAX's to pinned
 this library and with what the frameworks offer. By the wall clock, from the call until the bytes can be used: a store
 ends when the host may read them, a load when the framework has computed with an element of the last block; so all
 waiting that correctness needs is included. Transfers are timed one at a time, and {_BACK_TO_BACK} back to back: queued
-one after another, as far as the framework does not make the host wait, and waited for at the end. Block ids come from the
-host, unless a line says otherwise. Every method moves the same blocks, in rounds of a random order, after a transfer
-that warms up the CPU's caches. Figures are medians of the rounds; of transfers back to back, the share of one. Targets
-are poisoned before each timed measurement, and all bytes verified after it. "contiguous copy": one pinned copy of 256
-MiB, on the GPU clock.
+one after another, as far as the framework does not make the host wait, and waited for at the end. Block ids come from
+the host, unless a line says otherwise. Every method moves the same blocks, in rounds of a random order, after a
+transfer that warms up the CPU's caches. Figures are medians of the rounds; of transfers back to back, the share of one.
+Targets are poisoned before each timed measurement, and all bytes verified after it. "contiguous copy": one pinned copy
+of 256 MiB, on the GPU clock.
 A cache is one array (planes, blocks, elements), or in CuPy a "list" of arrays (blocks, elements), one for each plane,
 each in an allocation of its own. JAX offers device_put to its memory kind pinned_host, and from there: of all blocks in
 one array, or "per block", each in an array of its own, as a prefix cache needs that stores and finds each separately.
@@ -70,7 +71,7 @@ def add_parser(benches: Any) -> None:
         "--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=f"geometry of one group (default {_MODEL})"
     )
     parser.add_argument(
-        "--blocks", type=whole(1), default=_BLOCKS, metavar="N", help=f"of a transfer (default {_BLOCKS})"
+        "--blocks", type=whole(1, 1 << 20), default=_BLOCKS, metavar="N", help=f"of a transfer (default {_BLOCKS})"
     )
     add_bench_options(parser, 15, drawn=False)
     parser.set_defaults(run=run)

@@ -157,7 +157,7 @@ class JaxMethods:
 
 
 class _Programs:
-    """Jitted programs, and where arrays lie. Scatters donate the cache; `ids`, `right` and `poison` are on the device."""
+    """Jitted programs, and where arrays lie: `ids`, `right` and `poison` on the device. Scatters donate the cache."""
 
     def __init__(self, jax: Any, data: FrameworkData, target: Any) -> None:
         self._jax = jax

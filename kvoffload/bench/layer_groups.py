@@ -20,7 +20,8 @@ from kvoffload.engine.job import Job
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Advance, CommandError, Output, model, numbers
+from kvoffload.terminal.console import Advance, CommandError, Output
+from kvoffload.terminal.options import model, numbers
 
 _MODEL = "llama-3.1-8b"
 _BLOCKS = [32, 256]

@@ -11,17 +11,21 @@ from kvoffload.bench import plots
 from kvoffload.bench.lab import Lab
 from kvoffload.bench.tools import FULL, SMALL
 from kvoffload.terminal import figures
-from kvoffload.terminal.console import CommandError, Output, add_common_options, as_json, open_backend, whole
+from kvoffload.terminal.console import CommandError, Output, as_json, open_backend
 from kvoffload.terminal.files import require_writable, write_whole
 from kvoffload.terminal.machine import describe_device
+from kvoffload.terminal.options import add_common_options, add_seed, whole
 
 Fields = dict[str, Any]
+MOST_REPEATS = 1_000_000
 
 
 def add_bench_options(parser: argparse.ArgumentParser, repeats: int, *, drawn: bool = True) -> None:
     """`repeats` is the default; `drawn`: whether plots.py draws this benchmark."""
-    parser.add_argument("--repeats", type=whole(1), metavar="N", help=f"timed rounds (default {repeats}; simulated 1)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of the bytes and of where blocks lie (default 0)")
+    parser.add_argument(
+        "--repeats", type=whole(1, MOST_REPEATS), metavar="N", help=f"timed rounds (default {repeats}; simulated 1)"
+    )
+    add_seed(parser, "the bytes and of where blocks lie")
     use = ", for `bench plot`" if drawn else ""
     parser.add_argument("--save", type=Path, metavar="FILE", help=f"write all figures to FILE, as JSON{use}")
     if drawn:
@@ -60,12 +64,12 @@ def conduct(
         fields: Fields = {"benchmark": name, **describe_device(device), "repeats": repeats}
         with Lab(device, size, repeats=repeats, seed=arguments.seed) as lab:
             fields |= measure(lab, output)
+    if arguments.save is not None:  # first: standard output may turn out to be full
+        write_whole("--save", arguments.save, (as_json(fields) + "\n").encode())
     output.banner(fields["simulated"])
     show(fields, output)
     print_end(fields, output)
     output.result(fields)
-    if arguments.save is not None:
-        write_whole("--save", arguments.save, (as_json(fields) + "\n").encode())
     if arguments.plot:
         for path in plots.draw({"what was measured": fields}, arguments.plot):
             output.note(f"kvoffload: wrote {path}")

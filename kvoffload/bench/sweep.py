@@ -14,7 +14,8 @@ from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.bench.summary import ratios
 from kvoffload.bench.tables import chosen_methods, direction_text, figures, headings, scenarios_of, what
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Advance, CommandError, Output, numbers
+from kvoffload.terminal.console import Advance, CommandError, Output
+from kvoffload.terminal.options import numbers
 
 _STEP_BYTES = 32  # block bytes are multiples of this
 _SIZES = [4096, 8192, 16384, 32768, 65536]

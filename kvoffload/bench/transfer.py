@@ -24,7 +24,8 @@ from kvoffload.bench.tables import chosen_methods, direction_text, figures, head
 from kvoffload.errors import KVOffloadError
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Advance, Output, models, numbers
+from kvoffload.terminal.console import Advance, Output
+from kvoffload.terminal.options import models, numbers
 from kvoffload.tuning import CopyMethod
 
 _METHODS = (CopyMethod("gather", 4, 1.0), CopyMethod("split", 2), CopyMethod("split", 1))

@@ -13,7 +13,8 @@ import numpy as np
 from kvoffload.internal.models import MODELS
 from kvoffload.replay.command import bandwidth
 from kvoffload.replay.verified import VerifiedCache
-from kvoffload.terminal.console import Output, add_common_options, mib, model, open_backend, whole
+from kvoffload.terminal.console import Output, mib, open_backend
+from kvoffload.terminal.options import add_common_options, add_seed, model, whole
 
 _SYSTEM_BLOCKS = 8
 _MOST_NEW_BLOCKS = 8  # what a turn adds: its question and the answer before it
@@ -41,10 +42,10 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help=f"one of {names} (default llama-3.1-8b)",
     )
-    parser.add_argument("--conversations", type=whole(1), default=8, metavar="N", help="default 8")
-    parser.add_argument("--turns", type=whole(1), default=8, metavar="N", help="of each conversation (default 8)")
+    parser.add_argument("--conversations", type=whole(1, 1000), default=8, metavar="N", help="default 8")
+    parser.add_argument("--turns", type=whole(1, 1000), default=8, metavar="N", help="of each conversation (default 8)")
     parser.add_argument("--slots", type=whole(1), default=160, metavar="N", help="blocks the cache holds (default 160)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of the workload (default 0)")
+    add_seed(parser, "the workload")
     add_common_options(parser)
     parser.set_defaults(run=run)
 

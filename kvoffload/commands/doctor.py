@@ -11,8 +11,9 @@ from kvoffload.device.device import Device
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal import cachefiles, hostinfo
-from kvoffload.terminal.console import Output, add_common_options, mib, open_backend
+from kvoffload.terminal.console import Output, mib, open_backend
 from kvoffload.terminal.machine import describe_device, missing_copiers
+from kvoffload.terminal.options import add_common_options
 from kvoffload.tuning import profile_for
 
 _PACKAGES = ("kvoffload", "numpy", "cuda-python", "cuda-bindings", "cuda-core", "platformdirs", "triton")

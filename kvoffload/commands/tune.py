@@ -14,9 +14,10 @@ from kvoffload.copiers.selection import PREFERENCES, choose, rank
 from kvoffload.device.device import Device
 from kvoffload.internal import cachefiles
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import CommandError, Output, add_common_options, open_backend, whole
+from kvoffload.terminal.console import CommandError, Output, open_backend
 from kvoffload.terminal.files import require_writable, write_whole
 from kvoffload.terminal.machine import describe_device, missing_copiers
+from kvoffload.terminal.options import add_common_options, whole
 from kvoffload.tuning import Profile, Shape, profile_for, render, save_profile
 
 _PLANES = 64
@@ -39,7 +40,11 @@ def add_parser(commands: Any) -> None:
         "--prefer", choices=PREFERENCES, default="overlap", help="of --show: what to choose by (default overlap)"
     )
     parser.add_argument(
-        "--sm-limit", type=whole(0), default=4, metavar="N", help="of --show: SMs for a copy kernel at most (default 4)"
+        "--sm-limit",
+        type=whole(0, 1 << 16),
+        default=4,
+        metavar="N",
+        help="of --show: SMs for a copy kernel at most (default 4)",
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the profile to FILE instead of the user's cache folder"

@@ -18,17 +18,8 @@ from kvoffload.replay import hitplot, metadata, saving
 from kvoffload.replay.trace import Request, read_trace
 from kvoffload.replay.verified import Counts, VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
-from kvoffload.terminal.console import (
-    CommandError,
-    Output,
-    add_common_options,
-    mib,
-    model,
-    numbers,
-    open_backend,
-    scale,
-    whole,
-)
+from kvoffload.terminal.console import CommandError, Output, mib, open_backend
+from kvoffload.terminal.options import add_common_options, add_seed, model, numbers, scale, whole
 
 _MOST_IN_FLIGHT = 256  # an engine has room for so many with several groups, too
 _DESCRIPTION = """\
@@ -60,13 +51,11 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--requests",
-        type=whole(1),
+        type=whole(1, 10_000_000),
         metavar="N",
         help=f"stop after so many requests (default: all of a trace, {DEFAULT_REQUESTS} of a workload)",
     )
-    parser.add_argument(
-        "--seed", type=whole(0), default=0, help="of workloads, of bytes and of where blocks lie (default 0)"
-    )
+    add_seed(parser, "workloads, of bytes and of where blocks lie")
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 
 from kvoffload.internal.models import ModelGeometry
-from kvoffload.terminal.console import CommandError, whole
+from kvoffload.terminal.console import CommandError
+from kvoffload.terminal.options import whole
 
 _TOKENS_PER_HASH = 512  # of the published traces
 
