@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.cache.policies import DEFAULT_POLICY
-from kvoffload.replay.metadata import OPTIMUM, Row
+from kvoffload.replay.metadata import OPTIMUM, PolicyResult
 from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError
 from kvoffload.terminal.figures import Series
@@ -29,7 +29,7 @@ def require(path: Path) -> None:
     figures.require_folder(str(path.parent))
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw(results: Sequence[PolicyResult], title: str, path: Path) -> None:
     """Write the figure.
 
     Raises:
@@ -38,18 +38,21 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     from matplotlib import rc_context
 
     with rc_context(figures.STYLE):
-        figure = make(rows, title)
+        figure = make(results, title)
         try:
             figure.savefig(path, dpi=figures.DPI, facecolor="white")
         except OSError as error:
             raise CommandError(f"the figure cannot be written to {path}: {error.strerror or error}") from error
 
 
-def make(rows: Sequence[Row], title: str) -> Any:
+def make(results: Sequence[PolicyResult], title: str) -> Any:
     """The figure: percent of the blocks asked for that were found, against slots."""
     figure, (panel,) = figures.make_figure(8.2, 5.2, 1)
-    slots = sorted({row.slots for row in rows})
-    rates = {policy: {row.slots: 100 * row.hit_rate for row in rows if row.policy == policy} for policy in _SERIES}
+    slots = sorted({result.slots for result in results})
+    rates = {
+        policy: {result.slots: 100 * result.hit_rate for result in results if result.policy == policy}
+        for policy in _SERIES
+    }
     ends = {}
     for policy, line in rates.items():
         if line:

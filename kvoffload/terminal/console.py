@@ -179,3 +179,8 @@ def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0) -
 def mib(nbytes: float) -> str:
     """Bytes as text: MiB below 1 GiB, else GiB."""
     return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.2f} MiB"
+
+
+def bandwidth(nbytes: int, seconds: float) -> float | None:
+    """GB/s, or None where nothing was moved."""
+    return round(nbytes / seconds / 1e9, 2) if seconds > 0 else None

@@ -139,8 +139,5 @@ def test_bench_parts_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert [(row["blocks"], row["parts"]) for row in fields["parts"]] == [(n, c) for n in (32, 256) for c in COUNTS]
     for row in fields["parts"]:
         assert all(row[name] > 0 for name in TIMES)
-        assert row["first_us"] <= row["all_us"]
-        if row["parts"] >= 8 and row["blocks"] == 256:
-            assert row["first_us"] < 0.5 * row["all_us"]
         if row["parts"] > 1:
             assert row["copier"] in ("strided", "gather", "batch", "loop")
