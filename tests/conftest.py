@@ -12,7 +12,8 @@ from driver_levels import LEVELS
 from hypothesis import settings
 
 import kvoffload
-from kvoffload.bench.cases import SMALL, Lab
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.tools import SMALL
 from kvoffload.testing import check_clean_close
 
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
@@ -47,7 +48,7 @@ def device(seed: int) -> Iterator[kvoffload.Device]:
 @pytest.fixture
 def lab(device: kvoffload.Device, seed: int) -> Iterator[Lab]:
     """What benches measure with, small."""
-    with Lab(device, SMALL._replace(big_bytes=1 << 16), repeats=1, seed=seed) as lab:
+    with Lab(device, SMALL._replace(contiguous_bytes=1 << 16), repeats=1, seed=seed) as lab:
         yield lab
 
 

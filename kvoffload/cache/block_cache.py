@@ -359,9 +359,6 @@ class BlockCache(HtmlRepresentation):
         statistics = None if self.engine.device.foreign else self._index.statistics()
         return {"statistics": statistics, "described": self._index.describe(), "tenants": self._tenants}
 
-        statistics = None if self.engine.device.foreign else self._index.statistics()
-        return cache_card(self.engine, statistics, self._index.describe(), self._tenants)
-
     # inner workings -----------------------------------------------------------------------------------------------
 
     def _block_ids(self, num_keys: int, blocks: Any) -> list[Int64Array]:
