@@ -24,9 +24,9 @@ from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import Driver, address_of, binding_types
 from kvoffload.driver.tables import DTYPE_3D
 from kvoffload.errors import DriverError
-from kvoffload.internal.types import Int64Array
+from kvoffload.internal.types import Int64Array, UInt64Array
 from kvoffload.kernels import load_kernel
-from kvoffload.planning.transfer_plan import Direction, UInt64Array
+from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.machine import aligned_gather_kernel
 
 UNFINISHED = 16  # submissions that may be unfinished at a time

@@ -20,11 +20,11 @@ import numpy.typing as npt
 from kvoffload.bench.lab import Lab
 from kvoffload.bench.rounds import WARM_UP, Scenario, Timing
 from kvoffload.bench.tools import POISON
-from kvoffload.device.pinned import UInt8Array
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import ModelGeometry
+from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance

@@ -17,16 +17,15 @@ from kvoffload.bench.setup_bytes import SetupBytes
 from kvoffload.bench.tools import POISON
 from kvoffload.copiers import NAMES
 from kvoffload.copiers.selection import choose
-from kvoffload.device.pinned import UInt8Array
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import ModelGeometry
-from kvoffload.internal.types import Int64Array
+from kvoffload.internal.types import Int64Array, UInt8Array, UInt64Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
-from kvoffload.planning.transfer_plan import Direction, UInt64Array
+from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod, Shape
 
 _MAX_SPARE_POOL_BYTES = 512 << 20

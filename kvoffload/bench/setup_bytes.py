@@ -10,7 +10,7 @@ import numpy as np
 from kvoffload.bench.tools import POISON, BenchTools
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory, UInt8Array
 from kvoffload.driver import FlatTable, SourceOrder, address_of
-from kvoffload.planning.transfer_plan import UInt64Array
+from kvoffload.internal.types import UInt64Array
 
 _FLAT_COPIES = 4096  # of one driver call; a call with 51,828 has crashed a driver
 

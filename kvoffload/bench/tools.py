@@ -12,8 +12,8 @@ import numpy as np
 
 from kvoffload.bench.clock import GpuTimer
 from kvoffload.device.device import Device
-from kvoffload.device.pinned import UInt8Array
 from kvoffload.internal import hostinfo
+from kvoffload.internal.types import UInt8Array
 
 POISON = 0xA5
 _THREADED_BYTES = 1 << 20

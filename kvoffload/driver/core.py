@@ -58,8 +58,8 @@ class Driver:
         self._event_query = self._functions["cuEventQuery"]
         self._stream_wait_event = self._functions["cuStreamWaitEvent"]
         self._stream_is_capturing = self._functions["cuStreamIsCapturing"]
-        self._batch_3d = self._functions.get("cuMemcpy3DBatchAsync", _missing)
-        self._batch = self._functions.get("cuMemcpyBatchAsync", _missing)
+        self._batch_3d: Callable[..., Any] = self._functions.get("cuMemcpy3DBatchAsync", _missing)
+        self._batch: Callable[..., Any] = self._functions.get("cuMemcpyBatchAsync", _missing)
 
     def has(self, name: str) -> bool:
         """Whether the function is there; it may still raise CapabilityError on a driver that lacks it."""

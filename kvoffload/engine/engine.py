@@ -25,7 +25,6 @@ from kvoffload.engine.job import Job
 from kvoffload.engine.lifecycle import EngineLifecycle
 from kvoffload.engine.report import PlanReport, make_report
 from kvoffload.engine.request import (
-    CopierName,
     Request,
     SourceOrderName,
     make_request,
@@ -37,7 +36,7 @@ from kvoffload.engine.wait_streams import Followed, Source
 from kvoffload.errors import DriverError
 from kvoffload.internal.types import ArrayLike
 from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName, CopyMethod
 
 _NOT_A_STREAM_HERE = frozenset({101, 201, 400})  # CUDA_ERROR_INVALID_DEVICE, _CONTEXT, _HANDLE
 
@@ -365,8 +364,20 @@ class OffloadEngine(EngineLifecycle):
     ) -> PlanReport:
         """What such a transfer would be, and what would carry it; nothing is submitted. Raises what `store` raises."""
         copiers = self._parts.copiers
-        checked, wanted = Direction(direction), (group, first_sub_block, NO_WAIT, copier, "auto", None)
-        request = make_request(self.layout, self.num_slots, copiers.missing, checked, blocks, slots, *wanted)
+        request = make_request(
+            self.layout,
+            self.num_slots,
+            copiers.missing,
+            Direction(direction),
+            blocks,
+            slots,
+            group,
+            first_sub_block,
+            NO_WAIT,
+            copier,
+            "auto",
+            None,
+        )
         self.device.check_process()
         with self.lock:
             self.check_usable()

@@ -51,7 +51,7 @@ class EngineLifecycle(HtmlRepresentation):
     """What `OffloadEngine` is besides submitting transfers; its docstring has the arguments.
 
     For caches and integrations: `lock`, `number`, `advance`, `submitted`, `touches`, `check_room`, `claim_slots`,
-    `jobs_in_flight`, `order_all_before` and `exported_stream`.
+    `jobs_in_flight`, `order_all_before` and `wait_stream`.
 
     Attributes:
         layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given.
@@ -81,6 +81,7 @@ class EngineLifecycle(HtmlRepresentation):
         self.layout = layout
         self.device = device
         self.num_slots = _checked_slots(num_slots, layout)
+        device.check_process()
         device.check_stream_priority(stream_priority)
         device.reclaim()
         self.sm_limit = at_least("sm_limit", sm_limit, 0)
@@ -224,16 +225,10 @@ class EngineLifecycle(HtmlRepresentation):
             self._lose(error)
             raise
 
-    def exported_stream(self) -> int | None:
-        """A stream that ends after the transfers in flight, for importers of device memory; None if none are."""
-        self.advance()
-        with self.lock:
-            if not self._parts.in_flight.count:
-                return None
+    def wait_stream(self) -> int:
+        """A stream for importers of device memory to wait for. It is made to wait for transfers, and for nothing else."""
         with self.device.current():
-            stream = self._parts.wait_streams.exported()
-        self.order_all_before(stream)
-        return stream
+            return self._parts.wait_streams.exported()
 
     def touches(self, address: int, nbytes: int) -> bool:
         """Whether a plane lies, in part at least, in a range of device memory."""

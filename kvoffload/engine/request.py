@@ -18,9 +18,8 @@ from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import Parts, as_parts
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName, CopyMethod
 
-CopierName = Literal["strided", "gather", "split", "batch", "loop"]
 SourceOrderName = Literal["auto", "stream", "any"]
 SOURCE_ORDERS: tuple[SourceOrderName, ...] = ("auto", "stream", "any")
 

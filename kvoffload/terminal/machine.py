@@ -15,7 +15,7 @@ def aligned_gather_kernel(direction: Direction, programs: int, row_bytes: int = 
     """The gather kernel for planes whose addresses and strides are multiples of 16 bytes, in rows of `row_bytes` (a
     power of two that divides the bytes of a block) and words of 8 bytes.
     """
-    return kernel_spec(FragmentShape(row_bytes=row_bytes, word_bytes=8, alignment=16), direction, programs)
+    return kernel_spec(FragmentShape(fragment_bytes=row_bytes, word_bytes=8, alignment=16), direction, programs)
 
 
 def missing_copiers(device: Device, sm_limit: int = 1) -> dict[str, str | None]:
