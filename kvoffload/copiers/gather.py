@@ -23,6 +23,7 @@ from kvoffload.copiers.part_fragments import BlocksInParts, BlocksOfPart, Fragme
 from kvoffload.copiers.table_arena import Table, TableArena
 from kvoffload.device.pinned import PinnedMemory
 from kvoffload.driver import Capabilities, Driver, SourceOrder, address_of
+from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
 from kvoffload.kernels import THREADS_PER_WARP, KernelSpec, LoadedKernel, load_kernel
@@ -163,6 +164,8 @@ class GatherKernels:
         self.driver = driver
         self._memory = memory
         self._kernels: list[LoadedKernel] = []
+        self._modules: list[int] = []
+        self._copying = False  # fragments to the device
         self._fragment_tables: list[int] = []  # addresses of device memory
         self._tables: list[PinnedMemory] = []  # one, once it is being pinned
         self.groups: list[_GroupKernels] = []
@@ -200,7 +203,9 @@ class GatherKernels:
         divisions = min(_MOST_DIVISIONS, _DIVISIONS_BYTES // fragments.nbytes) if len(group.planes) > 1 else 0
         self.driver.create("cuMemAlloc", self._fragment_tables, (1 + divisions) * fragments.nbytes)
         address = int(self._fragment_tables[-1])
+        self._copying = True
         self.driver.copy_to_device(address, address_of(fragments), fragments.nbytes)
+        self._copying = False
         room = range(address, address + (1 + divisions) * fragments.nbytes, fragments.nbytes)[1:]
         return _GroupKernels(group.disowned(), shape, Fragments(fragments.shape[1], address), room, kernels)
 
@@ -208,7 +213,7 @@ class GatherKernels:
         for kernel in self._kernels:
             if kernel.spec == spec:
                 return kernel
-        self._kernels.append(load_kernel(self.driver, capabilities, spec))
+        self._kernels.append(load_kernel(self.driver, capabilities, spec, modules=self._modules))
         return self._kernels[-1]
 
     def why_not_in_parts(self, group: int, parts: Parts) -> str | None:
@@ -246,7 +251,10 @@ class GatherKernels:
 
     def close(self) -> None:
         """Free everything; nothing on the GPU may still use it. Interrupted, it goes on where it stopped."""
-        steps = [kernel.close for kernel in self._kernels]
+        if self._copying:  # and interrupted: the copy may still be queued
+            self.driver.stream_synchronize(LEGACY_STREAM)
+            self._copying = False
+        steps = [partial(self.driver.destroy, "cuModuleUnload", self._modules)]
         steps.append(partial(self.driver.destroy, "cuMemFree", self._fragment_tables))
         run_all((*steps, *(tables.release for tables in self._tables)))
 

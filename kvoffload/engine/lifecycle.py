@@ -226,7 +226,7 @@ class EngineLifecycle(HtmlRepresentation):
             raise
 
     def wait_stream(self) -> int:
-        """A stream for importers of device memory to wait for. It is made to wait for transfers, and for nothing else."""
+        """A stream for importers of device memory to wait for. Only transfers are ever waited for on it."""
         with self.device.current():
             return self._parts.wait_streams.exported()
 

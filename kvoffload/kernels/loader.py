@@ -30,7 +30,12 @@ def why_not(capabilities: Capabilities) -> str | None:
 
 
 def load_kernel(
-    driver: Driver, capabilities: Capabilities, spec: KernelSpec, *, cache_folder: Path | None = None
+    driver: Driver,
+    capabilities: Capabilities,
+    spec: KernelSpec,
+    *,
+    cache_folder: Path | None = None,
+    modules: list[Any] | None = None,
 ) -> LoadedKernel:
     """Load a kernel into the current context, compiling it if it is not in the cache folder.
 
@@ -38,6 +43,8 @@ def load_kernel(
         driver, capabilities: of the device whose context is current.
         spec: names the kernel.
         cache_folder: instead of the user's cache folder.
+        modules: the module's handle is appended to it, and stays the caller's to unload. None: the kernel's `close`
+            unloads it.
 
     Raises:
         CapabilityError: the device cannot launch it; the message says what is missing, or which call CUDA refused.
@@ -55,13 +62,16 @@ def load_kernel(
             f"{capabilities.max_shared_bytes}"
         )
     with _refusals(spec):
-        modules: list[Any] = []
-        try:
+        if modules is not None:
             driver.create("cuModuleLoadData", modules, compiled.cubin)
-            return LoadedKernel(driver, spec, compiled, modules)
+            return LoadedKernel(driver, spec, compiled, int(modules[-1]), [])
+        own: list[Any] = []
+        try:
+            driver.create("cuModuleLoadData", own, compiled.cubin)
+            return LoadedKernel(driver, spec, compiled, int(own[0]), own)
         except BaseException:
             with contextlib.suppress(DriverError):
-                driver.destroy("cuModuleUnload", modules)
+                driver.destroy("cuModuleUnload", own)
             raise
 
 
@@ -84,13 +94,15 @@ class LoadedKernel:
         threads, shared_bytes: of a block.
     """
 
-    def __init__(self, driver: Driver, spec: KernelSpec, compiled: Compiled, modules: list[Any]) -> None:
+    def __init__(
+        self, driver: Driver, spec: KernelSpec, compiled: Compiled, module: int, own_modules: list[Any]
+    ) -> None:
         self.spec = spec
         self.threads = compiled.threads
         self.shared_bytes = compiled.shared_bytes
         self._driver = driver
-        self._modules = modules  # one, until it is unloaded
-        self._function = driver.module_function(int(modules[0]), compiled.name)
+        self._modules = own_modules  # those that `close` unloads
+        self._function = driver.module_function(module, compiled.name)
         self._require_threads()
         if self.shared_bytes > _FREE_SHARED_BYTES:
             driver.function_allow_shared(self._function, self.shared_bytes)
