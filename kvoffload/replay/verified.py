@@ -143,7 +143,7 @@ class VerifiedCache:
         return self.counts.blocks_hit - before
 
     def serve_all(self, requests: Sequence[Sequence[bytes]], progress: Progress) -> None:
-        """Requests in order, as many at a time as may be under way.
+        """Serve requests in order, up to `in_flight` at a time.
 
         Args:
             requests: their keys.
@@ -189,7 +189,7 @@ class VerifiedCache:
             self._verify(keys[section], places[section])
 
     def _store(self, keys: Sequence[bytes], places: Int64Array, clock: _Clock) -> Iterator[CacheJob]:
-        """Store what is absent, and not on its way for another request; all keys of the request are named, so that none
+        """Store the keys that are absent and not being stored for another request. All keys are named, so that none
         of them is evicted for another."""
         position = {key: index for index, key in reversed(list(enumerate(keys)))}
         unique = list(dict.fromkeys(keys))

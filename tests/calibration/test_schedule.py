@@ -46,7 +46,7 @@ def all_sets(scale: Scale, missing: dict[str, str]) -> list[TrialSet]:
     return timed + list(check_sets(scale, missing, costs))
 
 
-def test_the_schedule_covers_every_way_in_both_directions() -> None:
+def test_the_schedule_covers_every_copy_method_in_both_directions() -> None:
     for direction in Direction:
         labels = {trial.method.label for trial_set in all_sets(FULL, {}) for trial in trial_set.trials[direction]}
         gather = {f"gather {programs}" for programs in (1, 2, 3, 4, 8)}
@@ -123,7 +123,7 @@ def test_what_the_schedule_times_is_enough_to_expect_the_rest(seed: int) -> None
 
 
 def test_trials_move_what_they_say(device: kvoffload.Device) -> None:
-    """One timed transfer of each way, bytes compared."""
+    """One timed transfer of each copy method, bytes compared."""
     methods = [
         CopyMethod("strided"),
         CopyMethod("batch"),

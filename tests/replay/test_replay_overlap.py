@@ -61,7 +61,7 @@ def test_requests_that_overlap_want_the_same_blocks_and_store_them_once(
         begun = [served.steps(keys_of(ids), lane) for lane, ids in enumerate([[1, 2], [1, 2, 3], [1, 2]])]
         first, second = next(begun[0]), next(begun[1])
         assert (first.keys, second.keys) == (keys_of([1, 2]), keys_of([3]))
-        assert next(begun[2], None) is None  # all of it is on its way
+        assert next(begun[2], None) is None  # another request stores all of it
         assert not first.done
         assert not second.done
         gate.open()
@@ -74,7 +74,7 @@ def test_requests_that_overlap_want_the_same_blocks_and_store_them_once(
     gate.close()
 
 
-def test_what_was_given_up_after_it_had_been_loaded_is_stored_again_and_right(device: kvoffload.Device) -> None:
+def test_what_was_evicted_after_it_had_been_loaded_is_stored_again_and_right(device: kvoffload.Device) -> None:
     with VerifiedCache(device, TINY, capacity=3, longest=3, policy="lru", in_flight=2) as served:
         served.serve(keys_of([1, 2]))
         begun = served.steps(keys_of([1, 2, 3]), 0)
@@ -88,7 +88,7 @@ def test_what_was_given_up_after_it_had_been_loaded_is_stored_again_and_right(de
         assert (served.counts.verified_blocks, served.counts.corrupt_blocks) == (5, 0)
 
 
-def test_a_request_for_which_nothing_may_be_given_up_is_counted_and_others_go_on(device: kvoffload.Device) -> None:
+def test_a_request_for_which_nothing_can_be_evicted_is_counted_and_others_go_on(device: kvoffload.Device) -> None:
     with VerifiedCache(device, TINY, capacity=3, longest=3, policy="lru", in_flight=2) as served:
         served.serve(keys_of([1, 2, 3]))
         with served.cache.acquire(keys_of([1, 2, 3])):
@@ -202,7 +202,7 @@ def test_options_that_do_not_go_together_are_refused(
 
 
 def test_without_a_gpu_auto_needs_the_bandwidth_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody knows before the device is open."""
+    """Whether the device is simulated is known when it is open."""
 
     def no_gpu(*_: object, **options: Any) -> kvoffload.Device:
         if options["backend"] == "cuda":

@@ -27,7 +27,7 @@ def flip(array: Any, index: Any) -> None:
 
 
 @pytest.fixture
-def spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_flipped_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte of the pool goes wrong when the first request that stored something has ended."""
     steps = VerifiedCache.steps
     done: list[bool] = []
@@ -41,7 +41,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VerifiedCache, "steps", steps_then_flip)
 
 
-@pytest.mark.usefixtures("spoiled")
+@pytest.mark.usefixtures("one_flipped_byte")
 def test_a_byte_that_went_wrong_in_the_pool_is_counted_and_fails_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,7 +50,7 @@ def test_a_byte_that_went_wrong_in_the_pool_is_counted_and_fails_the_command(
     assert (code, fields["verified_blocks"], fields["corrupt_blocks"]) == (1, 3, 1)
 
 
-@pytest.mark.usefixtures("spoiled")
+@pytest.mark.usefixtures("one_flipped_byte")
 def test_a_byte_that_went_wrong_is_caught_while_requests_overlap(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
