@@ -1,4 +1,4 @@
-"""The driver calls that no submission of a transfer can do without, made directly: a floor for the engine's host time.
+"""The driver calls that every submission of a transfer needs, called directly: a floor for the engine's host time.
 
 Every submission pushes the context, computes addresses from block and slot numbers into arrays, records a marker on the
 caller's stream and lets the copy stream wait for it, makes one copy call between two timing events, and pops the

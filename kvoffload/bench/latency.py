@@ -38,7 +38,7 @@ def geometry_of(planes: int, block_bytes: int, scale: float) -> ModelGeometry:
 
 
 def measure_latency(lab: Lab) -> list[dict[str, Any]]:
-    """Stores and loads of a small and of a big transfer, interleaved with the contiguous copy."""
+    """Stores and loads of a small and of a large transfer, interleaved with the contiguous copy."""
     found = []
     for name, blocks in _LATENCY_SCENARIOS:
         count = max(1, round(blocks * lab.size.payload_bytes / (32 << 20)))

@@ -51,7 +51,7 @@ _SERIES = {
 
 
 def draw(results: Mapping[str, Fields], folder: str) -> list[Path]:
-    """Write the figures of results into a folder, which is made if need be; their paths.
+    """Write the figures of results into a folder, which is created if it is missing; their paths.
 
     Args:
         results: by what errors call them, such as the file they are from; one of a benchmark.

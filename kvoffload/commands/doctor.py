@@ -149,7 +149,7 @@ def _advice(fields: dict[str, Any]) -> list[str]:
             advice.append("copiers are chosen by figures of another machine: `kvoffload tune` measures this one")
     if fields["cache_folder_problem"]:
         advice.append(
-            "compiled kernels and profiles are not kept, and are made again each time: set "
+            "compiled kernels and profiles are not kept, and are compiled or measured again each time: set "
             f"{cachefiles.FOLDER_VARIABLE} to a folder that can be written"
         )
     return advice

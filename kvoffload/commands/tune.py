@@ -27,9 +27,9 @@ _PLACEMENTS = ("folded", "scattered")
 _INTERPRETED = ("gather", "split")  # on the simulated device, which engines therefore do not choose there
 _DESCRIPTION = """\
 Measure each copy method: batches, loops and the gather kernel over sizes and numbers of copies, strided copies over
-sizes of lines, lines and operations, transfers shared by kernel and copy engine; then how much each slows a bf16 matrix
+sizes of rows, rows and operations, transfers shared by kernel and copy engine; then how much each slows a bf16 matrix
 product concurrent with it. Takes less than 30 seconds; nothing else should use the GPU. The profile is kept in the
-user's cache folder for this GPU, driver, link and bindings, and engines made from then on choose by it. On the
+user's cache folder for this GPU, driver, link and bindings, and engines that are created later choose by it. On the
 simulated device: small sizes, and no profile is kept."""
 
 

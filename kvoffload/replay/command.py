@@ -271,7 +271,7 @@ def _print(fields: dict[str, Any], rates: saving.Rates | None, output: Output) -
     host = "host time of the simulated device" if simulated else "host time"
     lines = [
         ("requests", f"{fields['requests']:,}, {fields['in_flight']} unfinished at a time"),
-        ("requests refused, nothing stored", f"{fields['requests_refused']:,}"),
+        ("requests not stored, or in part", f"{fields['requests_refused']:,}"),
         ("blocks requested", f"{fields['blocks_requested']:,}"),
         ("blocks hit", f"{fields['blocks_hit']:,} ({fields['hit_rate']:.2%})"),
         ("blocks stored", f"{fields['blocks_stored']:,} ({mib(fields['bytes_stored'])})"),

@@ -57,7 +57,7 @@ class Shelf:
 
 
 class FakeFramework:
-    """One way that is ours, one that is not, one that loads nothing, and one that cannot run."""
+    """One method of this library, one of the framework, one that loads nothing, and one that cannot be used."""
 
     name = "Fake"
 

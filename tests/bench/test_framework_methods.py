@@ -80,7 +80,7 @@ def test_rounds_execute_each_scenario_warm_then_poisoned_in_random_orders() -> N
         )
 
     done: list[tuple[int, int]] = []
-    names = [f"way {number}" for number in range(6)]
+    names = [f"method {number}" for number in range(6)]
     timings = time_warmed({name: scenario(name) for name in names}, 3, 7, lambda *each: done.append(each))
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
     runs = [each.removesuffix(" run") for each in seen if each.endswith("run")]
@@ -213,7 +213,7 @@ def assert_early_looks_are_counted(data: FrameworkData, method: FrameworkMethod)
 def test_blocks_that_are_not_moved_are_counted(
     data: FrameworkData, cupy_by_name: dict[str, FrameworkMethod], name: str
 ) -> None:
-    """Every poison spoils all that is compared."""
+    """`poison` overwrites all bytes that are compared."""
     method = cupy_by_name[name]
     for direction, target in ((Direction.STORE, method.host), (Direction.LOAD, method.cache)):
         method.source(direction).fill()

@@ -5,42 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kvoffload
-from kvoffload.calibration import FULL, MINIATURE, Scale, tune
-from kvoffload.calibration.compute import MATMUL, SKINNY, SMALL, Computation, kernel_spec
-from kvoffload.calibration.measure import deviations
-from kvoffload.calibration.schedule import (
-    Trial,
-    TrialSet,
-    check_sets,
-    flat_sets,
-    restrict,
-    same_trials,
-    split_sets,
-    strided_sets,
-)
-from kvoffload.calibration.trial_engine import TrialEngine, TrialMemory
+from kvoffload.calibration import MINIATURE, tune
 from kvoffload.commands import main
 from kvoffload.commands.tune import _require_kept, decisions
 from kvoffload.copiers import NAMES
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal import cachefiles
-from kvoffload.kernels import compile_kernel
-from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError
 from kvoffload.testing import check_clean_close
-from kvoffload.tuning import CopyMethod, ProfileKey, default_profile, key_of, load_profile, parse, profile_path, render
-from kvoffload.tuning.fitting import Sample, fit
+from kvoffload.tuning import ProfileKey, default_profile, key_of, load_profile, parse, profile_path, render
 
 H200 = ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")
 TINY = MINIATURE._replace(
@@ -61,188 +42,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated devices are tuned in less than a second."""
     monkeypatch.setattr("kvoffload.calibration.measure.MINIATURE", TINY)
-
-
-# what is timed --------------------------------------------------------------------------------------------------------
-
-
-def all_sets(scale: Scale, missing: dict[str, str]) -> list[TrialSet]:
-    scale = restrict(scale, missing)
-    costs = default_profile(H200).costs
-    timed = [*flat_sets(scale, missing), *strided_sets(scale), *split_sets(scale, costs)]
-    return timed + list(check_sets(scale, missing, costs))
-
-
-def test_the_schedule_covers_every_way_in_both_directions() -> None:
-    for direction in Direction:
-        labels = {trial.method.label for trial_set in all_sets(FULL, {}) for trial in trial_set.trials[direction]}
-        gather = {f"gather {programs}" for programs in (1, 2, 3, 4, 8)}
-        assert labels == {"strided", "batch", "loop", "split 1", "split 2"} | gather
-
-
-def test_nothing_that_is_missing_is_timed() -> None:
-    missing = {"gather": "no Triton", "split": "no Triton", "batch": "an old driver"}
-    methods = {
-        trial.method
-        for trial_set in all_sets(FULL, missing)
-        for trials in trial_set.trials.values()
-        for trial in trials
-    }
-    assert methods == {CopyMethod("strided"), CopyMethod("loop")}
-
-
-def test_the_schedule_stays_within_memory_and_splits_whole_blocks() -> None:
-    for trial_set in all_sets(FULL, {}):
-        limit = FULL.pitch if trial_set.folds else FULL.scattered_bytes
-        if trial_set.planes > 1:
-            assert trial_set.most_blocks * trial_set.block_bytes <= limit
-        for direction, trials in trial_set.trials.items():
-            for trial in trials:
-                assert trial.blocks >= 1
-                assert trial_set.shape(direction, trial.blocks).nbytes <= FULL.most_bytes
-                if trial.method.copier == "split":
-                    assert 0 < round(trial.method.share * trial.blocks) < trial.blocks
-
-
-def test_heights_tell_the_price_of_an_operation_from_that_of_a_row() -> None:
-    heights: dict[int, set[int]] = {}
-    for trial_set in strided_sets(FULL):
-        heights.setdefault(trial_set.block_bytes, set()).add(trial_set.planes)
-    assert all(len(each) >= 2 for each in heights.values())
-
-
-def test_checks_are_at_sizes_of_their_own() -> None:
-    used = {*FULL.copy_bytes, *FULL.row_bytes, *FULL.split_bytes}
-    assert not used & set(FULL.check_bytes)
-    assert min(used) < min(FULL.check_bytes)
-    assert max(FULL.check_bytes) < max(used)
-
-
-def test_what_the_schedule_times_is_enough_to_expect_the_rest(seed: int) -> None:
-    """On a machine whose costs are those of the default, and every median 2% off."""
-    random = np.random.default_rng(seed)
-    truth = default_profile(H200)
-
-    def timed(trial_sets: Iterable[TrialSet], noise: float = 0.02) -> dict[Direction, list[Sample]]:
-        found: dict[Direction, list[Sample]] = {direction: [] for direction in Direction}
-        for trial_set in trial_sets:
-            for direction, trials in trial_set.trials.items():
-                for trial in trials:
-                    shape = trial_set.shape(direction, trial.blocks)
-                    seconds = truth.seconds(trial.method, shape) * (1 + noise * random.standard_normal())
-                    found[direction].append(Sample(trial.method, shape, seconds))
-        return found
-
-    samples = timed([*flat_sets(FULL, {}), *strided_sets(FULL)])
-    link = {direction: truth.costs[direction].link for direction in Direction}
-    costs = {direction: fit(link[direction], samples[direction]) for direction in Direction}
-    splits = timed(split_sets(FULL, costs))
-    costs = {direction: fit(link[direction], samples[direction] + splits[direction]) for direction in Direction}
-    checks = timed(check_sets(FULL, {}, costs), 0.0)
-    profile = replace(truth, costs=costs)
-    for name, deviation in deviations(profile, [each for found in checks.values() for each in found]).items():
-        print(name, deviation)
-        assert deviation.median < 0.03
-        assert deviation.worst < 0.15
-
-
-# how it is timed ------------------------------------------------------------------------------------------------------
-
-
-def test_trials_move_what_they_say(device: kvoffload.Device) -> None:
-    """One timed transfer of each way, bytes compared."""
-    methods = [
-        CopyMethod("strided"),
-        CopyMethod("batch"),
-        CopyMethod("loop"),
-        CopyMethod("gather", 2, 1.0),
-        CopyMethod("split", 1, 0.5),
-    ]
-    trials = [Trial(method, 4) for method in methods]
-    with TrialMemory(device, 4, 1 << 13, 1 << 14) as memory:
-        for trial_set in (same_trials(False, 4, 256, trials[1:4]), same_trials(True, 4, 256, trials)):
-            with TrialEngine(device, memory, trial_set) as trial_engine:
-                engine = trial_engine.engine
-                for trial in trial_set.trials[Direction.LOAD]:
-                    engine.slots[:] = np.random.default_rng(1).integers(0, 256, engine.slots.shape, np.uint8)
-                    before = engine.slots.copy()
-                    assert trial_engine.submit(Direction.LOAD, trial).wait().copier == trial.method.copier
-                    engine.slots[:] = 0
-                    assert trial_engine.submit(Direction.STORE, trial).wait().nbytes == 4 * 4 * 256
-                    moved = engine.slots.any(axis=1)
-                    assert moved.sum() == 4
-                    assert (engine.slots[moved, :1024] == before[moved, :1024]).all()
-
-
-def test_rounds_are_interleaved_and_the_first_does_not_count(
-    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-
-    def seconds(self: TrialEngine, direction: Direction, trial: Trial) -> float:  # noqa: ARG001
-        order.append(trial.method.copier)
-        return 100.0 if len(order) <= 2 else float(len(order))
-
-    monkeypatch.setattr(TrialEngine, "seconds", seconds)
-    trial_set = same_trials(True, 2, 64, [Trial(CopyMethod("strided"), 1), Trial(CopyMethod("loop"), 1)])
-    with TrialMemory(device, 4, 1 << 13, 1 << 14) as memory, TrialEngine(device, memory, trial_set) as trial_engine:
-        samples = trial_engine.rounds(Direction.LOAD, trial_set.trials[Direction.LOAD], lambda: 3)
-    assert order == ["strided", "loop"] * 4
-    assert [each.seconds for each in samples] == [5.0, 6.0]
-    assert trial_engine.counted == 6
-
-
-def test_where_memory_is_short_large_transfers_are_left_out(device: kvoffload.Device) -> None:
-    trials = [Trial(CopyMethod("strided"), 1), Trial(CopyMethod("strided"), 1000)]
-    with TrialMemory(device, 4, 1 << 13, 1 << 14) as memory:
-        trial_set = same_trials(True, 4, 1024, trials)
-        with TrialEngine(device, memory, trial_set) as trial_engine:
-            samples = trial_engine.rounds(Direction.STORE, trials, lambda: 1)
-    assert [each.shape.blocks for each in samples] == [1]
-
-
-def test_when_time_is_short_there_are_fewer_rounds(device: kvoffload.Device) -> None:
-    scale = TINY._replace(repeats=2, split_programs=())  # shares depend on what was measured
-    slow = tune(device, scale=scale._replace(seconds=0.0))
-    fast = tune(device, scale=scale._replace(seconds=600.0))
-    assert slow.transfers * 2 == fast.transfers
-    assert slow.profile.costs.keys() == fast.profile.costs.keys() == set(Direction)
-
-
-# the product ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_product_is_one(device: kvoffload.Device) -> None:
-    with Computation(device, SMALL, seed=3) as computation:
-        assert len(computation.seconds_each(2)) == 2
-        product = computation.product
-        shapes = {"left": (product.rows, product.inner), "right": (product.inner, product.columns)}
-        shapes["result"] = (product.rows, product.columns)
-        left, right, result = (
-            getattr(computation, name).to_numpy().view(np.float16).reshape(size).astype(np.float32)
-            for name, size in shapes.items()
-        )
-        assert np.abs(left).max() > 1
-        np.testing.assert_allclose(result, left @ right, rtol=2e-3, atol=2e-2)
-        assert computation.operations == 2 * product.rows * product.columns * product.inner
-
-
-def test_transfers_go_on_for_as_long_as_the_product_runs(device: kvoffload.Device) -> None:
-    calls = []
-    with Computation(device, SMALL) as computation:
-        computation.seconds_each(2, lambda: calls.append(0))
-    assert calls
-
-
-@pytest.mark.parametrize("product", [MATMUL, SKINNY], ids=lambda product: product.name)
-def test_the_product_compiles_to_tensor_cores_and_asynchronous_copies(product: Any) -> None:
-    """For a Hopper GPU, without one; the first tiling fits its 227 KiB of shared memory, the last an Ampere's 99."""
-    first = compile_kernel(kernel_spec(product, product.tiles[0], half=False), (9, 0))
-    assert "wgmma" in first.ptx
-    assert "cp.async" in first.ptx
-    assert first.shared_bytes <= 227 << 10
-    last = compile_kernel(kernel_spec(product, product.tiles[-1], half=False), (8, 0))
-    assert last.shared_bytes <= 99 << 10
 
 
 # the command ----------------------------------------------------------------------------------------------------------

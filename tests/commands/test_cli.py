@@ -59,7 +59,7 @@ def test_json_is_one_object_that_says_simulated(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each[0])
-def test_backend_cuda_without_a_gpu_is_exit_code_2_with_a_way_on(
+def test_backend_cuda_without_a_gpu_is_exit_code_2_with_a_remedy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     without_cuda(monkeypatch)

@@ -114,7 +114,7 @@ def test_a_request_that_cannot_be_stored_is_counted_and_the_rest_goes_on() -> No
 # the optimum ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_way_to_use_the_places_finds_more_than_the_optimum(seed: int) -> None:
+def test_no_other_use_of_the_places_finds_more_than_the_optimum(seed: int) -> None:
     random = np.random.default_rng(seed)
     found = 0
     for _ in range(60):
@@ -201,7 +201,7 @@ def test_a_row_for_each_policy_and_capacity_and_the_optimum(tmp_path: Path, run:
     assert any(row["share_of_optimum"] for row in rows.values())
 
 
-def test_without_lru_there_is_no_way_from_it(tmp_path: Path, run: Run) -> None:
+def test_without_lru_no_share_is_known(tmp_path: Path, run: Run) -> None:
     _, fields, _ = run(write_trace(tmp_path / "trace.jsonl", [[1, 2], [3], [1, 2]]), "--slots", 2)
     assert [row["policy"] for row in fields["records"]] == [DEFAULT_POLICY, "belady"]
     assert [row["share_of_optimum"] for row in fields["records"]] == [None, None]

@@ -1,4 +1,4 @@
-"""Made traffic: seeded, of the shape it claims, and what the policies make of it."""
+"""Synthetic traffic: seeded, of the shape that its summary names, and served by each policy."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def shared(one: Request, other: Request) -> int:
 
 @EACH
 def test_a_workload_follows_from_its_seed(name: str, seed: int) -> None:
-    made = make_workload(name, 150, seed)
-    assert len(made) == 150
-    assert made == make_workload(name, 150, seed)
-    assert made[:100] == make_workload(name, 100, seed) or name == "change"  # which happens half way
-    assert made != make_workload(name, 150, seed + 1)
+    traffic = make_workload(name, 150, seed)
+    assert len(traffic) == 150
+    assert traffic == make_workload(name, 150, seed)
+    assert traffic[:100] == make_workload(name, 100, seed) or name == "change"  # which happens half way
+    assert traffic != make_workload(name, 150, seed + 1)
 
 
 @EACH

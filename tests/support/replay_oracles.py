@@ -1,4 +1,4 @@
-"""What replays are compared with: the same counts from models that share no code with the library; made traces."""
+"""What replays are compared with: the same counts from models that share no code with the library; synthetic traces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Served(NamedTuple):
 
 
 class Oracle:
-    """A cache that gives up what was used least recently, in one ordered dict, least recently used first."""
+    """A cache that evicts the least recently used key, in one ordered dict, least recently used first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -54,7 +54,7 @@ class Oracle:
 
 
 def most_hits(requests: Sequence[Sequence[Any]], capacity: int) -> int:
-    """The most leading hits there can be: every way to use the places is tried. For a few requests of a few keys."""
+    """The most leading hits there can be: every use of the places is tried. For a few requests of a few keys."""
     best: dict[frozenset[Any], int] = {frozenset(): 0}
     for request in requests:
         following: dict[frozenset[Any], int] = {}
@@ -106,7 +106,7 @@ def generated_trace(seed: int, requests: int = 120) -> list[list[int]]:
 
 
 def tree_trace(random: np.random.Generator, requests: int, depth: int, branches: int) -> list[tuple[bytes, ...]]:
-    """Ways from the root of a tree downwards: a key is always preceded by the same keys."""
+    """Paths from the root of a tree downwards: a key is always preceded by the same keys."""
     trace = []
     for _ in range(requests):
         method = bytes(random.integers(0, branches, random.integers(0, depth + 1)).tolist())
