@@ -11,7 +11,7 @@ LAYERS, BLOCKS, TOKENS, HEADS, HEAD_SIZE = 32, 128, 16, 8, 128
 
 
 def main() -> None:
-    # One array with a plane axis: it always folds. CuPy arrays made one by one are allocations of their own: no fold.
+    # One array with a plane axis: it always folds. CuPy arrays created one by one have an allocation each: no fold.
     random = cp.random.default_rng(0)
     shape = (2 * LAYERS, BLOCKS, TOKENS, HEADS, HEAD_SIZE)
     kv_cache = random.standard_normal(shape, dtype=cp.float32).astype(cp.float16)
@@ -32,7 +32,7 @@ def main() -> None:
         kv_cache[:, blocks] = 0
         loaded = engine.load(slots, blocks, after=stream)
 
-        loaded.order_before(stream)  # what CuPy does next sees the loaded blocks
+        loaded.order_before(stream)  # CuPy's next work sees the loaded blocks
         assert cp.array_equal(kv_cache[:, blocks], expected), "the blocks did not come back"
         print(stored.wait(), loaded.wait(), "every byte came back", sep="\n")
 

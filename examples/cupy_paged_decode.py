@@ -1,9 +1,9 @@
 """Decode with a paged KV cache in CuPy that is larger than its room on the device; compare every bit of the logits.
 
-A small transformer serves conversations of several turns. After a turn, what a conversation has in the cache is stored
-in pinned host memory, and its blocks are given to others. When it goes on, its prefix is found by its tokens and loaded
-into other blocks, while those before it still decode. Timed against a cache in which all fits, and against computing
-the prefix again. What is shared with jax_paged_decode.py is in paged_decode/.
+A small transformer serves conversations of several turns. After a turn, the blocks of a conversation are stored in
+pinned host memory, and other conversations take their place. Before its next turn, its prefix is found by its tokens
+and loaded into other blocks, while other conversations still decode. Timed against a cache in which all fits, and
+against computing the prefix again. Code shared with jax_paged_decode.py is in paged_decode/.
 
     python examples/cupy_paged_decode.py --layer-wise --plot timeline.png       # pip install 'kvoffload[cupy,plot]'
     python examples/cupy_paged_decode.py --device simulated                     # the same in numpy, without a GPU
@@ -73,7 +73,7 @@ def main() -> int:
         return report.serve_and_compare(
             backend,
             options,
-            left_out="CuPy, its stream, and what runs beside what",
+            left_out="CuPy, its stream, and concurrency",
         )
 
 

@@ -1,7 +1,7 @@
-"""kvoffload inside a runtime of its own: a context it made itself, several threads, a stream for each.
+"""kvoffload inside a runtime of its own: a context that it created itself, several threads, a stream for each.
 
-Every worker computes on its own stream (here: fills a block with a number), offloads the block, computes something else
-in its place, brings the block back, and reads it. Stores are ordered on the GPU; the host waits for loads alone.
+Every worker computes on its own stream (here: fills a block with a number), stores the block, computes something else
+in its place, loads the block, and reads it. Stores are ordered on the GPU; the host waits for loads alone.
 Runs on a GPU if there is one, else on the simulated device, which offers the same driver functions.
 
     python examples/embedded_runtime.py
@@ -35,7 +35,7 @@ def find_driver() -> Any:
 
 
 class Runtime:
-    """What an embedding program has anyway: a context, and streams on it."""
+    """What a runtime already has when it embeds kvoffload: a context, and streams on it."""
 
     def __init__(self, driver: Any, bindings_version: tuple[int, int]) -> None:
         self.driver = driver

@@ -1,9 +1,9 @@
 """Decode with a paged KV cache in JAX that is larger than its room on the device; compare every bit of the logits.
 
-A small transformer serves conversations of several turns. After a turn, what a conversation has in the cache is stored
-in pinned host memory, and its blocks are given to others. When it goes on, its prefix is found by its tokens and loaded
-into other blocks, while those before it still decode. Timed against a cache in which all fits, and against computing
-the prefix again. What is shared with cupy_paged_decode.py is in paged_decode/.
+A small transformer serves conversations of several turns. After a turn, the blocks of a conversation are stored in
+pinned host memory, and other conversations take their place. Before its next turn, its prefix is found by its tokens
+and loaded into other blocks, while other conversations still decode. Timed against a cache in which all fits, and
+against computing the prefix again. Code shared with cupy_paged_decode.py is in paged_decode/.
 
     python examples/jax_paged_decode.py --plot timeline.png       # pip install 'kvoffload[jax,plot]'
     python examples/jax_paged_decode.py --device simulated        # on the CPU; with numpy where there is no JAX
@@ -59,8 +59,8 @@ def compute(size: model.ModelSize, weights: model.Weights, cache: Any, step: mod
 
 
 class JaxBackend:
-    """JAX on a cache in memory of kvoffload's, `kvoffload.jax.OwnedCache`. The host waits for logits only: a transfer
-    follows the computation that made the cache; and what is computed with `cache.array` follows the transfers so far.
+    """JAX on a cache in kvoffload's memory, `kvoffload.jax.OwnedCache`. The host waits for logits only: a transfer
+    follows the computation that made the cache; and computations with `cache.array` follow the transfers so far.
     `cache.unordered` is the same array without that, to compute on while other blocks are being loaded.
     """
 
@@ -127,7 +127,7 @@ def main() -> int:
         return report.serve_and_compare(
             make_backend(device, report.model_size(options)),
             options,
-            left_out="a GPU's order of JAX and transfers, and what runs beside what",
+            left_out="the order of JAX and transfers on a GPU, and concurrency",
         )
 
 

@@ -27,13 +27,13 @@ def main() -> None:
         with kvoffload.OffloadEngine(layout, device=device, num_slots=32) as engine:
             print(engine)
 
-            # by hand: blocks 3, 9 and 60 to slots 0, 1 and 2, and back
+            # by id: blocks 3, 9 and 60 to slots 0, 1 and 2, and back
             print(engine.store([3, 9, 60], [0, 1, 2]).wait())
             cache_memory.copy_from(np.zeros_like(original))
             print(engine.load([0, 1, 2], [3, 9, 60]).wait())
 
-            # by key: from here on the slots are the cache's. It publishes a key after its copy has completed, and when
-            # it is full, it gives up what is least likely to be asked for again
+            # by key: from here on the cache owns the slots. It publishes a key after its copy has completed; when it is
+            # full, it evicts the blocks that are least likely to be used again
             cache = kvoffload.BlockCache(engine)
             conversation = kvoffload.chain_keys(range(3 * TOKENS), layout=layout, salt="quickstart")
             cache.store(conversation, blocks=[3, 9, 60]).wait()

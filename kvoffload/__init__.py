@@ -1,20 +1,27 @@
 """Move the blocks of a paged KV cache between the GPU and pinned host memory: no PyTorch, no compiled extension.
 
-    open_device      a GPU, or the simulated device        device.py, ownership.py, driver/
-    KVLayout, Plane  where the blocks lie                  layout.py, interop.py; what a transfer copies: plan.py
-    DeviceArray      memory that others import             buffers.py; what they compute, followed: relays.py
-    OffloadEngine    store, load, poll, order_before       engine.py, dispatch.py, flight.py, launch.py, ...
-    BlockCache       keys to slots                         cache.py on cacheindex.py, entries.py, reservations.py, ...
-    chain_keys       tokens to keys                        keys.py
-    policies/        what gives way                        prefix, LRU, ARC, S3-FIFO; who may: admission.py
-    copiers/         strided, gather, split, batch, loop   on streams.py, memory.py, arena.py
-    kernels/         Triton without PyTorch                gather.py; what loads it, and keeps it: cachefiles.py
-    tuning/          what transfers cost on a machine      measured by tuner/; which copier takes one: choice.py
-    jax/             caches for JAX, which has no streams  owned.py is the one to take
-    testing          the simulated driver, byte patterns   testing.py
-    cli/             doctor, demo, replay, tune, bench     python -m kvoffload
+    open_device      a GPU, or the simulated device              device/
+    KVLayout, Plane  where the blocks of the KV cache lie        layout/
+    DeviceArray      GPU memory that other libraries import      device/buffers.py
+    OffloadEngine    store, load, plan, poll                     engine/
+    Job              a transfer: done, wait, order_before        engine/job.py
+    BlockCache       keys to slots: lookup, store, load          cache/
+    chain_keys       tokens to keys                              cache/keys.py
 
-Importing this package touches no GPU and loads no CUDA library.
+Imported by name:
+
+    kvoffload.jax             caches for JAX: OwnedCache and three others
+    kvoffload.testing         the simulated driver, byte patterns, leak checks, a naive transfer
+    kvoffload.observability   Prometheus metrics; notebook cards, which need no import
+    kvoffload.cache.policies  the policies, and the base class for others
+
+Below them: planning/ (what a transfer copies), copiers/ (the copy methods and their selection), tuning/ (what
+transfers cost on a machine), kernels/ (Triton without PyTorch), driver/ (every call of the CUDA driver), simulator/
+(that driver in Python). Not part of the library: calibration/, bench/, replay/ and commands/, which `kvoffload ...`
+runs.
+
+How it works is in ARCHITECTURE.md, words in GLOSSARY.md. Importing this package touches no GPU and loads no CUDA
+library.
 """
 
 from kvoffload.cache.admission import Tenant

@@ -25,7 +25,8 @@ from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.internal.types import UInt8Array
-from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.simulator import Faults, SimulatedDriver, SimulatorError
 from kvoffload.tuning import CopyMethod

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from driver_levels import LEVELS
 from hypothesis import settings
 
 import kvoffload
-from kvoffload.bench.cases import SMALL, Lab
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.tools import SMALL
 from kvoffload.testing import check_clean_close
 
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
@@ -46,7 +48,7 @@ def device(seed: int) -> Iterator[kvoffload.Device]:
 @pytest.fixture
 def lab(device: kvoffload.Device, seed: int) -> Iterator[Lab]:
     """What benches measure with, small."""
-    with Lab(device, SMALL._replace(big_bytes=1 << 16), repeats=1, seed=seed) as lab:
+    with Lab(device, SMALL._replace(contiguous_bytes=1 << 16), repeats=1, seed=seed) as lab:
         yield lab
 
 
@@ -63,10 +65,21 @@ def any_device(request: pytest.FixtureRequest, seed: int) -> Iterator[kvoffload.
 
 @pytest.fixture
 def gpu_device() -> Iterator[kvoffload.Device]:
-    """The first GPU; tests that use it are marked `gpu` and are skipped without one."""
+    """The GPU with the number KVOFFLOAD_TEST_DEVICE, 0 by default. Tests that use it are marked `gpu`, and skipped
+    without one.
+    """
+    index = int(os.environ.get("KVOFFLOAD_TEST_DEVICE", "0"))
     try:
-        opened = kvoffload.open_device(0, backend="cuda")
+        opened = kvoffload.open_device(index, backend="cuda")
     except kvoffload.KVOffloadError as error:
         pytest.skip(f"needs a GPU: {str(error).split(';')[0]}")
     with opened:
         yield opened
+
+
+@pytest.fixture
+def cupy(gpu_device: kvoffload.Device) -> Iterator[Any]:
+    """CuPy, whose current device is the GPU under test."""
+    module = pytest.importorskip("cupy")
+    with module.cuda.Device(gpu_device.index):
+        yield module

@@ -1,7 +1,7 @@
 """A model with a paged KV cache, conversations that need more blocks than the device has, and what becomes of them.
 
     model.py      the layers of a small transformer, for numpy, CuPy and JAX alike
-    workload.py   made conversations; the device's blocks, and whose they are
+    workload.py   synthetic conversations; which of them has which device blocks
     server.py     what is where, what is loaded when, what waits for what; what a framework has to do for that
     timeline.py   when computations and transfers ran, and a figure of it
     report.py     the modes one after the other; whether all logits are the same bits; tokens a second

@@ -1,7 +1,7 @@
 """The layers of a small decoder-only transformer with a paged KV cache, for numpy, CuPy and JAX: `xp` is any of them.
 
 RMSNorm, rotary embedding, grouped-query attention, SwiGLU; the weights are random, which costs as much to compute. How
-the cache is written and what waits for what is left to arrays.py and jax_paged_decode.py.
+the cache is written and how transfers are ordered is in arrays.py and jax_paged_decode.py.
 
 A step has a fixed shape, and attention reads block tables that are padded to the longest conversation. What is masked
 counts for exactly nothing. So a token's logits are the same bits wherever its blocks lie.
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK_TOKENS = 16
-NULL_BLOCK = 0  # nobody's: padding is written there, and tables are padded with it
+NULL_BLOCK = 0  # of no conversation: padding is written there, and tables are padded with it
 
 Int32Array = npt.NDArray[np.int32]
 Weights = Mapping[str, Any]
@@ -54,7 +54,7 @@ SMALL = ModelSize(layers=3, width=64, query_heads=4, kv_heads=2, head_size=16, h
 
 
 class Step(NamedTuple):
-    """What a step computes: `length` tokens of each of `batch` conversations. Made on the host, int32.
+    """The input of a step, which computes `length` tokens of each of `batch` conversations. On the host, int32.
 
     Attributes:
         tokens, positions: (batch, length); positions count from the conversation's first token.

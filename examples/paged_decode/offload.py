@@ -40,7 +40,7 @@ class Offloader:
         self._loads: dict[int, kvoffload.CacheJob] = {}
 
     def store(self, conversation: int, tokens: list[int], blocks: list[int]) -> None:
-        """Store what is not stored yet."""
+        """Store the complete blocks that are not stored yet."""
         keys = self._keys(tokens)
         job = self._cache.store(keys, blocks[: len(keys)], after=self._backend.after())
         self._cache.touch(keys)
@@ -48,17 +48,17 @@ class Offloader:
         self._note(job)
 
     def follow_store(self, conversation: int) -> None:
-        """Have steps from now on follow the store of blocks that another conversation has got."""
+        """Have steps from now on follow the store of a conversation whose blocks another one has taken."""
         job = self._stores[conversation]
         if not job.done:
             self._backend.follow(job)
 
     def load(self, conversation: int, tokens: list[int], blocks: list[int]) -> None:
-        """Load what the blocks held; as many blocks as there are complete ones."""
-        self._stores[conversation].wait()  # it ended long ago: others were served since
+        """Load the complete blocks of a conversation into `blocks`, which are as many."""
+        self._stores[conversation].wait()  # it ended long ago: other conversations were served since
         keys = self._keys(tokens)
         if self._cache.lookup(keys) < len(keys):
-            raise RuntimeError("a prefix was not found, though the host has room for all")
+            raise RuntimeError("a prefix was not found, although the host has room for all")
         self._spoil(keys)
         parts = self._backend.size.layers if self._by_layer else None  # planes 2k and 2k + 1 are part k
         job = self._loads[conversation] = self._cache.load(keys, blocks, after=self._backend.after(), parts=parts)
@@ -72,7 +72,7 @@ class Offloader:
             follow(job)
 
     def end_load(self, conversation: int) -> None:
-        """What was computed has followed the load, so it has ended: raise if it failed."""
+        """The computation followed the load, so the load has ended: raise if it failed."""
         if conversation in self._loads:
             self._loads.pop(conversation).wait()
 
@@ -83,7 +83,7 @@ class Offloader:
         return totals.store.nbytes // block_bytes, totals.load.nbytes // block_bytes
 
     def _keys(self, tokens: list[int]) -> list[bytes]:
-        """Of the complete blocks."""
+        """Keys of the complete blocks."""
         complete = tokens[: complete_tokens(tokens)]
         return kvoffload.chain_keys(complete, layout=self._engine.layout, salt="paged decode")
 

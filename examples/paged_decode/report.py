@@ -1,4 +1,4 @@
-"""The command line; all modes one after the other; what is printed about them."""
+"""The command line; serves the workload in all modes, one after the other, and prints the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def command_line(description: str, *, by_layer: bool) -> argparse.Namespace:
     parser.add_argument("--later-prompt", help="tokens of the prompts after that", **span)
     parser.add_argument("--device-blocks", type=int, help="of the cache that does not fit; default: as few as will do")
     parser.add_argument("--seed", type=int, default=0, help="of the conversations")
-    parser.add_argument("--plot", metavar="FILE", help="draw what ran when; needs a GPU and kvoffload[plot]")
+    parser.add_argument("--plot", metavar="FILE", help="draw a timeline; needs a GPU and kvoffload[plot]")
     parser.add_argument("--corrupt", action="store_true", help="spoil a stored block: the comparison has to notice")
     if by_layer:
         parser.add_argument("--layer-wise", action="store_true", help="also with layers that wait for their part only")
@@ -46,7 +46,7 @@ def command_line(description: str, *, by_layer: bool) -> argparse.Namespace:
     if min(batch, generated) < 1 or turns < 2 or conversations < 1 or conversations % batch:
         parser.error("counts are positive, --turns at least 2, and --batch divides --conversations")
     if options.plot and options.device == SIMULATED:
-        parser.error("--plot needs a GPU: what the simulated device says of time is made up")
+        parser.error("--plot needs a GPU: times of the simulated device mean nothing")
     return options
 
 
@@ -55,10 +55,10 @@ def model_size(options: argparse.Namespace) -> model.ModelSize:
 
 
 def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out: str) -> int:
-    """Serve the same workload in all modes, and print what came of it.
+    """Serve the same workload in all modes, and print the results.
 
     Args:
-        left_out: what the simulated device does not show.
+        left_out: named in the output as what the simulated device does not show.
 
     Returns:
         The exit code: 0 if offloading did not change a bit of any logits, else 1.
@@ -73,12 +73,12 @@ def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out
     spans: dict[str, list[timeline.Span]] = {}
     runs = [serve(backend, work, mode, device_blocks, options, spans) for mode in modes]
     if backend.device.simulated:
-        print(f"no times: those of the simulated device are made up; left out as well: {left_out}")
+        print(f"no times: those of the simulated device mean nothing; left out as well: {left_out}")
     else:
         print(*table(runs), sep="\n")
     if options.plot:
         timeline.draw(spans, options.plot)
-        print(f"{options.plot}: what ran when in two of the rounds")
+        print(f"{options.plot}: timeline of two of the rounds")
     return compare(runs)
 
 
@@ -90,7 +90,7 @@ def serve(
     options: argparse.Namespace,
     spans: dict[str, list[timeline.Span]],
 ) -> Run:
-    """Serve the workload in one mode; what ran when goes into `spans`, if that is to be drawn."""
+    """Serve the workload in one mode. With --plot, its spans go into `spans`."""
     num_blocks = work.blocks_in_all() if mode.fits else device_blocks
     layout = backend.new_cache(num_blocks)
     megabytes = layout.groups[0].bytes_per_block / 1e6
@@ -135,12 +135,14 @@ def compare(runs: Sequence[Run]) -> int:
     fits, exit_code = runs[0], 0
     for run in runs[1:]:
         pairs = zip(run.logits, fits.logits, strict=True)
-        same = np.concatenate([(ours.view(np.uint32) == theirs.view(np.uint32)).all(axis=-1) for ours, theirs in pairs])
+        same = np.concatenate(
+            [(logits.view(np.uint32) == expected.view(np.uint32)).all(axis=-1) for logits, expected in pairs]
+        )
         if not run.mode.offloads:
-            verdict = "not required, what decoding had computed is computed in chunks"
+            verdict = "not required, since decoded tokens are computed again in chunks"
         elif same.all():
             verdict = "bitwise equal"
         else:
             verdict, exit_code = "DIFFERENT", 1
-        print(f"{run.mode.name}: {same.sum()} of {same.size} tokens have the very bits of the first run: {verdict}")
+        print(f"{run.mode.name}: {same.sum()} of {same.size} tokens have the bits of the first run: {verdict}")
     return exit_code

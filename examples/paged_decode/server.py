@@ -15,11 +15,11 @@ from paged_decode.workload import BlockPool, Workload
 
 
 class Mode(NamedTuple):
-    """What becomes of the blocks of conversations that wait for their next turn.
+    """What happens to the blocks of conversations that wait for their next turn.
 
     Attributes:
-        fits: they stay on the device, which has blocks for everything; otherwise others take them.
-        offloads: they are stored before, and loaded again; otherwise what was in them is computed again.
+        fits: they stay on the device, which has blocks for all; otherwise other conversations take them.
+        offloads: they are stored before that, and loaded again; otherwise their content is computed again.
         prefetches: a load begins while the batch before decodes; otherwise when the turn has come.
         by_layer: layer k waits for its part of a load; otherwise the first layer waits for all of it.
     """
@@ -39,7 +39,7 @@ RECOMPUTED = Mode("recomputation")
 
 
 class Run(NamedTuple):
-    """What came of a workload.
+    """The results of a workload.
 
     Attributes:
         logits: (batch, vocabulary) of every token generated, in the order of the workload.
@@ -63,7 +63,7 @@ class Server:
 
     Every step has one of two shapes: a chunk of one conversation's prompt, or one token for each conversation of a
     batch. A turn begins with the tokens behind the last complete block, whether that is still on the device or not. So
-    the same is computed, in the same shapes, wherever the blocks have been; but not in recomputation.
+    every mode but recomputation computes the same in the same shapes.
 
     Args:
         num_blocks: of the backend's cache.
@@ -102,7 +102,7 @@ class Server:
                 first_token_seconds += [seconds] if continues else []
             if self._mode.prefetches:
                 for each in following:
-                    self._load_prefix(each)  # beside the steps that come now
+                    self._load_prefix(each)  # concurrent with the decoding below
             for _ in range(self._workload.generated - 1):
                 self._decode(batch)
             if self._offloader is not None:
@@ -113,7 +113,7 @@ class Server:
         return Run(self._mode, self._logits, seconds, first_token_seconds, self._pool.evicted, stored, loaded)
 
     def _begin_answer(self, conversation: int, prompt: list[int]) -> float:
-        """Compute a prompt, and the first token of its answer; seconds until the host has that."""
+        """Compute a prompt, and the first token of its answer. Returns the seconds until that token is on the host."""
         begin = time.perf_counter()
         tokens, chunk = self._tokens[conversation], self._workload.chunk
         self._load_prefix(conversation)
@@ -156,7 +156,7 @@ class Server:
             self._offloader.load(conversation, tokens, self._pool.of[conversation])
 
     def _own(self, conversation: int, num_blocks: int) -> None:
-        """Have a conversation own so many blocks. Who writes them follows the stores of those who have lost them."""
+        """Give a conversation so many blocks. Steps that write them follow the stores of their last owners."""
         for loser in self._pool.extend(conversation, num_blocks, self._spared):
             if self._offloader is not None:
                 self._offloader.follow_store(loser)

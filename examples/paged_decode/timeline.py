@@ -1,4 +1,4 @@
-"""When computations and transfers ran, on the GPU's clock: events on their streams. And a figure of that."""
+"""When computations and transfers ran, on the GPU's clock, by events on their streams; and a figure of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import kvoffload
 
 
 class Span(NamedTuple):
-    """Something that ran; seconds since the timeline was made."""
+    """A computation, a transfer or a round; seconds since the timeline was created."""
 
     kind: str
     begin: float
@@ -42,7 +42,7 @@ class Timeline:
 
     @contextmanager
     def computing(self, stream: int | None, kind: str) -> Iterator[None]:
-        """Note what is computed inside, on a stream; None: on one that is not shown."""
+        """Note the computation inside the `with`; `stream` is None if the framework does not show it."""
         stream = self._idle if stream is None else stream
         begin = self._mark(stream)
         yield
@@ -56,7 +56,7 @@ class Timeline:
             self._transfers.append((each, self._mark(lane)))
 
     def spans(self) -> list[Span]:
-        """All of it, rounds too, each until the next. Computations and transfers must have ended."""
+        """All spans, also rounds, each until the next one. Computations and transfers must have ended."""
         with self._device.current():
             for stream in self._marked:
                 self._driver.stream_synchronize(stream)
@@ -68,7 +68,7 @@ class Timeline:
         return [*computations, *transfers, *(Span("round", *pair) for pair in itertools.pairwise(rounds))]
 
     def close(self) -> None:
-        """Give back events and streams; everything noted has ended."""
+        """Destroy events and streams. All computations and transfers must have ended."""
         events = [self._origin, *self._rounds, *(event for _, event in self._transfers)]
         events += [event for _, *pair in self._computations for event in pair]
         with self._device.current():

@@ -1,4 +1,4 @@
-"""Made conversations, and the blocks of the device that they share."""
+"""Synthetic conversations, and the blocks of the device that they share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paged_decode.model import BLOCK_TOKENS, NULL_BLOCK
 
 
 class Extent(NamedTuple):
-    """How much there is to serve; of prompts the fewest and the most tokens."""
+    """The size of a workload; of prompts the fewest and the most tokens."""
 
     conversations: int
     turns: int
@@ -33,7 +33,7 @@ class Workload:
 
     Attributes:
         prompts: tokens of each turn of each conversation.
-        rounds: whose next turns are served together, round by round. Every turn has an order of its own.
+        rounds: the conversations whose next turns are served together, round by round. Every turn has its own order.
         generated: tokens of each answer.
         chunk: so many tokens of a prompt are computed at a time.
         longest: blocks of the longest conversation.
@@ -67,10 +67,10 @@ class Workload:
 
 
 class BlockPool:
-    """The device's blocks, by conversation. Who has waited longest gives up its blocks.
+    """The device's blocks, by conversation. The conversation that was served longest ago loses its blocks first.
 
     Attributes:
-        of: blocks in the order of the conversation's tokens; who was served longest ago comes first.
+        of: blocks in the order of the conversation's tokens; the conversation served longest ago comes first.
         evicted: how many blocks were taken from a conversation.
     """
 
@@ -80,7 +80,10 @@ class BlockPool:
         self._free = [block for block in range(num_blocks) if block != NULL_BLOCK]
 
     def extend(self, conversation: int, num_blocks: int, spared: Collection[int]) -> list[int]:
-        """Give a conversation blocks until it has so many; who lost theirs for that, none of them `spared`."""
+        """Give a conversation blocks until it has so many. Returns the conversations that lost theirs.
+
+        Those in `spared` lose none.
+        """
         own = self.of.setdefault(conversation, [])
         self.of.move_to_end(conversation)
         losers = []

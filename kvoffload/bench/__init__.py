@@ -1,1 +1,23 @@
-"""TODO."""
+"""`kvoffload bench`: measurements. Every figure comes with the number of rows whose bytes were wrong.
+
+The benchmarks, each with `add_parser(benches)`:
+
+    transfer      every copy method, by model            transfer.py, latency.py, frameworks.py
+    sweep         bytes of a copy x number of copies     sweep.py
+    interference  slow-down of a computation             interference.py, backgrounds.py
+    parts         loading layer by layer                 layer_groups.py
+    interop       CuPy and JAX                           frameworks_compared.py, cupy_methods.py, jax_methods.py,
+                                                         framework_data.py
+    submit        host time of a call                    submit.py, bare_submissions.py
+    cache         bookkeeping of the prefix cache        cache_bookkeeping.py
+    plot          figures of saved results               plots.py
+
+What they are made of, lower files first:
+
+    clock, rounds, tools, contiguous, lab    a device with a clock, interleaved rounds, comparison, the contiguous copy
+    setup, setup_bytes                       planes, pool and addresses of a transfer, and the right bytes
+    baselines, measurements                  other copy methods; every copy method on one setup
+    tables, summary, report, command         tables, ratios, the end of a benchmark, the parser
+
+Imported by the command line only.
+"""

@@ -1,4 +1,4 @@
-"""Transfers that go on and on beside a computation."""
+"""Transfers that follow each other without a pause, concurrent with a computation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from kvoffload.bench.baselines import GridStride
-from kvoffload.bench.bed import Bed
-from kvoffload.bench.cases import Lab
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.setup import TransferSetup
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.job import Job
 from kvoffload.planning.transfer_plan import Direction
@@ -17,15 +17,15 @@ from kvoffload.tuning import CopyMethod
 
 
 def _queued(lab: Lab) -> int:
-    """Transfers to have under way: one that runs, and something for a GPU to go on with."""
+    """Unfinished transfers to keep: on a GPU one that is being copied and two behind it."""
     return 1 if lab.device.simulated else 3
 
 
 class Background(Protocol):
-    """The same transfer, again and again.
+    """Submits the same transfer repeatedly.
 
     Attributes:
-        nbytes: of one transfer.
+        nbytes: bytes of one transfer.
         seconds: on the GPU clock, of every transfer that had ended when `finish` was called.
     """
 
@@ -33,28 +33,28 @@ class Background(Protocol):
     seconds: list[float]
 
     def submit(self, after: int | None = None) -> None:
-        """Queue one, behind what is queued on the stream `after`."""
+        """Queue one transfer; it starts after the work that is queued on the stream `after` now."""
 
     def top_up(self) -> None:
-        """Queue more, so that some are always under way."""
+        """Queue transfers until as many are unfinished as should be."""
 
     def finish(self) -> None:
-        """Wait until all have ended. Those still under way now are not counted: they have run on alone."""
+        """Wait until all have ended. The time of those still unfinished is not counted: the computation is over."""
 
 
 class EngineBackground:
-    """Through an engine: `copier` as for `Bed.submit`."""
+    """Transfers through an engine; `copier` as for `TransferSetup.submit`."""
 
-    def __init__(self, bed: Bed, direction: Direction, copier: str | CopyMethod | None) -> None:
-        self._bed, self._direction, self._copier = bed, direction, copier
-        self.nbytes = bed.nbytes
+    def __init__(self, setup: TransferSetup, direction: Direction, copier: str | CopyMethod | None) -> None:
+        self._bed, self._direction, self._copier = setup, direction, copier
+        self.nbytes = setup.nbytes
         self.seconds: list[float] = []
         self.reason = ""
         self._jobs: deque[Job] = deque()
 
     def submit(self, after: int | None = None) -> None:
-        behind: Any = NO_WAIT if after is None else after
-        jobs = self._bed.submit(self._direction, self._copier, after=behind)
+        order: Any = NO_WAIT if after is None else after
+        jobs = self._bed.submit(self._direction, self._copier, after=order)
         self.reason = jobs[0].reason
         self._jobs += jobs
 
@@ -75,7 +75,7 @@ class EngineBackground:
 
 
 class StreamBackground:
-    """Bare driver calls on the lab's stream; `queue` is given the stream. `close` waits for what is under way."""
+    """Transfers by bare driver calls: `queue` is called with the stream of the lab's timer. Free it with `close`."""
 
     def __init__(self, lab: Lab, queue: Callable[[int], object], nbytes: int) -> None:
         self._lab, self._queue = lab, queue
@@ -84,7 +84,7 @@ class StreamBackground:
         self._driver, self._stream = lab.driver, lab.timer.stream
         self._timers: list[int] = []
         self._free: list[tuple[int, int]] = []
-        self._flying: deque[tuple[int, int]] = deque()
+        self._unfinished: deque[tuple[int, int]] = deque()
         with lab.device.current():
             self._order = self._driver.event_create(timing=False)
 
@@ -98,38 +98,38 @@ class StreamBackground:
             driver.event_record(pair[0], stream)
             self._queue(stream)
             driver.event_record(pair[1], stream)
-            self._flying.append(pair)
+            self._unfinished.append(pair)
 
     def _timer(self) -> int:
         self._timers.append(self._driver.event_create(timing=True))
         return self._timers[-1]
 
     def top_up(self) -> None:
-        self._land()
-        while len(self._flying) < _queued(self._lab):
+        self._collect()
+        while len(self._unfinished) < _queued(self._lab):
             self.submit()
 
     def finish(self) -> None:
-        self._land()
-        while self._flying:
-            self._land(counted=False)
+        self._collect()
+        while self._unfinished:
+            self._collect(counted=False)
 
-    def _land(self, *, counted: bool = True) -> None:
+    def _collect(self, *, counted: bool = True) -> None:
         with self._lab.device.current():
-            while self._flying and self._driver.event_query(self._flying[0][1]):
-                pair = self._flying.popleft()
+            while self._unfinished and self._driver.event_query(self._unfinished[0][1]):
+                pair = self._unfinished.popleft()
                 if counted:
                     self.seconds.append(self._driver.event_seconds(*pair))
                 self._free.append(pair)
 
     def close(self) -> None:
-        """Also after a failed `submit`: what it had queued still runs on memory that others free next."""
+        """Wait for all queued work, also that of a `submit` that failed: the caller frees its memory next."""
         with self._lab.device.current(), ExitStack() as undo:
             for event in (self._order, *self._timers):
                 undo.callback(self._driver.event_destroy, event)
             self._driver.stream_synchronize(self._stream)
 
 
-def grid_background(grid: GridStride, bed: Bed, direction: Direction, programs: int) -> StreamBackground:
-    """The arrays are written once, and copied for every transfer."""
-    return StreamBackground(bed.lab, grid.stage(bed, direction, programs), bed.nbytes)
+def grid_background(grid: GridStride, setup: TransferSetup, direction: Direction, programs: int) -> StreamBackground:
+    """Transfers by the grid-stride kernel; its arrays are written once and copied to the GPU for every transfer."""
+    return StreamBackground(setup.lab, grid.stage(setup, direction, programs), setup.nbytes)

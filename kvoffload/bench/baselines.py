@@ -1,6 +1,6 @@
-"""What others do, on the addresses of a bed: bare driver calls, and a grid-stride kernel.
+"""Other copy methods on the addresses of a setup: bare driver calls, and a grid-stride kernel.
 
-    bare strided     the operations of the strided copier, built once, in one cuMemcpy3DBatchAsync
+    bare strided     the operations of the strided copier, made once, in one cuMemcpy3DBatchAsync
     flat batch       one cuMemcpyBatchAsync with a descriptor per row, on an idle stream
     copy loop        cuMemcpyAsync, row by row
     grid-stride N    a kernel of N programs of 4 warps that copies one row at a time in 8-byte words; three arrays, of
@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 
 from kvoffload import kernels
-from kvoffload.bench.bed import Bed, Placement
-from kvoffload.bench.cases import Lab
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.setup import GroupBlocks, Placement, TransferSetup
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import FlatTable, SourceOrder, address_of, binding_types
 from kvoffload.errors import DriverError
 from kvoffload.kernels import KernelSpec, LoadedKernel
 from kvoffload.planning.transfer_plan import Direction
 
-Run = Callable[[], float]
+TimedCopy = Callable[[], float]
 BARE_STRIDED, FLAT_BATCH, COPY_LOOP = "bare strided", "flat batch", "copy loop"
 GRID_PROGRAMS = (12, 20)
 _MAX_WORDS = 8192  # of 8 bytes, in a tile: 64 KiB, half the registers of 128 threads
@@ -38,35 +38,35 @@ def grid_stride(programs: int, *, pinned: bool = False) -> str:
     return f"grid-stride {programs}" + (", pinned" if pinned else "")
 
 
-def bare_calls(bed: Bed, direction: Direction) -> dict[str, Run]:
-    """Those that the driver has the calls for."""
-    capabilities = bed.lab.device.capabilities
-    runs = {COPY_LOOP: copy_loop(bed, direction)}
+def bare_calls(setup: TransferSetup, direction: Direction) -> dict[str, TimedCopy]:
+    """By name; only those whose driver calls are available here."""
+    capabilities = setup.lab.device.capabilities
+    copies = {COPY_LOOP: copy_loop(setup, direction)}
     if capabilities.flat_batch:
-        runs[FLAT_BATCH] = flat_batch(bed, direction)
-    if capabilities.strided_batch and bed.placement is Placement.FOLDED:
-        runs[BARE_STRIDED] = bare_strided(bed, direction)
-    return runs
+        copies[FLAT_BATCH] = flat_batch(setup, direction)
+    if capabilities.strided_batch and setup.placement is Placement.FOLDED:
+        copies[BARE_STRIDED] = bare_strided(setup, direction)
+    return copies
 
 
-def bare_strided(bed: Bed, direction: Direction) -> Run:
-    """Of planes that fold."""
+def bare_strided(setup: TransferSetup, direction: Direction) -> TimedCopy:
+    """One operation a slot, with a row for each plane; the planes must fold."""
     operations = [
-        _operation(*(ends if direction is Direction.STORE else ends[::-1]), bed.row_bytes, bed.plane_count)
-        for part in bed.parts
-        for ends in _strided_ends(bed, part)
+        _operation(*(ends if direction is Direction.STORE else ends[::-1]), setup.row_bytes, setup.plane_count)
+        for group in setup.groups
+        for ends in _strided_ends(setup, group)
     ]
-    call = bed.lab.driver.api.cuMemcpy3DBatchAsync
-    timer = bed.lab.timer
+    call = setup.lab.driver.api.cuMemcpy3DBatchAsync
+    timer = setup.lab.timer
     return lambda: timer.seconds(lambda: _check(call(len(operations), operations, 0, timer.stream)))
 
 
-def _strided_ends(bed: Bed, part: Any) -> Iterable[tuple[tuple[int, int], tuple[int, int]]]:
-    """Device and host end of each run, as (address, pitch)."""
-    pitch = part.planes[1].address - part.planes[0].address
-    for start, slot in zip(part.starts.tolist(), part.slots.tolist(), strict=True):
-        device = part.planes[0].address + start * bed.block_bytes
-        yield (device, pitch), (bed.slot_address + slot * bed.layout.slot_bytes, bed.row_bytes)
+def _strided_ends(setup: TransferSetup, group: GroupBlocks) -> Iterable[tuple[tuple[int, int], tuple[int, int]]]:
+    """Device and host end of each slot, as (address, pitch)."""
+    pitch = group.planes[1].address - group.planes[0].address
+    for start, slot in zip(group.starts.tolist(), group.slots.tolist(), strict=True):
+        device = group.planes[0].address + start * setup.block_bytes
+        yield (device, pitch), (setup.pool_address + slot * setup.layout.slot_bytes, setup.row_bytes)
 
 
 def _operation(source: tuple[int, int], target: tuple[int, int], width: int, height: int) -> Any:
@@ -82,18 +82,18 @@ def _operation(source: tuple[int, int], target: tuple[int, int], width: int, hei
     return operation
 
 
-def flat_batch(bed: Bed, direction: Direction) -> Run:
-    """Marshalled as the batch copier does it, before the clock starts."""
-    source, target = bed.ends(direction)
-    table, driver, timer = FlatTable(len(source)), bed.lab.driver, bed.lab.timer
-    table.fill(target, source, np.array([bed.row_bytes], dtype=np.uint64))
+def flat_batch(setup: TransferSetup, direction: Direction) -> TimedCopy:
+    """One copy a row; the descriptors are made as the batch copier makes them, before the clock starts."""
+    source, target = setup.ends(direction)
+    table, driver, timer = FlatTable(len(source)), setup.lab.driver, setup.lab.timer
+    table.fill(target, source, np.array([setup.row_bytes], dtype=np.uint64))
     table.lists(0, len(source))  # makes the objects that the bindings take
     return lambda: timer.seconds(lambda: driver.copy_batch(table, 0, len(source), SourceOrder.STREAM, timer.stream))
 
 
-def copy_loop(bed: Bed, direction: Direction) -> Run:
-    sources, targets = (end.tolist() for end in bed.ends(direction))
-    nbytes, call, timer = bed.row_bytes, bed.lab.driver.api.cuMemcpyAsync, bed.lab.timer
+def copy_loop(setup: TransferSetup, direction: Direction) -> TimedCopy:
+    sources, targets = (end.tolist() for end in setup.ends(direction))
+    nbytes, call, timer = setup.row_bytes, setup.lab.driver.api.cuMemcpyAsync, setup.lab.timer
 
     def submit() -> None:
         for target, source in zip(targets, sources, strict=True):
@@ -108,10 +108,10 @@ def _check(result: tuple[Any, ...]) -> None:
 
 
 class GridStride:
-    """The kernel, for rows of one size, and its three arrays. Free it with `close`.
+    """The grid-stride kernel for rows of one size, and its three arrays. Free it with `close`.
 
     Raises:
-        CapabilityError: no kernel can run here.
+        CapabilityError: no kernel can be loaded here.
     """
 
     def __init__(self, lab: Lab, row_bytes: int, capacity: int) -> None:
@@ -129,24 +129,26 @@ class GridStride:
             undo.pop_all()
         self._ordinary = np.zeros(nbytes, dtype=np.uint8)
 
-    def run(self, bed: Bed, direction: Direction, programs: int, *, pinned: bool = False) -> Run:
-        """The arrays are written before the clock starts, and copied after."""
+    def timed(self, setup: TransferSetup, direction: Direction, programs: int, *, pinned: bool = False) -> TimedCopy:
+        """A transfer by `programs` programs. Writing the arrays is not timed; copying them to the GPU is."""
         timer = self._lab.timer
 
-        def run() -> float:
-            submit = self.stage(bed, direction, programs, pinned=pinned)
+        def timed() -> float:
+            submit = self.stage(setup, direction, programs, pinned=pinned)
             return timer.seconds(lambda: submit(timer.stream))
 
-        return run
+        return timed
 
-    def stage(self, bed: Bed, direction: Direction, programs: int, *, pinned: bool = False) -> Callable[[int], None]:
-        """Write the arrays, and return what queues their copies and the kernel on a stream."""
-        count = bed.copies
+    def stage(
+        self, setup: TransferSetup, direction: Direction, programs: int, *, pinned: bool = False
+    ) -> Callable[[int], None]:
+        """Write the arrays; returns a function that queues their copies and the kernel on a stream."""
+        count = setup.copies
         memory = self._pinned.array if pinned else self._ordinary
         rows = memory[: 24 * count].view(np.int64).reshape(3, count)
         with self._lab.device.current():
-            shift = self._lab.driver.host_device_address(bed.slot_address) - bed.slot_address
-        rows[0], rows[1] = bed.ends(direction)
+            shift = self._lab.driver.host_device_address(setup.pool_address) - setup.pool_address
+        rows[0], rows[1] = setup.ends(direction)
         rows[0 if direction is Direction.LOAD else 1] += shift
         rows[2] = self._row_bytes
         copy, target, source = self._lab.driver.copy, self._device.address, address_of(memory)

@@ -1,6 +1,6 @@
-"""`kvoffload bench cache`: what the prefix cache's bookkeeping costs the host, beside an OrderedDict that does as much.
+"""`kvoffload bench cache`: host time and memory of the prefix cache's bookkeeping, compared with an OrderedDict.
 
-Runs anywhere: `CacheIndex` has no device. Requests are as long as they come, so that a figure is that of a request.
+Needs no GPU: `CacheIndex` has no device. Figures are of whole requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import POLICIES
-from kvoffload.terminal.console import Output, whole
+from kvoffload.terminal.console import Output
+from kvoffload.terminal.options import whole
 
 _KEY_BYTES = 16
 _COLUMNS = ("lookup_us", "reserve_commit_us", "touch_us", "bytes_per_block")
@@ -29,13 +30,15 @@ def add_parser(benches: Any) -> None:
         help="microseconds and bytes of the prefix cache's bookkeeping",
         description="Fill a cache with blocks, then look requests of it up at random, and reserve and commit new ones, "
         "each of which displaces as many blocks; microseconds of a request, medians. Then bytes of Python memory a "
-        "block, with every key touched. Beside it a collections.OrderedDict that finds, drops and inserts the same "
-        "keys. Half of the requests come twice. No GPU is touched.",
+        "block, with every key touched. Compared with a collections.OrderedDict that finds, drops and inserts the same "
+        "keys. Half of the requests come twice. No GPU is used.",
     )
-    parser.add_argument("--blocks", type=whole(1024), default=1_000_000, metavar="N", help="default 1,000,000")
+    parser.add_argument("--blocks", type=whole(1024, 1 << 28), default=1_000_000, metavar="N", help="default 1,000,000")
     parser.add_argument("--keys", type=whole(1), default=512, metavar="N", help="of a request (default 512)")
     parser.add_argument("--policy", choices=[*sorted(POLICIES), "all"], default="all", help="default all")
-    parser.add_argument("--repeats", type=whole(1), default=300, metavar="N", help="timed requests (default 300)")
+    parser.add_argument(
+        "--repeats", type=whole(1, 1_000_000), default=300, metavar="N", help="timed requests (default 300)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout instead of a table")
     parser.set_defaults(run=run)
 
@@ -51,19 +54,19 @@ def run(arguments: argparse.Namespace) -> int:
     output.result(fields)
     columns = ("what", "lookup", "best", "reserve + commit", "best", "touch", "bytes a block")
     title = f"{fields['blocks']:,} blocks, requests of {fields['keys']}: microseconds"
-    output.table(title, columns, [_row(row, fields["rows"][0]) for row in fields["rows"]])
+    output.table(title, columns, [_record(record, fields["records"][0]) for record in fields["records"]])
     return 0
 
 
 def measure(policies: list[str], blocks: int, keys: int, repeats: int) -> dict[str, Any]:
     """Medians, best and bytes: of the OrderedDict first, then of each policy."""
-    rows = [_measure("OrderedDict", partial(_Dictionary, blocks), blocks, keys, repeats)]
-    rows += [_measure(name, partial(_Cache, blocks, name), blocks, keys, repeats) for name in policies]
-    return {"benchmark": "cache", "blocks": blocks, "keys": keys, "repeats": repeats, "rows": rows}
+    records = [_measure("OrderedDict", partial(_Dictionary, blocks), blocks, keys, repeats)]
+    records += [_measure(name, partial(_Cache, blocks, name), blocks, keys, repeats) for name in policies]
+    return {"benchmark": "cache", "blocks": blocks, "keys": keys, "repeats": repeats, "records": records}
 
 
 class _Dictionary:
-    """What a cache cannot do without: find keys, drop the oldest, insert new ones in their places."""
+    """The least that a cache does: find keys, drop the oldest, insert new ones."""
 
     def __init__(self, capacity: int) -> None:
         self._entries: OrderedDict[bytes, int] = OrderedDict()
@@ -153,16 +156,16 @@ def _keys(start: int, count: int) -> list[bytes]:
     return [number.to_bytes(_KEY_BYTES, "little") for number in range(start, start + count)]
 
 
-def _row(row: dict[str, Any], reference: dict[str, Any]) -> tuple[str, ...]:
-    def beside(what: str) -> str:
-        return f"{row[what]:.0f} ({row[what] / reference[what]:.1f}x)"
+def _record(record: dict[str, Any], reference: dict[str, Any]) -> tuple[str, ...]:
+    def compared(what: str) -> str:
+        return f"{record[what]:.0f} ({record[what] / reference[what]:.1f}x)"
 
     return (
-        row["name"],
-        beside("lookup_us"),
-        f"{row['lookup_us_best']:.0f}",
-        beside("reserve_commit_us"),
-        f"{row['reserve_commit_us_best']:.0f}",
-        beside("touch_us"),
-        f"{row['bytes_per_block']:.0f}",
+        record["name"],
+        compared("lookup_us"),
+        f"{record['lookup_us_best']:.0f}",
+        compared("reserve_commit_us"),
+        f"{record['reserve_commit_us_best']:.0f}",
+        compared("touch_us"),
+        f"{record['bytes_per_block']:.0f}",
     )

@@ -1,4 +1,4 @@
-"""`kvoffload bench`: transfers against what others do, their cost to the computation beside them and to the host."""
+"""`kvoffload bench`: the parsers of all benchmarks, and `bench plot`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 
 from kvoffload.bench import cache_bookkeeping as bookkeeping
 from kvoffload.bench import frameworks_compared as interop
-from kvoffload.bench import interference, marshal, plots, submit, sweep, transfer
+from kvoffload.bench import interference, plots, submit, sweep, transfer
 from kvoffload.bench import layer_groups as parts
-from kvoffload.bench.report import describe_device as describe_device
-from kvoffload.terminal.console import CommandError
+from kvoffload.terminal import figures
+from kvoffload.terminal.console import CommandError, write_out
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="measure", description="Measure transfers, and what they cost.")
+    parser = commands.add_parser(
+        "bench", help="measure", description="Measure transfers and what they cost, or draw saved results."
+    )
     benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    for bench in (transfer, sweep, interference, parts, interop, submit, marshal, bookkeeping):
+    for bench in (transfer, sweep, interference, parts, interop, submit, bookkeeping):
         bench.add_parser(benches)
     plot = benches.add_parser(
         "plot",
@@ -32,9 +34,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run_plot(arguments: argparse.Namespace) -> int:
-    plots.require()
+    figures.require()
     for path in plots.draw(_read_all(arguments.results), arguments.output):
-        print(path)
+        write_out(f"{path}\n")
     return 0
 
 

@@ -1,5 +1,4 @@
-"""What users of CuPy have: this library on their arrays, and what CuPy offers. All is queued on one stream, CuPy's
-current one.
+"""Methods for users of CuPy: this library on their arrays, and CuPy's own. All work is queued on CuPy's current stream.
 
 The cache is one array (planes, blocks, elements), or a list with an array (blocks, elements) for each plane, each in a
 driver allocation of its own. Block ids come from the host.
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffload.bench.cargo import POISON_ELEMENT, Cargo, CopyMethod, Elements, EngineSlots
+from kvoffload.bench.framework_data import POISON_ELEMENT, Elements, EngineSlots, FrameworkData, FrameworkMethod
 from kvoffload.driver import address_of
 from kvoffload.engine.job import Job
 from kvoffload.layout.layout import KVLayout
@@ -29,36 +28,36 @@ PINNED = "one array: gather, get(out=pinned) / set, scatter"
 PINNED_LIST = "list: gather, get(out=pinned) / asarray, scatter, per plane"
 
 
-class CupyWays:
-    """Ways by name, made when they are called. `close` closes their engines; the arrays go with the ways."""
+class CupyMethods:
+    """Methods by name, created by calling the values of `makers`. `close` closes their engines."""
 
     name = CUPY
 
-    def __init__(self, cargo: Cargo) -> None:
+    def __init__(self, data: FrameworkData) -> None:
         import cupy
 
-        self._cupy, self._cargo = cupy, cargo
+        self._cupy, self._data = cupy, data
         with ExitStack() as stack:
-            stack.enter_context(cupy.cuda.Device(cargo.lab.device.index))
+            stack.enter_context(cupy.cuda.Device(data.lab.device.index))
             self._stream = cupy.cuda.Stream(non_blocking=True)
             stack.enter_context(self._stream)
             on_gpu = _OnGpu(
                 self._stream,
-                cupy.asarray(cargo.blocks),
-                cupy.asarray(cargo.right),
-                cupy.full(cargo.right.shape, POISON_ELEMENT, dtype=cupy.uint16),
+                cupy.asarray(data.blocks),
+                cupy.asarray(data.right),
+                cupy.full(data.right.shape, POISON_ELEMENT, dtype=cupy.uint16),
             )
-            self._one = _OneArray(cargo, on_gpu, cupy.zeros(cargo.shape, dtype=cupy.uint16))
+            self._one = _OneArray(data, on_gpu, cupy.zeros(data.shape, dtype=cupy.uint16))
             with cupy.cuda.using_allocator(None):  # not from a pool: each array is an allocation
-                planes = [cupy.zeros(cargo.shape[1:], dtype=cupy.uint16) for _ in range(cargo.shape[0])]
-            self._list = _ListOfArrays(cargo, on_gpu, planes)
-            pinned = [cupy.cuda.alloc_pinned_memory(cargo.nbytes) for _ in range(2)]
-            self._by_plane = _Pinned(cargo, self._stream, pinned[0], cargo.right)
-            self._by_block = _Pinned(cargo, self._stream, pinned[1], cargo.right_by_block)
+                planes = [cupy.zeros(data.shape[1:], dtype=cupy.uint16) for _ in range(data.shape[0])]
+            self._list = _ListOfArrays(data, on_gpu, planes)
+            pinned = [cupy.cuda.alloc_pinned_memory(data.nbytes) for _ in range(2)]
+            self._by_plane = _Pinned(data, self._stream, pinned[0], data.right)
+            self._by_block = _Pinned(data, self._stream, pinned[1], data.right_by_block)
             self._stack = stack.pop_all()
 
     @property
-    def makers(self) -> dict[str, Callable[[], CopyMethod]]:
+    def makers(self) -> dict[str, Callable[[], FrameworkMethod]]:
         return {
             OURS: lambda: self._ours(OURS, KVLayout.from_stacked(self._one.kv), self._one),
             OURS_LIST: lambda: self._ours(OURS_LIST, KVLayout.from_arrays(self._list.planes), self._list),
@@ -69,9 +68,9 @@ class CupyWays:
             PINNED_LIST: self._pinned_list,
         }
 
-    def _ours(self, name: str, layout: KVLayout, cache: _Cache) -> CopyMethod:
-        blocks, slots, stream = self._cargo.blocks, self._cargo.slots, self._stream
-        engine = self._stack.enter_context(self._cargo.engine(layout))
+    def _ours(self, name: str, layout: KVLayout, cache: _Cache) -> FrameworkMethod:
+        blocks, slots, stream = self._data.blocks, self._data.slots, self._stream
+        engine = self._stack.enter_context(self._data.engine(layout))
 
         def store() -> Job:
             return engine.store(blocks, slots, after=stream)
@@ -82,10 +81,10 @@ class CupyWays:
             cache.look()
             return job
 
-        return CopyMethod(CUPY, name, cache, EngineSlots(self._cargo, engine), store, load)
+        return FrameworkMethod(CUPY, name, cache, EngineSlots(self._data, engine), store, load)
 
-    def _copies(self) -> CopyMethod:
-        planes, pinned, blocks = self._list.planes, self._by_plane.elements, self._cargo.blocks.tolist()
+    def _copies(self) -> FrameworkMethod:
+        planes, pinned, blocks = self._list.planes, self._by_plane.elements, self._data.blocks.tolist()
 
         def store() -> None:
             for plane, rows in zip(planes, pinned, strict=True):
@@ -98,10 +97,10 @@ class CupyWays:
                     plane[block].set(row)
             self._list.look()
 
-        return CopyMethod(CUPY, COPIES, self._list, self._by_plane, store, load)
+        return FrameworkMethod(CUPY, COPIES, self._list, self._by_plane, store, load)
 
-    def _blocks(self) -> CopyMethod:
-        cupy, kv, pinned, blocks = self._cupy, self._one.kv, self._by_block.elements, self._cargo.blocks.tolist()
+    def _blocks(self) -> FrameworkMethod:
+        cupy, kv, pinned, blocks = self._cupy, self._one.kv, self._by_block.elements, self._data.blocks.tolist()
 
         def store() -> None:
             for block, rows in zip(blocks, pinned, strict=True):
@@ -112,11 +111,11 @@ class CupyWays:
                 kv[:, block] = cupy.asarray(rows)
             self._one.look()
 
-        return CopyMethod(CUPY, BLOCKS, self._one, self._by_block, store, load)
+        return FrameworkMethod(CUPY, BLOCKS, self._one, self._by_block, store, load)
 
-    def _pageable(self) -> CopyMethod:
-        cupy, kv, blocks = self._cupy, self._one.kv, self._cargo.blocks
-        host = _Pageable(self._cargo)
+    def _pageable(self) -> FrameworkMethod:
+        cupy, kv, blocks = self._cupy, self._one.kv, self._data.blocks
+        host = _Pageable(self._data)
 
         def store() -> None:
             host.elements = kv[:, cupy.asarray(blocks)].get()
@@ -125,10 +124,10 @@ class CupyWays:
             kv[:, cupy.asarray(blocks)] = cupy.asarray(host.elements)
             self._one.look()
 
-        return CopyMethod(CUPY, PAGEABLE, self._one, host, store, load)
+        return FrameworkMethod(CUPY, PAGEABLE, self._one, host, store, load)
 
-    def _pinned(self) -> CopyMethod:
-        cupy, kv, pinned, blocks = self._cupy, self._one.kv, self._by_plane.elements, self._cargo.blocks
+    def _pinned(self) -> FrameworkMethod:
+        cupy, kv, pinned, blocks = self._cupy, self._one.kv, self._by_plane.elements, self._data.blocks
 
         def store() -> None:
             kv[:, cupy.asarray(blocks)].get(out=pinned, blocking=False)
@@ -139,10 +138,10 @@ class CupyWays:
             kv[:, cupy.asarray(blocks)] = fresh
             self._one.look()
 
-        return CopyMethod(CUPY, PINNED, self._one, self._by_plane, store, load)
+        return FrameworkMethod(CUPY, PINNED, self._one, self._by_plane, store, load)
 
-    def _pinned_list(self) -> CopyMethod:
-        cupy, planes, pinned, blocks = self._cupy, self._list.planes, self._by_plane.elements, self._cargo.blocks
+    def _pinned_list(self) -> FrameworkMethod:
+        cupy, planes, pinned, blocks = self._cupy, self._list.planes, self._by_plane.elements, self._data.blocks
 
         def store() -> None:
             ids = cupy.asarray(blocks)
@@ -155,7 +154,7 @@ class CupyWays:
                 plane[ids] = cupy.asarray(rows)
             self._list.look()
 
-        return CopyMethod(CUPY, PINNED_LIST, self._list, self._by_plane, store, load)
+        return FrameworkMethod(CUPY, PINNED_LIST, self._list, self._by_plane, store, load)
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -163,12 +162,12 @@ class CupyWays:
 
 
 class _OnGpu(NamedTuple):
-    """What a cache is filled with: by `right` or by `spoiled`, at the blocks `ids`."""
+    """What a cache is filled with: by `right` or by `poison`, at the blocks `ids`."""
 
     stream: Any
     ids: Any
     right: Any
-    spoiled: Any
+    poison: Any
 
 
 class _Cache(ABC):
@@ -177,9 +176,9 @@ class _Cache(ABC):
     What was seen is kept until the blocks are written from here again: each look must have found the right element.
     """
 
-    def __init__(self, cargo: Cargo, on_gpu: _OnGpu, last_plane: Any) -> None:
-        self._cargo, self._on_gpu = cargo, on_gpu
-        self._last = last_plane[int(cargo.blocks[-1]), -1:]
+    def __init__(self, data: FrameworkData, on_gpu: _OnGpu, last_plane: Any) -> None:
+        self._data, self._on_gpu = data, on_gpu
+        self._last = last_plane[int(data.blocks[-1]), -1:]
         self._seen: list[Any] = []
 
     def look(self) -> None:
@@ -189,8 +188,8 @@ class _Cache(ABC):
     def fill(self) -> None:
         self._renew(self._on_gpu.right)
 
-    def spoil(self) -> None:
-        self._renew(self._on_gpu.spoiled)
+    def poison(self) -> None:
+        self._renew(self._on_gpu.poison)
 
     def _renew(self, elements: Any) -> None:
         self._seen.clear()
@@ -201,9 +200,9 @@ class _Cache(ABC):
         self._on_gpu.stream.synchronize()
 
     def wrong(self) -> int:
-        right = self._cargo.right
+        right = self._data.right
         looked_too_early = sum(int(seen.get()[0] != right[-1, -1, -1]) for seen in self._seen)
-        return self._cargo.wrong(self._read(), right) + looked_too_early
+        return self._data.wrong(self._read(), right) + looked_too_early
 
     @abstractmethod
     def _write(self, elements: Any) -> None:
@@ -215,9 +214,9 @@ class _Cache(ABC):
 
 
 class _OneArray(_Cache):
-    def __init__(self, cargo: Cargo, on_gpu: _OnGpu, kv: Any) -> None:
+    def __init__(self, data: FrameworkData, on_gpu: _OnGpu, kv: Any) -> None:
         self.kv = kv
-        super().__init__(cargo, on_gpu, kv[-1])
+        super().__init__(data, on_gpu, kv[-1])
 
     def _write(self, elements: Any) -> None:
         self.kv[:, self._on_gpu.ids] = elements
@@ -227,9 +226,9 @@ class _OneArray(_Cache):
 
 
 class _ListOfArrays(_Cache):
-    def __init__(self, cargo: Cargo, on_gpu: _OnGpu, planes: list[Any]) -> None:
+    def __init__(self, data: FrameworkData, on_gpu: _OnGpu, planes: list[Any]) -> None:
         self.planes = planes
-        super().__init__(cargo, on_gpu, planes[-1])
+        super().__init__(data, on_gpu, planes[-1])
 
     def _write(self, elements: Any) -> None:
         for plane, rows in zip(self.planes, elements, strict=True):
@@ -242,34 +241,34 @@ class _ListOfArrays(_Cache):
 class _Pinned:
     """Pinned memory of CuPy's; `right` says whether by plane or by block."""
 
-    def __init__(self, cargo: Cargo, stream: Any, memory: Any, right: Elements) -> None:
-        self._cargo, self._stream, self._right = cargo, stream, right
+    def __init__(self, data: FrameworkData, stream: Any, memory: Any, right: Elements) -> None:
+        self._data, self._stream, self._right = data, stream, right
         self.elements: Elements = np.frombuffer(memory, dtype=np.uint16, count=right.size).reshape(right.shape)
 
     def fill(self) -> None:
         self.elements[...] = self._right
 
-    def spoil(self) -> None:
-        self._cargo.spoil(map(address_of, self.elements.reshape(len(self._cargo.blocks), -1)))
+    def poison(self) -> None:
+        self._data.poison(map(address_of, self.elements.reshape(len(self._data.blocks), -1)))
 
     def wait(self) -> None:
         self._stream.synchronize()
 
     def wrong(self) -> int:
-        return self._cargo.wrong(self.elements, self._right)
+        return self._data.wrong(self.elements, self._right)
 
 
 class _Pageable:
     """Ordinary memory, allocated by each store."""
 
-    def __init__(self, cargo: Cargo) -> None:
-        self._cargo = cargo
-        self.elements = cargo.right.copy()
+    def __init__(self, data: FrameworkData) -> None:
+        self._data = data
+        self.elements = data.right.copy()
 
     def fill(self) -> None:
-        self.elements = self._cargo.right.copy()
+        self.elements = self._data.right.copy()
 
-    def spoil(self) -> None:
+    def poison(self) -> None:
         """What the next store gets may be the memory that this one gives back."""
         self.elements[...] = POISON_ELEMENT
         self.elements = np.empty((0, 0, 0), dtype=np.uint16)
@@ -278,4 +277,4 @@ class _Pageable:
         """A store has ended when it returns."""
 
     def wrong(self) -> int:
-        return self._cargo.wrong(self.elements, self._cargo.right)
+        return self._data.wrong(self.elements, self._data.right)

@@ -1,5 +1,5 @@
-"""What users of CuPy and of JAX have without this library, on arrays of their own: (planes, blocks, elements), the same
-block ids, pinned host memory. They run last in a process: JAX takes streams, memory and threads of its own.
+"""CuPy and JAX without this library, on arrays of their own: (planes, blocks, elements), the same block ids, pinned
+host memory. They are measured last in a process: JAX takes streams, memory and threads of its own.
 
 CuPy is timed on the GPU clock, JAX by wall clock, since its streams are its own.
 """
@@ -16,9 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.bench.bed import Bed
-from kvoffload.bench.cases import BIG_COPY, POISON, Case, Lab, run_rounds
-from kvoffload.bench.rows import Row, bed_case, choice, row_of, run_engine
+from kvoffload.bench.contiguous import CONTIGUOUS_COPY
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.measurements import Measurement, choice, measurement_of, scenario_of, time_engine
+from kvoffload.bench.rounds import Scenario, time_rounds
+from kvoffload.bench.setup import TransferSetup
+from kvoffload.bench.tools import POISON
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
@@ -30,30 +33,30 @@ Elements = npt.NDArray[np.uint16]
 
 
 class Arrays(Protocol):
-    """A framework's copies of what a bed copies, elements of 16 bits. Stores go first: they leave what loads read."""
+    """A framework's copies of what a setup copies, elements of 16 bits. Stores go first: they leave what loads read."""
 
-    def case(self, direction: Direction) -> Case: ...
+    def scenario(self, direction: Direction) -> Scenario: ...
 
     def close(self) -> None: ...
 
 
 def measure_frameworks(
     lab: Lab, geometries: Sequence[ModelGeometry], progress: Callable[[int, int], None]
-) -> tuple[list[Row], dict[str, str]]:
-    """Every geometry of one group, beside the engine's choice and the big copy; and what did not run, and why."""
+) -> tuple[list[Measurement], dict[str, str]]:
+    """Every geometry of one group, also by the engine's choice and the contiguous copy; by name, why one is missing."""
     kinds, missing = _importable()
-    rows: list[Row] = []
+    found: list[Measurement] = []
     for number, geometry in enumerate(geometries, start=1):
         if len(geometry.groups) == 1 and kinds:
-            with Bed(lab, geometry) as bed, ExitStack() as stack:
-                arrays = {name: stack.enter_context(closing(make(bed))) for name, make in kinds.items()}
-                rows += [_measure(bed, direction, arrays) for direction in Direction]
+            with TransferSetup(lab, geometry) as setup, ExitStack() as stack:
+                arrays = {name: stack.enter_context(closing(make(setup))) for name, make in kinds.items()}
+                found += [_measure(setup, direction, arrays) for direction in Direction]
         progress(number, len(geometries))
-    return rows, missing
+    return found, missing
 
 
-def _importable() -> tuple[dict[str, Callable[[Bed], Arrays]], dict[str, str]]:
-    kinds: dict[str, Callable[[Bed], Arrays]] = {}
+def _importable() -> tuple[dict[str, Callable[[TransferSetup], Arrays]], dict[str, str]]:
+    kinds: dict[str, Callable[[TransferSetup], Arrays]] = {}
     missing = {}
     for name, check, kind, extra in ((CUPY, check_cupy, CupyArrays, "cupy"), (JAX, check_jax, JaxArrays, "jax")):
         reason = why_not(check, extra)
@@ -89,26 +92,28 @@ def check_jax(platform: str = "gpu") -> None:
         raise CapabilityError(f"this JAX has no {platform.upper()}: {str(error).splitlines()[0]}") from error
 
 
-def _measure(bed: Bed, direction: Direction, arrays: dict[str, Arrays]) -> Row:
+def _measure(setup: TransferSetup, direction: Direction, arrays: dict[str, Arrays]) -> Measurement:
     chosen: dict[str, str] = {}
     name = choice("overlap")
-    bed.prepare(direction)
-    cases = {name: bed_case(bed, direction, partial(run_engine, bed, direction, name, chosen, None, "overlap"))}
-    cases |= {kind: each.case(direction) for kind, each in arrays.items()}
-    cases[BIG_COPY] = bed.lab.big.case(direction)
-    return row_of(bed, direction, run_rounds(cases, bed.lab.repeats), chosen)
+    setup.prepare(direction)
+    scenarios = {
+        name: scenario_of(setup, direction, partial(time_engine, setup, direction, name, chosen, None, "overlap"))
+    }
+    scenarios |= {kind: each.scenario(direction) for kind, each in arrays.items()}
+    scenarios[CONTIGUOUS_COPY] = setup.lab.contiguous.scenario(direction)
+    return measurement_of(setup, direction, time_rounds(scenarios, setup.lab.repeats), chosen)
 
 
-def _right(bed: Bed) -> Elements:
+def _right(setup: TransferSetup) -> Elements:
     """What the blocks hold: (planes, blocks, elements)."""
-    runs = np.stack(bed.expected()).view(np.uint16)
-    return np.ascontiguousarray(runs.reshape(len(runs), bed.plane_count, -1).swapaxes(0, 1))
+    slots = np.stack(setup.expected()).view(np.uint16)
+    return np.ascontiguousarray(slots.reshape(len(slots), setup.plane_count, -1).swapaxes(0, 1))
 
 
-def _wrong(bed: Bed, found: Elements, right: Elements) -> int:
+def _wrong(setup: TransferSetup, found: Elements, right: Elements) -> int:
     """Rows, which are as long as a block."""
     planes = zip(found.reshape(len(right), -1), right.reshape(len(right), -1), strict=True)
-    return bed.lab.wrong_rows([(a.view(np.uint8), b.view(np.uint8)) for a, b in planes], bed.block_bytes)
+    return setup.lab.wrong_rows([(a.view(np.uint8), b.view(np.uint8)) for a, b in planes], setup.block_bytes)
 
 
 class _Stream:
@@ -122,7 +127,7 @@ class _Stream:
 
 
 def _foreign_stream(cupy: Any, handle: int) -> Any:
-    """A CuPy stream over a handle, in the way that this CuPy does not deprecate."""
+    """A CuPy stream over a handle, by the constructor that this version of CuPy does not deprecate."""
     adopt = getattr(cupy.cuda.Stream, "from_external", None)
     return cupy.cuda.ExternalStream(handle) if adopt is None else adopt(_Stream(handle))
 
@@ -130,29 +135,29 @@ def _foreign_stream(cupy: Any, handle: int) -> Any:
 class CupyArrays:
     """Indexing and `get`; `set` and indexed assignment; pinned memory, everything queued on one stream."""
 
-    def __init__(self, bed: Bed) -> None:
+    def __init__(self, setup: TransferSetup) -> None:
         import cupy
 
-        self._bed, self._cupy = bed, cupy
-        self._right = _right(bed)
-        self._stream = _foreign_stream(cupy, bed.lab.timer.stream)
-        num_blocks = bed.parts[0].planes[0].num_blocks
-        with bed.lab.device.current(), self._stream:
-            self._ids = cupy.asarray(bed.parts[0].blocks)
+        self._bed, self._cupy = setup, cupy
+        self._right = _right(setup)
+        self._stream = _foreign_stream(cupy, setup.lab.timer.stream)
+        num_blocks = setup.groups[0].planes[0].num_blocks
+        with setup.lab.device.current(), self._stream:
+            self._ids = cupy.asarray(setup.groups[0].blocks)
             self._cache = cupy.empty((len(self._right), num_blocks, self._right.shape[2]), dtype=cupy.uint16)
             self._cache[:, self._ids] = cupy.asarray(self._right)
-            self._spoiled = cupy.full(self._right.shape, _POISON_ELEMENT, dtype=cupy.uint16)
+            self._poison = cupy.full(self._right.shape, _POISON_ELEMENT, dtype=cupy.uint16)
             pinned = cupy.cuda.alloc_pinned_memory(self._right.nbytes)
         elements = np.frombuffer(pinned, dtype=np.uint16, count=self._right.size)
         self._host: Elements = elements.reshape(self._right.shape)
         self._host[...] = self._right
         self._stream.synchronize()
 
-    def case(self, direction: Direction) -> Case:
+    def scenario(self, direction: Direction) -> Scenario:
         work = self._store if direction is Direction.STORE else self._load
         poison = self._poison_host if direction is Direction.STORE else self._poison_cache
         found = self._found_host if direction is Direction.STORE else self._found_cache
-        return Case(
+        return Scenario(
             lambda: self._timed(work),
             lambda: self._run(poison),
             lambda: _wrong(self._bed, found(), self._right),
@@ -175,7 +180,7 @@ class CupyArrays:
         self._cache[:, self._ids] = fresh
 
     def _poison_host(self) -> None:
-        self._spoiled.get(stream=self._stream, out=self._host, blocking=False)
+        self._poison.get(stream=self._stream, out=self._host, blocking=False)
 
     def _poison_cache(self) -> None:
         self._cache.fill(_POISON_ELEMENT)
@@ -189,7 +194,7 @@ class CupyArrays:
         return found
 
     def close(self) -> None:
-        del self._cache, self._spoiled, self._ids, self._host
+        del self._cache, self._poison, self._ids, self._host
         self._cupy.get_default_memory_pool().free_all_blocks()
         self._cupy.get_default_pinned_memory_pool().free_all_blocks()
 
@@ -197,33 +202,35 @@ class CupyArrays:
 class JaxArrays:
     """A jitted gather and `device_put` to pinned memory; `device_put` and a jitted scatter into a donated array."""
 
-    def __init__(self, bed: Bed) -> None:
+    def __init__(self, setup: TransferSetup) -> None:
         import jax
         import jax.numpy as jnp
 
-        self._bed, self._jax = bed, jax
-        self._right = _right(bed)
-        gpu = jax.devices("gpu")[bed.lab.device.index]
+        self._bed, self._jax = setup, jax
+        self._right = _right(setup)
+        gpu = jax.devices("gpu")[setup.lab.device.index]
         self._on_gpu = jax.sharding.SingleDeviceSharding(gpu, memory_kind="device")
         self._on_host = jax.sharding.SingleDeviceSharding(gpu, memory_kind="pinned_host")
-        num_blocks = bed.parts[0].planes[0].num_blocks
+        num_blocks = setup.groups[0].planes[0].num_blocks
         shape = (len(self._right), num_blocks, self._right.shape[2])
         self._gather = jax.jit(lambda cache, ids: cache[:, ids])
         self._scatter = jax.jit(lambda cache, ids, fresh: cache.at[:, ids].set(fresh), donate_argnums=0)
-        self._spoil = jax.jit(lambda cache: jnp.full_like(cache, _POISON_ELEMENT), donate_argnums=0)
-        self._ids = jax.device_put(bed.parts[0].blocks.astype(np.int32), self._on_gpu)
-        self._spoiled = jax.device_put(np.full_like(self._right, _POISON_ELEMENT), self._on_gpu)
+        self._fill_poison = jax.jit(lambda cache: jnp.full_like(cache, _POISON_ELEMENT), donate_argnums=0)
+        self._ids = jax.device_put(setup.groups[0].blocks.astype(np.int32), self._on_gpu)
+        self._poison = jax.device_put(np.full_like(self._right, _POISON_ELEMENT), self._on_gpu)
         self._host = jax.device_put(self._right, self._on_host)
         cache = jax.device_put(np.zeros(shape, dtype=np.uint16), self._on_gpu)
         self._cache = self._scatter(cache, self._ids, jax.device_put(self._right, self._on_gpu))
-        self._jax.block_until_ready((self._cache, self._host, self._spoiled))
+        self._jax.block_until_ready((self._cache, self._host, self._poison))
         self._stored: Any = None
 
-    def case(self, direction: Direction) -> Case:
+    def scenario(self, direction: Direction) -> Scenario:
         nbytes = self._right.nbytes
         if direction is Direction.STORE:
-            return Case(self._store, self._poison_host, lambda: self._wrong(self._stored), nbytes)
-        return Case(self._load, self._poison_cache, lambda: self._wrong(self._gather(self._cache, self._ids)), nbytes)
+            return Scenario(self._store, self._poison_host, lambda: self._wrong(self._stored), nbytes)
+        return Scenario(
+            self._load, self._poison_cache, lambda: self._wrong(self._gather(self._cache, self._ids)), nbytes
+        )
 
     def _store(self) -> float:
         begin = time.perf_counter()
@@ -240,18 +247,18 @@ class JaxArrays:
     def _poison_host(self) -> None:
         """JAX allocates what it stores to, and gives it the memory that was freed last: poison that."""
         self._stored = None
-        spoiled = self._jax.device_put(self._spoiled, self._on_host)
-        spoiled.block_until_ready()
-        spoiled.delete()
+        poison = self._jax.device_put(self._poison, self._on_host)
+        poison.block_until_ready()
+        poison.delete()
 
     def _poison_cache(self) -> None:
-        self._cache = self._spoil(self._cache)
+        self._cache = self._fill_poison(self._cache)
         self._cache.block_until_ready()
 
     def _wrong(self, found: Any) -> int:
         return _wrong(self._bed, np.asarray(found), self._right)
 
     def close(self) -> None:
-        for array in (self._cache, self._host, self._spoiled, self._ids, self._stored):
+        for array in (self._cache, self._host, self._poison, self._ids, self._stored):
             if array is not None:
                 array.delete()

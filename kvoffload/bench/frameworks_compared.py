@@ -8,58 +8,61 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvoffload.bench.cargo import Cargo, CopyMethod, run_warmed
-from kvoffload.bench.cases import BIG_COPY, Lab, Timing
-from kvoffload.bench.cupy_methods import CUPY, CupyWays
+from kvoffload.bench.contiguous import CONTIGUOUS_COPY
+from kvoffload.bench.cupy_methods import CUPY, CupyMethods
+from kvoffload.bench.framework_data import FrameworkData, FrameworkMethod, time_warmed
 from kvoffload.bench.frameworks import check_cupy, check_jax, why_not
-from kvoffload.bench.jax_methods import JAX, JaxWays
+from kvoffload.bench.jax_methods import JAX, JaxMethods
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.measurements import microseconds
 from kvoffload.bench.report import Fields, add_bench_options, conduct, number
-from kvoffload.bench.rows import microseconds
+from kvoffload.bench.rounds import Timing
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Advance, CommandError, Output, mib, model, whole
+from kvoffload.terminal.console import Advance, CommandError, Output, mib
+from kvoffload.terminal.options import model, whole
 
 _MODEL = "llama-3.1-8b"
 _BLOCKS = 32
-_IN_A_ROW = 8
-_TIMES = (1, _IN_A_ROW)
+_BACK_TO_BACK = 8
+_TIMES = (1, _BACK_TO_BACK)
 _DESCRIPTION = f"""\
 Store random, non-adjacent blocks of a KV cache of CuPy's and of JAX's to pinned host memory, and load them back, with
 this library and with what the frameworks offer. By the wall clock, from the call until the bytes can be used: a store
 ends when the host may read them, a load when the framework has computed with an element of the last block; so all
-waiting that correctness needs is in it. Transfers are timed one at a time, and {_IN_A_ROW} in a row: queued one after
-another, as far as the framework does not make the host wait, and waited for at the end. Block ids come from the host,
-unless a line says otherwise. Every way moves the same blocks, in rounds of a random order, after a transfer that warms
-up the CPU's caches; figures are medians of the rounds, and of a row, what one transfer takes of it. Targets are
-poisoned before, and all bytes verified after, every timed transfer or row. "big copy": one contiguous pinned copy of
-256 MiB, on the GPU clock.
+waiting that correctness needs is included. Transfers are timed one at a time, and {_BACK_TO_BACK} back to back: queued
+one after another, as far as the framework does not make the host wait, and waited for at the end. Block ids come from
+the host, unless a line says otherwise. Every method moves the same blocks, in rounds of a random order, after a
+transfer that warms up the CPU's caches. Figures are medians of the rounds; of transfers back to back, the share of one.
+Targets are poisoned before each timed measurement, and all bytes verified after it. "contiguous copy": one pinned copy
+of 256 MiB, on the GPU clock.
 A cache is one array (planes, blocks, elements), or in CuPy a "list" of arrays (blocks, elements), one for each plane,
-each in an allocation of its own. What JAX offers is device_put to its memory kind pinned_host, and from there: of all
-blocks in one array, or "per block", each in an array of its own, as a prefix cache needs that stores and finds each by
-itself. The default takes 30 GiB of GPU memory. On the simulated device: small sizes, verified, and no times; of JAX
-what works on the CPU."""
+each in an allocation of its own. JAX offers device_put to its memory kind pinned_host, and from there: of all blocks in
+one array, or "per block", each in an array of its own, as a prefix cache needs that stores and finds each separately.
+The default takes 30 GiB of GPU memory.
+On the simulated device: small sizes, verified, and no times; of JAX the methods that work on the CPU."""
 
 
-_Made = TypeVar("_Made")
+_Created = TypeVar("_Created")
 
 
 class Framework(Protocol):
-    """The ways of a framework, made when they are called; `close` closes what they have opened."""
+    """The methods of a framework by name; calling a value of `makers` creates one. `close` closes their engines."""
 
     name: str
 
     @property
-    def makers(self) -> Mapping[str, Callable[[], CopyMethod]]: ...
+    def makers(self) -> Mapping[str, Callable[[], FrameworkMethod]]: ...
 
     def close(self) -> None: ...
 
 
 class _Tried(NamedTuple):
-    """A way that works, and by direction which copier carried it; no copier where it is not ours."""
+    """A method that works, and by direction the copier of this library's engine; empty for the framework's own."""
 
-    method: CopyMethod
-    carried: dict[Direction, str]
+    method: FrameworkMethod
+    copiers: dict[Direction, str]
 
 
 def add_parser(benches: Any) -> None:
@@ -68,9 +71,9 @@ def add_parser(benches: Any) -> None:
         "--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=f"geometry of one group (default {_MODEL})"
     )
     parser.add_argument(
-        "--blocks", type=whole(1), default=_BLOCKS, metavar="N", help=f"of a transfer (default {_BLOCKS})"
+        "--blocks", type=whole(1, 1 << 20), default=_BLOCKS, metavar="N", help=f"of a transfer (default {_BLOCKS})"
     )
-    add_bench_options(parser, 15, figures=False)
+    add_bench_options(parser, 15, drawn=False)
     parser.set_defaults(run=run)
 
 
@@ -89,19 +92,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -> Fields:
     not_run: dict[str, str] = {}
     with ExitStack() as stack:
-        cargo = stack.enter_context(closing(Cargo(lab, geometry, count)))
-        frameworks = [stack.enter_context(closing(each)) for each in _frameworks(cargo, not_run)]
+        data = stack.enter_context(closing(FrameworkData(lab, geometry, count)))
+        frameworks = [stack.enter_context(closing(each)) for each in _frameworks(data, not_run)]
         tried = [each for framework in frameworks for each in _tried(framework, not_run)]
-        timings = {direction: _timings(cargo, tried, direction, progress) for direction in Direction}
-    rows = [row for times in _TIMES for row in _rows(tried, timings, times, lab.device.simulated)]
-    comparisons = list(_comparisons(rows))
+        timings = {direction: _timings(data, tried, direction, progress) for direction in Direction}
+    records = [record for times in _TIMES for record in _records(tried, timings, times, lab.device.simulated)]
+    comparisons = list(_comparisons(records))
     return {
         "model": geometry.name,
-        "planes": cargo.shape[0],
-        "block_bytes": cargo.block_bytes,
+        "planes": data.shape[0],
+        "block_bytes": data.block_bytes,
         "blocks": count,
-        "nbytes": cargo.nbytes,
-        "methods": rows,
+        "nbytes": data.nbytes,
+        "methods": records,
         "comparisons": comparisons,
         "ratios": list(_lowest(comparisons)),
         "not_run": not_run,
@@ -109,17 +112,17 @@ def _measure(lab: Lab, geometry: ModelGeometry, count: int, progress: Advance) -
     }
 
 
-def _frameworks(cargo: Cargo, not_run: dict[str, str]) -> Iterator[Framework]:
+def _frameworks(data: FrameworkData, not_run: dict[str, str]) -> Iterator[Framework]:
     """Those that can be used here."""
-    simulated = cargo.lab.device.simulated
-    kinds: dict[str, tuple[Callable[[], None], Callable[[Cargo], Framework]]] = {
-        CUPY: (_refuse_simulated if simulated else check_cupy, CupyWays),
-        JAX: (lambda: check_jax("cpu" if simulated else "gpu"), JaxWays),
+    simulated = data.lab.device.simulated
+    kinds: dict[str, tuple[Callable[[], None], Callable[[FrameworkData], Framework]]] = {
+        CUPY: (_refuse_simulated if simulated else check_cupy, CupyMethods),
+        JAX: (lambda: check_jax("cpu" if simulated else "gpu"), JaxMethods),
     }
     for name, (check, kind) in kinds.items():
         reason = why_not(check, name.lower())
         if reason is None:
-            framework = _attempt(partial(kind, cargo), name, not_run)
+            framework = _attempt(partial(kind, data), name, not_run)
             if framework is not None:
                 yield framework
         else:
@@ -131,25 +134,25 @@ def _refuse_simulated() -> None:
 
 
 def _tried(framework: Framework, not_run: dict[str, str]) -> Iterator[_Tried]:
-    """Those of its ways that can store and load."""
+    """Those of its methods that can store and load."""
     for name, make in framework.makers.items():
         tried = _attempt(partial(_try, make), f"{framework.name}: {name}", not_run)
         if tried is not None:
             yield tried
 
 
-def _try(make: Callable[[], CopyMethod]) -> _Tried:
-    method, carried = make(), {}
+def _try(make: Callable[[], FrameworkMethod]) -> _Tried:
+    method, copiers = make(), {}
     for direction in Direction:
         method.source(direction).fill()
-        jobs = method.carry_out(direction, _IN_A_ROW)
+        jobs = method.execute(direction, _BACK_TO_BACK)
         if jobs:
-            carried[direction] = jobs[-1].copier
-    return _Tried(method, carried)
+            copiers[direction] = jobs[-1].copier
+    return _Tried(method, copiers)
 
 
-def _attempt(make: Callable[[], _Made], name: str, not_run: dict[str, str]) -> _Made | None:
-    """None if it cannot be made, with the reason in `not_run`: the others go on."""
+def _attempt(make: Callable[[], _Created], name: str, not_run: dict[str, str]) -> _Created | None:
+    """None if it cannot be created, with the reason in `not_run`."""
     try:
         return make()
     except CapabilityError as error:
@@ -159,35 +162,39 @@ def _attempt(make: Callable[[], _Made], name: str, not_run: dict[str, str]) -> _
     return None
 
 
-def _timings(cargo: Cargo, tried: Iterable[_Tried], direction: Direction, progress: Advance) -> dict[str, Timing]:
-    """By `_case_name`; the big copy by its own."""
-    cases = {}
+def _timings(
+    data: FrameworkData, tried: Iterable[_Tried], direction: Direction, progress: Advance
+) -> dict[str, Timing]:
+    """By `_scenario_name`; the contiguous copy by its own."""
+    scenarios = {}
     for method, _ in tried:
         method.source(direction).fill()
         for times in _TIMES:
-            cases[_case_name(method.label, times)] = method.case(direction, cargo, times)
-    cases[BIG_COPY] = cargo.lab.big.case(direction)
-    return run_warmed(cases, cargo.lab.repeats, cargo.lab.seed, progress)
+            scenarios[_scenario_name(method.label, times)] = method.scenario(direction, data, times)
+    scenarios[CONTIGUOUS_COPY] = data.lab.contiguous.scenario(direction)
+    return time_warmed(scenarios, data.lab.repeats, data.lab.seed, progress)
 
 
-def _case_name(label: str, times: int) -> str:
+def _scenario_name(label: str, times: int) -> str:
     return f"{label}, {_occasion(times)}"
 
 
 def _occasion(times: int) -> str:
-    return "one at a time" if times == 1 else f"{times} in a row"
+    return "one at a time" if times == 1 else f"{times} back to back"
 
 
-def _rows(
+def _records(
     tried: Iterable[_Tried], timings: Mapping[Direction, Mapping[str, Timing]], times: int, simulated: bool
 ) -> Iterator[dict[str, Any]]:
-    """Figures by direction, of so many in a row; none on the simulated device."""
-    for method, carried in tried:
-        measured = {direction: timings[direction][_case_name(method.label, times)] for direction in Direction}
-        row = {"framework": method.framework, "method": method.name, "in_a_row": times, "carried": carried}
-        yield row | _figures(measured, simulated)
-    measured = {direction: timings[direction][BIG_COPY] for direction in Direction}
-    yield {"framework": None, "method": BIG_COPY, "in_a_row": times, "carried": {}} | _figures(measured, simulated)
+    """Figures by direction, of `times` transfers back to back; none on the simulated device."""
+    for method, copiers in tried:
+        measured = {direction: timings[direction][_scenario_name(method.label, times)] for direction in Direction}
+        record = {"framework": method.framework, "method": method.name, "back_to_back": times, "copiers": copiers}
+        yield record | _figures(measured, simulated)
+    measured = {direction: timings[direction][CONTIGUOUS_COPY] for direction in Direction}
+    yield {"framework": None, "method": CONTIGUOUS_COPY, "back_to_back": times, "copiers": {}} | _figures(
+        measured, simulated
+    )
 
 
 def _figures(measured: Mapping[Direction, Timing], simulated: bool) -> dict[str, Any]:
@@ -201,23 +208,25 @@ def _figures(measured: Mapping[Direction, Timing], simulated: bool) -> dict[str,
     }
 
 
-def _comparisons(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Bandwidths of each way of ours over those of the framework's own and of the big copy."""
-    for ours in (row for row in rows if row["carried"] and "gb_per_s" in row):
-        others = [row for row in rows if not row["carried"] and row["in_a_row"] == ours["in_a_row"]]
-        for other in (row for row in others if row["framework"] in (ours["framework"], None)):
+def _comparisons(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Bandwidths of each method of this library over those of the framework's own and of the contiguous copy."""
+    for ours in (record for record in records if record["copiers"] and "gb_per_s" in record):
+        others = [
+            record for record in records if not record["copiers"] and record["back_to_back"] == ours["back_to_back"]
+        ]
+        for other in (record for record in others if record["framework"] in (ours["framework"], None)):
             for direction in Direction:
                 value = ours["gb_per_s"][direction] / other["gb_per_s"][direction]
-                names = {"framework": ours["framework"], "in_a_row": ours["in_a_row"], "ours": ours["method"]}
+                names = {"framework": ours["framework"], "back_to_back": ours["back_to_back"], "ours": ours["method"]}
                 yield names | {"other": other["method"], "direction": direction, "value": value}
 
 
 def _lowest(comparisons: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Of each way of ours and each direction, beside what the framework offers."""
+    """The lowest ratio of each method of this library to the framework's own, by direction."""
     found: dict[str, list[tuple[float, str]]] = {}
     for each in comparisons:
-        if each["other"] != BIG_COPY:
-            occasion = _occasion(each["in_a_row"])
+        if each["other"] != CONTIGUOUS_COPY:
+            occasion = _occasion(each["back_to_back"])
             name = f"{each['framework']}: {each['ours']} / without it, {each['direction']}, {occasion}"
             found.setdefault(name, []).append((each["value"], each["other"]))
     for name, values in found.items():
@@ -232,26 +241,26 @@ def _show(fields: Fields, output: Output) -> None:
     simulated = fields["simulated"]
     moved = f"{fields['blocks']} blocks of {fields['planes']} x {fields['block_bytes']} B, {mib(fields['nbytes'])}"
     clock = "SIMULATED" if simulated else "wall clock"
-    columns = ["method", *(f"{each} {what}" for what in _heads(simulated) for each in Direction), "carried by"]
+    columns = ["method", *(f"{each} {what}" for what in _headings(simulated) for each in Direction), "copier"]
     for times in _TIMES:
-        lines = [_line(row, simulated) for row in fields["methods"] if row["in_a_row"] == times]
+        lines = [_line(record, simulated) for record in fields["methods"] if record["back_to_back"] == times]
         output.table(f"{moved}, {_occasion(times)}, {clock}", columns, lines)
-        comparisons = [each for each in fields["comparisons"] if each["in_a_row"] == times]
+        comparisons = [each for each in fields["comparisons"] if each["back_to_back"] == times]
         for framework in dict.fromkeys(each["framework"] for each in comparisons):
             of_it = [each for each in comparisons if each["framework"] == framework]
             _show_comparisons(f"{framework}, {_occasion(times)}", of_it, output)
 
 
-def _line(row: Mapping[str, Any], simulated: bool) -> list[Any]:
-    line = [row["method"] if row["framework"] is None else f"{row['framework']}: {row['method']}"]
+def _line(record: Mapping[str, Any], simulated: bool) -> list[Any]:
+    line = [record["method"] if record["framework"] is None else f"{record['framework']}: {record['method']}"]
     if not simulated:
-        line += [number(row["gb_per_s"][direction]) for direction in Direction]
-        line += [number(row["median_us"][direction], 0) for direction in Direction]
-    line += [row["wrong"][direction] for direction in Direction]
-    return [*line, " / ".join(dict.fromkeys(row["carried"].values()))]
+        line += [number(record["gb_per_s"][direction]) for direction in Direction]
+        line += [number(record["median_us"][direction], 0) for direction in Direction]
+    line += [record["wrong"][direction] for direction in Direction]
+    return [*line, " / ".join(dict.fromkeys(record["copiers"].values()))]
 
 
-def _heads(simulated: bool) -> list[str]:
+def _headings(simulated: bool) -> list[str]:
     return ["wrong rows"] if simulated else ["GB/s", "us", "wrong rows"]
 
 

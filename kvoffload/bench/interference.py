@@ -1,4 +1,4 @@
-"""`kvoffload bench interference`: what a transfer costs the computation beside it."""
+"""`kvoffload bench interference`: how much slower a computation is while transfers are concurrent with it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 from kvoffload import kernels
 from kvoffload.bench.backgrounds import Background, EngineBackground, StreamBackground, grid_background
 from kvoffload.bench.baselines import GRID_PROGRAMS, GridStride, grid_stride
-from kvoffload.bench.bed import Bed
-from kvoffload.bench.cases import BIG_COPY, BigCopy, Case, Lab, run_rounds
+from kvoffload.bench.contiguous import CONTIGUOUS_COPY, ContiguousCopy
+from kvoffload.bench.lab import Lab
 from kvoffload.bench.latency import geometry_of
+from kvoffload.bench.measurements import choice, with_shares
 from kvoffload.bench.report import Fields, add_bench_options, conduct, number
-from kvoffload.bench.rows import choice, shared_ways
-from kvoffload.bench.tables import way_text
+from kvoffload.bench.rounds import Scenario, time_rounds
+from kvoffload.bench.setup import TransferSetup
+from kvoffload.bench.tables import direction_text
 from kvoffload.calibration.compute import MATMUL, SKINNY, SMALL, Computation, Product
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
@@ -37,14 +39,15 @@ _METHODS = (
 _PLANES, _BLOCK_BYTES = 64, 8192
 _SMALL_PLANES, _SMALL_BLOCKS = 2, 2  # on the simulated device
 _DESCRIPTION = """\
-Time a computation alone and beside each way of copying, in interleaved rounds: a product of bf16 matrices of 4096 x
-4096, a skinny one (64 x 8192 by 8192 x 28672, which reads its weights from memory, as decoding does), and a loop of
-steps of 32 skinny products, each followed by a store of 32 MiB, as when nothing is ever hit. Beside the products,
-transfers of 64 planes of 8 KiB blocks that fold go on without a break; "big copy" copies 256 MiB at a time (32 MiB in
-the loop), "grid-stride 12" and "20" are the kernels of `bench transfer`. Figures are how many times as long the
-computation took, by medians on the GPU clock, and the GB/s of the transfers that ended before it did. Targets
-are poisoned before, and all bytes verified after, every timed run.
-On the simulated device: small, verified, no times."""
+Time a computation alone and concurrent with transfers by each copy method, in interleaved rounds: a product of bf16
+matrices of 4096 x 4096, a skinny one (64 x 8192 by 8192 x 28672, which reads its weights from memory, as decoding
+does), and a loop of steps of 32 skinny products, each followed by a store of 32 MiB, as a server without cache hits
+does. Concurrent with the products, transfers of 64 planes of 8 KiB blocks that fold follow each other without a pause;
+"contiguous copy" copies 256 MiB at a time (32 MiB in the loop), "grid-stride 12" and "20" are the kernels of `bench
+transfer`. Figures are the factor by which the computation became slower, by medians on the GPU clock, and the GB/s of
+the transfers that ended before the computation did. Targets are poisoned before each timed execution, and all bytes
+verified after it.
+On the simulated device: small sizes, verified, and no times."""
 
 
 class Effort(NamedTuple):
@@ -62,7 +65,7 @@ _SMALL = Effort(1, 0, 1, 1)
 
 def add_parser(benches: Any) -> None:
     parser = benches.add_parser(
-        "interference", help="what a transfer costs the computation beside it", description=_DESCRIPTION
+        "interference", help="how much transfers slow a concurrent computation", description=_DESCRIPTION
     )
     add_bench_options(parser, 7)
     parser.set_defaults(run=run)
@@ -78,34 +81,34 @@ def _measure(lab: Lab, output: Output) -> Fields:
         raise CommandError(f"the computation is a Triton kernel: {reason}")
     simulated = lab.device.simulated
     effort = _SMALL if simulated else _FULL
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     not_run: dict[str, str] = {}
     with ExitStack() as stack, output.progress("computations") as progress:
         geometry = geometry_of(_SMALL_PLANES if simulated else _PLANES, _BLOCK_BYTES, lab.size.scale)
         count = _SMALL_BLOCKS if simulated else None
-        bed = stack.enter_context(Bed(lab, geometry, count=count, sm_limit=_PROGRAMS[-1]))
-        not_run |= {name: reason for name, reason in bed.missing.items() if reason is not None}
-        grid = _grid(stack, bed, not_run)
+        setup = stack.enter_context(TransferSetup(lab, geometry, count=count, sm_limit=_PROGRAMS[-1]))
+        not_run |= {name: reason for name, reason in setup.missing.items() if reason is not None}
+        grid = _grid(stack, setup, not_run)
         jobs = list(_computations(simulated))
         for done, (name, product, directions) in enumerate(jobs, start=1):
             with Computation(lab.device, product) as computation:
                 for direction in directions:
-                    timed = _Timed(bed, direction, grid, computation, effort, looped=name == LOOP)
-                    rows += timed.rows(name)
+                    timed = _Timed(setup, direction, grid, computation, effort, looped=name == LOOP)
+                    records += timed.records(name)
             progress(done, len(jobs))
-        profile = bed.engine.profile.source
+        profile = setup.engine.profile.source
     return {
-        "interference": rows,
-        "ratios": [] if simulated else _ratios(rows),
+        "interference": records,
+        "ratios": [] if simulated else _ratios(records),
         "not_run": not_run,
         "profile": profile,
-        "wrong_rows": sum(row["wrong"] for row in rows),
+        "wrong_rows": sum(record["wrong"] for record in records),
     }
 
 
-def _grid(stack: ExitStack, bed: Bed, not_run: dict[str, str]) -> GridStride | None:
+def _grid(stack: ExitStack, setup: TransferSetup, not_run: dict[str, str]) -> GridStride | None:
     try:
-        return stack.enter_context(closing(GridStride(bed.lab, bed.row_bytes, bed.copies)))
+        return stack.enter_context(closing(GridStride(setup.lab, setup.row_bytes, setup.copies)))
     except CapabilityError as error:
         not_run |= {grid_stride(programs): str(error) for programs in GRID_PROGRAMS}
         return None
@@ -119,11 +122,11 @@ def _computations(simulated: bool) -> Iterator[tuple[str, Product, tuple[Directi
 
 
 class _Timed:
-    """One computation, beside every way of copying in one direction."""
+    """One computation, concurrent with transfers of one direction by every copy method."""
 
     def __init__(
         self,
-        bed: Bed,
+        setup: TransferSetup,
         direction: Direction,
         grid: GridStride | None,
         computation: Computation,
@@ -131,61 +134,68 @@ class _Timed:
         *,
         looped: bool,
     ) -> None:
-        self._bed, self._direction, self._grid = bed, direction, grid
+        self._bed, self._direction, self._grid = setup, direction, grid
         self._computation, self._effort, self._looped = computation, effort, looped
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        """A row for each way; slow-downs are of the computation's median alone."""
-        bed = self._bed
-        bed.prepare(self._direction)
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """A record for each copy method; slow-downs are relative to the median of the computation alone."""
+        setup = self._bed
+        setup.prepare(self._direction)
         with ExitStack() as stack:
-            big = bed.lab.big
+            contiguous = setup.lab.contiguous
             if self._looped:  # a step's copy, as large as the others
-                big = stack.enter_context(closing(BigCopy(bed.lab, bed.nbytes)))
-            backgrounds = self._backgrounds(stack, big)
-            cases = {method: self._case(background, method, big) for method, background in backgrounds.items()}
-            cases[ALONE] = Case(lambda: self._run(None), lambda: None, lambda: 0, 0)
-            timings = run_rounds(cases, bed.lab.repeats)
-        rows = []
+                contiguous = stack.enter_context(closing(ContiguousCopy(setup.lab, setup.nbytes)))
+            backgrounds = self._backgrounds(stack, contiguous)
+            scenarios = {
+                method: self._scenario(background, method, contiguous) for method, background in backgrounds.items()
+            }
+            scenarios[ALONE] = Scenario(lambda: self._execute(None), lambda: None, lambda: 0, 0)
+            timings = time_rounds(scenarios, setup.lab.repeats)
+        records = []
         for method, timing in timings.items():
-            row = {"computation": name, "direction": str(self._direction), "method": method, "wrong": timing.wrong}
+            record = {"computation": name, "direction": str(self._direction), "method": method, "wrong": timing.wrong}
             background = backgrounds.get(method)
             if isinstance(background, EngineBackground) and method == _CHOICE:
-                row["chosen"] = background.reason
-            if not bed.lab.device.simulated:
-                row |= {"seconds": timing.median, "slowdown": timing.median / timings[ALONE].median}
-                row["samples_us"] = [round(each * 1e6, 2) for each in timing.seconds]
+                record["chosen"] = background.reason
+            if not setup.lab.device.simulated:
+                record |= {"seconds": timing.median, "slowdown": timing.median / timings[ALONE].median}
+                record["samples_us"] = [round(each * 1e6, 2) for each in timing.seconds]
                 if background is not None and background.seconds:
-                    row["gb_per_s"] = background.nbytes / statistics.median(background.seconds) / 1e9
-            rows.append(row)
-        return rows
+                    record["gb_per_s"] = background.nbytes / statistics.median(background.seconds) / 1e9
+            records.append(record)
+        return records
 
-    def _backgrounds(self, stack: ExitStack, big: BigCopy) -> dict[str, Background]:
-        bed, direction, lab = self._bed, self._direction, self._bed.lab
+    def _backgrounds(self, stack: ExitStack, contiguous: ContiguousCopy) -> dict[str, Background]:
+        setup, direction, lab = self._bed, self._direction, self._bed.lab
 
         def bare(background: StreamBackground) -> StreamBackground:
             return stack.enter_context(closing(background))
 
-        found: dict[str, Background] = {_CHOICE: EngineBackground(bed, direction, None)}
-        for method in shared_ways(bed, direction, _METHODS):
-            if bed.missing[method.copier] is None:
-                found[method.label] = EngineBackground(bed, direction, method)
-        found[BIG_COPY] = bare(StreamBackground(lab, lambda stream: big.queue(direction, stream), big.nbytes))
+        found: dict[str, Background] = {_CHOICE: EngineBackground(setup, direction, None)}
+        for method in with_shares(setup, direction, _METHODS):
+            if setup.missing[method.copier] is None:
+                found[method.label] = EngineBackground(setup, direction, method)
+        found[CONTIGUOUS_COPY] = bare(
+            StreamBackground(lab, lambda stream: contiguous.queue(direction, stream), contiguous.nbytes)
+        )
         if self._grid is not None:
             for programs in GRID_PROGRAMS:
-                found[grid_stride(programs)] = bare(grid_background(self._grid, bed, direction, programs))
+                found[grid_stride(programs)] = bare(grid_background(self._grid, setup, direction, programs))
         return found
 
-    def _case(self, background: Background, method: str, big: BigCopy) -> Case:
-        bed, direction = self._bed, self._direction
-        if method == BIG_COPY:
-            copy = big.case(direction)
-            return Case(lambda: self._run(background), copy.poison, copy.wrong, copy.nbytes)
-        return Case(
-            lambda: self._run(background), lambda: bed.poison(direction), lambda: bed.wrong(direction), bed.nbytes
+    def _scenario(self, background: Background, method: str, contiguous: ContiguousCopy) -> Scenario:
+        setup, direction = self._bed, self._direction
+        if method == CONTIGUOUS_COPY:
+            copy = contiguous.scenario(direction)
+            return Scenario(lambda: self._execute(background), copy.poison, copy.wrong, copy.nbytes)
+        return Scenario(
+            lambda: self._execute(background),
+            lambda: setup.poison(direction),
+            lambda: setup.wrong(direction),
+            setup.nbytes,
         )
 
-    def _run(self, background: Background | None) -> float:
+    def _execute(self, background: Background | None) -> float:
         """Seconds of one product, or of one step of the loop."""
         seconds = self._loop(background) if self._looped else self._products(background)
         if background is not None:
@@ -201,7 +211,7 @@ class _Timed:
         return statistics.fmean(seconds[self._effort.skipped :])
 
     def _loop(self, background: Background | None) -> float:
-        """Steps go on while the stores of the last ones are under way."""
+        """A step starts while the stores of earlier steps are unfinished."""
         device, driver, stream = self._bed.lab.device, self._bed.lab.driver, self._computation.stream
         with device.current(), ExitStack() as stack:
             start, end = (driver.event_create(timing=True) for _ in range(2))
@@ -218,30 +228,30 @@ class _Timed:
             return driver.event_seconds(start, end) / self._effort.steps
 
 
-def _ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _ratios(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The choice's slow-downs, and what was chosen."""
     return [
         {
-            "ratio": f"{row['computation']} beside the choice (overlap), {row['direction']}",
+            "ratio": f"{record['computation']} with the choice (overlap), {record['direction']}",
             "which": "slow-down",
-            "value": row["slowdown"],
-            "at": row["chosen"],
+            "value": record["slowdown"],
+            "at": record["chosen"],
         }
-        for row in rows
-        if row["method"] == _CHOICE
+        for record in records
+        if record["method"] == _CHOICE
     ]
 
 
 def _show(fields: Fields, output: Output) -> None:
     simulated = fields["simulated"]
-    columns = ("beside", "wrong rows") if simulated else ("beside", "us", "slow-down", "GB/s beside it", "wrong rows")
-    for name in dict.fromkeys((row["computation"], row["direction"]) for row in fields["interference"]):
-        rows = [row for row in fields["interference"] if (row["computation"], row["direction"]) == name]
+    columns = ["copy method"] + ([] if simulated else ["us", "slow-down", "transfers GB/s"]) + ["wrong rows"]
+    for name in dict.fromkeys((record["computation"], record["direction"]) for record in fields["interference"]):
+        records = [record for record in fields["interference"] if (record["computation"], record["direction"]) == name]
         lines = []
-        for row in rows:
-            line = [row["method"]]
+        for record in records:
+            line = [record["method"]]
             if not simulated:
-                line += [number(row["seconds"] * 1e6), number(row["slowdown"], 3), number(row.get("gb_per_s"))]
-            lines.append([*line, row["wrong"]])
-        title = f"{name[0]}, {name[1]} ({way_text(Direction(name[1]))})" + (", SIMULATED" if simulated else "")
+                line += [number(record["seconds"] * 1e6), number(record["slowdown"], 3), number(record.get("gb_per_s"))]
+            lines.append([*line, record["wrong"]])
+        title = f"{name[0]}, {name[1]} ({direction_text(Direction(name[1]))})" + (", SIMULATED" if simulated else "")
         output.table(title, columns, lines)

@@ -1,6 +1,6 @@
-"""What users of JAX have: the four caches of this library, and jitted gathers and scatters with JAX's own way to pinned
-memory of its own, for all blocks together or each by itself. On the simulated device JAX computes on the CPU, and what
-needs JAX's memory on the GPU is left out.
+"""Methods for users of JAX: the four caches of this library, and jitted gathers and scatters with device_put to pinned
+memory of JAX's, for all blocks together or each by itself. On the simulated device JAX computes on the CPU, and methods
+that need JAX's memory on the GPU are left out.
 
 The cache is one bfloat16 array (planes, blocks, elements), which updates are given as a donated argument.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.bench.cargo import POISON_ELEMENT, Cargo, CopyMethod, Elements, EngineSlots
+from kvoffload.bench.framework_data import POISON_ELEMENT, Elements, EngineSlots, FrameworkData, FrameworkMethod
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError
@@ -31,33 +31,33 @@ Submit = Callable[[OffloadEngine], list[Job]]
 
 
 class _Plain:
-    """What takes the place of a cache of this library for JAX's own ways."""
+    """Holds the array of JAX's own methods, as a cache of this library holds its array."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
 
 
-class JaxWays:
-    """Ways by name, made when they are called. `close` closes their engines; the arrays go with the ways."""
+class JaxMethods:
+    """Methods by name, created by calling the values of `makers`. `close` closes their engines."""
 
     name = JAX
 
-    def __init__(self, cargo: Cargo) -> None:
+    def __init__(self, data: FrameworkData) -> None:
         import jax
 
-        self._jax, self._cargo, self._device = jax, cargo, cargo.lab.device
+        self._jax, self._data, self._device = jax, data, data.lab.device
         target = jax.devices("cpu")[0] if self._device.simulated else jax.devices("gpu")[self._device.index]
         with ExitStack() as stack:
             stack.enter_context(jax.default_device(target))
-            self._programs = _Programs(jax, cargo, target)
+            self._programs = _Programs(jax, data, target)
             self._plain = self._cache(_Plain(self._new_array()))
-            self._host = _Pinned(jax, cargo, self._programs, cargo.right)
-            self._host_blocks = _Pinned(jax, cargo, self._programs, list(cargo.right_by_block))
+            self._host = _Pinned(jax, data, self._programs, data.right)
+            self._host_blocks = _Pinned(jax, data, self._programs, list(data.right_by_block))
             self._stack = stack.pop_all()
 
     @property
-    def makers(self) -> dict[str, Callable[[], CopyMethod]]:
-        programs, blocks = self._programs, self._cargo.blocks.astype(np.int32)
+    def makers(self) -> dict[str, Callable[[], FrameworkMethod]]:
+        programs, blocks = self._programs, self._data.blocks.astype(np.int32)
         apart, jitted = (programs.gather_to_host, programs.scatter_from_host), programs.jitted()
         per_block = programs.gather_blocks, programs.scatter_blocks
         return {
@@ -72,24 +72,24 @@ class JaxWays:
         }
 
     def _new_array(self) -> Any:
-        return self._jax.numpy.zeros(self._cargo.shape, self._jax.numpy.bfloat16, device=self._programs.on_device)
+        return self._jax.numpy.zeros(self._data.shape, self._jax.numpy.bfloat16, device=self._programs.on_device)
 
     def _cache(self, holder: Any) -> _Cache:
-        return _Cache(self._cargo, holder, self._programs)
+        return _Cache(self._data, holder, self._programs)
 
-    def _owned(self) -> CopyMethod:
+    def _owned(self) -> FrameworkMethod:
         from kvoffload.jax import OwnedCache
 
-        return self._in_place(OWNED, OwnedCache(self._device, self._cargo.shape, self._jax.numpy.bfloat16))
+        return self._in_place(OWNED, OwnedCache(self._device, self._data.shape, self._jax.numpy.bfloat16))
 
-    def _adopted(self) -> CopyMethod:
+    def _adopted(self) -> FrameworkMethod:
         from kvoffload.jax import AdoptedCache
 
         self._require_gpu()
         return self._in_place(ADOPTED, AdoptedCache(self._device, self._new_array()))
 
-    def _in_place(self, name: str, held: Any) -> CopyMethod:
-        blocks, slots, cache = self._cargo.blocks, self._cargo.slots, self._cache(held)
+    def _in_place(self, name: str, held: Any) -> FrameworkMethod:
+        blocks, slots, cache = self._data.blocks, self._data.slots, self._cache(held)
         return self._ours(
             name,
             cache,
@@ -97,11 +97,11 @@ class JaxWays:
             lambda engine: [engine.load(slots, blocks, after=(held, *cache.readers))],
         )
 
-    def _callback(self) -> CopyMethod:
+    def _callback(self) -> FrameworkMethod:
         from kvoffload.jax import CallbackCache
 
         self._require_gpu()
-        held, blocks, slots = CallbackCache(self._device, self._new_array()), self._cargo.blocks, self._cargo.slots
+        held, blocks, slots = CallbackCache(self._device, self._new_array()), self._data.blocks, self._data.slots
         return self._ours(
             CALLBACK,
             self._cache(held),
@@ -109,10 +109,10 @@ class JaxWays:
             lambda engine: [held.load(engine, slots, blocks)],
         )
 
-    def _staged(self) -> CopyMethod:
+    def _staged(self) -> FrameworkMethod:
         from kvoffload.jax import StagedCache
 
-        blocks, slots = self._cargo.blocks, self._cargo.slots
+        blocks, slots = self._data.blocks, self._data.slots
         held = StagedCache(self._device, self._new_array(), stage_blocks=min(_STAGE_BLOCKS, len(blocks)))
         return self._ours(
             STAGED,
@@ -121,8 +121,8 @@ class JaxWays:
             lambda engine: held.load(engine, slots, blocks),
         )
 
-    def _ours(self, name: str, cache: _Cache, submit_store: Submit, submit_load: Submit) -> CopyMethod:
-        engine = self._stack.enter_context(self._cargo.engine(cache.holder.layout))
+    def _ours(self, name: str, cache: _Cache, submit_store: Submit, submit_load: Submit) -> FrameworkMethod:
+        engine = self._stack.enter_context(self._data.engine(cache.holder.layout))
 
         def store() -> Job:
             return submit_store(engine)[-1]
@@ -132,11 +132,11 @@ class JaxWays:
             cache.look()
             return jobs[-1]
 
-        return CopyMethod(JAX, name, cache, EngineSlots(self._cargo, engine), store, load)
+        return FrameworkMethod(JAX, name, cache, EngineSlots(self._data, engine), store, load)
 
     def _own(
         self, name: str, gather: Callable[..., Any], scatter: Callable[..., Any], ids: Any, host: _Pinned
-    ) -> CopyMethod:
+    ) -> FrameworkMethod:
         cache = self._plain
 
         def store() -> None:
@@ -146,7 +146,7 @@ class JaxWays:
             cache.holder.array = scatter(cache.holder.array, ids, host.stored[-1])
             cache.look()
 
-        return CopyMethod(JAX, name, cache, host, store, load)
+        return FrameworkMethod(JAX, name, cache, host, store, load)
 
     def _require_gpu(self) -> None:
         if self._device.simulated:
@@ -157,15 +157,15 @@ class JaxWays:
 
 
 class _Programs:
-    """What JAX runs and puts where. Scatters donate the cache; `ids`, `right` and `spoiled` are on the device."""
+    """Jitted programs, and where arrays lie: `ids`, `right` and `poison` on the device. Scatters donate the cache."""
 
-    def __init__(self, jax: Any, cargo: Cargo, target: Any) -> None:
+    def __init__(self, jax: Any, data: FrameworkData, target: Any) -> None:
         self._jax = jax
         self.on_device = jax.sharding.SingleDeviceSharding(target, memory_kind="device")
         self.on_host = jax.sharding.SingleDeviceSharding(target, memory_kind="pinned_host")
-        self.right = self.put(cargo.right, self.on_device)
-        self.spoiled = self.put(np.full_like(cargo.right, POISON_ELEMENT), self.on_device)
-        self.ids = jax.device_put(cargo.blocks.astype(np.int32), self.on_device)
+        self.right = self.put(data.right, self.on_device)
+        self.poison = self.put(np.full_like(data.right, POISON_ELEMENT), self.on_device)
+        self.ids = jax.device_put(data.blocks.astype(np.int32), self.on_device)
         self.gather = jax.jit(_gather)
         self.scatter = jax.jit(_scatter, donate_argnums=0)
         self._scatter_blocks = jax.jit(
@@ -190,7 +190,7 @@ class _Programs:
         return list(self._jax.device_put(gathered, self.on_host))
 
     def scatter_blocks(self, cache: Any, ids: Any, blocks: list[Any]) -> Any:
-        """Blocks that were stored each by itself, by one program for so many."""
+        """Blocks that were stored each by itself, by one program for their number."""
         return self._scatter_blocks(cache, ids, self._jax.device_put(blocks, self.on_device))
 
     def jitted(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -215,13 +215,13 @@ class _Cache:
     What was seen is kept until the blocks are written from here again: each look must have found the right element.
     """
 
-    def __init__(self, cargo: Cargo, holder: Any, programs: _Programs) -> None:
-        self._cargo, self.holder, self._programs = cargo, holder, programs
+    def __init__(self, data: FrameworkData, holder: Any, programs: _Programs) -> None:
+        self._data, self.holder, self._programs = data, holder, programs
         self._seen: list[Any] = []
 
     @property
     def readers(self) -> list[Any]:
-        """What a load has to follow besides what made the cache: the last look, which follows those before it."""
+        """Readers that a load must follow: the last look at the cache, which follows all earlier ones."""
         return self._seen[-1:]
 
     def look(self) -> None:
@@ -235,8 +235,8 @@ class _Cache:
     def fill(self) -> None:
         self._write(self._programs.right)
 
-    def spoil(self) -> None:
-        self._write(self._programs.spoiled)
+    def poison(self) -> None:
+        self._write(self._programs.poison)
 
     def _write(self, blocks: Any) -> None:
         self._seen.clear()
@@ -245,24 +245,24 @@ class _Cache:
         updated.block_until_ready()
 
     def wrong(self) -> int:
-        right = self._cargo.right
+        right = self._data.right
         looked_too_early = sum(int(np.asarray(seen).view(np.uint16) != right[-1, -1, -1]) for seen in self._seen)
         found = np.asarray(self._programs.gather(self.holder.array, self._programs.ids))
-        return self._cargo.wrong(found, right) + looked_too_early
+        return self._data.wrong(found, right) + looked_too_early
 
 
 class _Pinned:
-    """Pinned memory of JAX's: new arrays for each store, kept until `spoil`.
+    """Pinned memory of JAX's: new arrays for each store, kept until `poison`.
 
     Attributes:
         stored: by each store an array, or a list of them.
     """
 
-    def __init__(self, jax: Any, cargo: Cargo, programs: _Programs, right: Elements | list[Elements]) -> None:
+    def __init__(self, jax: Any, data: FrameworkData, programs: _Programs, right: Elements | list[Elements]) -> None:
         """`right`: what each store has to give."""
-        self._jax, self._cargo, self._programs, self._right = jax, cargo, programs, right
-        spoiled = jax.tree.map(lambda each: np.full_like(each, POISON_ELEMENT), right)
-        self._spoiled = programs.put(spoiled, programs.on_device)
+        self._jax, self._data, self._programs, self._right = jax, data, programs, right
+        poison = jax.tree.map(lambda each: np.full_like(each, POISON_ELEMENT), right)
+        self._poison = programs.put(poison, programs.on_device)
         self.stored: list[Any] = []
 
     def fill(self) -> None:
@@ -272,12 +272,12 @@ class _Pinned:
     def wait(self) -> None:
         self._jax.block_until_ready(self.stored)
 
-    def spoil(self) -> None:
-        """JAX gives the next stores the memory that was freed last: spoil as much as these had."""
+    def poison(self) -> None:
+        """JAX gives the next stores the memory that was freed last: poison as much as these had."""
         had = len(self.stored)
         self.stored.clear()
-        self._jax.block_until_ready([self._jax.device_put(self._spoiled, self._programs.on_host) for _ in range(had)])
+        self._jax.block_until_ready([self._jax.device_put(self._poison, self._programs.on_host) for _ in range(had)])
 
     def wrong(self) -> int:
         leaves = self._jax.tree.leaves
-        return self._cargo.wrong(map(np.asarray, leaves(self.stored)), leaves(self._right) * len(self.stored))
+        return self._data.wrong(map(np.asarray, leaves(self.stored)), leaves(self._right) * len(self.stored))

@@ -1,4 +1,4 @@
-"""`kvoffload bench parts`: what loading layer by layer costs, and how early the first layer is there."""
+"""`kvoffload bench parts`: what loading layer by layer costs, and how early the first layers can be used."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvoffload.bench.bed import Bed
-from kvoffload.bench.cases import WARM_UP, Lab, Timing, run_rounds
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.measurements import COPY_ENGINE, scenario_of
 from kvoffload.bench.report import Fields, add_bench_options, conduct, number
-from kvoffload.bench.rows import COPY_ENGINE, bed_case
+from kvoffload.bench.rounds import WARM_UP, Timing, time_rounds
+from kvoffload.bench.setup import TransferSetup
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Advance, CommandError, Output, model, numbers
+from kvoffload.terminal.console import Advance, CommandError, Output
+from kvoffload.terminal.options import model, numbers
 
 _MODEL = "llama-3.1-8b"
 _BLOCKS = [32, 256]
@@ -27,13 +29,13 @@ _PARTS = [1, 2, 4, 8, 16, 32]
 _COPIERS = (*COPY_ENGINE, "gather")  # those that copy parts
 _SIMULATED_SHARE = 16  # of the blocks, one in so many is loaded on the simulated device
 _DESCRIPTION = """\
-Loads of random, non-adjacent blocks into folded planes (in one slab), in 1, 2, 4, ... parts of equally many planes;
-the engine chooses what carries them, and 1 part is a load as any other. "call": how long load() keeps the host; "part
-0" and "all": from just before the call until a stream that was ordered behind the first part, and one behind the whole
-load, has come through, by events on the GPU clock (so not before the call has returned); "GPU": the time of the load
-itself on the GPU clock, and its bandwidth. Medians of interleaved rounds; targets are poisoned before, and
-all bytes verified after, every load; just before it, a small load warms up the CPU's caches. On the simulated device:
-small sizes, verified, and no times."""
+Loads of random, non-adjacent blocks into folded planes (in one allocation), in 1, 2, 4, ... parts of equally many
+planes; the engine chooses the copy method; 1 part is an ordinary load. "call": host time of load(). "part 0" and "all":
+from just before the call until a stream that is ordered after the first part, and one that is ordered after the whole
+load, has passed that point, by events on the GPU clock (so not before the call has returned). "GPU": the time of the
+load itself on the GPU clock, and its bandwidth. Medians of interleaved rounds. Targets are poisoned before each load,
+and all bytes verified after it; right before it, a small load warms up the CPU's caches.
+On the simulated device: small sizes, verified, and no times."""
 
 
 def add_parser(benches: Any) -> None:
@@ -44,7 +46,7 @@ def add_parser(benches: Any) -> None:
     parser.add_argument("--blocks", type=numbers, default=_BLOCKS, metavar="N,...", help="of a load (default 32,256)")
     parser.add_argument("--parts", type=numbers, default=_PARTS, metavar="N,...", help="default 1,2,4,8,16,32")
     parser.add_argument("--copier", choices=_COPIERS, help="default: what the engine chooses")
-    add_bench_options(parser, 15, figures=False)
+    add_bench_options(parser, 15, drawn=False)
     parser.set_defaults(run=run)
 
 
@@ -57,24 +59,24 @@ def run(arguments: argparse.Namespace) -> int:
 
     def measure(lab: Lab, output: Output) -> Fields:
         with output.progress("loads") as progress:
-            rows = list(_rows(arguments, lab, progress))
+            records = list(_records(arguments, lab, progress))
         return {
-            "parts": [row for _, row in rows],
-            "profile": rows[0][0],
-            "wrong_rows": sum(row["wrong"] for _, row in rows),
+            "parts": [record for _, record in records],
+            "profile": records[0][0],
+            "wrong_rows": sum(record["wrong"] for _, record in records),
         }
 
     return conduct(arguments, "parts", measure, _show)
 
 
-def _rows(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Iterator[tuple[str, dict[str, Any]]]:
     """With where the profile comes from."""
     share = _SIMULATED_SHARE if lab.device.simulated else 1
     for done, blocks in enumerate(arguments.blocks, start=1):
-        bed = Bed(lab, arguments.model.scaled(lab.size.scale), count=-(-blocks // share))
-        with bed, bed.twin() as twin, closing(_Watch(lab)) as watch:
-            for row in _measure(bed, twin, watch, arguments.parts, arguments.copier):
-                yield bed.engine.profile.source, row
+        setup = TransferSetup(lab, arguments.model.scaled(lab.size.scale), count=-(-blocks // share))
+        with setup, setup.smaller() as small_setup, closing(_Watch(lab)) as watch:
+            for record in _measure(setup, small_setup, watch, arguments.parts, arguments.copier):
+                yield setup.engine.profile.source, record
         progress(done, len(arguments.blocks))
 
 
@@ -101,19 +103,21 @@ class _Watch:
                 stack.callback(self._driver.event_destroy, self._events[-1])
             self._stack = stack.pop_all()
 
-    def load(self, bed: Bed, parts: int, copier: str | None, spent: _Spent, carried: dict[int, str]) -> float:
+    def load(
+        self, setup: TransferSetup, parts: int, copier: str | None, spent: _Spent, copiers: dict[int, str]
+    ) -> float:
         """One load; seconds on the GPU clock, without what it waited for."""
         with self._device.current():
             self._record(0)
             begin = time.perf_counter()
-            job = load(bed, parts, copier)
+            job = load(setup, parts, copier)
             spent.call.append(time.perf_counter() - begin)
-            carried[parts] = job.copier
+            copiers[parts] = job.copier
             job.order_before(self._streams[1], part=0)
             self._record(1)
             job.order_before(self._streams[2])
             self._record(2)
-            seconds = bed.seconds([job])
+            seconds = setup.seconds([job])
             while not all(map(self._driver.event_query, self._events)):
                 pass
             for found, event in ((spent.first, self._events[1]), (spent.all, self._events[2])):
@@ -130,56 +134,61 @@ class _Watch:
             self._stack.close()
 
 
-def load(bed: Bed, parts: int, copier: str | None) -> Job:
-    (part,) = bed.parts
-    return bed.engine.load(part.slots, part.blocks, after=NO_WAIT, copier=copier, parts=parts)
+def load(setup: TransferSetup, parts: int, copier: str | None) -> Job:
+    (group,) = setup.groups
+    return setup.engine.load(group.slots, group.blocks, after=NO_WAIT, copier=copier, parts=parts)
 
 
-def _measure(bed: Bed, twin: Bed, watch: _Watch, counts: Sequence[int], copier: str | None) -> Iterator[dict[str, Any]]:
+def _measure(
+    setup: TransferSetup, small_setup: TransferSetup, watch: _Watch, counts: Sequence[int], copier: str | None
+) -> Iterator[dict[str, Any]]:
     spent = {count: _Spent([], [], []) for count in counts}
-    carried: dict[int, str] = {}
-    bed.prepare(Direction.LOAD)
-    cases = {
-        str(count): bed_case(
-            bed,
+    copiers: dict[int, str] = {}
+    setup.prepare(Direction.LOAD)
+    scenarios = {
+        str(count): scenario_of(
+            setup,
             Direction.LOAD,
-            partial(watch.load, bed, count, copier, spent[count], carried),
-            lambda count=count: twin.seconds([load(twin, count, copier)]),  # type: ignore[misc]
+            partial(watch.load, setup, count, copier, spent[count], copiers),
+            lambda count=count: small_setup.seconds([load(small_setup, count, copier)]),  # type: ignore[misc]
         )
         for count in spent
     }
-    timings = run_rounds(cases, bed.lab.repeats)
+    timings = time_rounds(scenarios, setup.lab.repeats)
     for count, each in spent.items():
-        yield _row(bed, count, carried[count], timings[str(count)], each)
+        yield _record(setup, count, copiers[count], timings[str(count)], each)
 
 
-def _row(bed: Bed, parts: int, copier: str, timing: Timing, spent: _Spent) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "model": bed.model,
-        "planes": bed.plane_count,
-        "block_bytes": bed.block_bytes,
-        "blocks": bed.block_count,
-        "nbytes": bed.nbytes,
+def _record(setup: TransferSetup, parts: int, copier: str, timing: Timing, spent: _Spent) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "model": setup.model,
+        "planes": setup.plane_count,
+        "block_bytes": setup.block_bytes,
+        "blocks": setup.block_count,
+        "nbytes": setup.nbytes,
         "parts": parts,
         "copier": copier,
         "wrong": timing.wrong,
     }
-    if not bed.lab.device.simulated:
-        row |= {f"{what}_us": statistics.median(each[WARM_UP:]) * 1e6 for what, each in spent._asdict().items()}
-        row |= {"gpu_us": timing.median * 1e6, "gb_per_s": timing.gb_per_s}
-    return row
+    if not setup.lab.device.simulated:
+        record |= {f"{what}_us": statistics.median(each[WARM_UP:]) * 1e6 for what, each in spent._asdict().items()}
+        record |= {"gpu_us": timing.median * 1e6, "gb_per_s": timing.gb_per_s}
+    return record
 
 
 def _show(fields: Fields, output: Output) -> None:
     simulated = fields["simulated"]
-    columns = ["load", "parts", "carried by", "wrong rows"]
+    columns = ["load", "parts", "copier", "wrong rows"]
     columns += [] if simulated else ["call us", "part 0 us", "all us", "GPU us", "GB/s"]
     lines = []
-    for row in fields["parts"]:
-        line = [f"{row['model']}: {row['blocks']} blocks, {row['planes']} x {row['block_bytes']}", row["parts"]]
-        line += [row["copier"], row["wrong"]]
+    for record in fields["parts"]:
+        line = [
+            f"{record['model']}: {record['blocks']} blocks, {record['planes']} x {record['block_bytes']}",
+            record["parts"],
+        ]
+        line += [record["copier"], record["wrong"]]
         if not simulated:
-            line += [number(row[f"{what}_us"], 0) for what in ("call", "first", "all", "gpu")]
-            line.append(number(row["gb_per_s"]))
+            line += [number(record[f"{what}_us"], 0) for what in ("call", "first", "all", "gpu")]
+            line.append(number(record["gb_per_s"]))
         lines.append(line)
     output.table("loading in parts" + (", SIMULATED" if simulated else ""), columns, lines)

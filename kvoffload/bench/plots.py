@@ -3,24 +3,32 @@
 bandwidth-DIRECTION.png   `bench sweep`: GB/s against bytes of a copy, the link as a line
 count-DIRECTION.png       `bench sweep`: GB/s against the number of copies
 models-DIRECTION.png      `bench transfer`: GB/s by model
-slowdown-DIRECTION.png    `bench interference`: what the computation beside a transfer loses
+slowdown-DIRECTION.png    `bench interference`: how much slower a computation concurrent with transfers is
 """
 
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvoffload.terminal.console import CommandError
+from kvoffload.terminal.figures import (
+    DPI,
+    GRID,
+    MUTED,
+    STYLE,
+    Series,
+    label_end,
+    make_figure,
+    require,
+    require_folder,
+    spread,
+)
 
 Fields = Mapping[str, Any]
-_LINK = "big copy"
-_INK, _MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-DPI = 160
+_LINK = "contiguous copy"
 _ARROWS = {"store": "GPU to host (store)", "load": "host to GPU (load)"}
 _PLANES = {
     "folded": "planes in one slab (they fold)",
@@ -29,16 +37,7 @@ _PLANES = {
 }
 
 
-class Series(NamedTuple):
-    """How a way of copying is drawn; `ours` with a solid line."""
-
-    label: str
-    colour: str
-    ours: bool = True
-    width: float = 1.8
-
-
-_CHOICE = Series("kvoffload's choice", "#d6336c", width=3.2)
+_CHOICE = Series("kvoffload's choice", "#d6336c", width=3.2, bold=True)
 _SERIES = {
     "choice, overlap": _CHOICE,
     "strided": Series("strided, no SM", "#1c7ed6"),
@@ -49,23 +48,6 @@ _SERIES = {
     "flat batch": Series("one flat batch", "#868e96", ours=False),
     "copy loop": Series("cuMemcpyAsync loop", "#adb5bd", ours=False),
 }
-
-
-def require() -> None:
-    """Raise CommandError unless figures can be drawn here."""
-    if find_spec("matplotlib") is None:
-        raise CommandError("figures need matplotlib: pip install 'kvoffload[plot]'")
-
-
-def require_folder(name: str) -> Path:
-    """Make a folder if need be; CommandError unless figures can be written into it."""
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise CommandError(f"no figures can be written into {name}: {error.strerror}") from error
 
 
 def draw(results: Mapping[str, Fields], folder: str) -> list[Path]:
@@ -100,22 +82,6 @@ def _drawn(name: str, fields: Fields, folder: Path) -> list[Path]:
         raise CommandError(f"{name} is no complete result of `bench {fields['benchmark']}` ({problem})") from error
 
 
-STYLE: Any = {  # matplotlib types the keys of its settings one by one
-    "font.family": "sans-serif",
-    "font.size": 10.5,
-    "text.color": _INK,
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _INK,
-    "axes.titlesize": 11.5,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "axes.axisbelow": True,
-}
-
-
 def _draw(fields: Fields, folder: Path) -> Iterator[Path]:
     for direction in _ARROWS:
         if fields["benchmark"] == "sweep":
@@ -133,25 +99,16 @@ def _save(figure: Any, path: Path) -> Iterator[Path]:
         yield path
 
 
-def make_figure(width: float, height: float, columns: int, **options: Any) -> tuple[Any, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(1, columns, squeeze=False, **options)[0])
-
-
 def _titled(figure: Any, title: str, fields: Fields) -> Any:
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=14, fontweight="bold")
     below = 0.98 - 0.2 / figure.get_figheight()  # 0.2 inches are a line of the title
-    figure.text(0.01, below, _where(fields), ha="left", va="top", fontsize=10, color=_MUTED)
+    figure.text(0.01, below, _where(fields), ha="left", va="top", fontsize=10, color=MUTED)
     return figure
 
 
 def _where(fields: Fields) -> str:
     machine = f"{fields['device']}, driver {fields['driver']}, link {fields['link']}"
-    return f"{machine}; medians of {fields['repeats']} runs or more"  # short transfers get more
+    return f"{machine}; medians of {fields['repeats']} rounds or more"  # short transfers get more
 
 
 # lines ----------------------------------------------------------------------------------------------------------------
@@ -159,33 +116,41 @@ def _where(fields: Fields) -> str:
 
 def _by_size(fields: Fields, direction: str) -> Any:
     """GB/s against bytes of a copy, at one number of copies."""
-    counts = sorted({row["copies"] for row in fields["transfers"]})
+    counts = sorted({record["copies"] for record in fields["transfers"]})
     count = min(counts, key=lambda each: abs(each - 4096))
-    rows = [row for row in fields["transfers"] if row["direction"] == direction and row["copies"] == count]
+    records = [
+        record for record in fields["transfers"] if record["direction"] == direction and record["copies"] == count
+    ]
     title = f"Scattered blocks, {_ARROWS[direction]}: {count} copies"
-    return _lines(fields, rows, title, "row_bytes", "bytes of one copy", _size)
+    return _lines(fields, records, title, "row_bytes", "bytes of one copy", _size)
 
 
 def _by_count(fields: Fields, direction: str) -> Any:
     """GB/s against the number of copies, at one size."""
-    sizes = sorted({row["row_bytes"] for row in fields["transfers"]})
+    sizes = sorted({record["row_bytes"] for record in fields["transfers"]})
     size = min(sizes, key=lambda each: abs(each - 8192))
-    rows = [row for row in fields["transfers"] if row["direction"] == direction and row["row_bytes"] == size]
+    records = [
+        record for record in fields["transfers"] if record["direction"] == direction and record["row_bytes"] == size
+    ]
     title = f"Scattered blocks, {_ARROWS[direction]}: copies of {_size(size)}"
-    return _lines(fields, rows, title, "copies", "copies in a transfer", str)
+    return _lines(fields, records, title, "copies", "copies in a transfer", str)
 
 
-def _lines(fields: Fields, rows: Sequence[Fields], title: str, key: str, axis: str, text: Callable[[int], str]) -> Any:
-    """One panel for each placement; None without rows."""
-    placements = list(dict.fromkeys(row["placement"] for row in rows))
+def _lines(
+    fields: Fields, records: Sequence[Fields], title: str, key: str, axis: str, text: Callable[[int], str]
+) -> Any:
+    """One panel for each placement; None without records."""
+    placements = list(dict.fromkeys(record["placement"] for record in records))
     if not placements:
         return None
     figure, panels = make_figure(6.9 * len(placements), 5.4, len(placements), sharey=True)
-    link = statistics.median(row["gb_per_s"][_LINK] for row in rows)
+    link = statistics.median(record["gb_per_s"][_LINK] for record in records)
     for panel, placement in zip(panels, placements, strict=True):
-        chosen = sorted((row for row in rows if row["placement"] == placement), key=lambda row: int(row[key]))
+        chosen = sorted(
+            (record for record in records if record["placement"] == placement), key=lambda record: int(record[key])
+        )
         _panel(panel, chosen, key, link)
-        values = [row[key] for row in chosen]
+        values = [record[key] for record in chosen]
         panel.set_xticks(values, [text(value) for value in values])
         panel.set_xlabel(axis)
         panel.set_title(_PLANES[placement])
@@ -194,24 +159,24 @@ def _lines(fields: Fields, rows: Sequence[Fields], title: str, key: str, axis: s
     return _titled(figure, title, fields)
 
 
-def _panel(panel: Any, rows: Sequence[Fields], key: str, link: float) -> None:
+def _panel(panel: Any, records: Sequence[Fields], key: str, link: float) -> None:
     panel.set_xscale("log", base=2)
     panel.minorticks_off()
     panel.set_ylim(0, link * 1.12)
     panel.grid(axis="y", color=GRID)
-    panel.axhline(link, color=_MUTED, linewidth=1.2, linestyle=(0, (6, 3)))
+    panel.axhline(link, color=MUTED, linewidth=1.2, linestyle=(0, (6, 3)))
     panel.annotate(
-        f"the link: one big copy, {link:.0f} GB/s",
+        f"the link: one contiguous copy, {link:.0f} GB/s",
         (0.0, link),
         xycoords=("axes fraction", "data"),
         xytext=(4, 4),
         textcoords="offset points",
-        color=_MUTED,
+        color=MUTED,
         fontsize=9,
     )
     ends = {}
     for name, series in reversed(_SERIES.items()):
-        points = [(row[key], row["gb_per_s"][name]) for row in rows if name in row["gb_per_s"]]
+        points = [(record[key], record["gb_per_s"][name]) for record in records if name in record["gb_per_s"]]
         if points:
             style = "-" if series.ours else (0, (2, 1.2))
             size = 6.5 if series is _CHOICE else 3.5
@@ -227,42 +192,7 @@ def _panel(panel: Any, rows: Sequence[Fields], key: str, link: float) -> None:
             )
             ends[name] = points[-1][1]
     for name, (value, height) in spread(ends, 0.05 * link, 1.1 * link).items():
-        label_end(panel, rows[-1][key], value, height, _SERIES[name])
-
-
-def label_end(panel: Any, x: float, value: float, height: float, series: Series) -> None:
-    """Right of the line's end, at a height where labels do not overlap, and joined to it."""
-    style: dict[str, Any] = {"arrowstyle": "-", "color": series.colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4}
-    style["relpos"] = (0.0, 0.5)
-    panel.annotate(
-        series.label,
-        (x, value),
-        xytext=(1.05, height),
-        textcoords=("axes fraction", "data"),
-        color=series.colour,
-        va="center",
-        fontsize=9.5,
-        fontweight="bold" if series is _CHOICE else "normal",
-        arrowprops=style,
-        annotation_clip=False,
-    )
-
-
-def spread(ends: Mapping[str, float], gap: float, top: float) -> dict[str, tuple[float, float]]:
-    """Value and height of each label: as near to its value as labels `gap` apart can be, between 0 and `top`."""
-    ordered = sorted(ends.items(), key=lambda item: item[1])
-    groups: list[list[float]] = []  # of labels that touch: the sum of where they would lie if gaps were nothing; count
-    for place, (_, value) in enumerate(ordered):
-        groups.append([value - place * gap, 1])
-        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
-            total, count = groups.pop()
-            groups[-1] = [groups[-1][0] + total, groups[-1][1] + count]
-    bases = [total / count for total, count in groups for _ in range(int(count))]
-    most = top - gap * (len(ordered) - 1)
-    return {
-        name: (value, min(max(base, 0.0), most) + place * gap)
-        for place, ((name, value), base) in enumerate(zip(ordered, bases, strict=True))
-    }
+        label_end(panel, records[-1][key], value, height, _SERIES[name])
 
 
 def _size(nbytes: int) -> str:
@@ -284,10 +214,10 @@ _FRAMEWORK_MARKS = (
 
 
 def _by_model(fields: Fields, direction: str) -> Any:
-    """GB/s of every model, blocks not adjacent, in the largest transfer measured; None without rows."""
+    """GB/s of every model, blocks not adjacent, in the largest transfer measured; None without records."""
     transfers, frameworks = (_largest(fields.get(key, []), direction) for key in ("transfers", "frameworks"))
-    rows = [*transfers, *frameworks]
-    order = sorted({(row["block_bytes"], row["planes"], row["model"]) for row in rows})
+    records = [*transfers, *frameworks]
+    order = sorted({(record["block_bytes"], record["planes"], record["model"]) for record in records})
     if not order:
         return None
     figure, (panel,) = make_figure(10.5, 1.9 + 0.42 * len(order), 1)
@@ -295,16 +225,16 @@ def _by_model(fields: Fields, direction: str) -> Any:
     for marks, chosen in ((_MARKS, transfers), (_FRAMEWORK_MARKS, frameworks)):
         for name, placement, label, colour, marker in marks:
             points = {
-                row["model"]: row["gb_per_s"][name]
-                for row in chosen
-                if row["placement"] == placement and name in row["gb_per_s"]
+                record["model"]: record["gb_per_s"][name]
+                for record in chosen
+                if record["placement"] == placement and name in record["gb_per_s"]
             }
             if points:
                 places = [heights[model] for model in points]
                 panel.scatter(list(points.values()), places, color=colour, marker=marker, s=58, label=label, zorder=3)
-    link = statistics.median(row["gb_per_s"][_LINK] for row in rows)
-    panel.axvline(link, color=_MUTED, linewidth=1.2, linestyle=(0, (6, 3)), label=f"the link, {link:.0f} GB/s")
-    names = [f"{model}\n{planes} x {_size(nbytes)}{_amount(rows, model)}" for nbytes, planes, model in order]
+    link = statistics.median(record["gb_per_s"][_LINK] for record in records)
+    panel.axvline(link, color=MUTED, linewidth=1.2, linestyle=(0, (6, 3)), label=f"the link, {link:.0f} GB/s")
+    names = [f"{model}\n{planes} x {_size(nbytes)}{_amount(records, model)}" for nbytes, planes, model in order]
     panel.set_yticks(range(len(order)), names, fontsize=9)
     panel.set_xlim(0, link * 1.08)
     panel.set_ylim(-0.6, len(order) - 0.4)
@@ -315,15 +245,18 @@ def _by_model(fields: Fields, direction: str) -> Any:
 
 
 def _largest(every: Sequence[Fields], direction: str) -> list[Fields]:
-    """Of each model and placement the row of the largest transfer."""
-    rows = [row for row in every if row["direction"] == direction and row["row_blocks"] == 1]
-    found = {(row["model"], row["placement"]): row for row in sorted(rows, key=lambda row: int(row["blocks"]))}
+    """Of each model and placement the record of the largest transfer."""
+    records = [record for record in every if record["direction"] == direction and record["blocks_per_slot"] == 1]
+    found = {
+        (record["model"], record["placement"]): record
+        for record in sorted(records, key=lambda record: int(record["blocks"]))
+    }
     return list(found.values())
 
 
-def _amount(rows: Sequence[Fields], model: str) -> str:
+def _amount(records: Sequence[Fields], model: str) -> str:
     """How many blocks a model's transfers have; others may have had more blocks, or fewer."""
-    counts = sorted({row["blocks"] for row in rows if row["model"] == model})
+    counts = sorted({record["blocks"] for record in records if record["model"] == model})
     return f", {' or '.join(map(str, counts))} blocks"
 
 
@@ -331,18 +264,24 @@ def _amount(rows: Sequence[Fields], model: str) -> str:
 
 
 def _slowdowns(fields: Fields, direction: str) -> Any:
-    """One panel for each computation; None without rows."""
-    rows = [row for row in fields["interference"] if row["direction"] == direction and row["method"] != "alone"]
-    computations = list(dict.fromkeys(row["computation"] for row in rows))
+    """One panel for each computation; None without records."""
+    records = [
+        record for record in fields["interference"] if record["direction"] == direction and record["method"] != "alone"
+    ]
+    computations = list(dict.fromkeys(record["computation"] for record in records))
     if not computations:
         return None
-    methods = sorted({row["method"] for row in rows}, key=_bar_order)
+    methods = sorted({record["method"] for record in records}, key=_bar_order)
     figure, panels = make_figure(
         2.2 + 3.7 * len(computations), 1.9 + 0.31 * len(methods), len(computations), sharey=True
     )
-    most = max(1.0, *(100 * (row["slowdown"] - 1) for row in rows))
+    most = max(1.0, *(100 * (record["slowdown"] - 1) for record in records))
     for panel, computation in zip(panels, computations, strict=True):
-        lost = {row["method"]: 100 * (row["slowdown"] - 1) for row in rows if row["computation"] == computation}
+        lost = {
+            record["method"]: 100 * (record["slowdown"] - 1)
+            for record in records
+            if record["computation"] == computation
+        }
         places = [place for place, method in enumerate(methods) if method in lost]
         values = [lost[methods[place]] for place in places]
         panel.barh(places, values, color=[_bar_colour(methods[place]) for place in places], height=0.68)
@@ -354,15 +293,15 @@ def _slowdowns(fields: Fields, direction: str) -> Any:
         panel.set_xlabel("% more time")
         panel.tick_params(left=False)
         panel.spines["left"].set_visible(False)
-        panel.axvline(0, color=_MUTED, linewidth=1)
+        panel.axvline(0, color=MUTED, linewidth=1)
     panels[0].set_yticks(range(len(methods)), [_bar_label(method) for method in methods])
     panels[0].invert_yaxis()
-    return _titled(figure, f"What the computation beside a transfer loses, {_ARROWS[direction]}", fields)
+    return _titled(figure, f"Slow-down of a computation concurrent with transfers, {_ARROWS[direction]}", fields)
 
 
 def _bar_order(method: str) -> tuple[int, int]:
     """The copy engine alone first, then by multiprocessors."""
-    kinds = ("choice", "strided", "batch", "big", "split", "gather", "grid-stride")
+    kinds = ("choice", "strided", "batch", "contiguous", "split", "gather", "grid-stride")
     first, _, last = method.partition(" ")
     return kinds.index(first.rstrip(",")), int(last) if last.isdigit() else 0
 

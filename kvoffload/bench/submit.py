@@ -1,45 +1,97 @@
-"""`kvoffload bench submit`: how long `store()` and `load()` keep the host, by copier, and where that time goes."""
+"""`kvoffload bench submit`: how long `store()` and `load()` keep their caller, against the bare driver calls.
+
+A *pair* is a block with the slot that it is stored to or loaded from. The engine and the bare calls use pairs of their
+own, of the same planes and the same pool; each submission takes the next few pairs of a random order.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from contextlib import ExitStack, closing
+from typing import Any, NamedTuple, Protocol
 
-from kvoffload.bench import marshal
-from kvoffload.bench.bed import Bed, Placement
-from kvoffload.bench.cases import WARM_UP, Lab, run_rounds
+from kvoffload.bench.bare_submissions import BareBatch, BareGather, BareStrided, BareSubmission
+from kvoffload.bench.contiguous import CONTIGUOUS_COPY
+from kvoffload.bench.lab import Lab
 from kvoffload.bench.latency import geometry_of
 from kvoffload.bench.report import Fields, add_bench_options, conduct, number
-from kvoffload.bench.rows import COPY_ENGINE, METHODS, bed_case, choice, shared_ways, warm_engine
-from kvoffload.copiers import BatchCopier, GatherCopier, LoopCopier, StridedCopier
-from kvoffload.copiers.base import Staged
-from kvoffload.device.streams import NO_WAIT
-from kvoffload.driver import Driver
+from kvoffload.bench.rounds import time_rounds
+from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.engine.job import Job
+from kvoffload.internal.types import Int64Array
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output
-from kvoffload.tuning import CopyMethod
 
-_KINDS = (StridedCopier, BatchCopier, LoopCopier, GatherCopier)
-_STAGE = "stage"
-_BLOCKS, _PLANES, _BLOCK_BYTES = 128, 64, 4096
-_WARM_CALLS = 5
-_DESCRIPTION = """\
-Host time of a call for transfers of 128 blocks x 64 planes of 4 KiB, folded and scattered, in both directions, for
-each copier and for the engine's own choice: the whole of store() or load(); "stage", what the copier writes down
-before the transfer's start event; "queue", its driver calls. Medians; the GPU is idle before each call; targets are
-poisoned before, and all bytes verified after, every call; just before it the same copier moves 8 blocks elsewhere,
-five times, as a CPU that has just compared 32 MiB has cold caches. Then what `bench marshal` shows."""
+_PLANES, _BLOCK_BYTES = 64, 32 << 10
+_SIMULATED_PLANES = 4
+_BLOCKS = (2, 8, 32)
+_MOST_PAIRS = 64
+_IDLE_SECONDS = 3e-3
+_BURST = 8  # submissions of each kind that follow each other without a wait; fewer than bare ones may be unfinished
+_UNCOUNTED = _BURST
+_LINK_ROUNDS = 10
+_DONE_BLOCKS = 2
+_DONE_BAR_US = 120.0
+_SUBMISSIONS = 200
+_DESCRIPTION = f"""\
+Host time of one submission, for transfers of {", ".join(map(str, _BLOCKS))} blocks of 64 planes of 32 KiB, in both
+directions: of store() and load(), and of the bare driver calls that a transfer needs (push and pop the context, fill
+the arrays, record a marker and wait for it, two timing events, one copy call), in the same run, on the same memory and
+pool. Block-major planes are copied by "batch" (one cuMemcpyBatchAsync), plane-major ones by "strided" (one
+cuMemcpy3DBatchAsync), planes in separate allocations by "gather" (one kernel launch).
+"hot": {_BURST} submissions of each kind follow each other without a wait, bare and through the engine in turn. "cold":
+before each submission the GPU is idle and the host sleeps 3 ms. Medians and 95th percentiles of {_SUBMISSIONS}
+submissions or more.
+Then, for a load of {_DONE_BLOCKS} blocks by the copier that the engine chooses: the wall clock from the call of load()
+until the polled job is done, less the time that the link needs for these bytes at the bandwidth of the contiguous copy,
+measured in the same run.
+"bar" is the figure that this library aims at; nothing fails if it is missed. All bytes are verified after each line.
+On the simulated device: few submissions, verified, and no times."""
+
+
+class _Layout(NamedTuple):
+    """One line of the tables: where planes lie, and which copier is given to the engine."""
+
+    name: str
+    placement: Placement
+    copier: str
+    bare: type[BareSubmission]
+
+
+_LAYOUTS = (
+    _Layout("block-major", Placement.INTERLEAVED, "batch", BareBatch),
+    _Layout("plane-major", Placement.FOLDED, "strided", BareStrided),
+    _Layout("separate allocations", Placement.SCATTERED, "gather", BareGather),
+)
+
+
+class _Bar(NamedTuple):
+    """What a figure should not exceed. `of`: "ratio" of the medians, or "us" of the engine's."""
+
+    of: str
+    limit: float
+
+    @property
+    def text(self) -> str:
+        return f"<= {self.limit:g}" + ("x" if self.of == "ratio" else " us")
+
+
+def bar_of(copier: str, blocks: int, cold: bool) -> _Bar | None:
+    """The bar of a line, None if it has none."""
+    if copier != "batch":
+        return _Bar("ratio", 2.5 if cold else 3.0)
+    if blocks >= 8:
+        return _Bar("ratio", 2.0 if cold else 2.5)
+    return None if cold else _Bar("us", 45.0)
 
 
 def add_parser(benches: Any) -> None:
     parser = benches.add_parser("submit", help="host time of store() and load()", description=_DESCRIPTION)
-    add_bench_options(parser, 25, figures=False)
+    add_bench_options(parser, _SUBMISSIONS, drawn=False)
     parser.set_defaults(run=run)
 
 
@@ -48,135 +100,250 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(lab: Lab, output: Output) -> Fields:
-    rows: list[dict[str, Any]] = []
+    submissions: list[dict[str, Any]] = []
+    loads: list[dict[str, Any]] = []
     not_run: dict[str, str] = {}
-    placements = (Placement.FOLDED, Placement.SCATTERED)
-    blocks = 4 if lab.device.simulated else _BLOCKS
-    profile = ""
+    links = time_rounds({str(each): lab.contiguous.scenario(each) for each in Direction}, _LINK_ROUNDS)
+    planes = _SIMULATED_PLANES if lab.device.simulated else _PLANES
     with output.progress("layouts") as progress:
-        for done, placement in enumerate(placements, start=1):
-            geometry = geometry_of(_PLANES, _BLOCK_BYTES, lab.size.scale)
-            with Bed(lab, geometry, placement=placement, count=blocks) as bed, bed.twin() as twin:
-                rows += [row for direction in Direction for row in _rows(bed, twin, direction)]
-                not_run |= {name: reason for name, reason in bed.missing.items() if reason is not None}
-                profile = bed.engine.profile.source
-            progress(done, len(placements))
-    return {
-        "submit": rows,
-        "marshal": marshal.measure(50),
-        "not_run": not_run,
-        "profile": profile,
-        "wrong_rows": sum(row["wrong"] for row in rows),
-    }
+        for done, layout in enumerate(_LAYOUTS, start=1):
+            geometry = geometry_of(planes, _BLOCK_BYTES, lab.size.scale)
+            with TransferSetup(lab, geometry, placement=layout.placement, count=2 * _MOST_PAIRS) as setup:
+                reason = _why_not(setup, layout)
+                if reason is None:
+                    for direction in Direction:
+                        submissions += _submissions(setup, layout, direction)
+                else:
+                    not_run[f"{layout.name} by {layout.copier}"] = reason
+                if layout.placement is not Placement.SCATTERED:
+                    loads += _loads(setup, layout.name, links[str(Direction.LOAD)].gb_per_s)
+                profile = setup.engine.profile.source
+            progress(done, len(_LAYOUTS))
+    wrong = sum(each["wrong"] for each in (*submissions, *loads)) + sum(each.wrong for each in links.values())
+    fields: Fields = {"submissions": submissions, "loads": loads}
+    if not lab.device.simulated:
+        fields["contiguous_copy_gb_per_s"] = {name: timing.gb_per_s for name, timing in links.items()}
+    return fields | {"not_run": not_run, "profile": profile, "wrong_rows": wrong}
 
 
-class _Spent(NamedTuple):
-    """Seconds of each call, and within it."""
-
-    call: list[float]
-    stage: list[float]
-    queue: list[float]
-
-
-def _rows(bed: Bed, twin: Bed, direction: Direction) -> Iterator[dict[str, Any]]:
-    wanted: dict[str, str | CopyMethod | None] = {choice("overlap"): None}
-    wanted |= {name: name for name in COPY_ENGINE if bed.missing[name] is None}
-    wanted |= {
-        method.label: method for method in shared_ways(bed, direction, METHODS) if bed.missing[method.copier] is None
-    }
-    spent = {name: _Spent([], [], []) for name in wanted}
-    bed.prepare(direction)
-
-    def call(name: str) -> float:
-        with _watched(spent[name], bed.lab.driver):
-            begin = time.perf_counter()
-            job = _call(bed, direction, wanted[name])
-            spent[name].call.append(time.perf_counter() - begin)
-        bed.seconds([job])
-        return spent[name].call[-1]
-
-    cases = {
-        name: bed_case(
-            bed, direction, partial(call, name), partial(warm_engine, twin, bed, direction, copier, "overlap")
-        )
-        for name, copier in wanted.items()
-    }
-    timings = run_rounds(cases, bed.lab.repeats)
-    for name, timing in timings.items():
-        row: dict[str, Any] = {
-            "placement": bed.placement,
-            "direction": str(direction),
-            "copier": name,
-            "blocks": bed.block_count,
-            "planes": bed.plane_count,
-            "block_bytes": bed.block_bytes,
-            "wrong": timing.wrong,
-        }
-        if not bed.lab.device.simulated:
-            row |= {f"{what}_us": _median_us(values) for what, values in spent[name]._asdict().items()}
-        yield row
+def _why_not(setup: TransferSetup, layout: _Layout) -> str | None:
+    capabilities = setup.lab.device.capabilities
+    if layout.copier == "strided" and not capabilities.strided_batch:
+        return capabilities.missing["cuMemcpy3DBatchAsync"]
+    return setup.missing[layout.copier]
 
 
-def _call(bed: Bed, direction: Direction, copier: str | CopyMethod | None) -> Job:
-    engine, (part,) = bed.engine, bed.parts
-    if isinstance(copier, CopyMethod):
-        return engine.submit(direction, part.blocks, part.slots, after=NO_WAIT, copier=copier)
-    if direction is Direction.STORE:
-        return engine.store(part.blocks, part.slots, after=NO_WAIT, copier=copier)
-    return engine.load(part.slots, part.blocks, after=NO_WAIT, copier=copier)
+# submissions ----------------------------------------------------------------------------------------------------------
 
 
-def _median_us(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds[WARM_UP:]) * 1e6
+class _Submitter(Protocol):
+    """Submits transfers of blocks and slots, int64, (n,) each; see `BareSubmission`."""
+
+    def submit(self, blocks: Int64Array, slots: Int64Array) -> None: ...
+
+    def check(self) -> None: ...
+
+    def wait(self) -> None: ...
 
 
-@contextmanager
-def _watched(spent: _Spent, driver: Driver) -> Iterator[None]:
-    """Note what the copiers' parts of one call take, in sum."""
-    stages: list[float] = []
-    queues: list[float] = []
+class _EngineSubmission:
+    """Submits transfers through an engine; a copier of None leaves the choice to it."""
+
+    def __init__(self, setup: TransferSetup, direction: Direction, copier: str | None) -> None:
+        self._engine, self._copier, self._before = setup.engine, copier, setup.lab.timer.stream
+        self._call = self._engine.store if direction is Direction.STORE else self._engine.load
+        self._stores = direction is Direction.STORE
+        self.jobs: list[Job] = []
+
+    def submit(self, blocks: Int64Array, slots: Int64Array) -> None:
+        ends = (blocks, slots) if self._stores else (slots, blocks)
+        self.jobs.append(self._call(*ends, after=self._before, copier=self._copier))
+
+    def check(self) -> None:
+        """The jobs tell of failures when they are waited for."""
+
+    def wait(self) -> None:
+        for job in self.jobs:
+            while not job.done:
+                pass
+            job.wait()
+        self.jobs.clear()
+        self._engine.poll()
+
+
+Pairs = tuple[Int64Array, Int64Array]  # blocks and slots
+
+
+def _windows(setup: TransferSetup, pairs: range, count: int) -> Iterator[Pairs]:
+    """Endless: the next `count` of these pairs, in turn."""
+    blocks, slots = (each[pairs.start : pairs.stop] for each in (setup.groups[0].blocks, setup.groups[0].slots))
+    for start in itertools.cycle(range(0, len(pairs), count)):
+        yield blocks[start : start + count], slots[start : start + count]
+
+
+def _submissions(setup: TransferSetup, layout: _Layout, direction: Direction) -> Iterator[dict[str, Any]]:
+    setup.take(2 * _MOST_PAIRS)
+    setup.prepare(direction)
+    engine = _EngineSubmission(setup, direction, layout.copier)
+    with closing(layout.bare(setup, direction, max(_BLOCKS))) as bare:
+        for blocks in _BLOCKS:
+            pairs = min(_MOST_PAIRS, 4 * blocks)
+            setup.take(2 * pairs)
+            sources = [_windows(setup, range(at, at + pairs), blocks) for at in (0, pairs)]
+            for cold in (False, True):
+                setup.poison(direction)
+                seconds = _time_submissions((engine, bare), sources, setup.lab, pairs // blocks, cold)
+                yield _record(setup, layout, direction, blocks, cold, seconds)
+
+
+def _time_submissions(
+    submitters: tuple[_Submitter, ...],
+    sources: Sequence[Iterator[Pairs]],
+    lab: Lab,
+    least: int,
+    cold: bool,
+) -> list[list[float]]:
+    """Host seconds of every counted submission, of each submitter: bare and through the engine in turn."""
+    uncounted = 0 if lab.device.simulated else _UNCOUNTED
+    seconds: list[list[float]] = [[] for _ in submitters]
+
+    def wait() -> None:
+        for each in submitters:
+            each.wait()
+
     with ExitStack() as undo:
-        for kind in _KINDS:
-            undo.callback(setattr, kind, _STAGE, kind.stage)
-            setattr(kind, _STAGE, _timed_stage(kind.stage, driver, stages, queues))
-        yield
-    spent.stage.append(sum(stages))
-    spent.queue.append(sum(queues))
+        undo.callback(wait)
+        for number in range(max(lab.repeats, least) + uncounted):
+            if number % _BURST == 0:
+                wait()
+            for submitter, source, found in zip(submitters, sources, seconds, strict=True):
+                if cold:
+                    wait()
+                    time.sleep(_IDLE_SECONDS)
+                found.append(_seconds_of(submitter.submit, next(source)))
+                submitter.check()
+    return [each[uncounted:] for each in seconds]
 
 
-def _timed_stage(
-    stage: Callable[..., Staged | None], driver: Driver, stages: list[float], queues: list[float]
-) -> Callable[..., Staged | None]:
-    def timed(self: Any, work: Any, order: Any) -> Staged | None:
-        begin = time.perf_counter()
-        staged = stage(self, work, order)
-        stages.append(time.perf_counter() - begin)
-        if staged is None:
-            return None
+def _seconds_of(submit: Callable[[Int64Array, Int64Array], None], pairs: Pairs) -> float:
+    begin = time.perf_counter()
+    submit(*pairs)
+    return time.perf_counter() - begin
 
-        def submit(stream: int, start: int | None = None) -> None:
-            if start is not None:
-                driver.event_record(start, stream)
+
+def _record(
+    setup: TransferSetup, layout: _Layout, direction: Direction, blocks: int, cold: bool, seconds: list[list[float]]
+) -> dict[str, Any]:
+    bar = bar_of(layout.copier, blocks, cold)
+    record: dict[str, Any] = {
+        "layout": layout.name,
+        "copier": layout.copier,
+        "direction": str(direction),
+        "blocks": blocks,
+        "planes": setup.plane_count,
+        "block_bytes": setup.block_bytes,
+        "cold": cold,
+        "submissions": len(seconds[0]),
+        "bar": None if bar is None else bar.text,
+        "wrong": setup.wrong(direction),
+    }
+    if not setup.lab.device.simulated:
+        for name, values in zip(("ours", "bare"), seconds, strict=True):
+            record |= _figures(name, values)
+        record["ratio"] = record["ours_us"] / record["bare_us"]
+        record["bar_met"] = None
+        if bar is not None:
+            record["bar_met"] = record["ratio" if bar.of == "ratio" else "ours_us"] <= bar.limit
+    return record
+
+
+def _figures(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Median and 95th percentile in microseconds."""
+    ordered = sorted(seconds)
+    return {f"{name}_us": statistics.median(ordered) * 1e6, f"{name}_p95_us": ordered[int(0.95 * len(ordered))] * 1e6}
+
+
+# until done -----------------------------------------------------------------------------------------------------------
+
+
+def _loads(setup: TransferSetup, layout: str, link_gb_per_s: float) -> Iterator[dict[str, Any]]:
+    """Loads of a few blocks, from the call until the polled job is done; hot and cold."""
+    direction, lab = Direction.LOAD, setup.lab
+    setup.take(4 * _DONE_BLOCKS)
+    setup.prepare(direction)
+    windows = _windows(setup, range(4 * _DONE_BLOCKS), _DONE_BLOCKS)
+    submitter = _EngineSubmission(setup, direction, None)
+    uncounted = 0 if lab.device.simulated else _UNCOUNTED
+    for cold in (False, True):
+        setup.poison(direction)
+        seconds = []
+        copier = ""
+        for _ in range(max(lab.repeats, 4) + uncounted):
+            if cold:
+                time.sleep(_IDLE_SECONDS)
+            blocks, slots = next(windows)
             begin = time.perf_counter()
-            staged.submit(stream)
-            queues.append(time.perf_counter() - begin)
+            submitter.submit(blocks, slots)
+            (job,) = submitter.jobs
+            while not job.done:
+                pass
+            seconds.append(time.perf_counter() - begin)
+            copier = job.copier
+            submitter.wait()
+        nbytes = _DONE_BLOCKS * setup.nbytes // setup.block_count
+        record = {"layout": layout, "copier": copier, "blocks": _DONE_BLOCKS, "nbytes": nbytes, "cold": cold}
+        record["wrong"] = setup.wrong(direction)
+        yield record | ({} if lab.device.simulated else _beyond_link(seconds[uncounted:], nbytes, link_gb_per_s))
 
-        return staged._replace(submit=submit)
 
-    return timed
+def _beyond_link(seconds: Sequence[float], nbytes: int, link_gb_per_s: float) -> dict[str, Any]:
+    figures = _figures("wall", seconds)
+    link_us = nbytes / link_gb_per_s / 1e3
+    beyond = figures["wall_us"] - link_us
+    return figures | {
+        "link_us": link_us,
+        "beyond_link_us": beyond,
+        "bar_us": _DONE_BAR_US,
+        "bar_met": beyond <= _DONE_BAR_US,
+    }
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
 
 
 def _show(fields: Fields, output: Output) -> None:
     simulated = fields["simulated"]
-    columns = ["copier", "direction", "planes", "blocks", "planes x bytes", "wrong rows"]
-    columns += [] if simulated else ["call us", "of it stage us", "queue us", "stage + queue us"]
+    if simulated:
+        output.line("times need a GPU")
+    suffix = ", SIMULATED" if simulated else ""
+    columns = ["layout", "copier", "direction", "blocks", "host"]
+    columns += [] if simulated else ["bare us", "p95", "ours us", "p95", "ours / bare", "bar", "met"]
     lines = []
-    for row in fields["submit"]:
-        line = [row["copier"], row["direction"], row["placement"], row["blocks"]]
-        line += [f"{row['planes']} x {row['block_bytes']}", row["wrong"]]
+    for each in fields["submissions"]:
+        line = [each[name] for name in columns[:4]] + [_host(each)]
         if not simulated:
-            line += [number(row[f"{what}_us"]) for what in ("call", "stage", "queue")]
-            line.append(number(row["stage_us"] + row["queue_us"]))
-        lines.append(line)
-    output.table("host time of one store() or load()" + (", SIMULATED" if simulated else ""), columns, lines)
-    marshal.show(fields["marshal"], output)
+            line += [number(each[f"{name}_us"]) for name in ("bare", "bare_p95", "ours", "ours_p95")]
+            line += [f"{each['ratio']:.2f}", each["bar"] or "-", _met(each["bar_met"])]
+        lines.append([*line, each["wrong"]])
+    output.table(f"host time of one submission{suffix}", [*columns, "wrong rows"], lines)
+    columns = ["layout", "copier", "blocks", "host"]
+    columns += [] if simulated else ["wall us", "p95", "link us", "wall - link us", "bar", "met"]
+    lines = []
+    for each in fields["loads"]:
+        line = [each[name] for name in columns[:3]] + [_host(each)]
+        if not simulated:
+            line += [number(each[f"{name}_us"]) for name in ("wall", "wall_p95", "link", "beyond_link")]
+            line += [f"<= {each['bar_us']:g} us", _met(each["bar_met"])]
+        lines.append([*line, each["wrong"]])
+    output.table(f"from the call of load() until the job is done{suffix}", [*columns, "wrong rows"], lines)
+    if not simulated:
+        rates = ", ".join(f"{name} {rate:.1f}" for name, rate in fields["contiguous_copy_gb_per_s"].items())
+        output.line(f"{CONTIGUOUS_COPY}, GB/s on the GPU clock: {rates}")
+
+
+def _host(record: dict[str, Any]) -> str:
+    return "cold" if record["cold"] else "hot"
+
+
+def _met(met: bool | None) -> str:
+    return "-" if met is None else "yes" if met else "no"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from kvoffload.bench.baselines import BARE_STRIDED, FLAT_BATCH, grid_stride
-from kvoffload.bench.bed import Placement
-from kvoffload.bench.cases import BIG_COPY
-from kvoffload.bench.rows import COPY_ENGINE, GRID, METHODS, Row, choice
+from kvoffload.bench.contiguous import CONTIGUOUS_COPY
+from kvoffload.bench.measurements import COPY_ENGINE, GRID, METHODS, Measurement, choice
+from kvoffload.bench.setup import Placement
 from kvoffload.planning.transfer_plan import Direction
 
 _LARGE_BYTES = 32 << 20
@@ -17,24 +17,24 @@ _COPIERS = (*COPY_ENGINE, *(method.label for method in METHODS))
 
 
 class Ratio(NamedTuple):
-    """A ratio of bandwidths over the rows that `of` picks; None where a row lacks one of them."""
+    """A ratio of bandwidths over the records that `of` picks; None where a record lacks one of them."""
 
     name: str
-    value: Callable[[Row], float | None]
-    of: Callable[[Row], bool]
+    value: Callable[[Measurement], float | None]
+    of: Callable[[Measurement], bool]
     which: str = "lowest"  # the worst
 
 
-def ratios(rows: Iterable[Row]) -> list[dict[str, Any]]:
+def ratios(records: Iterable[Measurement]) -> list[dict[str, Any]]:
     """For each ratio and direction: the worst value, and where; of transfers that are one job each."""
-    rows = [row for row in rows if row.groups == 1]
+    records = [record for record in records if record.groups == 1]
     found = []
     for ratio in _all():
         for direction in Direction:
             values = [
-                (value, row.where)
-                for row in rows
-                if row.direction is direction and ratio.of(row) and (value := ratio.value(row)) is not None
+                (value, record.where)
+                for record in records
+                if record.direction is direction and ratio.of(record) and (value := ratio.value(record)) is not None
             ]
             if values:
                 worst, at = (min if ratio.which == "lowest" else max)(values)
@@ -46,18 +46,18 @@ def _all() -> Iterator[Ratio]:
     gather, overlap = "gather 4", choice("overlap")
     scattered, folded = _at(Placement.SCATTERED), _at(Placement.FOLDED)
     served = _all_of(_between(4 * _KIB, 64 * _KIB), scattered)
-    yield _over(gather, BIG_COPY, ", scattered, 4 to 64 KiB, from 32 MiB", _all_of(served, _large))
-    yield _over(gather, BIG_COPY, ", scattered, 4 to 64 KiB, n = 1024", _all_of(served, _count(1024)))
+    yield _over(gather, CONTIGUOUS_COPY, ", scattered, 4 to 64 KiB, from 32 MiB", _all_of(served, _large))
+    yield _over(gather, CONTIGUOUS_COPY, ", scattered, 4 to 64 KiB, n = 1024", _all_of(served, _count(1024)))
     for grid in (grid_stride(GRID), grid_stride(GRID, pinned=True)):
         for kib in (4, 8, 16):
             yield _over(gather, grid, f", scattered, n = 128, {kib} KiB", _all_of(scattered, _size(kib), _count(128)))
     for kib in (4, 8, 16):
         large = _all_of(folded, _size(kib), _large)
-        yield Ratio(f"split 1 or 2 / {BIG_COPY}, folded, from 32 MiB, {kib} KiB", _best_split, large)
+        yield Ratio(f"split 1 or 2 / {CONTIGUOUS_COPY}, folded, from 32 MiB, {kib} KiB", _best_split, large)
     from_eight = _all_of(folded, _large, _between(8 * _KIB, 1 << 40))
-    yield _over(overlap, BIG_COPY, ", folded, from 32 MiB, from 8 KiB", from_eight)
-    yield _over(overlap, BIG_COPY, ", folded, from 32 MiB, 4 KiB", _all_of(folded, _large, _size(4)))
-    yield _over(overlap, BIG_COPY, ", interleaved, from 32 MiB", _all_of(_at(Placement.INTERLEAVED), _large))
+    yield _over(overlap, CONTIGUOUS_COPY, ", folded, from 32 MiB, from 8 KiB", from_eight)
+    yield _over(overlap, CONTIGUOUS_COPY, ", folded, from 32 MiB, 4 KiB", _all_of(folded, _large, _size(4)))
+    yield _over(overlap, CONTIGUOUS_COPY, ", interleaved, from 32 MiB", _all_of(_at(Placement.INTERLEAVED), _large))
     name = "time of the choice (latency) / of the best copier"
     yield Ratio(f"{name}, scattered, 4 to 64 KiB", _behind_best(choice("latency")), served, "highest")
     yield Ratio(f"{name}, folded", _behind_best(choice("latency")), folded, "highest")
@@ -67,41 +67,41 @@ def _all() -> Iterator[Ratio]:
     yield _over("strided", BARE_STRIDED, ", from 32 MiB", _large)
 
 
-def _over(over: str, under: str, conditions: str, of: Callable[[Row], bool]) -> Ratio:
-    return Ratio(f"{over} / {under}{conditions}", lambda row: row.ratio(over, under), of)
+def _over(over: str, under: str, conditions: str, of: Callable[[Measurement], bool]) -> Ratio:
+    return Ratio(f"{over} / {under}{conditions}", lambda record: record.ratio(over, under), of)
 
 
-def _best_split(row: Row) -> float | None:
-    return max(filter(None, (row.ratio(name, BIG_COPY) for name in ("split 1", "split 2"))), default=None)
+def _best_split(record: Measurement) -> float | None:
+    return max(filter(None, (record.ratio(name, CONTIGUOUS_COPY) for name in ("split 1", "split 2"))), default=None)
 
 
-def _behind_best(chosen: str) -> Callable[[Row], float | None]:
-    def value(row: Row) -> float | None:
-        rates = [row.gb_per_s[name] for name in _COPIERS if name in row.gb_per_s]
-        return max(rates) / row.gb_per_s[chosen] if rates and chosen in row.gb_per_s else None
+def _behind_best(chosen: str) -> Callable[[Measurement], float | None]:
+    def value(record: Measurement) -> float | None:
+        rates = [record.gb_per_s[name] for name in _COPIERS if name in record.gb_per_s]
+        return max(rates) / record.gb_per_s[chosen] if rates and chosen in record.gb_per_s else None
 
     return value
 
 
-def _all_of(*conditions: Callable[[Row], bool]) -> Callable[[Row], bool]:
-    return lambda row: all(condition(row) for condition in conditions)
+def _all_of(*conditions: Callable[[Measurement], bool]) -> Callable[[Measurement], bool]:
+    return lambda record: all(condition(record) for condition in conditions)
 
 
-def _at(placement: Placement) -> Callable[[Row], bool]:
-    return lambda row: row.placement is placement
+def _at(placement: Placement) -> Callable[[Measurement], bool]:
+    return lambda record: record.placement is placement
 
 
-def _between(least: int, most: int) -> Callable[[Row], bool]:
-    return lambda row: least <= row.row_bytes <= most
+def _between(least: int, most: int) -> Callable[[Measurement], bool]:
+    return lambda record: least <= record.row_bytes <= most
 
 
-def _size(kib: int) -> Callable[[Row], bool]:
-    return lambda row: row.row_bytes == kib * _KIB
+def _size(kib: int) -> Callable[[Measurement], bool]:
+    return lambda record: record.row_bytes == kib * _KIB
 
 
-def _count(copies: int) -> Callable[[Row], bool]:
-    return lambda row: row.copies == copies
+def _count(copies: int) -> Callable[[Measurement], bool]:
+    return lambda record: record.copies == copies
 
 
-def _large(row: Row) -> bool:
-    return row.nbytes >= _LARGE_BYTES
+def _large(record: Measurement) -> bool:
+    return record.nbytes >= _LARGE_BYTES

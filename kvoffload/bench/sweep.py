@@ -1,4 +1,4 @@
-"""`kvoffload bench sweep`: bytes of a copy x number of copies x direction x where planes lie, every way of copying."""
+"""`kvoffload bench sweep`: every copy method over bytes of a copy, number of copies, direction and placement."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import argparse
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvoffload.bench.bed import Bed, Placement
-from kvoffload.bench.cases import Lab
+from kvoffload.bench.lab import Lab
 from kvoffload.bench.latency import geometry_of
+from kvoffload.bench.measurements import Measurement, Measurer, describe, size_text, wrong_rows
 from kvoffload.bench.report import Fields, add_bench_options, conduct
-from kvoffload.bench.rows import Measurer, Row, describe, size_text, wrong_rows
+from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.bench.summary import ratios
-from kvoffload.bench.tables import cases_of, figures, heads, took, way_text, what
+from kvoffload.bench.tables import chosen_methods, direction_text, figures, headings, scenarios_of, what
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Advance, CommandError, Output, numbers
+from kvoffload.terminal.console import Advance, CommandError, Output
+from kvoffload.terminal.options import numbers
 
 _STEP_BYTES = 32  # block bytes are multiples of this
 _SIZES = [4096, 8192, 16384, 32768, 65536]
@@ -22,14 +23,15 @@ _COUNTS = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 _PLANES = 64
 _SMALL_SIZES, _SMALL_COUNTS, _SMALL_PLANES = [4096, 32768], [8, 32], 8  # for the simulated device
 _DESCRIPTION = """\
-Transfers of 64 to 8192 copies of 4 to 64 KiB over 64 planes, folded (in one slab) and scattered (an allocation each),
-in both directions: by the engine's choice (prefer "overlap" and "latency"), by each of its copiers, and by what others
-do, as for `bench transfer`, on the same addresses, in interleaved rounds. Medians on the GPU clock; targets are
-poisoned before, and all bytes verified after, every timed transfer. On the simulated device: few, small, no times."""
+Transfers of 64 to 8192 copies of 4 to 64 KiB over 64 planes, folded (in one allocation) and scattered (an allocation
+each), in both directions: by the engine's choice (prefer "overlap" and "latency"), by each of its copiers, and by the
+other methods of `bench transfer`, on the same addresses, in interleaved rounds. Medians on the GPU clock. Targets are
+poisoned before each timed transfer, and all bytes verified after it.
+On the simulated device: few and small transfers, verified, and no times."""
 
 
 class Grid(NamedTuple):
-    """What to measure: every size with every count. Bytes of a copy; copies; planes of a block."""
+    """What is measured: every size (bytes of a copy) with every count (copies of a transfer)."""
 
     sizes: list[int]
     counts: list[int]
@@ -70,26 +72,29 @@ def _grid(arguments: argparse.Namespace, lab: Lab) -> Grid:
 def _measure(grid: Grid, lab: Lab, output: Output) -> Fields:
     measurer = Measurer()
     with output.progress("transfers") as progress:
-        rows = list(_rows(grid, lab, measurer, progress))
+        records = list(_records(grid, lab, measurer, progress))
     return {
-        "transfers": describe(rows),
-        "ratios": ratios(rows),
+        "transfers": describe(records),
+        "ratios": ratios(records),
         "not_run": measurer.not_run,
         "profile": measurer.profile,
-        "wrong_rows": wrong_rows(rows),
+        "wrong_rows": wrong_rows(records),
     }
 
 
-def _rows(grid: Grid, lab: Lab, measurer: Measurer, progress: Advance) -> Iterator[Row]:
-    """One bed for all counts of a size: shorter transfers move its first blocks."""
-    runs = sorted({-(-count // grid.planes) for count in grid.counts})
-    done, total = 0, len(grid.placements) * len(grid.sizes) * len(Direction) * len(runs)
+def _records(grid: Grid, lab: Lab, measurer: Measurer, progress: Advance) -> Iterator[Measurement]:
+    """One setup for all counts of a size: shorter transfers move its first blocks."""
+    slot_counts = sorted({-(-count // grid.planes) for count in grid.counts})
+    done, total = 0, len(grid.placements) * len(grid.sizes) * len(Direction) * len(slot_counts)
     for placement in grid.placements:
         for size in grid.sizes:
             geometry = geometry_of(grid.planes, size, lab.size.scale)
-            with Bed(lab, geometry, placement=placement, count=runs[-1]) as bed, measurer.on(bed) as measure:
+            with (
+                TransferSetup(lab, geometry, placement=placement, count=slot_counts[-1]) as setup,
+                measurer.on(setup) as measure,
+            ):
                 for direction in Direction:
-                    for each in runs:
+                    for each in slot_counts:
                         yield measure(direction, each)
                         done += 1
                         progress(done, total)
@@ -97,14 +102,20 @@ def _rows(grid: Grid, lab: Lab, measurer: Measurer, progress: Advance) -> Iterat
 
 def _show(fields: Fields, output: Output) -> None:
     simulated = fields["simulated"]
-    placements = dict.fromkeys(row["placement"] for row in fields["transfers"])
+    placements = dict.fromkeys(record["placement"] for record in fields["transfers"])
     for direction in Direction:
         for placement in placements:
             chosen = ("direction", "placement"), (direction, placement)
-            rows = [row for row in fields["transfers"] if tuple(row[key] for key in chosen[0]) == chosen[1]]
-            cases = cases_of(rows)
+            records = [record for record in fields["transfers"] if tuple(record[key] for key in chosen[0]) == chosen[1]]
+            scenarios = scenarios_of(records)
             lines = [
-                [size_text(row["row_bytes"]), row["copies"], *figures(row, cases, simulated), took(row)] for row in rows
+                [
+                    size_text(record["row_bytes"]),
+                    record["copies"],
+                    *figures(record, scenarios, simulated),
+                    chosen_methods(record),
+                ]
+                for record in records
             ]
-            title = f"{direction} ({way_text(direction)}), {placement}, {what(simulated)}"
-            output.table(title, ("copy", "n", *heads(cases), "took"), lines)
+            title = f"{direction} ({direction_text(direction)}), {placement}, {what(simulated)}"
+            output.table(title, ("copy", "n", *headings(scenarios), "chosen_methods"), lines)

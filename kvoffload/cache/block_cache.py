@@ -23,8 +23,9 @@ from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
+from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import ArrayLike, Int64Array
-from kvoffload.layout.layout import as_ids
+from kvoffload.layout.ids import as_ids
 from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 
@@ -32,7 +33,7 @@ Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
 
-class BlockCache:
+class BlockCache(HtmlRepresentation):
     """A prefix cache over the slots of an engine, which it takes for itself. Usable from any thread.
 
     A key stands for `blocks_per_slot` blocks of every group of the layout; see `kvoffload.chain_keys`. With several
@@ -354,11 +355,9 @@ class BlockCache:
     def __repr__(self) -> str:
         return f"BlockCache({self._index.describe()})"
 
-    def _repr_html_(self) -> str:
-        from kvoffload.observability.notebook import cache_card
-
+    def _html_options(self) -> dict[str, Any]:
         statistics = None if self.engine.device.foreign else self._index.statistics()
-        return cache_card(self.engine, statistics, self._index.describe(), self._tenants)
+        return {"statistics": statistics, "described": self._index.describe(), "tenants": self._tenants}
 
     # inner workings -----------------------------------------------------------------------------------------------
 

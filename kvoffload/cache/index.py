@@ -335,8 +335,13 @@ class CacheIndex:
     @property
     def keys(self) -> list[bytes]:
         """All keys, ready or pending."""
+        return self._keys()
+
+    @_entry
+    def _keys(self) -> list[bytes]:
         return list(self._state.table.of)
 
+    @_entry
     def __len__(self) -> int:
         return len(self._state.table)
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from kvoffload.errors import LayoutError
-from kvoffload.layout.layout import KVLayout, as_ids
+from kvoffload.layout.ids import as_ids
+from kvoffload.layout.layout import KVLayout
 
 KEY_BYTES = 16
 KEY_VERSION = 1  # of the byte layout; another one gives other keys throughout

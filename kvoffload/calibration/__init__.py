@@ -1,7 +1,7 @@
-"""Measures profiles: transfers through real engines, and a matrix product beside them.
+"""Measures profiles: transfers through real engines, and a matrix product concurrent with them.
 
 tune        a profile of a device            measure.py
-Scale       how much is measured             schedule.py: which transfers; trials.py: engines and rounds
+Scale       how much is measured             schedule.py: which transfers; trial_engine.py: engines and rounds
 """
 
 from kvoffload.calibration.measure import Tuning, tune

@@ -1,4 +1,4 @@
-"""Computation to run beside transfers and to time: a large product of matrices, and a skinny one as in decoding."""
+"""Computations to time concurrent with transfers: a large product of matrices, and a skinny one as in decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvoffload.kernels import KernelSpec, LoadedKernel, load_kernel
 _CHUNK_BYTES = 32 << 20
 
 
-class Tiling(NamedTuple):
+class ProductTile(NamedTuple):
     """How a product is cut: one program per tile of the result, `inner` elements of a row or column at a time."""
 
     rows: int
@@ -29,13 +29,13 @@ class Tiling(NamedTuple):
 
 
 class Product(NamedTuple):
-    """(rows, inner) @ (inner, columns), and tilings for it, of which the first that the GPU has room for is taken."""
+    """(rows, inner) @ (inner, columns), and tiles for it, of which the first that the GPU has room for is taken."""
 
     name: str
     rows: int
     columns: int
     inner: int
-    tilings: tuple[Tiling, ...]
+    tiles: tuple[ProductTile, ...]
 
 
 MATMUL = Product(
@@ -43,10 +43,10 @@ MATMUL = Product(
     4096,
     4096,
     4096,
-    (Tiling(128, 256, 64, 4, 8), Tiling(128, 256, 64, 3, 8), Tiling(128, 128, 32, 3, 8)),
+    (ProductTile(128, 256, 64, 4, 8), ProductTile(128, 256, 64, 3, 8), ProductTile(128, 128, 32, 3, 8)),
 )
-SKINNY = Product("skinny product", 64, 28672, 8192, (Tiling(64, 128, 64, 4, 4), Tiling(64, 128, 64, 3, 4)))
-SMALL = Product("small product", 32, 64, 32, (Tiling(16, 32, 16, 2, 4),))  # for the simulated device
+SKINNY = Product("skinny product", 64, 28672, 8192, (ProductTile(64, 128, 64, 4, 4), ProductTile(64, 128, 64, 3, 4)))
+SMALL = Product("small product", 32, 64, 32, (ProductTile(16, 32, 16, 2, 4),))  # for the simulated device
 
 
 class Computation:
@@ -59,7 +59,7 @@ class Computation:
         left, right, result: the matrices, row-major.
 
     Raises:
-        CapabilityError: no kernel can run here; the message says why.
+        CapabilityError: no kernel can be loaded here; the message says why.
         CapacityError: GPU memory is short.
     """
 
@@ -68,7 +68,7 @@ class Computation:
         self._device, self._driver = device, device.driver
         with ExitStack() as undo:
             with device.current():
-                self._kernel, tiling = _load(device, product)
+                self._kernel, tile = _load(device, product)
                 undo.callback(self._closing(self._kernel.close))
                 self.stream = self._driver.stream_create(priority)
                 undo.callback(self._closing(partial(self._driver.stream_destroy, self.stream)))
@@ -78,7 +78,7 @@ class Computation:
             random = np.random.default_rng(seed)
             for buffer in (self.left, self.right):
                 _fill(buffer, random, half=device.simulated)
-            self._grid = product.rows // tiling.rows * (product.columns // tiling.columns)
+            self._grid = product.rows // tile.rows * (product.columns // tile.columns)
             self._arguments = (self.left.address, self.right.address, self.result.address)
             self._undo = undo.pop_all()
 
@@ -90,16 +90,16 @@ class Computation:
         return close
 
     def queue(self, count: int) -> None:
-        """Queue it `count` times, and return; the device's context must be current."""
+        """Queue the product `count` times, and return; the device's context must be current."""
         for _ in range(count):
             self._kernel.launch(self.stream, self._grid, self._arguments)
 
     def seconds_each(self, count: int, meanwhile: Callable[[], object] | None = None) -> list[float]:
-        """Run it `count` times, one after the other; seconds of each on the GPU's clock.
+        """Compute the product `count` times, one after the other; seconds of each on the GPU's clock.
 
         Args:
             count: at most 256: a stream's queue holds no more than about 1000 operations.
-            meanwhile: called again and again until the last has ended, at least once; to queue transfers.
+            meanwhile: called repeatedly until the last product has ended, at least once; to queue transfers.
         """
         with self._device.current(), ExitStack() as undo:
             events = []
@@ -126,7 +126,7 @@ class Computation:
         return 2 * self.product.rows * self.product.columns * self.product.inner
 
     def close(self) -> None:
-        """Free the matrices; nothing of it may be running. Idempotent."""
+        """Free the matrices; no queued product may be unfinished. Idempotent."""
         self._undo.close()
 
     def __enter__(self) -> Computation:
@@ -141,32 +141,32 @@ def _counts(product: Product) -> tuple[int, int, int]:
     return product.rows * product.inner, product.inner * product.columns, product.rows * product.columns
 
 
-def _load(device: Device, product: Product) -> tuple[LoadedKernel, Tiling]:
-    """The kernel with the first tiling that fits."""
-    for tiling in product.tilings:
+def _load(device: Device, product: Product) -> tuple[LoadedKernel, ProductTile]:
+    """The kernel with the first tile that fits."""
+    for tile in product.tiles:
         try:
-            spec = kernel_spec(product, tiling, half=device.simulated)
-            return load_kernel(device.driver, device.capabilities, spec), tiling
+            spec = kernel_spec(product, tile, half=device.simulated)
+            return load_kernel(device.driver, device.capabilities, spec), tile
         except CapabilityError:
-            if tiling is product.tilings[-1]:
+            if tile is product.tiles[-1]:
                 raise
-    raise AssertionError("a product has tilings")
+    raise AssertionError("a product has tiles")
 
 
-def kernel_spec(product: Product, tiling: Tiling, *, half: bool) -> KernelSpec:
+def kernel_spec(product: Product, tile: ProductTile, *, half: bool) -> KernelSpec:
     """The kernel for a product; its parameters are the addresses of left, right and result."""
     constants = {
         "M": product.rows,
         "N": product.columns,
         "K": product.inner,
-        "TILE_M": tiling.rows,
-        "TILE_N": tiling.columns,
-        "TILE_K": tiling.inner,
-        "STAGES": tiling.stages,
+        "TILE_M": tile.rows,
+        "TILE_N": tile.columns,
+        "TILE_K": tile.inner,
+        "STAGES": tile.stages,
         "HALF": int(half),
     }
     parameters = (("left", "i64"), ("right", "i64"), ("result", "i64"))
-    return KernelSpec("kvoffload.kernels.compute", "product", parameters, tuple(constants.items()), tiling.warps)
+    return KernelSpec("kvoffload.kernels.compute", "product", parameters, tuple(constants.items()), tile.warps)
 
 
 def _fill(buffer: DeviceBuffer, random: np.random.Generator, *, half: bool) -> None:

@@ -1,7 +1,7 @@
-"""Measures a profile: transfers through real engines, timed in turns, and a matrix product beside each way of them.
+"""Measures a profile: transfers through real engines, and a matrix product concurrent with each copy method.
 
 Times are medians on the GPU's clock, of transfers one at a time. For the slow-downs transfers follow each other without
-a pause while a 4096^3 bf16 product runs again and again. What cannot run here is left out, and then never chosen.
+a pause while a 4096^3 bf16 product is repeated. A copier that cannot be used here is left out, and then never chosen.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from kvoffload.calibration.compute import Computation
 from kvoffload.calibration.schedule import (
     FULL,
     MINIATURE,
-    Bed,
-    Case,
     Scale,
-    check_beds,
-    flat_beds,
+    Trial,
+    TrialSet,
+    check_sets,
+    flat_sets,
     restrict,
-    same_cases,
-    split_beds,
-    strided_beds,
+    same_trials,
+    split_sets,
+    strided_sets,
 )
-from kvoffload.calibration.trials import Ground, Trials
+from kvoffload.calibration.trial_engine import TrialEngine, TrialMemory
 from kvoffload.copiers import why_not
 from kvoffload.device.device import Device
 from kvoffload.engine.job import Job
@@ -41,17 +41,17 @@ from kvoffload.tuning.fitting import Sample, fit
 
 Progress = Callable[[int, int], None]  # steps done, steps in all
 
-_IN_FLIGHT = 3  # transfers beside the matrix product: one follows the other without a pause
-_ROUNDS_BESIDE = 3
+_IN_FLIGHT = 3  # unfinished transfers during the matrix product, so that they follow each other without a pause
+_CONCURRENT_ROUNDS = 3
 
 
 class Tuning(NamedTuple):
-    """A profile, and how it came about.
+    """A measured profile.
 
     Attributes:
-        transfers: of which the time was taken and counted.
-        seconds: that it all took, wall clock.
-        missing: why something was left out: by copier; and "slowdown".
+        transfers: number of transfers whose times were counted.
+        seconds: wall clock of the whole measurement.
+        missing: why a copier, or "slowdown", could not be measured.
     """
 
     profile: Profile
@@ -72,26 +72,28 @@ def tune(device: Device, *, scale: Scale | None = None, progress: Progress | Non
         TransferError: a transfer failed.
     """
     scale = scale or (MINIATURE if device.simulated else FULL)
-    with Ground(device, scale.planes, scale.scattered_bytes, scale.pitch) as ground:
-        missing = _missing(device, ground, scale)
-        return _Tuner(device, restrict(scale, missing), missing, ground, progress).run()
+    with TrialMemory(device, scale.planes, scale.scattered_bytes, scale.pitch) as memory:
+        missing = _missing(device, memory, scale)
+        return _Tuner(device, restrict(scale, missing), missing, memory, progress).run()
 
 
-def _missing(device: Device, ground: Ground, scale: Scale) -> dict[str, str]:
-    """Which copiers cannot run here, and why; of the kernel, that is known when one has run."""
+def _missing(device: Device, memory: TrialMemory, scale: Scale) -> dict[str, str]:
+    """By copier, why it cannot be used here. For the kernel that is known when an engine has loaded it."""
     missing = {name: reason for name, reason in why_not(device.capabilities).items() if reason is not None}
     if "gather" not in missing:
-        case = Case(CopyMethod("gather", 1, 1.0), 1)
-        with Trials(device, ground, same_cases(False, scale.planes, scale.copy_bytes[0], [case])) as trials:
-            missing |= trials.engine.missing_copiers
+        trial = Trial(CopyMethod("gather", 1, 1.0), 1)
+        with TrialEngine(
+            device, memory, same_trials(False, scale.planes, scale.copy_bytes[0], [trial])
+        ) as trial_engine:
+            missing |= trial_engine.engine.missing_copiers
     return missing
 
 
 class _Tuner:
     def __init__(
-        self, device: Device, scale: Scale, missing: dict[str, str], ground: Ground, progress: Progress | None
+        self, device: Device, scale: Scale, missing: dict[str, str], memory: TrialMemory, progress: Progress | None
     ) -> None:
-        self._device, self._scale, self._missing, self._ground = device, scale, missing, ground
+        self._device, self._scale, self._missing, self._memory = device, scale, missing, memory
         self._progress = progress
         self._begin = time.perf_counter()
         self._steps = self._timed = 0
@@ -99,12 +101,12 @@ class _Tuner:
 
     def run(self) -> Tuning:
         scale, missing = self._scale, self._missing
-        first = [*flat_beds(scale, missing), *strided_beds(scale)]
+        first = [*flat_sets(scale, missing), *strided_sets(scale)]
         self._total = len(first) + 2 + len(scale.split_bytes) + 2 * len(scale.check_bytes)
         link = self._link()
         samples: dict[Direction, list[Sample]] = {direction: [] for direction in Direction}
         self._time(first, samples)
-        self._time(split_beds(scale, _fit(link, samples)), samples)
+        self._time(split_sets(scale, _fit(link, samples)), samples)
         costs = _fit(link, samples)
         slowdowns = self._slowdowns(costs)
         profile = Profile(
@@ -115,7 +117,7 @@ class _Tuner:
             simulated=self._device.simulated,
         )
         checks: dict[Direction, list[Sample]] = {direction: [] for direction in Direction}
-        self._time(check_beds(scale, missing, costs), checks)
+        self._time(check_sets(scale, missing, costs), checks)
         profile = replace(profile, errors=deviations(profile, [each for found in checks.values() for each in found]))
         return Tuning(profile, self._timed, time.perf_counter() - self._begin, missing)
 
@@ -128,45 +130,48 @@ class _Tuner:
         late = time.perf_counter() - self._begin > self._scale.seconds
         return self._scale.hurried if late else self._scale.repeats
 
-    def _time(self, beds: Iterable[Bed], samples: Mapping[Direction, list[Sample]]) -> None:
-        """Add what is timed on each bed to the samples of its direction."""
-        for bed in beds:
-            with Trials(self._device, self._ground, bed) as trials:
+    def _time(self, trial_sets: Iterable[TrialSet], samples: Mapping[Direction, list[Sample]]) -> None:
+        """Time each set, and add the samples to those of their direction."""
+        for trial_set in trial_sets:
+            with TrialEngine(self._device, self._memory, trial_set) as trial_engine:
                 for direction in Direction:
-                    samples[direction] += trials.rounds(direction, bed.cases[direction], self._repeats)
-                    self._timed += trials.counted
+                    samples[direction] += trial_engine.rounds(direction, trial_set.trials[direction], self._repeats)
+                    self._timed += trial_engine.counted
             self._step()
 
     def _link(self) -> dict[Direction, float]:
-        """Bytes per second of one big copy."""
-        bed = same_cases(True, 1, self._scale.link_bytes, [Case(CopyMethod("loop"), 1)])
+        """Bytes per second of one contiguous copy."""
+        trial_set = same_trials(True, 1, self._scale.link_bytes, [Trial(CopyMethod("loop"), 1)])
         samples: dict[Direction, list[Sample]] = {direction: [] for direction in Direction}
-        self._time([bed], samples)
+        self._time([trial_set], samples)
         return {direction: self._scale.link_bytes / found[0].seconds for direction, found in samples.items()}
 
     # slow-downs ---------------------------------------------------------------------------------------------------
 
     def _slowdowns(self, costs: Mapping[Direction, Costs]) -> dict[str, float]:
-        """By label: the product's time beside transfers over its time alone, the greater of both directions."""
+        """By label: time of the product concurrent with transfers over its time alone, of the slower direction."""
         scale = self._scale
         try:
             computation = Computation(self._device, scale.product)
         except CapabilityError as error:
             self._missing["slowdown"] = str(error)
             return {}
-        cases = {direction: self._beside_cases(costs[direction], direction) for direction in Direction}
-        with computation, Trials(self._device, self._ground, self._beside_bed(cases)) as trials:
+        trials = {direction: self._concurrent_trials(costs[direction], direction) for direction in Direction}
+        with computation, TrialEngine(self._device, self._memory, self._concurrent_set(trials)) as trial_engine:
             computation.seconds_each(scale.products)  # clocks rise
-            found = [_beside(computation, trials, cases, scale.products) for _ in range(_ROUNDS_BESIDE)]
+            found = [
+                _slowdowns_of_round(computation, trial_engine, trials, scale.products)
+                for _ in range(_CONCURRENT_ROUNDS)
+            ]
         self._step()
         return {label: max(1.0, statistics.median(each[label] for each in found)) for label in found[0]}
 
-    def _beside_bed(self, cases: Mapping[Direction, list[Case]]) -> Bed:
-        return Bed(True, self._scale.planes, self._scale.beside_bytes, cases)
+    def _concurrent_set(self, trials: Mapping[Direction, list[Trial]]) -> TrialSet:
+        return TrialSet(True, self._scale.planes, self._scale.concurrent_bytes, trials)
 
-    def _beside_cases(self, costs: Costs, direction: Direction) -> list[Case]:
+    def _concurrent_trials(self, costs: Costs, direction: Direction) -> list[Trial]:
         scale = self._scale
-        shape = self._beside_bed({}).shape(direction, scale.beside_blocks)
+        shape = self._concurrent_set({}).shape(direction, scale.concurrent_blocks)
         methods = [
             CopyMethod("strided"),
             *([] if "batch" in self._missing else [CopyMethod("batch")]),
@@ -175,41 +180,41 @@ class _Tuner:
         methods += [CopyMethod("gather", programs, 1.0) for programs in scale.gather_programs]
         shares = {each: costs.split_share(shape, each) for each in scale.split_programs}
         methods += [CopyMethod("split", each, share) for each, share in shares.items() if 0 < share < 1]
-        return [Case(method, scale.beside_blocks) for method in methods]
+        return [Trial(method, scale.concurrent_blocks) for method in methods]
 
 
 def _fit(link: Mapping[Direction, float], samples: Mapping[Direction, list[Sample]]) -> dict[Direction, Costs]:
     return {direction: fit(link[direction], samples[direction]) for direction in Direction}
 
 
-def _beside(
-    computation: Computation, trials: Trials, cases: Mapping[Direction, list[Case]], products: int
+def _slowdowns_of_round(
+    computation: Computation, trial_engine: TrialEngine, trials: Mapping[Direction, list[Trial]], products: int
 ) -> dict[str, float]:
-    """One round: by label, how many times as long a product takes beside transfers, at worst."""
+    """One round. By label: the time of the product concurrent with transfers over its time alone, at worst."""
     alone = statistics.median(computation.seconds_each(products))
     found: dict[str, float] = {}
-    for direction, each in cases.items():
-        for case in each:
-            with _Traffic(trials, direction, case) as traffic:
+    for direction, each in trials.items():
+        for trial in each:
+            with _Traffic(trial_engine, direction, trial) as traffic:
                 times = computation.seconds_each(products, traffic.keep_up)
             slowdown = statistics.median(times) / max(alone, 1e-9)
-            found[case.method.label] = max(found.get(case.method.label, 0.0), slowdown)
+            found[trial.method.label] = max(found.get(trial.method.label, 0.0), slowdown)
     return found
 
 
 class _Traffic:
-    """The same transfer again and again. A context manager, which waits for the last."""
+    """Repeats a transfer. A context manager, which waits for the last."""
 
-    def __init__(self, trials: Trials, direction: Direction, case: Case) -> None:
-        self._trials, self._direction, self._case = trials, direction, case
+    def __init__(self, trial_engine: TrialEngine, direction: Direction, trial: Trial) -> None:
+        self._trial_engine, self._direction, self._trial = trial_engine, direction, trial
         self._jobs: deque[Job] = deque()
 
     def keep_up(self) -> None:
-        """Submit what is missing."""
+        """Submit transfers until `_IN_FLIGHT` are unfinished."""
         while self._jobs and self._jobs[0].done:
             self._jobs.popleft().wait()
         while len(self._jobs) < _IN_FLIGHT:
-            self._jobs.append(self._trials.submit(self._direction, self._case))
+            self._jobs.append(self._trial_engine.submit(self._direction, self._trial))
 
     def __enter__(self) -> _Traffic:
         return self
@@ -221,7 +226,7 @@ class _Traffic:
 
 
 def deviations(profile: Profile, samples: Iterable[Sample]) -> dict[str, Deviation]:
-    """By copier: how far the profile is from samples."""
+    """By copier: the deviation of the profile from samples."""
     found: dict[str, list[float]] = {}
     for method, shape, seconds in samples:
         found.setdefault(method.copier, []).append(abs(profile.seconds(method, shape) / seconds - 1.0))

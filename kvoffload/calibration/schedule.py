@@ -1,4 +1,4 @@
-"""What is timed for a profile: which transfers, on which planes. Pure: nothing is timed here.
+"""Which transfers are timed for a profile, and on which planes. Pure: no device is used here.
 
 scattered planes   batch, loop, gather: sizes of a copy x copies             -> curves
 folded planes      strided: sizes of a row x rows in an operation x operations -> fitted prices
@@ -18,48 +18,48 @@ from kvoffload.tuning.costs import CopyMethod, Costs, Shape
 _LEANS = (0.8, 1.0, 1.2, 1.4)
 
 
-class Case(NamedTuple):
-    """What to time: a way, and the blocks of the transfer."""
+class Trial(NamedTuple):
+    """A transfer to time: its copy method, and its blocks."""
 
     method: CopyMethod
     blocks: int
 
 
-class Bed(NamedTuple):
-    """Planes, and what is timed on them in each direction.
+class TrialSet(NamedTuple):
+    """Planes, and the transfers to time on them in each direction.
 
     Attributes:
-        folds: whether they do; a single plane does.
+        folds: whether the planes fold; a single plane does.
     """
 
     folds: bool
     planes: int
     block_bytes: int
-    cases: Mapping[Direction, list[Case]]
+    trials: Mapping[Direction, list[Trial]]
 
     def shape(self, direction: Direction, blocks: int) -> Shape:
-        """Of a transfer of so many blocks, one a slot."""
+        """The shape of a transfer of `blocks` blocks, one a slot."""
         pieces = blocks * self.planes
         operations = blocks if self.folds else pieces
         return Shape(direction, blocks, pieces, operations, pieces, pieces * self.block_bytes)
 
     @property
     def most_blocks(self) -> int:
-        return max((case.blocks for cases in self.cases.values() for case in cases), default=1)
+        return max((trial.blocks for trials in self.trials.values() for trial in trials), default=1)
 
     @property
     def most_programs(self) -> int:
-        return max((case.method.programs for cases in self.cases.values() for case in cases), default=0)
+        return max((trial.method.programs for trials in self.trials.values() for trial in trials), default=0)
 
 
 class Scale(NamedTuple):
     """How much is measured.
 
     Attributes:
-        planes: of most beds.
+        planes: of most sets.
         scattered_bytes, pitch: of planes that do not fold, and from plane to plane of those that do.
         most_bytes: of a transfer; larger ones are left out, for all lines are straight there.
-        link_bytes: of a block of the big copy.
+        link_bytes: of a block of the contiguous copy.
         copy_bytes, copies: of batch and gather.
         loop_bytes, loop_copies: of the loop, which is slow.
         row_bytes, heights, operations: of strided copies; a height is rows in an operation.
@@ -67,8 +67,8 @@ class Scale(NamedTuple):
         split_bytes, split_blocks: of splits.
         check_bytes, check_blocks: for the errors.
         gather_programs, split_programs: of the kernel.
-        beside_bytes, beside_blocks: of the transfers beside the product.
-        product, products: what is computed, and how many times in a row.
+        concurrent_bytes, concurrent_blocks: of the transfers concurrent with the product.
+        product, products: the computation, and how many times it is repeated.
         repeats, hurried: rounds in the first `seconds`, and after that, so that a slow machine has a profile too.
     """
 
@@ -92,8 +92,8 @@ class Scale(NamedTuple):
     check_blocks: tuple[int, ...]
     gather_programs: tuple[int, ...]
     split_programs: tuple[int, ...]
-    beside_bytes: int
-    beside_blocks: int
+    concurrent_bytes: int
+    concurrent_blocks: int
     product: Product
     products: int
     repeats: int
@@ -124,8 +124,8 @@ FULL = Scale(
     check_blocks=(3, 11, 40),
     gather_programs=(1, 2, 3, 4, 8),
     split_programs=(1, 2),
-    beside_bytes=8 * _KIB,
-    beside_blocks=64,
+    concurrent_bytes=8 * _KIB,
+    concurrent_blocks=64,
     product=MATMUL,
     products=24,
     repeats=5,
@@ -153,8 +153,8 @@ MINIATURE = Scale(  # for the simulated device
     check_blocks=(3,),
     gather_programs=(1, 2),
     split_programs=(1, 2),
-    beside_bytes=64,
-    beside_blocks=4,
+    concurrent_bytes=64,
+    concurrent_blocks=4,
     product=SMALL,
     products=2,
     repeats=1,
@@ -164,85 +164,91 @@ MINIATURE = Scale(  # for the simulated device
 
 
 def restrict(scale: Scale, missing: Mapping[str, str]) -> Scale:
-    """Without what the kernel would do, where it cannot run."""
+    """Without the transfers by kernel, where that cannot be used."""
     gather = () if "gather" in missing else scale.gather_programs
     split = () if "split" in missing else scale.split_programs
     return scale._replace(gather_programs=gather, split_programs=split)
 
 
-def flat_beds(scale: Scale, missing: Mapping[str, str]) -> Iterator[Bed]:
+def flat_sets(scale: Scale, missing: Mapping[str, str]) -> Iterator[TrialSet]:
     """For the curves of batch, gather and loop."""
     methods = [CopyMethod("gather", programs, 1.0) for programs in scale.gather_programs]
     methods += [] if "batch" in missing else [CopyMethod("batch")]
     for nbytes in scale.copy_bytes if methods else ():
-        yield _flat_bed(scale, nbytes, scale.copies, methods)
+        yield _flat_set(scale, nbytes, scale.copies, methods)
     for nbytes in scale.loop_bytes:
-        yield _flat_bed(scale, nbytes, scale.loop_copies, [CopyMethod("loop")])
+        yield _flat_set(scale, nbytes, scale.loop_copies, [CopyMethod("loop")])
 
 
-def _flat_bed(scale: Scale, nbytes: int, copies: tuple[int, ...], methods: list[CopyMethod]) -> Bed:
+def _flat_set(scale: Scale, nbytes: int, copies: tuple[int, ...], methods: list[CopyMethod]) -> TrialSet:
     counts = [count // scale.planes for count in copies if count * nbytes <= scale.most_bytes]
-    return same_cases(False, scale.planes, nbytes, [Case(method, count) for count in counts for method in methods])
+    return same_trials(False, scale.planes, nbytes, [Trial(method, count) for count in counts for method in methods])
 
 
-def strided_beds(scale: Scale) -> Iterator[Bed]:
+def strided_sets(scale: Scale) -> Iterator[TrialSet]:
     """For the prices of operations and rows."""
     for nbytes in scale.row_bytes:
         for height in scale.heights:
             counts = [count for count in scale.operations if count * height * nbytes <= scale.most_bytes]
-            yield same_cases(True, height, nbytes, [Case(CopyMethod("strided"), count) for count in counts])
+            yield same_trials(True, height, nbytes, [Trial(CopyMethod("strided"), count) for count in counts])
     for nbytes in scale.wide_bytes:
-        yield same_cases(True, 1, nbytes, [Case(CopyMethod("strided"), count) for count in scale.wide_operations])
+        yield same_trials(True, 1, nbytes, [Trial(CopyMethod("strided"), count) for count in scale.wide_operations])
 
 
-def same_cases(folds: bool, planes: int, block_bytes: int, cases: list[Case]) -> Bed:
-    """A bed with the same cases in both directions."""
-    return Bed(folds, planes, block_bytes, dict.fromkeys(Direction, cases))
+def same_trials(folds: bool, planes: int, block_bytes: int, trials: list[Trial]) -> TrialSet:
+    """A set with the same trials in both directions."""
+    return TrialSet(folds, planes, block_bytes, dict.fromkeys(Direction, trials))
 
 
-def split_beds(scale: Scale, costs: Mapping[Direction, Costs]) -> Iterator[Bed]:
+def split_sets(scale: Scale, costs: Mapping[Direction, Costs]) -> Iterator[TrialSet]:
     """Shares around the one that `costs` of strided and gather would balance."""
     for nbytes in scale.split_bytes if scale.split_programs else ():
-        bed = same_cases(True, scale.planes, nbytes, [])
+        trial_set = same_trials(True, scale.planes, nbytes, [])
 
-        yield bed._replace(cases={direction: _splits(scale, bed, direction, each) for direction, each in costs.items()})
+        yield trial_set._replace(
+            trials={direction: _splits(scale, trial_set, direction, each) for direction, each in costs.items()}
+        )
 
 
-def _splits(scale: Scale, bed: Bed, direction: Direction, costs: Costs) -> list[Case]:
+def _splits(scale: Scale, trial_set: TrialSet, direction: Direction, costs: Costs) -> list[Trial]:
     found = []
-    for shape in _shapes(scale, bed, direction, scale.split_blocks):
+    for shape in _shapes(scale, trial_set, direction, scale.split_blocks):
         for programs in scale.split_programs:
             shares = {costs.split_share(shape, programs, lean) for lean in _LEANS}
             found += [
-                Case(CopyMethod("split", programs, share), shape.blocks) for share in sorted(shares) if 0 < share < 1
+                Trial(CopyMethod("split", programs, share), shape.blocks) for share in sorted(shares) if 0 < share < 1
             ]
     return found
 
 
-def _shapes(scale: Scale, bed: Bed, direction: Direction, blocks: tuple[int, ...]) -> list[Shape]:
-    every = [bed.shape(direction, count) for count in blocks]
+def _shapes(scale: Scale, trial_set: TrialSet, direction: Direction, blocks: tuple[int, ...]) -> list[Shape]:
+    every = [trial_set.shape(direction, count) for count in blocks]
     return [shape for shape in every if shape.nbytes <= scale.most_bytes]
 
 
-def check_beds(scale: Scale, missing: Mapping[str, str], costs: Mapping[Direction, Costs]) -> Iterator[Bed]:
+def check_sets(scale: Scale, missing: Mapping[str, str], costs: Mapping[Direction, Costs]) -> Iterator[TrialSet]:
     """Sizes and counts between those that `costs` were made from."""
     apart = [CopyMethod("gather", programs, 1.0) for programs in scale.gather_programs]
     apart += [] if "batch" in missing else [CopyMethod("batch")]
     together = [CopyMethod("strided"), *(CopyMethod("split", programs) for programs in scale.split_programs)]
     for nbytes in scale.check_bytes:
         for folds, methods in ((False, apart), (True, together)):
-            bed = same_cases(folds, scale.planes, nbytes, [])
-            cases = {direction: _checks(scale, bed, direction, each, methods) for direction, each in costs.items()}
-            yield bed._replace(cases=cases)
+            trial_set = same_trials(folds, scale.planes, nbytes, [])
+            trials = {
+                direction: _checks(scale, trial_set, direction, each, methods) for direction, each in costs.items()
+            }
+            yield trial_set._replace(trials=trials)
 
 
-def _checks(scale: Scale, bed: Bed, direction: Direction, costs: Costs, methods: list[CopyMethod]) -> list[Case]:
-    cases = [
-        Case(_with_share(method, costs, shape), shape.blocks)
-        for shape in _shapes(scale, bed, direction, scale.check_blocks)
+def _checks(
+    scale: Scale, trial_set: TrialSet, direction: Direction, costs: Costs, methods: list[CopyMethod]
+) -> list[Trial]:
+    trials = [
+        Trial(_with_share(method, costs, shape), shape.blocks)
+        for shape in _shapes(scale, trial_set, direction, scale.check_blocks)
         for method in methods
     ]
-    return [case for case in cases if case.method.copier != "split" or 0 < case.method.share < 1]
+    return [trial for trial in trials if trial.method.copier != "split" or 0 < trial.method.share < 1]
 
 
 def _with_share(method: CopyMethod, costs: Costs, shape: Shape) -> CopyMethod:

@@ -1,60 +1,84 @@
 """The command line: `kvoffload` and `python -m kvoffload`.
 
-    doctor          what is here, what can run, and what to do about the rest      doctor.py
-    demo            a made chat workload, every byte verified                      demo.py
-    replay          a trace: every byte verified, or hits alone        replay.py, trace.py, verified.py, overlap.py,
-                    of any policy, beside the optimum                  metadata.py, belady.py, saving.py, hitplot.py
-                    made traffic instead of a trace                    workloads.py
-    bench           the parser of what follows                                     bench.py
-      transfer      every way of copying, by model                     transfer.py, latency.py, frameworks.py
-      sweep         bytes of a copy x number of copies                 sweep.py
-      interference  what the computation beside a transfer loses       interference.py, backgrounds.py
-      parts         loading layer by layer                             parts.py
-      interop       what users of CuPy and of JAX get                  interop.py, cargo.py, cupyways.py, jaxways.py
-      submit        host time of a call                                submit.py
-      marshal       Python's share of a batch call                     marshal.py
-      cache         what the prefix cache's bookkeeping costs          bookkeeping.py
-      plot          figures of saved results                           plots.py
-    tune            what transfers cost here, for the engine's choice              tune.py
+    doctor          what is installed, what can be used, and what to do about the rest     doctor.py
+    demo            a synthetic chat workload, every byte verified                         demo.py
+    replay          a trace or synthetic traffic through the cache                         kvoffload.replay
+    bench           measurements                                                           kvoffload.bench
+    tune            measures what transfers cost on this machine                           tune.py
 
-Of `bench`, also: cases.py (clock, rounds, the big copy), bed.py (addresses and bytes), baselines.py (what others do),
-rows.py, summary.py, tables.py, report.py.
+Each command module has `add_parser(commands)`; the parser that it adds puts a function in `run` that takes the parsed
+arguments and returns the exit code.
 
-Exit codes: 0 done, 1 a byte was wrong, 2 it could not be done (the message says why), 130 interrupted.
+Exit codes:
+    0    done
+    1    done, and a byte was wrong
+    2    refused or failed: bad usage, a missing device or file, too little memory; the message on standard error names
+         the reason
+    3    standard output could not be written: closed, full, or its reader has ended
+    130  interrupted by Ctrl-C
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvoffload.bench import command as bench
 from kvoffload.commands import demo, doctor, tune
 from kvoffload.errors import KVOffloadError
 from kvoffload.replay import command as replay
-from kvoffload.terminal.console import CommandError
+from kvoffload.terminal.console import CommandError, OutputError, discard_out, write_error, write_out
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code. Prints results to stdout, everything else to stderr."""
+    """Carry out a command. Prints its result to standard output, everything else to standard error.
+
+    Returns:
+        The exit code, see above.
+    """
+    try:
+        return _carry_out(argv)
+    except (CommandError, KVOffloadError) as error:
+        write_error(f"kvoffload: error: {error}")
+        return 2
+    except MemoryError as error:
+        reason = str(error) or "Python could not allocate more"
+        write_error(f"kvoffload: error: host memory is short: {reason}; choose smaller numbers for the options")
+        return 2
+    except OutputError as error:
+        write_error(f"kvoffload: error: {error}")
+        discard_out()
+        return 3
+    except KeyboardInterrupt:
+        write_error("kvoffload: interrupted")
+        return 130
+
+
+def _carry_out(argv: Sequence[str] | None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
     except SystemExit as ended:  # --help, or bad usage, which argparse has explained
         return ended.code if isinstance(ended.code, int) else 2
-    try:
-        return int(arguments.run(arguments))
-    except (CommandError, KVOffloadError) as error:
-        print(f"kvoffload: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("kvoffload: interrupted", file=sys.stderr)
-        return 130
+    return int(arguments.run(arguments))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Does not ignore a failure to write its help, as argparse does."""
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        if file is None:
+            write_out(self.format_help())
+        else:
+            super().print_help(file)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line; each command puts its function in `run`."""
-    parser = argparse.ArgumentParser(
+    """The parser of all commands."""
+    parser = _Parser(
         prog="kvoffload",
         description="Move blocks of a paged KV cache between the GPU and pinned host memory: look, try, measure.",
     )

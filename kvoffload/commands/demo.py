@@ -1,4 +1,4 @@
-"""`kvoffload demo`: a made chat workload that stores, evicts and loads, every byte verified."""
+"""`kvoffload demo`: a synthetic chat workload that stores, evicts and loads, every byte verified."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvoffload.internal.models import MODELS
-from kvoffload.replay.command import bandwidth
 from kvoffload.replay.verified import VerifiedCache
-from kvoffload.terminal.console import Output, add_common_options, mib, model, open_backend, whole
+from kvoffload.terminal.console import Output, bandwidth, mib, open_backend
+from kvoffload.terminal.options import add_common_options, add_seed, model, whole
 
 _SYSTEM_BLOCKS = 8
-_MOST_NEW_BLOCKS = 8  # what a turn adds: its question and the answer before it
+_MOST_NEW_BLOCKS = 8  # added by a turn: its question and the answer before it
 _SIMULATED_SCALE = 0.01
 _DESCRIPTION = """\
 Several conversations take turns. All start with the same system prompt; every turn sends the whole history and some new
@@ -32,7 +32,9 @@ class Turn(NamedTuple):
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("demo", help="a made chat workload, every byte verified", description=_DESCRIPTION)
+    parser = commands.add_parser(
+        "demo", help="a synthetic chat workload, every byte verified", description=_DESCRIPTION
+    )
     names = ", ".join(MODELS)
     parser.add_argument(
         "--model",
@@ -41,10 +43,10 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help=f"one of {names} (default llama-3.1-8b)",
     )
-    parser.add_argument("--conversations", type=whole(1), default=8, metavar="N", help="default 8")
-    parser.add_argument("--turns", type=whole(1), default=8, metavar="N", help="of each conversation (default 8)")
+    parser.add_argument("--conversations", type=whole(1, 1000), default=8, metavar="N", help="default 8")
+    parser.add_argument("--turns", type=whole(1, 1000), default=8, metavar="N", help="of each conversation (default 8)")
     parser.add_argument("--slots", type=whole(1), default=160, metavar="N", help="blocks the cache holds (default 160)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of the workload (default 0)")
+    add_seed(parser, "the workload")
     add_common_options(parser)
     parser.set_defaults(run=run)
 
@@ -127,7 +129,7 @@ def _fields(
 
 def _print(fields: dict[str, Any], output: Output) -> None:
     simulated = fields["simulated"]
-    rows = [
+    lines = [
         ("turns", f"{fields['turns']} of {fields['conversations']} conversations"),
         ("blocks requested", f"{fields['blocks_requested']:,} ({fields['distinct_blocks']:,} different ones)"),
         ("blocks hit", f"{fields['blocks_hit']:,}"),
@@ -139,9 +141,9 @@ def _print(fields: dict[str, Any], output: Output) -> None:
         ("corrupt", f"{fields['corrupt_blocks']:,}"),
     ]
     if not simulated:
-        rows.append(("stores, GPU clock", f"{fields['store_gb_per_s']} GB/s"))
-        rows.append(("loads, GPU clock", f"{fields['load_gb_per_s']} GB/s"))
+        lines.append(("stores, GPU clock", f"{fields['store_gb_per_s']} GB/s"))
+        lines.append(("loads, GPU clock", f"{fields['load_gb_per_s']} GB/s"))
     output.banner(simulated)
     where = "SIMULATED" if simulated else fields["device"]
     title = f"demo: {fields['model']}, {fields['slots']} slots of {mib(fields['bytes_per_block'])}, {where}"
-    output.table(title, ("what", "how much"), rows)
+    output.table(title, ("what", "how much"), lines)

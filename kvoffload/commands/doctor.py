@@ -1,4 +1,4 @@
-"""`kvoffload doctor`: what is here, what can run and why not, and what to do about it."""
+"""`kvoffload doctor`: what is installed, which copiers can be used and why others cannot, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from kvoffload.bench.report import describe_device, missing_copiers
 from kvoffload.device.device import Device
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal import cachefiles, hostinfo
-from kvoffload.terminal.console import Output, add_common_options, mib, open_backend
+from kvoffload.terminal.console import Output, mib, open_backend
+from kvoffload.terminal.machine import describe_device, missing_copiers
+from kvoffload.terminal.options import add_common_options
 from kvoffload.tuning import profile_for
 
 _PACKAGES = ("kvoffload", "numpy", "cuda-python", "cuda-bindings", "cuda-core", "platformdirs", "triton")
@@ -22,16 +23,16 @@ _EXTRAS = ("rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax")
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="what is here and what can run",
-        description="Show the GPU, driver, bindings, link, NUMA node and memory limits, which copiers can run and why "
-        "not, and the versions of what is installed. Creates a CUDA context on the device asked for and on no other.",
+        help="what is installed and what can be used",
+        description="Show the GPU, driver, bindings, link, NUMA node and memory limits, which copiers can be used and "
+        "why others cannot, and installed versions. Creates a CUDA context on the device asked for and on no other.",
     )
     add_common_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look; 0, or 2 where `--backend cuda` was asked for and there is none."""
+    """Print the findings; 0, or 2 if `--backend cuda` was given and no GPU can be used."""
     output = Output(arguments.json)
     gpus, problem = (None, None) if arguments.backend == "simulated" else _gpus()
     fields: dict[str, Any] = {
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _gpus() -> tuple[list[str], str | None]:
-    """Names of the GPUs, without a context, or why there are none."""
+    """Names of the GPUs, found without creating a context, or why there are none."""
     try:
         driver = cuda.load()
         count = int(driver.call("cuDeviceGetCount"))
@@ -65,7 +66,7 @@ def _gpus() -> tuple[list[str], str | None]:
 
 
 def _device_fields(arguments: argparse.Namespace, output: Output) -> dict[str, Any]:
-    """What the device at hand can do; nothing but `simulated: None` where there is none."""
+    """Capabilities of the opened device; only `simulated: None` if none can be opened."""
     try:
         device = open_backend(arguments, output)
     except (CapabilityError, DriverError, ImportError):
@@ -124,7 +125,7 @@ def _version(package: str) -> str | None:
 
 
 def _advice(fields: dict[str, Any]) -> list[str]:
-    """What to do, most pressing first."""
+    """Advice, the most pressing first."""
     advice = []
     if fields["packages"]["cuda-bindings"] is None:
         advice.append("install the CUDA bindings: pip install 'cuda-python>=12.9'")
@@ -160,16 +161,16 @@ def _advice(fields: dict[str, Any]) -> list[str]:
 def _print(fields: dict[str, Any], output: Output) -> None:
     simulated = fields["simulated"]
     output.banner(bool(simulated))
-    rows = [("GPUs", _gpu_list(fields["gpus"]))]
+    lines = [("GPUs", _gpu_list(fields["gpus"]))]
     if simulated is not None:
-        rows += _device_rows(fields)
+        lines += _device_lines(fields)
     problem = fields["cache_folder_problem"]
-    rows.append(("cache folder", fields["cache_folder"] + (f", cannot be written: {problem}" if problem else "")))
-    rows += _memory_rows(fields["memory"])
-    rows.append(("Python", f"{fields['python']} on {fields['platform']}"))
-    rows += [(name, version or "not installed") for name, version in fields["packages"].items()]
-    rows += [(f"{name} (optional)", version or "not installed") for name, version in fields["extras"].items()]
-    output.table("kvoffload doctor" + (", SIMULATED device" if simulated else ""), ("what", "found"), rows)
+    lines.append(("cache folder", fields["cache_folder"] + (f", cannot be written: {problem}" if problem else "")))
+    lines += _memory_lines(fields["memory"])
+    lines.append(("Python", f"{fields['python']} on {fields['platform']}"))
+    lines += [(name, version or "not installed") for name, version in fields["packages"].items()]
+    lines += [(f"{name} (optional)", version or "not installed") for name, version in fields["extras"].items()]
+    output.table("kvoffload doctor" + (", SIMULATED device" if simulated else ""), ("what", "found"), lines)
     if fields["problem"] is not None:
         output.line(f"no GPU to use: {fields['problem']}")
     for line in fields["advice"]:
@@ -182,22 +183,22 @@ def _gpu_list(gpus: list[str] | None) -> str:
     return ", ".join(f"{index}: {name}" for index, name in enumerate(gpus)) or "none"
 
 
-def _device_rows(fields: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [
+def _device_lines(fields: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = [
         ("device", f"{fields['index']}: {fields['device']}" + (" (simulated)" if fields["simulated"] else "")),
         ("driver / bindings", f"CUDA {fields['driver']} / {fields['bindings']}"),
     ]
     if not fields["simulated"]:
-        rows += _gpu_rows(fields)
+        lines += _gpu_lines(fields)
     for name, reason in fields["copiers"].items():
-        rows.append((f"{name} copier", "can run" if reason is None else f"cannot run: {reason}"))
-    rows += [(name, reason) for name, reason in fields["missing"].items()]
-    rows.append(("profile", fields["profile"]))
-    rows.append(("stream memory operations", "yes" if fields["stream_memory_operations"] else "no"))
-    return rows
+        lines.append((f"{name} copier", "can run" if reason is None else f"cannot run: {reason}"))
+    lines += [(name, reason) for name, reason in fields["missing"].items()]
+    lines.append(("profile", fields["profile"]))
+    lines.append(("stream memory operations", "yes" if fields["stream_memory_operations"] else "no"))
+    return lines
 
 
-def _gpu_rows(fields: dict[str, Any]) -> list[tuple[str, str]]:
+def _gpu_lines(fields: dict[str, Any]) -> list[tuple[str, str]]:
     generation = fields["link_generation"]
     link = fields["link"] + (f" (generation {generation})" if generation else "")
     most = f"{fields['max_link_speed'] or 'speed unknown'} x{fields['max_link_width'] or '?'}"
@@ -212,7 +213,7 @@ def _gpu_rows(fields: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
+def _memory_lines(memory: dict[str, Any]) -> list[tuple[str, str]]:
     def size(name: str, otherwise: str) -> str:
         return otherwise if memory[name] is None else mib(memory[name])
 

@@ -1,4 +1,4 @@
-"""`kvoffload tune`: measure what transfers cost on this machine, and show what is made of it."""
+"""`kvoffload tune`: measures what transfers cost on this machine, or shows what the profile in force decides."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from kvoffload.bench.report import describe_device, missing_copiers, require_writable, write_whole
 from kvoffload.calibration import Tuning, tune
 from kvoffload.copiers.selection import PREFERENCES, choose, rank
 from kvoffload.device.device import Device
 from kvoffload.internal import cachefiles
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import CommandError, Output, add_common_options, open_backend, whole
+from kvoffload.terminal.console import CommandError, Output, open_backend
+from kvoffload.terminal.files import require_writable, write_whole
+from kvoffload.terminal.machine import describe_device, missing_copiers
+from kvoffload.terminal.options import add_common_options, whole
 from kvoffload.tuning import Profile, Shape, profile_for, render, save_profile
 
 _PLANES = 64
@@ -24,21 +26,25 @@ _BLOCKS = (1, 4, 16, 128)
 _PLACEMENTS = ("folded", "scattered")
 _INTERPRETED = ("gather", "split")  # on the simulated device, which engines therefore do not choose there
 _DESCRIPTION = """\
-Measure each way of copying: batches, loops and the gather kernel over sizes and numbers of copies, strided copies over
-sizes of rows, rows and operations, transfers shared by kernel and copy engine; then how much each slows a bf16 matrix
-product that runs beside it. Takes less than 30 seconds; nothing else should use the GPU. The profile is kept in the
+Measure each copy method: batches, loops and the gather kernel over sizes and numbers of copies, strided copies over
+sizes of lines, lines and operations, transfers shared by kernel and copy engine; then how much each slows a bf16 matrix
+product concurrent with it. Takes less than 30 seconds; nothing else should use the GPU. The profile is kept in the
 user's cache folder for this GPU, driver, link and bindings, and engines made from then on choose by it. On the
 simulated device: small sizes, and no profile is kept."""
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("tune", help="measure what transfers cost here", description=_DESCRIPTION)
+    parser = commands.add_parser("tune", help="measure what transfers cost on this machine", description=_DESCRIPTION)
     parser.add_argument("--show", action="store_true", help="measure nothing: print what the profile in force decides")
     parser.add_argument(
         "--prefer", choices=PREFERENCES, default="overlap", help="of --show: what to choose by (default overlap)"
     )
     parser.add_argument(
-        "--sm-limit", type=whole(0), default=4, metavar="N", help="of --show: SMs for a copy kernel at most (default 4)"
+        "--sm-limit",
+        type=whole(0, 1 << 16),
+        default=4,
+        metavar="N",
+        help="of --show: SMs for a copy kernel at most (default 4)",
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the profile to FILE instead of the user's cache folder"
@@ -81,7 +87,7 @@ def _tune(device: Device, output: Output, path: Path | None) -> None:
 
 
 def _require_kept(device: Device, path: Path | None) -> None:
-    """Before half a minute of measuring, not after it."""
+    """Refuse before half a minute of measuring, not after it, if the profile cannot be written."""
     if path is not None:
         require_writable("--output", path)
     elif not device.simulated and (problem := cachefiles.why_not_writable()) is not None:
@@ -111,7 +117,7 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output) -> Non
     if not fields["simulated"]:
         profile = tuning.profile
         slow = [(label, f"{value:.2f}") for label, value in profile.slowdowns.items()]
-        output.table("a matrix product beside transfers takes so many times as long", ("method", "times"), slow)
+        output.table("slow-down of a matrix product concurrent with transfers", ("method", "times"), slow)
         errors = [
             (name, f"{100 * error.median:.1f}", f"{100 * error.worst:.1f}", error.transfers)
             for name, error in profile.errors.items()
@@ -119,12 +125,12 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output) -> Non
         columns = ("copier", "median", "worst", "transfers")
         output.table("expected against measured, %, at sizes in between", columns, errors)
         links = ", ".join(f"{direction} {rate:.1f}" for direction, rate in fields["link_gb_per_s"].items())
-        output.line(f"one big copy, GB/s: {links}; {fields['device']}, link {fields['link']}")
+        output.line(f"one contiguous copy, GB/s: {links}; {fields['device']}, link {fields['link']}")
         output.line(f"{tuning.transfers} transfers in {tuning.seconds:.1f} s")
     for name, reason in tuning.missing.items():
         output.line(f"not measured: {name}: {reason}")
     written = fields["written"]
-    output.line(f"no profile written, {tuning.transfers} transfers made" if written is None else f"wrote {written}")
+    output.line(f"no profile written, {tuning.transfers} transfers timed" if written is None else f"wrote {written}")
 
 
 # showing --------------------------------------------------------------------------------------------------------------
@@ -132,11 +138,11 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output) -> Non
 
 @dataclass(frozen=True)
 class Decision:
-    """What would carry a transfer of `blocks` blocks of `planes` planes, what it is expected to reach, and what else.
+    """The copy method for a transfer of `blocks` blocks of `planes` planes, its expected bandwidth, and the runner-up.
 
     Attributes:
         gb_per_s, runner_up_gb_per_s: None where nothing was measured.
-        runner_up: None if there is no other way.
+        runner_up: None if there is no other copy method.
     """
 
     direction: str
@@ -207,18 +213,18 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     if not_offered:
         output.line("gather and split are kernels: on the simulated device they run when asked for, and are not chosen")
     output.line(
-        "a cell: the way chosen and the GB/s expected of it, then the runner-up; gather and split with programs"
+        "a cell: the chosen copy method and its expected GB/s, then the runner-up; gather and split with programs"
     )
     output.line(f"the figures are expectations, from this profile: {profile.source}")
 
 
 def _print_decisions(title: str, found: list[Decision], output: Output) -> None:
     columns = ("block bytes", *(f"{blocks} block{'s' if blocks > 1 else ''}" for blocks in _BLOCKS))
-    rows = [
+    lines = [
         (f"{nbytes >> 10} KiB", *(_cell(each) for each in found if each.block_bytes == nbytes))
         for nbytes in _BLOCK_BYTES
     ]
-    output.table(title, columns, rows)
+    output.table(title, columns, lines)
 
 
 def _cell(decision: Decision) -> str:

@@ -12,7 +12,7 @@ Which of them carries a transfer is chosen in choice.py.
 from kvoffload.copiers.base import Copier, Share, Staged, Submit, Work
 from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.copier_set import NAMES, CopierSet, check_carries_parts, check_copier, shape_of, why_not
-from kvoffload.copiers.gather import GatherCopier, GatherKernels, Tiling, kernel_spec
+from kvoffload.copiers.gather import FragmentShape, GatherCopier, GatherKernels, kernel_spec
 from kvoffload.copiers.loop import LoopCopier
 from kvoffload.copiers.strided import StridedCopier
 
@@ -21,6 +21,7 @@ __all__ = [
     "BatchCopier",
     "Copier",
     "CopierSet",
+    "FragmentShape",
     "GatherCopier",
     "GatherKernels",
     "LoopCopier",
@@ -28,7 +29,6 @@ __all__ = [
     "Staged",
     "StridedCopier",
     "Submit",
-    "Tiling",
     "Work",
     "check_carries_parts",
     "check_copier",

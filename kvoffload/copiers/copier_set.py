@@ -151,6 +151,9 @@ class CopierSet:
         found = self._selected.get(key)
         if found is None:
             found = self._select(plan, wanted, profile, prefer)
+            if parts is not None and found.method.copier == "gather":
+                assert self._kernels is not None
+                self._kernels.in_parts(plan.group_index, parts)  # takes its rows, so that it can be carried ever after
             if len(self._selected) >= _MOST_SELECTIONS:
                 self._selected.clear()
             self._selected[key] = found

@@ -1,11 +1,11 @@
 """Blocks that a kernel carries: for planes that do not fold, and for blocks too small for the copy engine.
 
 The kernel is given planes and blocks, never an address per copy, so the host writes 16 bytes per block. Planes are cut
-into *rows* of up to one power of two, 2 KiB where they are long enough, of which the last may be shorter. The rows are
-written down once, in device memory; the blocks of a transfer in pinned memory, which the kernel reads over the link
-while it copies.
+into *fragments* of one power of two, at most 2 KiB, of which the last of a block may be shorter. A table of them is
+written once, to device memory; the blocks of a transfer are written to pinned memory, which the kernel reads over the
+link while it copies.
 
-A load in parts is a launch for each part, of the same kernel, on the rows of the part's planes.
+A load in parts is a launch for each part, of the same kernel, on the fragments of the part's planes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffload.copiers.base import Staged, Submit, Work
-from kvoffload.copiers.part_rows import BlocksInParts, BlocksOfPart, PartRows, Rows
+from kvoffload.copiers.part_fragments import BlocksInParts, BlocksOfPart, Fragments, PartFragments
 from kvoffload.copiers.table_arena import Table, TableArena
 from kvoffload.device.pinned import PinnedMemory
 from kvoffload.driver import Capabilities, Driver, SourceOrder, address_of
 from kvoffload.internal.teardown import run_all
+from kvoffload.internal.types import Int64Array
 from kvoffload.kernels import THREADS_PER_WARP, KernelSpec, LoadedKernel, load_kernel
-from kvoffload.layout.layout import Group, Int64Array, KVLayout
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Group
 from kvoffload.planning.layer_groups import Parts
 from kvoffload.planning.transfer_plan import BlockPlan, Direction
 
-_ROW_BYTES = 2048
+_FRAGMENT_BYTES = 2048
 _WORDS_PER_THREAD = 8
-_UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a row of its own, whose addresses take registers
+_UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a fragment of its own, whose addresses take registers
 # Threads of a program, of which each has 8 words under way at a time. Two programs of 1024 fill PCIe Gen5 x16 with
 # loads. Stores of several such programs are more than the link takes; what it does not take backs up on the way of
 # other programs to their memory. Measured on an H200, GB/s alone, and how many times as long a bf16 matrix product
@@ -39,32 +41,34 @@ _UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a row of its own, whose addre
 # 1024, stores 35, 1.02. (Waiting for the stores of each tile, membar.sys, came to 33 GB/s with 4 of 1024.)
 _WARPS = 32
 _WARPS_OF_SEVERAL_STORING = 8
-_MAX_TILE_ROWS = 1024
-_MAX_IDLE = 1 / 8  # of the threads, for what shorter rows leave empty, for the sake of longer ones
+_MAX_TILE_FRAGMENTS = 1024
+_MAX_IDLE = 1 / 8  # of the threads, for what shorter fragments leave empty, for the sake of longer ones
 _SUB_BLOCK_SHIFT = 40  # a table's first word for a block: its id, and above these bits its place in the slot
 _MAX_TABLE_BLOCKS = 16384
 _ARENA_BYTES = 1 << 20  # for each direction
-_MAX_ITEMS = (1 << 31) - (1 << 22)  # rows of one launch: the kernel counts them in 32 bits, and one step beyond
+_MAX_ITEMS = (1 << 31) - (1 << 22)  # fragments of one launch: the kernel counts them in 32 bits, and one step beyond
 _LAUNCH_PLACES = 2
-_MOST_DIVISIONS = 64  # ways of dividing a group into parts; their rows stay until the engine is closed
-_DIVISIONS_BYTES = 4 << 20  # of device memory for these rows, at most
+_MOST_DIVISIONS = 64  # ways of dividing a group into parts; their fragments stay until the engine is closed
+_DIVISIONS_BYTES = 4 << 20  # of device memory for these fragments, at most
 
 
-class Tiling(NamedTuple):
-    """How a group is cut: rows of at most `row_bytes`, in words of `word_bytes`, at multiples of `alignment` bytes.
+class FragmentShape(NamedTuple):
+    """How the blocks of a group are cut for the kernel.
+
+    Fragments of at most `fragment_bytes`, in words of `word_bytes`, at multiples of `alignment` bytes.
 
     Attributes:
-        uniform: every row has `row_bytes`.
+        uniform: every fragment has `fragment_bytes`.
     """
 
-    row_bytes: int
+    fragment_bytes: int
     word_bytes: int
     alignment: int
     uniform: bool = True
 
-    def tile_rows(self, warps: int) -> int:
-        """Rows that a program of so many warps moves at a time."""
-        return min(_MAX_TILE_ROWS, _tile_bytes(self.alignment, warps) // self.row_bytes)
+    def tile_fragments(self, warps: int) -> int:
+        """Fragments that a program of so many warps moves at a time."""
+        return min(_MAX_TILE_FRAGMENTS, _tile_bytes(self.alignment, warps) // self.fragment_bytes)
 
 
 def _tile_bytes(alignment: int, warps: int) -> int:
@@ -72,55 +76,56 @@ def _tile_bytes(alignment: int, warps: int) -> int:
     return warps * THREADS_PER_WARP * words * min(8, alignment)
 
 
-def kernel_spec(tiling: Tiling, direction: Direction, programs: int) -> KernelSpec:
-    """The kernel for a tiling and so many programs."""
+def kernel_spec(shape: FragmentShape, direction: Direction, programs: int) -> KernelSpec:
+    """The kernel for a shape and so many programs."""
     several_storing = direction is Direction.STORE and programs > 1
     warps = _WARPS_OF_SEVERAL_STORING if several_storing else _WARPS
     return KernelSpec(
         module="kvoffload.kernels.gather",
         function="gather",
-        parameters=(("row_table", "i64"), ("block_table", "i64"), ("num_rows", "i32"), ("num_blocks", "i32")),
+        parameters=(("fragment_table", "i64"), ("block_table", "i64"), ("num_fragments", "i32"), ("num_blocks", "i32")),
         constants=(
             ("STORE", int(direction is Direction.STORE)),
-            ("WORD_BITS", 8 * tiling.word_bytes),
-            ("WORDS", tiling.row_bytes // tiling.word_bytes),
-            ("ROWS", tiling.tile_rows(warps)),
-            ("ALIGNMENT", tiling.alignment),
-            ("UNIFORM", int(tiling.uniform)),
+            ("WORD_BITS", 8 * shape.word_bytes),
+            ("WORDS", shape.fragment_bytes // shape.word_bytes),
+            ("FRAGMENTS", shape.tile_fragments(warps)),
+            ("ALIGNMENT", shape.alignment),
+            ("UNIFORM", int(shape.uniform)),
             ("SUB_BLOCK_SHIFT", _SUB_BLOCK_SHIFT),
         ),
         warps=warps,
     )
 
 
-def tiling_of(group: Group, slot_bytes: int, pool_address: int) -> Tiling:
-    """The longest rows that leave few threads idle, and the widest words that all addresses are aligned to."""
+def fragment_shape_of(group: Group, slot_bytes: int, pool_address: int) -> FragmentShape:
+    """The longest fragments that leave few threads idle, and the widest words that all addresses are aligned to."""
     alignment = math.gcd(16, slot_bytes, pool_address)
     for plane, offset in zip(group.planes, group.host_offsets.tolist(), strict=True):
         alignment = math.gcd(alignment, plane.address, plane.block_stride, plane.block_bytes, offset)
     alignment = alignment if alignment >= 4 else 1
     widths = [plane.block_bytes for plane in group.planes]
-    longest = min(_ROW_BYTES, _tile_bytes(alignment, _WARPS_OF_SEVERAL_STORING))
-    row_bytes = min(longest, 1 << (max(widths).bit_length() - 1))
-    while row_bytes > alignment and _idle(widths, row_bytes) > _MAX_IDLE:
-        row_bytes //= 2
-    return Tiling(row_bytes, min(8, alignment), alignment, uniform=_idle(widths, row_bytes) == 0)
+    longest = min(_FRAGMENT_BYTES, _tile_bytes(alignment, _WARPS_OF_SEVERAL_STORING))
+    fragment_bytes = min(longest, 1 << (max(widths).bit_length() - 1))
+    while fragment_bytes > alignment and _idle(widths, fragment_bytes) > _MAX_IDLE:
+        fragment_bytes //= 2
+    return FragmentShape(fragment_bytes, min(8, alignment), alignment, uniform=_idle(widths, fragment_bytes) == 0)
 
 
-def _idle(widths: list[int], row_bytes: int) -> float:
+def _idle(widths: list[int], fragment_bytes: int) -> float:
     """The share of the threads that have nothing to copy."""
-    return 1 - sum(widths) / sum(-(-width // row_bytes) * row_bytes for width in widths)
+    return 1 - sum(widths) / sum(-(-width // fragment_bytes) * fragment_bytes for width in widths)
 
 
-def row_table(group: Group, tiling: Tiling, planes: Iterable[int] | None = None) -> Int64Array:
-    """Rows of a group, or of these planes of it, int64, (5, rows): address in block 0, block stride, offset in slot,
-    bytes between sub-blocks, words.
+def fragment_table(group: Group, shape: FragmentShape, planes: Iterable[int] | None = None) -> Int64Array:
+    """The fragments of a group, or of some planes of it: int64, (5, fragments).
+
+    By row of the array: address in block 0, block stride, offset in the slot, bytes between sub-blocks, words.
     """
     columns: list[Int64Array] = []
     for index in range(len(group.planes)) if planes is None else sorted(planes):
         plane, offset = group.planes[index], int(group.host_offsets[index])
-        start = np.arange(0, plane.block_bytes, tiling.row_bytes)
-        words = np.minimum(tiling.row_bytes, plane.block_bytes - start) // tiling.word_bytes
+        start = np.arange(0, plane.block_bytes, shape.fragment_bytes)
+        words = np.minimum(shape.fragment_bytes, plane.block_bytes - start) // shape.word_bytes
         stride, step = np.full(start.shape, plane.block_stride), np.full(start.shape, plane.block_bytes)
         columns.append(np.stack([plane.address + start, stride, offset + start, step, words]))
     return np.ascontiguousarray(np.concatenate(columns, axis=1))
@@ -130,20 +135,20 @@ class _GroupKernels(NamedTuple):
     """What is ready for a group. It outlives the engine if that is forgotten, so it must not keep the planes alive.
 
     Attributes:
-        rows: of all planes.
-        room: addresses of the room for the rows of as many divisions, behind them.
-        kernels: by whether they store and whether several programs run, and how many rows a program moves at a time.
+        fragments: of all planes.
+        room: addresses of the room for the fragments of as many divisions, behind them.
+        kernels: by whether they store and whether several programs run, with the fragments of a tile.
     """
 
     group: Group
-    tiling: Tiling
-    rows: Rows
+    shape: FragmentShape
+    fragments: Fragments
     room: range
     kernels: dict[tuple[bool, bool], tuple[LoadedKernel, int]]
 
 
 class GatherKernels:
-    """What the gather copiers of an engine share: kernels, row tables, and pinned memory for tables of blocks.
+    """What the gather copiers of an engine share: kernels, fragment tables, and pinned memory for tables of blocks.
 
     Args:
         driver: its context must be current in `open` and `close`.
@@ -158,11 +163,11 @@ class GatherKernels:
         self.driver = driver
         self._memory = memory
         self._kernels: list[LoadedKernel] = []
-        self._row_tables: list[int] = []  # addresses of device memory
+        self._fragment_tables: list[int] = []  # addresses of device memory
         self._tables: list[PinnedMemory] = []  # one, once it is being pinned
         self.groups: list[_GroupKernels] = []
         self.arenas: tuple[TableArena, ...] = ()  # of stores, of loads
-        self._divided: list[dict[Parts, PartRows]] = []
+        self._divided: list[dict[Parts, PartFragments]] = []
 
     def open(self, capabilities: Capabilities, layout: KVLayout) -> None:
         """Load the kernels, and allocate tables.
@@ -177,27 +182,27 @@ class GatherKernels:
         """
         pool_address = int(self._memory.device_addresses(np.array([self._memory.address]))[0])
         for group in layout.groups:
-            tiling = tiling_of(group, layout.slot_bytes, pool_address)
-            self.groups.append(self._prepare(capabilities, group, tiling))
+            shape = fragment_shape_of(group, layout.slot_bytes, pool_address)
+            self.groups.append(self._prepare(capabilities, group, shape))
             self._divided.append({})
         tables = PinnedMemory(self.driver, 2 * _ARENA_BYTES, holder=self._tables)
         self.arenas = tuple(
             TableArena(half, self.driver.host_device_address(address_of(half))) for half in tables.array.reshape(2, -1)
         )
 
-    def _prepare(self, capabilities: Capabilities, group: Group, tiling: Tiling) -> _GroupKernels:
+    def _prepare(self, capabilities: Capabilities, group: Group, shape: FragmentShape) -> _GroupKernels:
         kernels = {}
         for stores, several in itertools.product((True, False), (False, True)):
             direction = Direction.STORE if stores else Direction.LOAD
-            kernel = self._load(capabilities, kernel_spec(tiling, direction, 1 + several))
-            kernels[stores, several] = kernel, kernel.spec.constant("ROWS")
-        rows = row_table(group, tiling)
-        divisions = min(_MOST_DIVISIONS, _DIVISIONS_BYTES // rows.nbytes) if len(group.planes) > 1 else 0
-        self.driver.create("cuMemAlloc", self._row_tables, (1 + divisions) * rows.nbytes)
-        address = int(self._row_tables[-1])
-        self.driver.copy_to_device(address, address_of(rows), rows.nbytes)
-        room = range(address, address + (1 + divisions) * rows.nbytes, rows.nbytes)[1:]
-        return _GroupKernels(group.disowned(), tiling, Rows(rows.shape[1], address), room, kernels)
+            kernel = self._load(capabilities, kernel_spec(shape, direction, 1 + several))
+            kernels[stores, several] = kernel, kernel.spec.constant("FRAGMENTS")
+        fragments = fragment_table(group, shape)
+        divisions = min(_MOST_DIVISIONS, _DIVISIONS_BYTES // fragments.nbytes) if len(group.planes) > 1 else 0
+        self.driver.create("cuMemAlloc", self._fragment_tables, (1 + divisions) * fragments.nbytes)
+        address = int(self._fragment_tables[-1])
+        self.driver.copy_to_device(address, address_of(fragments), fragments.nbytes)
+        room = range(address, address + (1 + divisions) * fragments.nbytes, fragments.nbytes)[1:]
+        return _GroupKernels(group.disowned(), shape, Fragments(fragments.shape[1], address), room, kernels)
 
     def _load(self, capabilities: Capabilities, spec: KernelSpec) -> LoadedKernel:
         for kernel in self._kernels:
@@ -210,18 +215,19 @@ class GatherKernels:
         """Why loads of a group cannot be carried in these parts; None if they can."""
         of, divided = self.groups[group], self._divided[group]
         most = (_ARENA_BYTES // 8 - 2 * _MAX_TABLE_BLOCKS) // 5  # as many as find room behind the longest table
-        if of.rows.num_rows > most:
-            return f"its blocks have {of.rows.num_rows} rows of {of.tiling.row_bytes} bytes, more than {most}"
+        if of.fragments.num_fragments > most:
+            count = of.fragments.num_fragments
+            return f"its blocks have {count} fragments of {of.shape.fragment_bytes} bytes, more than {most}"
         if parts not in divided and len(divided) == len(of.room):
             return f"there is room on the GPU for {len(of.room)} ways of dividing its planes, and it is taken"
         return None
 
-    def in_parts(self, group: int, parts: Parts) -> PartRows:
-        """The rows of a group by part, unless `why_not_in_parts`. They stay: queued launches may always read them."""
+    def in_parts(self, group: int, parts: Parts) -> PartFragments:
+        """The fragments of a group by part, unless `why_not_in_parts`. Kept: queued launches read them."""
         of, divided = self.groups[group], self._divided[group]
         if parts not in divided:
-            tables = [row_table(of.group, of.tiling, planes) for planes in parts]
-            divided[parts] = PartRows(of.room[len(divided)], tables)
+            tables = [fragment_table(of.group, of.shape, planes) for planes in parts]
+            divided[parts] = PartFragments(of.room[len(divided)], tables)
         return divided[parts]
 
     def slot_addresses(self, addresses: Int64Array) -> Int64Array:
@@ -241,7 +247,7 @@ class GatherKernels:
     def close(self) -> None:
         """Free everything; nothing on the GPU may still use it. Interrupted, it goes on where it stopped."""
         steps = [kernel.close for kernel in self._kernels]
-        steps.append(partial(self.driver.destroy, "cuMemFree", self._row_tables))
+        steps.append(partial(self.driver.destroy, "cuMemFree", self._fragment_tables))
         run_all((*steps, *(tables.release for tables in self._tables)))
 
 
@@ -251,8 +257,8 @@ class GatherCopier:
     is_kernel = True
 
     def __init__(self, shared: GatherKernels, programs: int) -> None:
-        most_rows = max(group.rows.num_rows for group in shared.groups)
-        self.segment_operations = min(_MAX_TABLE_BLOCKS, _MAX_ITEMS // most_rows)
+        most_fragments = max(group.fragments.num_fragments for group in shared.groups)
+        self.segment_operations = min(_MAX_TABLE_BLOCKS, _MAX_ITEMS // most_fragments)
         self._shared = shared
         self._programs = programs
 
@@ -270,22 +276,22 @@ class GatherCopier:
         table = self._write(work)
         if table is None:
             return None
-        return Staged(self._pack(work, self._shared.groups[work.group_index].rows, table), table)
+        return Staged(self._pack(work, self._shared.groups[work.group_index].fragments, table), table)
 
     def _stage_part(self, work: BlocksOfPart) -> Staged | None:
-        """Also what brings the rows of all parts to the GPU, if they are not there: behind the blocks in the table."""
-        blocks, rows, table = work.blocks, work.whole.rows, work.table
-        missing = rows.missing
+        """The first launch also copies the fragments of all parts to the GPU, from the words behind its blocks."""
+        blocks, fragments, table = work.blocks, work.whole.fragments, work.table
+        missing = fragments.missing
         if table is None:
             table = self._write(blocks, 0 if missing is None else len(missing))
             if table is None:
                 return None
             work.whole.tables[work.first] = table
-        submit = self._pack(blocks, rows.parts[work.part], table)
+        submit = self._pack(blocks, fragments.parts[work.part], table)
         if missing is not None:
             source = table.words[2 * len(blocks) :]
             source[:] = missing
-            submit = partial(self._submit_behind_rows, rows, source, submit)
+            submit = partial(self._submit_behind_fragments, fragments, source, submit)
         return Staged(submit, table)
 
     def _write(self, blocks: BlockPlan, more_words: int = 0) -> Table | None:
@@ -300,12 +306,12 @@ class GatherCopier:
             table.words[count : 2 * count] = self._shared.slot_addresses(blocks.slot_address)
         return table
 
-    def _pack(self, blocks: BlockPlan, rows: Rows, table: Table) -> Submit:
-        """The launch that copies these rows of the blocks in the table."""
+    def _pack(self, blocks: BlockPlan, fragments: Fragments, table: Table) -> Submit:
+        """The launch that copies these fragments of the blocks in the table."""
         stores = blocks.direction is Direction.STORE
-        kernel, tile_rows = self._shared.groups[blocks.group_index].kernels[stores, self._programs > 1]
-        kernel.pack((rows.address, table.device_address, rows.num_rows, len(blocks)))
-        grid = min(self._programs, -(-rows.num_rows * len(blocks) // tile_rows))
+        kernel, tile_fragments = self._shared.groups[blocks.group_index].kernels[stores, self._programs > 1]
+        kernel.pack((fragments.address, table.device_address, fragments.num_fragments, len(blocks)))
+        grid = min(self._programs, -(-fragments.num_fragments * len(blocks) // tile_fragments))
         return partial(self._submit, kernel, grid)
 
     def _submit(self, kernel: LoadedKernel, grid: int, stream: int, start: int | None) -> None:
@@ -313,9 +319,9 @@ class GatherCopier:
             self._shared.driver.event_record(start, stream)
         kernel.queue(stream, grid)
 
-    def _submit_behind_rows(
-        self, rows: PartRows, source: Int64Array, submit: Submit, stream: int, start: int | None
+    def _submit_behind_fragments(
+        self, fragments: PartFragments, source: Int64Array, submit: Submit, stream: int, start: int | None
     ) -> None:
-        self._shared.driver.copy(rows.address, address_of(source), source.nbytes, stream)
-        rows.missing = None
+        self._shared.driver.copy(fragments.address, address_of(source), source.nbytes, stream)
+        fragments.missing = None
         submit(stream, start)

@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from kvoffload.layout.layout import Int64Array
+from kvoffload.internal.types import Int64Array
 
 _ALIGNMENT_BYTES = 64
 

@@ -18,11 +18,12 @@ import numpy.typing as npt
 
 from kvoffload.device.context import DeviceContext, DeviceUser
 from kvoffload.device.streams import stream_handle
-from kvoffload.driver import address_of
+from kvoffload.driver import Driver, address_of
+from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import ClosedError, DriverError
 from kvoffload.internal.types import ArrayLike, UInt8Array
 from kvoffload.layout.dlpack import CPU, CUDA, ArrayView, export_dlpack, packed_strides
-from kvoffload.layout.layout import NARROW_BYTES, dtype_name, element_bytes
+from kvoffload.layout.dtypes import NARROW_BYTES, dtype_name, element_bytes
 
 
 class DeviceBuffer:
@@ -41,8 +42,9 @@ class DeviceBuffer:
         addresses: list[Any] = []  # the truth about what must be freed
         self.device = device
         self.nbytes = nbytes
+        self._copying: list[bool] = []  # not empty: a `copy_from` is under way, or was interrupted
         with device.current():
-            self._resource = device.adopt(self, partial(device.driver.destroy, "cuMemFree", addresses))
+            self._resource = device.adopt(self, partial(_free, device.driver, addresses, self._copying))
             try:
                 device.driver.create("cuMemAlloc", addresses, nbytes)
             except DriverError:
@@ -80,7 +82,9 @@ class DeviceBuffer:
             raise ValueError(f"array of {source.nbytes} bytes at offset {start} does not fit into {self.nbytes} bytes")
         if source.nbytes:
             with self.device.current():
+                self._copying += (True,)
                 self.device.driver.copy_to_device(self.address + start, address_of(source), source.nbytes)
+                del self._copying[-1:]
 
     def to_numpy(self) -> UInt8Array:
         """The bytes as a new array, uint8, (nbytes,); ordered after work on the legacy default stream alone."""
@@ -186,7 +190,9 @@ class DeviceArray:
         """
         self.buffer.check()
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
-            raise BufferError(f"{self!r} can only be exported without a copy, on its own device")
+            raise BufferError(
+                f"{self!r} is exported without a copy, and only where it is: on {self.__dlpack_device__()}"
+            )
         dtype = self._numpy_dtype()
         device = self.buffer.device
         if device.simulated:
@@ -245,6 +251,13 @@ class DeviceArray:
 
     def __repr__(self) -> str:
         return f"DeviceArray({self.shape}, {self.dtype}, {self.address:#x})"
+
+
+def _free(driver: Driver, addresses: list[Any], copying: list[bool]) -> None:
+    if copying:  # an interrupted copy may still be writing to the memory
+        driver.stream_synchronize(LEGACY_STREAM)
+        copying.clear()
+    driver.destroy("cuMemFree", addresses)
 
 
 def check_shape(shape: Any) -> tuple[int, ...]:

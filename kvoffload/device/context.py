@@ -63,7 +63,7 @@ class DeviceContext:
         driver: the `Driver`; for tests and for programs that want calls of their own.
         index: which GPU, as CUDA counts them.
         name: what CUDA calls it.
-        simulated: whether this is no GPU; every time and bandwidth is then made up.
+        simulated: whether this is the simulated device; its times and bandwidths say nothing about a GPU.
         simulator: the SimulatedDriver behind it, or None.
         context: handle of the CUDA context.
         lifecycle: held while an engine is constructed or closed, and while the device closes.
@@ -153,6 +153,7 @@ class DeviceContext:
 
     def register_engine(self, engine: DeviceUser) -> None:
         """Have the engine closed with the device. It is not kept alive."""
+        self.check_process()
         with self.lifecycle:
             self._users = [known for known in self._users if known() is not None] + [weakref.ref(engine)]
 
@@ -182,7 +183,9 @@ class DeviceContext:
 
         Raises:
             TimeoutError: another thread held it all the time.
+            ClosedError: in a forked child, where a thread of the parent may seem to hold it for ever.
         """
+        self.check_process()
         if timeout is not None and not _was_free(self.lifecycle, min(max(0.0, timeout), threading.TIMEOUT_MAX)):
             raise TimeoutError(f"another thread opens or closes an engine of {self!r} for more than {timeout} seconds")
 

@@ -45,13 +45,13 @@ class Current:
         driver = self.driver
         try:
             driver.restore_capture_mode(self._capture_mode)
-        except DriverError:
-            pass  # what was done inside stands; an error here must not hide it or undo it
-        if self._pushed:
-            try:
+            if self._pushed:
                 driver.context_pop()
-            except DriverError:
-                self._pop_own()
+        except DriverError:  # what was done inside stands; an error here must not hide it or undo it
+            self._pop_own()
+        except BaseException:
+            self._pop_own()
+            raise
 
     def _pop_own(self) -> None:
         """Pop the context if this pushed it and it is still current."""

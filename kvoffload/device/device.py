@@ -26,7 +26,9 @@ from kvoffload.errors import (
 )
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least
-from kvoffload.layout.layout import KVLayout, Plane, dtype_name, element_bytes
+from kvoffload.layout.dtypes import dtype_name, element_bytes
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
 
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _ALLOCATION_ALIGNMENT = 512  # what cuMemAlloc aligns to, at least; planes of a slab keep it

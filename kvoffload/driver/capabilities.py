@@ -1,4 +1,4 @@
-"""What the driver, the bindings and the GPU at hand can do: asked once, when a device is opened."""
+"""What the driver, the bindings and the GPU can do: determined once, when a device is opened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KERNEL_COMPUTE_CAPABILITY = (8, 0)  # asynchronous copies to shared memory came
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What can be used, and in `missing` why the rest cannot.
+    """What driver, bindings and GPU can do, and in `missing` why they cannot do the rest.
 
     Attributes:
         driver_version: of the CUDA driver API, for example `(13, 0)`.
@@ -30,7 +30,7 @@ class Capabilities:
         raw_addresses: both through calls that take array addresses (bindings 13.5).
         stream_memory_operations: cuStreamWaitValue32 can be called.
         copy_engines: asynchronous copy engines of the GPU.
-        kernels: kernels can be loaded and launched (what compiles them is another matter: `kvoffload.kernels.why_not`).
+        kernels: kernels can be loaded and launched (whether they can be compiled: `kvoffload.kernels.why_not`).
         max_shared_bytes: shared memory that one block of a kernel can ask for.
     """
 

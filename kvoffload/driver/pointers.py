@@ -1,4 +1,4 @@
-"""What the driver says of a pointer: the calls that tell on which GPU memory is. A context must be current.
+"""The calls that tell on which GPU the memory of a pointer is. A context must be current.
 
 All of them are `functions.OPTIONAL`. Where one is missing, and for an attribute that the bindings do not know, they
 raise CapabilityError; where the driver has no answer, DriverError.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvoffload.driver.core import Driver
-from kvoffload.errors import CapabilityError, DriverError
+from kvoffload.errors import CapabilityError
 
 _DEVICE_LOCATION = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 
@@ -25,15 +25,17 @@ def pointer_pool(driver: Driver, address: int) -> int:
 
 
 def mapped_memory_device(driver: Driver, address: int) -> int | None:
-    """The GPU of mapped virtual memory (cuMemCreate and cuMemMap); None for memory that is none."""
+    """The GPU of mapped virtual memory (cuMemCreate and cuMemMap); None if it is host memory.
+
+    Raises:
+        DriverError: `address` is not mapped virtual memory.
+    """
     handles: list[Any] = []
     _require(driver, "cuMemRetainAllocationHandle", "cuMemGetAllocationPropertiesFromHandle", "cuMemRelease")
     try:
         driver.create("cuMemRetainAllocationHandle", handles, address)
         location = driver.call("cuMemGetAllocationPropertiesFromHandle", handles[0]).location
         return int(location.id) if int(location.type) == _DEVICE_LOCATION else None
-    except DriverError:
-        return None
     finally:
         driver.destroy("cuMemRelease", handles)
 

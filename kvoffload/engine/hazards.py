@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffload.internal.types import Int64Array
-from kvoffload.layout.layout import Group, KVLayout
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Group
 from kvoffload.planning.transfer_plan import Direction
 
 

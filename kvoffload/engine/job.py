@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
@@ -53,6 +54,9 @@ class JobEngine(Protocol):
 
     def advance(self) -> None: ...
 
+    @property
+    def lock(self) -> threading.RLock: ...
+
     def forget_report(self, job_id: int) -> None: ...
 
     def order_job_before(self, transfer: Transfer, stream: StreamLike, part: int | None) -> None: ...
@@ -72,6 +76,11 @@ class Job:
     def __init__(self, engine: JobEngine, transfer: Transfer) -> None:
         self._engine = engine
         self._transfer = transfer
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The lock of its engine."""
+        return self._engine.lock
 
     @property
     def id(self) -> int:

@@ -177,7 +177,11 @@ class Launcher:
     def _mark(self, stream: LaneStream) -> int:
         """An event behind everything on `stream`."""
         event = self._markers.idle.pop() if self._markers.idle else self._markers.make()
-        self._driver.event_record(event, stream.handle)
+        try:
+            self._driver.event_record(event, stream.handle)
+        except DriverError:  # the transfer fails, and nothing refers to the event
+            self._markers.idle.append(event)
+            raise
         return event
 
     def fail(self, transfer: Transfer, error: BaseException) -> None:

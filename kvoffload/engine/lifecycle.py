@@ -24,6 +24,7 @@ from kvoffload.engine.stream_order import as_part, await_queueing
 from kvoffload.engine.transfer import Transfer
 from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import at_least
+from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
 from kvoffload.layout.fold import describe_fold
 from kvoffload.layout.layout import KVLayout, describe_groups
@@ -38,11 +39,15 @@ _numbers = itertools.count(1)
 class SlotGuard(Protocol):
     """The owner of an engine's slots, such as a BlockCache."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether the slots may still be read or written by its reservations, leases and transfers."""
+
     def check_store(self, slots: Int64Array) -> None:
         """Raise unless a store may write these slots now. Called under the engine's lock, before anything happens."""
 
 
-class EngineLifecycle:
+class EngineLifecycle(HtmlRepresentation):
     """What `OffloadEngine` is besides submitting transfers; its docstring has the arguments.
 
     For caches and integrations: `lock`, `number`, `advance`, `submitted`, `touches`, `check_room`, `claim_slots`,
@@ -260,14 +265,16 @@ class EngineLifecycle:
         """From now on ask `guard` before every store. It is referred to weakly.
 
         Raises:
-            CapacityError: another guard that is still referred to has claimed the slots.
+            CapacityError: another guard is busy, or is garbage while transfers of its own may be in flight.
         """
         with self.lock:
-            if self._slot_guard is not None and self._slot_guard() is not None:
-                raise CapacityError(
-                    "the engine's slots belong to another BlockCache: delete that one first, end its reservations and "
-                    "leases, or make a second engine"
-                )
+            if self._slot_guard is not None:
+                other = self._slot_guard()
+                if self.in_flight if other is None else other.busy:
+                    raise CapacityError(
+                        "the engine's slots belong to another BlockCache: delete that one first, end its reservations, "
+                        "leases and transfers, or make a second engine"
+                    )
             self._slot_guard = weakref.ref(guard)
 
     # the end ------------------------------------------------------------------------------------------------------
@@ -352,10 +359,8 @@ class EngineLifecycle:
             f"{self.num_slots} slots x {self.layout.slot_bytes} B, {simulated}{state})"
         )
 
-    def _repr_html_(self) -> str:
-        from kvoffload.observability.notebook import engine_card
-
-        return engine_card(self, self._folds.groups, self._parts.copiers.missing, closed=self._closed)
+    def _html_options(self) -> dict[str, Any]:
+        return {"folded": self._folds.groups, "copiers": self._parts.copiers.missing, "closed": self._closed}
 
 
 def _checked_slots(num_slots: Any, layout: KVLayout) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from kvoffload.copiers import CopierSet, shape_of
 from kvoffload.copiers.selection import rank
+from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.planning.transfer_plan import BlockPlan, Direction
 from kvoffload.tuning import CopyMethod, Profile
 
@@ -27,7 +28,7 @@ class Alternative(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class PlanReport:
+class PlanReport(HtmlRepresentation):
     """What `OffloadEngine.store` or `load` would do, from `OffloadEngine.plan`; nothing is submitted or reserved.
 
     Attributes:
@@ -60,11 +61,6 @@ class PlanReport:
             f"PlanReport({self.direction} of {self.blocks} blocks, {self.nbytes} bytes, {self.operations} operations "
             f"of {self.rows} rows; {self.reason}; by: {self.profile})"
         )
-
-    def _repr_html_(self) -> str:
-        from kvoffload.observability.notebook import plan_card
-
-        return plan_card(self)
 
 
 def make_report(

@@ -14,7 +14,8 @@ from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.engine.wait_streams import Followed, Source, as_sources
 from kvoffload.errors import LayoutError
 from kvoffload.internal.types import ArrayLike, Int64Array
-from kvoffload.layout.layout import KVLayout, as_ids
+from kvoffload.layout.ids import as_ids
+from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import Parts, as_parts
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod
@@ -93,7 +94,8 @@ def make_request(
     planes = None
     if parts is not None:
         planes = _checked_parts(parts, direction, len(layout.groups[group].planes))
-        check_carries_parts(copier)
+        if planes is not None:
+            check_carries_parts(copier)
     sources: tuple[Any, ...]
     if after is None and layout.on_default_stream:
         sources = _DEFAULT_SOURCES

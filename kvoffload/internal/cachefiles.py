@@ -1,4 +1,4 @@
-"""Files in the user's cache folder: compiled kernels and measured profiles. All of them can be made again."""
+"""Files in the user's cache folder: compiled kernels and measured profiles. All of them can be generated again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import stat
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from kvoffload.errors import KVOffloadWarning
@@ -17,7 +18,7 @@ _warned: set[str] = set()
 
 
 def cache_folder() -> Path:
-    """Where the files are: the environment variable KVOFFLOAD_CACHE, or the user's cache folder. It may not exist."""
+    """The folder in the environment variable KVOFFLOAD_CACHE, or the user's cache folder. It may not exist."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
         return Path(chosen)
@@ -27,32 +28,47 @@ def cache_folder() -> Path:
 
 
 def read(path: Path) -> bytes | None:
-    """What a file holds, or None if there is none that can be read. It may be anything: check it."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
+    """The content of a regular file, or None if there is no such file, or it cannot be read. The content is unchecked.
+
+    A FIFO or a device file in its place is not read, and never blocks.
+    """
+    return _read(path, stat_check=_is_regular)
 
 
 def read_own(path: Path) -> bytes | None:
-    """Like `read`, for what must not come from others: None unless the file belongs to the effective user or to root,
-    and nobody else may write it.
+    """Like `read`, for content that is trusted: None unless the file belongs to the effective user or to root, and no
+    other user may write it.
     """
+    return _read(path, stat_check=_is_own)
+
+
+def _read(path: Path, stat_check: Callable[[os.stat_result], bool]) -> bytes | None:
     try:
-        with path.open("rb") as file:
-            return file.read() if _is_own(os.fstat(file.fileno())) else None
+        with open(path, "rb", opener=_open_nonblocking) as file:
+            return file.read() if stat_check(os.fstat(file.fileno())) else None
     except OSError:
         return None
 
 
+def _open_nonblocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO without a writer would block the open; files do not notice
+
+
+def _is_regular(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode)
+
+
 def _is_own(status: os.stat_result) -> bool:
+    if not _is_regular(status):
+        return False
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def write(path: Path, content: bytes) -> bool:
-    """Write a file whole or not at all, whoever else writes it; False, with one warning a process, if that fails.
+    """Write a file whole or not at all, also if other processes write it; False, with one warning a process, if that
+    fails.
 
-    Folders that are missing are made for this user alone.
+    Missing folders are created with access for this user alone.
     """
     try:
         _make_folder(path.parent)
@@ -60,7 +76,7 @@ def write(path: Path, content: bytes) -> bool:
     except OSError as error:
         warn_once(
             f"{path.parent} cannot be written ({_reason(error)}): compiled kernels and profiles are not kept, and "
-            f"are made again each time; set the environment variable {FOLDER_VARIABLE} to a folder that can",
+            f"are generated again each time; set the environment variable {FOLDER_VARIABLE} to a folder that can",
             cause="unwritable cache folder",
         )
         return False
@@ -68,7 +84,7 @@ def write(path: Path, content: bytes) -> bool:
 
 
 def why_not_writable() -> str | None:
-    """Why nothing can be kept in the cache folder, or None if something can: tried with an empty file."""
+    """Why no file can be written to the cache folder, or None if one can: tried with an empty file."""
     try:
         folder = cache_folder()
         _make_folder(folder)
@@ -90,14 +106,14 @@ def _reason(error: OSError) -> str:
 
 
 def _make_folder(folder: Path) -> None:
-    """With those above it: `Path.mkdir` would give them another mode."""
+    """Create a folder and its missing parents: `Path.mkdir` would give the parents another mode."""
     if not folder.parent.exists():
         _make_folder(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """In the same folder, since a file system replaces only its own files in one step."""
+    """Write a temporary file next to `path` and rename it: that is one step only within a file system."""
     prefix = f".{path.stem[:16]}."
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, suffix=".part", delete=False) as file:
         try:

@@ -1,4 +1,4 @@
-"""Checks of plain arguments: the error names the argument, the value and what is right."""
+"""Checks of plain arguments: the error names the argument, the value and the values that are accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def at_least(name: str, value: Any, minimum: int) -> int:
     """`value` as an int.
 
     Raises:
-        ValueError: no integer, or less than `minimum`.
+        ValueError: it is not an integer, or less than `minimum`.
     """
     try:
         number = operator.index(value)

@@ -1,4 +1,4 @@
-"""What Linux says about this machine's memory and about where a GPU is plugged in, from /proc and /sys."""
+"""This machine's memory and the PCIe slot of a GPU, as Linux reports them in /proc and /sys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Cgroup(NamedTuple):
     """A memory limit that applies to this process, bytes.
 
     Attributes:
-        used_bytes: without the page cache that the kernel can drop: what was read from files is not in the way.
+        used_bytes: without the page cache, which the kernel drops when memory is needed.
     """
 
     path: str
@@ -60,13 +60,13 @@ class Cgroup(NamedTuple):
 
 
 def tightest_cgroup() -> Cgroup | None:
-    """The memory cgroup (version 2 or 1) of this process, or a parent of it, that leaves least; None: no limit."""
+    """The memory cgroup (version 1 or 2) of this process, or its parent, with the least headroom; None: no limit."""
     limits = [group for folder, names in _memory_cgroups() if (group := _read_cgroup(folder, names)) is not None]
     return min(limits, key=lambda group: group.headroom_bytes, default=None)
 
 
 class _Names(NamedTuple):
-    """What the files of a cgroup version are called."""
+    """The file names of a cgroup version."""
 
     limit: str
     usage: str
@@ -103,14 +103,14 @@ def _read_cgroup(folder: Path, names: _Names) -> Cgroup | None:
 
 
 def locked_memory_limit() -> int | None:
-    """RLIMIT_MEMLOCK in bytes, None for unlimited. It does not bound CUDA's pinning; see `memory.PinnedMemory`."""
+    """RLIMIT_MEMLOCK in bytes, None for unlimited. It does not bound CUDA's pinning; see `PinnedMemory`."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 @dataclass(frozen=True, slots=True)
 class PciDevice:
-    """What sysfs says of a GPU's slot; None where it says nothing (virtual machines often).
+    """A GPU's slot as sysfs describes it; None where it has no entry (often in virtual machines).
 
     Attributes:
         link_speed, max_link_speed: for example "32.0 GT/s PCIe" (generation 5). An idle GPU may show a lower current
@@ -151,7 +151,7 @@ def pci_device(address: str) -> PciDevice:
 
 
 def numa_node_cpus(node: int | None) -> frozenset[int]:
-    """CPUs of a NUMA node that this process may run on; empty where Linux does not tell."""
+    """CPUs of a NUMA node that this process may run on; empty if Linux does not list them."""
     text = None if node is None else _read(_SYS / f"devices/system/node/node{node}/cpulist")
     cpus: set[int] = set()
     for part in (text or "").split(","):

@@ -1,4 +1,4 @@
-"""Tearing down several things of which each may fail."""
+"""Several steps of which each may fail, and all must be tried."""
 
 from __future__ import annotations
 

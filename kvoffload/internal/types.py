@@ -41,7 +41,7 @@ class SupportsCudaArray(Protocol):
 
 
 class SupportsDLPack(Protocol):
-    """An array that DLPack exports; JAX has nothing else that says that an array may be written."""
+    """An array that DLPack exports, such as JAX's, whose `__cuda_array_interface__` is always read-only."""
 
     def __dlpack__(self, *args: Any, **options: Any) -> Any: ...
 

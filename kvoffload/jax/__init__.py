@@ -1,27 +1,28 @@
-"""KV caches in JAX. Its arrays are immutable and its streams are its own, so somebody has to say who waits for whom.
+"""KV caches in JAX, whose arrays are immutable and whose streams are not visible. See docs/jax.md.
 
-Four ways, each with what it relies on; every `array` is a `jax.Array` of the whole cache:
+Four classes; in each, `array` is a `jax.Array` of the whole cache. They differ in whose memory it is, and in how JAX is
+made to wait for transfers:
 
-    OwnedCache      memory of ours that JAX imports: the recommended one. After a transfer the array is imported anew,
-                    and what JAX computes with it waits on the GPU. Relies on DLPack, and on a donated update staying
-                    in its place, which is checked.
-    AdoptedCache    memory that JAX allocated. Waits on the host for transfers. Relies on a donated update staying in
-                    its place, which is checked, and on JAX seeing bytes that others write.
-    StagedCache     memory that JAX allocated, reached through a gather, a scatter and a staging array. Relies on
-                    DLPack alone; costs a copy on the device more.
-    CallbackCache   memory that JAX allocated; transfers are queued from inside JAX's own stream, by a callback of
-                    `jax.experimental.buffer_callback`. Nothing but JAX's order to keep; an experimental interface.
+    OwnedCache      recommended. kvoffload's memory, imported by JAX. After a transfer the memory is imported anew, and
+                    computations with the new array wait for the transfer on the GPU. Relies on DLPack, and on a donated
+                    update staying at its address, which is checked.
+    AdoptedCache    JAX's memory. The host waits for transfers. Relies on a donated update staying at its address, which
+                    is checked, and on JAX seeing bytes that other libraries have written.
+    StagedCache     JAX's memory, copied by JAX to and from a staging array. Relies on DLPack alone; costs one more copy
+                    on the device.
+    CallbackCache   JAX's memory. Transfers are submitted by a callback in JAX's own stream
+                    (`jax.experimental.buffer_callback`, an experimental interface), so they need no other order.
 
 A step that updates the cache is jitted with the cache donated:
 
     step = jax.jit(step, donate_argnums=0)
-    cache.array, logits = step(cache.array, tokens)     # the setter checks where the result lies
+    cache.array, logits = step(cache.array, tokens)     # the setter checks the address of the result
     engine.store(blocks, slots, after=cache)            # follows the step, on the GPU
     engine.load(slots, other_blocks, after=cache)
     cache.array, logits = step(cache.array, tokens)     # follows both
 
-`jax.new_ref` was no better: in JAX 0.11 a reference has no `__dlpack__`, and making one copies, as does reading it as
-a whole. `jax.ffi` needs functions compiled from C++; `buffer_callback` is what it offers to Python.
+Not used: `jax.new_ref` (in JAX 0.11 a reference has no `__dlpack__`, and creating or reading one copies the array) and
+`jax.ffi` (needs functions compiled from C++; `buffer_callback` is its form for Python).
 """
 
 from __future__ import annotations

@@ -15,21 +15,26 @@ from kvoffload.layout.layout import KVLayout
 
 
 class Holder:
-    """What the planes keep alive: whichever array holds their memory now."""
+    """The owner of the planes: keeps the array alive that has their memory now. `arrays` has that one array.
+
+    A donated array is gone when the jitted function returns, and an interrupt after that would lose the result. So the
+    result is put in place by one C operation that also calls the function: `arrays[:] = map(function, arrays)`.
+    """
 
     def __init__(self, array: Any) -> None:
-        self.array = array
+        self.arrays = [array]
 
 
 class AdoptedCache(PlacedCache):
-    """A KV cache in an array of JAX's that is updated by donation, and so stays in its place (checked each time).
+    """A KV cache in an array of JAX's that is updated by donation, and so keeps its address (checked each time).
 
-    Nothing that JAX documents makes it wait for others' writes, so the host does: reading `array` waits until the
-    transfers submitted so far have ended. That JAX then sees what they wrote is not documented either; JAX 0.10 and
-    0.11 do. The array's cached host copy (of `np.asarray`) would be stale: reading `array` after a transfer makes a new
+    JAX documents nothing that makes it wait for what others write, so the host does: reading `array` waits until the
+    transfers submitted so far have ended. That JAX then sees the bytes is not documented either; JAX 0.10 and 0.11 do.
+    The host copy that `np.asarray` keeps on an array would be stale, so reading `array` after a transfer creates a new
     array of the same memory.
 
-    The caller's rules are those of `OwnedCache`.
+    The caller's obligations are those of `OwnedCache`. If a step was given the array and its result is lost, JAX has
+    freed the memory: close the engines over it, and create a new cache. `array` raises then, and so does `after=cache`.
 
     Args:
         device: of the engines.
@@ -38,7 +43,7 @@ class AdoptedCache(PlacedCache):
         options: as for `KVLayout`.
 
     Raises:
-        LayoutError: no array of JAX's, or as `KVLayout.from_stacked`.
+        LayoutError: `array` is no `jax.Array`, or as `KVLayout.from_stacked`.
     """
 
     def __init__(self, device: Device, array: Any, plane_axis: int = 0, block_axis: int = 1, **options: Any) -> None:
@@ -53,24 +58,33 @@ class AdoptedCache(PlacedCache):
 
     @property
     def _latest(self) -> Any:
-        return self._holder.array
+        return self._holder.arrays[0]
 
     def _ordered(self) -> Any:
+        if self.is_deleted():
+            raise LayoutError(
+                "array was donated and its result was not set, so JAX has freed the memory of the cache: close its "
+                "engines and create a new cache, or use kvoffload.jax.OwnedCache, which keeps its memory"
+            )
         transfers = self._transfers()
         if transfers != self._followed:
             for engine in self.device.engines_over(self.address, self.nbytes):
                 engine.drain()
-            renewed = _renew()(self._holder.array)
-            self._check(renewed)
-            self._holder.array = renewed
+            self._replace(_renew())
             self._followed = transfers
-        return self._holder.array
+        return self._latest
+
+    def _replace(self, function: Any) -> None:
+        """Put the result of a jitted function with a donated argument in the array's place, and check its address."""
+        arrays = self._holder.arrays
+        arrays[:] = map(function, arrays)
+        self._check(arrays[0])
 
     def _adopt(self, new: Any) -> None:
-        self._holder.array = new
+        self._holder.arrays[0] = new
 
 
 @lru_cache
 def _renew() -> Any:
-    """An array of the same memory that remembers no host copy; its argument is deleted."""
+    """A new array of the same memory, without the host copy that the argument may have; the argument is deleted."""
     return import_jax().jit(lambda array: array, donate_argnums=0)

@@ -1,7 +1,8 @@
-"""What the caches have in common: one array with a plane axis and a block axis that stays where it is."""
+"""What OwnedCache, AdoptedCache and CallbackCache have in common: an array that stays at its address."""
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -9,14 +10,15 @@ from kvoffload.device.device import Device
 from kvoffload.errors import LayoutError
 from kvoffload.jax.imports import address_of, follow
 from kvoffload.layout.arrays import is_jax_array
-from kvoffload.layout.layout import KVLayout, dtype_name, element_bytes
+from kvoffload.layout.dtypes import dtype_name, element_bytes
+from kvoffload.layout.layout import KVLayout
 
 
 class PlacedCache(ABC):
-    """A cache whose planes are addresses, so that every array that takes its place must lie there, too.
+    """A cache in one array whose address must not change, because the planes of `layout` are addresses.
 
     Attributes:
-        device: of the engines that copy it.
+        device: the device of the engines that copy the cache.
         address, shape, dtype, nbytes: of the array.
         layout: for an `OffloadEngine`.
     """
@@ -34,13 +36,13 @@ class PlacedCache(ABC):
 
     @property
     def array(self) -> Any:
-        """The cache as a `jax.Array`: what JAX computes with it follows all transfers submitted so far. It may be a new
-        array at each access; older ones are deleted as soon as they must not be used any more.
+        """The cache as a `jax.Array`. What JAX computes with it follows all transfers submitted so far. After a
+        transfer it is a new array, and the one before is deleted: using that raises.
 
-        Setting it adopts the result of an update that was given the array, donated.
+        Set it to the result of every update, to which the array was given as a donated argument.
 
         Raises:
-            LayoutError: what is set lies elsewhere, or is no such array.
+            LayoutError: the array that is set has another address, shape or dtype, or is no `jax.Array`.
         """
         return self._ordered()
 
@@ -51,16 +53,16 @@ class PlacedCache(ABC):
 
     @property
     def unordered(self) -> Any:
-        """The array as it is: what JAX computes with it does not follow transfers that were submitted since `array` was
-        read last. For computing while blocks are on their way: it must not read or write blocks that are being loaded,
-        nor write blocks that are being stored. `array`, read later, is ordered again.
+        """The array without the order: what JAX computes with it does not follow transfers that were submitted since
+        `array` was read last. For computing concurrently with transfers: such a computation must not read or write
+        blocks that are being loaded, nor write blocks that are being stored. `array`, read later, is ordered again.
         """
         return self._latest
 
     @property
     @abstractmethod
     def _latest(self) -> Any:
-        """The array that was adopted or imported last."""
+        """The array that was set or imported last. It is deleted if it was donated and no result has been set."""
 
     @abstractmethod
     def _ordered(self) -> Any: ...
@@ -68,10 +70,10 @@ class PlacedCache(ABC):
     @abstractmethod
     def _adopt(self, new: Any) -> None: ...
 
-    def _transfers(self) -> frozenset[tuple[int, int]]:
-        """By engine, how many transfers were ever submitted that may touch the memory: changes with each of them."""
+    def _transfers(self) -> frozenset[tuple[weakref.ref[Any], int]]:
+        """For each engine over this memory, how many transfers it was given: changes with each submitted transfer."""
         engines = self.device.engines_over(self.address, self.nbytes)
-        return frozenset((engine.number, count) for engine in engines if (count := engine.submitted))
+        return frozenset((weakref.ref(engine), count) for engine in engines if (count := engine.submitted))
 
     def _check(self, new: Any) -> None:
         if not is_jax_array(new):
@@ -82,7 +84,7 @@ class PlacedCache(ABC):
             raise LayoutError(
                 f"array lies at {address_of(new):#x}, and the cache at {self.address:#x}: the update made a copy. "
                 "Donate the cache to it (jax.jit(..., donate_argnums=...)), and use the array for nothing else "
-                "meanwhile; where JAX moves it all the same, take kvoffload.jax.StagedCache"
+                "meanwhile; if JAX moves it even then, use kvoffload.jax.StagedCache"
             )
 
     def _place_is_right(self, new: Any) -> bool:
@@ -91,7 +93,7 @@ class PlacedCache(ABC):
     # after=cache: an array whose producer is followed
 
     def is_deleted(self) -> bool:
-        """Whether the array was donated, and nothing has been adopted in its place."""
+        """Whether the array was donated, and no result has been set."""
         return bool(self._latest.is_deleted())
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -99,8 +101,8 @@ class PlacedCache(ABC):
         return int(kind), int(index)
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        """For `after=cache`: a transfer then follows the computation that made the array. What has read it since must
-        be named, too: `after=(cache, logits)`.
+        """For `after=cache`: a transfer then follows the computation that made the array. Computations that have read
+        it since must be named, too: `after=(cache, logits)`.
         """
         return follow(self._latest, stream)
 

@@ -1,4 +1,4 @@
-"""Transfers that are queued from inside JAX's own stream."""
+"""Transfers that are submitted in JAX's own stream."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Submit = Callable[[int], Job]  # given the stream that the transfer is to follow
 
 
 class CallbackCache(AdoptedCache):
-    """A KV cache in an array of JAX's, copied by transfers that have their place in JAX's own stream.
+    """A KV cache in an array of JAX's, copied by transfers that are ordered by JAX's own stream.
 
-    `store` and `load` run a jitted function that does nothing but call back, with XLA's stream, while it is queued
-    (`jax.experimental.buffer_callback`). There the transfer is submitted, behind that stream, and that stream is made
-    to wait for it. So everything that JAX was given before comes before the transfer, readers included, and everything
-    after it, after it.
+    `store` and `load` call a jitted function that does nothing but call back, with XLA's stream, while it is queued
+    (`jax.experimental.buffer_callback`). The callback submits the transfer behind that stream, and makes that stream
+    wait for the transfer. So the transfer follows everything that JAX was given before the call, also computations that
+    only read the array, and everything that JAX is given later follows the transfer.
 
-    The interface is experimental, and JAX's documentation says that it is to be replaced. Steps of which the blocks
-    being copied are no business wait all the same.
+    The interface is experimental, and JAX's documentation says that it is to be replaced. Computations that do not
+    touch the copied blocks wait as well. One thread at a time may use the cache.
 
     Args:
         device, array, plane_axis, block_axis, options: as for `AdoptedCache`.
@@ -42,43 +42,47 @@ class CallbackCache(AdoptedCache):
 
     def __init__(self, device: Device, array: Any, plane_axis: int = 0, block_axis: int = 1, **options: Any) -> None:
         super().__init__(device, array, plane_axis, block_axis, **options)
-        self._tickets: deque[_Ticket] = deque()
-        self._pass_through = _pass_through(array, partial(_called_back, self.address, self._tickets))
+        self._tickets: deque[Ticket] = deque()
+        self._pass_through = _pass_through(array, partial(called_back, self.address, self._tickets))
 
     def store(self, engine: OffloadEngine, blocks: Any, slots: Any, **options: Any) -> Job:
-        """`engine.store` at this place in JAX's stream."""
+        """`engine.store`, ordered by JAX's stream."""
         return self._submit(lambda after: engine.store(blocks, slots, after=after, **options))
 
     def load(self, engine: OffloadEngine, slots: Any, blocks: Any, **options: Any) -> Job:
-        """`engine.load` at this place in JAX's stream."""
+        """`engine.load`, ordered by JAX's stream."""
         return self._submit(lambda after: engine.load(slots, blocks, after=after, **options))
 
     def _submit(self, submit: Submit) -> Job:
-        behind = self._ordered()  # transfers that were submitted elsewhere
-        ticket = _Ticket(submit)
+        self._ordered()  # follow transfers that were submitted by other means
+        ticket = Ticket(submit)
         self._tickets.append(ticket)
-        try:
-            self.array = self._pass_through(behind)
-        except BaseException:
-            if ticket in self._tickets:
-                self._tickets.remove(ticket)
-            raise
+        arrays = self._holder.arrays
+        arrays[:] = map(self._pass_through, arrays)  # see Holder; no interrupt comes between this and the next line
+        ticket.dispatched = True
+        self._check(arrays[0])
         job = ticket.job()
         self._followed = self._transfers()
         return job
 
 
-class _Ticket:
-    """A transfer that waits for JAX's call."""
+class Ticket:
+    """A transfer that will be submitted by JAX's call.
+
+    Attributes:
+        dispatched: JAX has been given the call. It never will be, for a ticket that an interrupted `_submit` has left.
+    """
 
     def __init__(self, submit: Submit) -> None:
+        self.dispatched = False
         self._submit = submit
         self._job: Job | None = None
         self._error: BaseException | None = None
         self._called = threading.Event()
 
-    def run(self, stream: int) -> None:
-        """Submit it behind the stream, and have that wait for it. Raises nothing: JAX would not know what to do."""
+    def submit(self, stream: int) -> None:
+        """Submit the transfer behind `stream`, and have `stream` wait for it. Errors are raised by `job` instead: JAX
+        cannot handle them."""
         try:
             self._job = self._submit(stream)
             self._job.order_before(stream)
@@ -100,29 +104,32 @@ class _Ticket:
 
 
 def _pass_through(array: Any, callback: Callable[..., None]) -> Any:
-    """A jitted function that returns its argument, in its place, and calls back while it is queued."""
+    """A jitted function that returns its argument, at the same address, and calls back while it is queued."""
     jax = import_jax()
     try:
         from jax.experimental.buffer_callback import buffer_callback
     except ImportError as error:
-        raise CapabilityError(f"JAX {jax.__version__} has no buffer_callback ({error}); take OwnedCache") from None
+        raise CapabilityError(f"JAX {jax.__version__} has no buffer_callback ({error}); use OwnedCache") from None
     result = jax.ShapeDtypeStruct(array.shape, array.dtype)
     call = buffer_callback(callback, result, has_side_effect=True, input_output_aliases={0: 0})
     return jax.jit(lambda cache: call(cache), donate_argnums=0)
 
 
-def _called_back(address: int, tickets: deque[_Ticket], context: Any, out: Any, _: Any) -> None:
-    """What JAX calls; `tickets` are in the order in which it was given their calls."""
+def called_back(address: int, tickets: deque[Ticket], context: Any, out: Any, _: Any) -> None:
+    """What JAX calls, once for each dispatched ticket, in their order. The newest ticket may be one that JAX is being
+    given at this moment; an older one that was not dispatched was interrupted before, and is dropped."""
+    while len(tickets) > 1 and not tickets[0].dispatched:
+        tickets.popleft()
     ticket = tickets.popleft()
     found = _address_of(out)
     if found != address:
-        ticket.refuse(LayoutError(f"JAX moved the cache from {address:#x} to {found:#x}; take StagedCache"))
+        ticket.refuse(LayoutError(f"JAX moved the cache from {address:#x} to {found:#x}; use StagedCache"))
     else:
-        ticket.run(context.stream)
+        ticket.submit(context.stream)
 
 
 def _address_of(buffer: Any) -> int:
     try:
         return int(buffer.__cuda_array_interface__["data"][0])
-    except Exception:  # a type that it does not carry
+    except Exception:  # a dtype that the interface does not have
         return view_dlpack(buffer, None).address

@@ -1,13 +1,15 @@
-"""Memory of ours as arrays of JAX."""
+"""kvoffload's device memory as arrays of JAX."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from kvoffload.device.buffers import DeviceArray
 from kvoffload.errors import CapabilityError, LayoutError
-from kvoffload.layout.layout import NARROW_BYTES
+from kvoffload.layout.dtypes import NARROW_BYTES
 
 
 def import_jax() -> Any:
@@ -27,19 +29,20 @@ def import_jax() -> Any:
 
 
 def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
-    """GPU memory of ours as a `jax.Array`, without a copy. Computations with it wait, on the GPU, for the transfers in
+    """Device memory as a `jax.Array`, without a copy. Computations with it wait, on the GPU, for the transfers in
     flight that touch the memory.
 
-    Types that DLPack does not carry from here ("bfloat16" and those of 8 bits) come as unsigned integers, and are seen
-    as what they are by a jitted function with its argument donated, which copies nothing.
+    DLPack exports neither "bfloat16" nor types of 8 bits. They are imported as unsigned integers and reinterpreted by a
+    jitted function whose argument is donated; that copies nothing.
 
-    On a simulated device that is a copy: JAX on the CPU does not reinterpret or update imported memory in place.
+    On a simulated device the array is a copy: JAX on the CPU does not reinterpret or update imported memory in place.
 
     Args:
         memory: from `Device.empty`, of a device that JAX uses.
-        after: an array of JAX's whose computation is to be followed, too.
+        after: a `jax.Array` whose computation must have ended, too.
 
     Raises:
+        CapabilityError: JAX is not installed.
         LayoutError: JAX made a copy.
     """
     jax = import_jax()
@@ -54,12 +57,23 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
 
 
 def address_of(array: Any) -> int:
-    """Where a `jax.Array` on one device lies."""
+    """Device address of a `jax.Array` that is on one device, bytes."""
     return int(array.unsafe_buffer_pointer())
 
 
+def wait_for_computations(array: Any) -> None:
+    """Return when everything that JAX was given so far for the device of `array` has ended.
+
+    JAX computes on one stream per device, in the order in which it was called; so it is enough to wait for one more
+    computation. `array` itself may be deleted.
+    """
+    jax = import_jax()
+    (device,) = array.sharding.device_set
+    (jax.device_put(np.int32(0), device) + 1).block_until_ready()
+
+
 class _Export:
-    """Memory of ours, exported behind an array of JAX's."""
+    """Device memory for JAX to import, ordered after a `jax.Array` as well."""
 
     def __init__(self, memory: DeviceArray, after: Any) -> None:
         self._memory = memory

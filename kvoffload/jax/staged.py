@@ -1,9 +1,9 @@
-"""A cache in memory of JAX's, reached through a staging array."""
+"""A cache in JAX's memory, copied through a staging array."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,32 +11,48 @@ from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.errors import LayoutError
+from kvoffload.internal.types import Int64Array
 from kvoffload.jax.imports import follow, from_device, import_jax
 from kvoffload.layout.arrays import is_jax_array
 from kvoffload.layout.dlpack import view_dlpack
-from kvoffload.layout.layout import Int64Array, KVLayout, as_ids
+from kvoffload.layout.ids import as_ids
+from kvoffload.layout.layout import KVLayout
+
+_PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD: the calling thread's default stream
+
+
+class _Gathered(NamedTuple):
+    """A gathered array that must live until it has been copied to the staging array.
+
+    Attributes:
+        jobs: the store of the staging array, which ends after that copy; empty if it was not submitted.
+    """
+
+    array: Any
+    jobs: list[Job]
 
 
 class StagedCache:
     """A KV cache in an array of JAX's that may move: jitted functions gather what is stored and scatter what is loaded.
 
-    Relies on nothing but DLPack. What that costs: a copy on the device more for each transfer, `stage_blocks` blocks
-    of device memory, twice, and a JAX program that is queued for each; transfers of more blocks go in pieces.
+    Relies on DLPack alone. Costs one more copy on the device for each transfer, a JAX program that is queued for each,
+    and device memory for two times `stage_blocks` blocks. Transfers of more blocks are cut into several.
+
+    One thread may use a cache: that thread's default stream orders the copies to the staging array.
 
     Args:
         device: of the engine.
         array: on one GPU. Set `array` to the result of every update.
-        stage_blocks: blocks of a piece.
+        stage_blocks: the most blocks that are copied at a time.
         plane_axis, block_axis: which axes of the array count planes and blocks.
         options: as for `KVLayout`; `blocks_per_slot` must stay 1.
 
     Attributes:
-        array: the cache now; what JAX computes with it follows the loads submitted so far.
-        layout: of the staging array, for an `OffloadEngine` of its own.
+        layout: of the staging array, for an `OffloadEngine` that has no other use.
         stage: the staging array, a `DeviceArray` of shape (planes, stage_blocks, ...).
 
     Raises:
-        LayoutError: no array of JAX's, or a bad axis.
+        LayoutError: `array` is no `jax.Array`, or an axis is wrong.
         CapacityError: as `Device.empty`.
     """
 
@@ -54,51 +70,74 @@ class StagedCache:
         if options.get("blocks_per_slot", 1) != 1:
             raise LayoutError(f"blocks_per_slot must be 1 here, got {options['blocks_per_slot']}")
         shape = np.moveaxis(np.broadcast_to(False, array.shape), (plane_axis, block_axis), (0, 1)).shape
-        self.array = array
+        self._arrays = [array]  # one; see `load`
         self.device = device
         self.num_blocks = shape[1]
         self.stage = device.empty((shape[0], stage_blocks, *shape[2:]), array.dtype)
         self.layout = KVLayout.from_stacked(self.stage, **{"on_default_stream": False} | options)
         self._gather, self._scatter = _programs(plane_axis, block_axis)
-        self._held: deque[tuple[Job, Any]] = deque()  # what was gathered, until it is stored
+        self._gathered: deque[_Gathered] = deque()
+
+    @property
+    def array(self) -> Any:
+        """The cache as a `jax.Array`; what JAX computes with it follows the loads submitted so far."""
+        return self._arrays[0]
+
+    @array.setter
+    def array(self, new: Any) -> None:
+        self._arrays[0] = new
 
     def store(self, engine: OffloadEngine, blocks: Any, slots: Any) -> list[Job]:
-        """Copy blocks of the cache as it is now to slots. Later updates need not wait: the blocks are gathered first.
+        """Copy blocks of the cache as it is now to slots; a job for each `stage_blocks` blocks.
+
+        Later updates of the cache need not wait for the jobs: the blocks are gathered first.
 
         Raises:
             LayoutError, and what `OffloadEngine.store` raises.
         """
-        pieces = self._pieces(engine, blocks, slots)
-        while self._held and self._held[0][0].done:
-            self._held.popleft()
-        jobs = []
-        for block_ids, slot_ids in pieces:
-            gathered = self._gather(self.array, self._padded(block_ids, 0))
-            wait_stream = engine.callers.wait_stream()
-            engine.callers.order_all_before(wait_stream)  # the staging array is free
-            with self.device.current():
-                view = view_dlpack(gathered, None if self.device.simulated else wait_stream)
-                self.device.driver.copy(self.stage.address, view.address, self.stage.nbytes, wait_stream)
-            jobs.append(engine.store(np.arange(len(block_ids)), slot_ids, after=wait_stream))
-            self._held.append((jobs[-1], gathered))
-        return jobs
+        batches = self._batches(engine, blocks, slots)
+        return [self._store_batch(engine, *batch) for batch in batches]
+
+    def _store_batch(self, engine: OffloadEngine, block_ids: Int64Array, slot_ids: Int64Array) -> Job:
+        self._forget_copied()
+        gathered = _Gathered(self._gather(self.array, self._padded(block_ids, 0)), [])
+        self._gathered.append(gathered)
+        engine.order_all_before(_PER_THREAD_STREAM)  # then no transfer uses the staging array any more
+        with self.device.current():
+            view = view_dlpack(gathered.array, None if self.device.simulated else _PER_THREAD_STREAM)
+            self.device.driver.copy(self.stage.address, view.address, self.stage.nbytes, _PER_THREAD_STREAM)
+        job = engine.store(np.arange(len(block_ids)), slot_ids, after=_PER_THREAD_STREAM)
+        gathered.jobs.append(job)
+        return job
+
+    def _forget_copied(self) -> None:
+        """Drop gathered arrays that have been copied. One without a job, of an interrupted store, waits for a later
+        one: copies to the staging array follow each other."""
+        for number, gathered in reversed(list(enumerate(self._gathered))):
+            if gathered.jobs and gathered.jobs[0].done:
+                for _ in range(number + 1):
+                    self._gathered.popleft()
+                return
 
     def load(self, engine: OffloadEngine, slots: Any, blocks: Any) -> list[Job]:
-        """Copy slots to blocks of the cache; `array` is another one then.
+        """Copy slots to blocks of the cache; `array` is another one afterwards. A job for each `stage_blocks` blocks.
 
         Raises:
             LayoutError, and what `OffloadEngine.load` raises.
         """
         jobs = []
-        for block_ids, slot_ids in self._pieces(engine, blocks, slots, targets=True):
-            # what last read the staging array has made this one
-            jobs.append(engine.load(slot_ids, np.arange(len(block_ids)), after=self.array))
-            staged = from_device(self.stage)
-            self.array = self._scatter(self.array, self._padded(block_ids, self.num_blocks), staged)
+        for block_ids, slot_ids in self._batches(engine, blocks, slots, targets=True):
+            # The last scatter, which reads the staging array, produces `array`; the stream has the copies of stores.
+            after = (self.array, _PER_THREAD_STREAM)
+            jobs.append(engine.load(slot_ids, np.arange(len(block_ids)), after=after))
+            staged, ids = from_device(self.stage), self._padded(block_ids, self.num_blocks)
+            # The array is donated. An interrupt after the call would lose the result, so one C operation calls the
+            # function and puts its result in place.
+            self._arrays[:] = map(self._scatter, self._arrays, [ids], [staged])
             staged.delete()
         return jobs
 
-    def _pieces(
+    def _batches(
         self, engine: OffloadEngine, blocks: Any, slots: Any, *, targets: bool = False
     ) -> list[tuple[Int64Array, Int64Array]]:
         """Block ids and slots, `stage_blocks` at a time, checked. `targets`: the blocks must be distinct."""
@@ -119,6 +158,8 @@ class StagedCache:
         padded = np.full(self.stage.shape[1], filler, dtype=np.int32)
         padded[: len(ids)] = ids
         return padded
+
+    # after=cache: an array whose producer is followed
 
     def __dlpack_device__(self) -> tuple[int, int]:
         kind, index = self.array.__dlpack_device__()

@@ -1,12 +1,12 @@
 """Triton kernels without PyTorch: compiled for a compute capability, kept in the cache folder, loaded and launched.
 
-    KernelSpec      which kernel, with which constants                          spec.py
-    why_not         why no kernel can run on a device, if so                    loader.py
+    KernelSpec      names a kernel and its constants                            spec.py
+    why_not         the reason why a device can launch no kernel, or None       loader.py
     load_kernel     a LoadedKernel, from the cache folder or from Triton        loader.py, store.py, compiler.py
     compile_kernel  machine code and PTX; needs neither a GPU nor a driver      compiler.py
 
-The kernels themselves are in modules of their own, which import Triton and so are imported by name, when they are
-compiled. A kernel in the cache is loaded without Triton.
+The kernels themselves are in modules of their own (gather.py, compute.py, baseline.py), which import Triton and so are
+imported by name, when they are compiled. A kernel in the cache folder is loaded without Triton.
 """
 
 from kvoffload.kernels.compiler import Compiled, compile_kernel

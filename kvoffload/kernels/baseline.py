@@ -1,4 +1,4 @@
-"""A grid-stride copy kernel as others have it, to be measured against: a block at a time, an address for every copy."""
+"""A grid-stride copy kernel as other projects use it, for comparison: one copy at a time, with addresses for each."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

@@ -26,11 +26,11 @@ class Compiled(NamedTuple):
 
     Attributes:
         cubin: the machine code.
-        ptx: the assembly that it was made from.
+        ptx: the assembly that it was assembled from.
         name: of the kernel in both.
         shared_bytes: dynamic shared memory of a block.
-        parameter_count: of the machine code: behind the kernel's own there are some of Triton's, whose number depends
-            on its version; 0 is right for them.
+        parameter_count: of the machine code: the kernel's own, then some of Triton's, whose number depends on its
+            version, and for which a launch passes 0.
         threads: of a block.
     """
 
@@ -43,7 +43,7 @@ class Compiled(NamedTuple):
 
 
 def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled:
-    """Compile: takes about a second. Nothing else of Triton's may run in another thread meanwhile.
+    """Compile a kernel, in about a second. No other thread may use Triton meanwhile.
 
     Standard output of the whole process goes to standard error while it compiles, whichever thread writes it with
     `print` or `sys.stdout`: Triton prints whole programs there.
@@ -51,9 +51,9 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Com
     Raises:
         CapabilityError: Triton is missing, or cannot compile this.
     """
-    from kvoffload.simulator.interpreter import LOCK  # it alters triton.language while a kernel runs
+    from kvoffload.simulator.interpreter import LOCK  # a simulated launch alters triton.language
 
-    with LOCK, contextlib.redirect_stdout(sys.stderr):  # where Triton prints all about a failure
+    with LOCK, contextlib.redirect_stdout(sys.stderr):  # Triton prints to stdout when it fails
         try:
             require_triton()
             return _describe(_build_somewhere(spec, compute_capability))
@@ -67,7 +67,7 @@ def compile_kernel(spec: KernelSpec, compute_capability: tuple[int, int]) -> Com
 
 
 def triton_version() -> str | None:
-    """Of the installed Triton, without importing it; None if there is none."""
+    """The version of the installed Triton, without importing it; None if none is installed."""
     from importlib import metadata
 
     for name in _DISTRIBUTIONS:
@@ -79,17 +79,17 @@ def triton_version() -> str | None:
 
 
 def require_triton() -> None:
-    """Import it; CapabilityError if that fails."""
+    """Import Triton; CapabilityError if that fails."""
     try:
         import triton  # noqa: F401
-    except Exception as error:  # a Triton that does not fit this Python or this machine raises other things, too
+    except Exception as error:  # a Triton for another Python or machine raises more than ImportError
         raise CapabilityError(
             f"kernels need Triton, which cannot be imported ({_essence(error)}); {_INSTALL}"
         ) from error
 
 
 def no_triton() -> str:
-    """What to say where `triton_version` is None."""
+    """The message for where `triton_version` is None."""
     return f"kernels need Triton, which is not installed; {_INSTALL}"
 
 
@@ -139,7 +139,9 @@ def _temporary_folder() -> Iterator[None]:
 
 def _describe(built: Any) -> Compiled:
     ptx, facts = built.asm["ptx"], built.metadata
-    assert not getattr(facts, "global_scratch_size", 0), "the kernel needs memory of Triton's, which nobody allocates"
+    assert not getattr(facts, "global_scratch_size", 0), (
+        "the kernel needs scratch memory, which kvoffload does not allocate"
+    )
     return Compiled(
         cubin=built.asm["cubin"],
         ptx=ptx,
@@ -157,7 +159,7 @@ def _parameter_count(ptx: str, name: str) -> int:
 
 
 def _essence(error: Exception) -> str:
-    """The line that says most: Triton quotes whole programs, and ptxas with its command line."""
+    """The most informative line of a message: Triton quotes whole programs, and ptxas its command line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     fatal = [line for line in lines if "fatal" in line]
     errors = [line for line in lines if "rror" in line]

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The computation that transfers are measured beside: a product of bf16 matrices in Triton, large or skinny."""
+"""The computation that runs concurrently with measured transfers: a product of bf16 matrices, large or skinny."""
 
 from __future__ import annotations
 

@@ -16,13 +16,14 @@ from kvoffload.kernels.compiler import Compiled, no_triton, require_triton, trit
 from kvoffload.kernels.spec import KernelSpec
 from kvoffload.kernels.store import compiled_kernel
 
-SIMULATED_SHARED_BYTES = 64 << 10  # on the simulated device nothing is compiled: made up, and more than the 48 KiB
-# that a launch gets without asking
+# The simulated device compiles no kernel. This is more than the 48 KiB that a launch gets without asking, so that the
+# call that asks for more is tested.
+SIMULATED_SHARED_BYTES = 64 << 10
 _FREE_SHARED_BYTES = 48 << 10
 
 
 def why_not(capabilities: Capabilities) -> str | None:
-    """Why no kernel can run on a device, as far as that is known before one is loaded; None if nothing is."""
+    """The reason why a device can launch no kernel, as far as known before one is loaded; None if none is known."""
     if not capabilities.kernels:
         return capabilities.missing["kernels"]
     return no_triton() if triton_version() is None else None
@@ -35,14 +36,12 @@ def load_kernel(
 
     Args:
         driver, capabilities: of the device whose context is current.
-        spec: which kernel.
-        cache_folder: instead of the user's.
+        spec: names the kernel.
+        cache_folder: instead of the user's cache folder.
 
     Raises:
-        CapabilityError: it cannot run here; the message says what is missing, or which call CUDA refused and why.
-        DriverError: the context is lost, or memory ran out.
-
-    Nothing is left behind by any of them.
+        CapabilityError: the device cannot launch it; the message says what is missing, or which call CUDA refused.
+        DriverError: the context is lost, or memory ran out. Nothing stays loaded after either error.
     """
     if not capabilities.kernels:
         raise CapabilityError(capabilities.missing["kernels"])
@@ -56,18 +55,19 @@ def load_kernel(
             f"{capabilities.max_shared_bytes}"
         )
     with _refusals(spec):
-        module = driver.module_load(compiled.cubin)
+        modules: list[Any] = []
         try:
-            return LoadedKernel(driver, spec, compiled, module)
+            driver.create("cuModuleLoadData", modules, compiled.cubin)
+            return LoadedKernel(driver, spec, compiled, modules)
         except BaseException:
             with contextlib.suppress(DriverError):
-                driver.module_unload(module)
+                driver.destroy("cuModuleUnload", modules)
             raise
 
 
 @contextlib.contextmanager
 def _refusals(spec: KernelSpec) -> Iterator[None]:
-    """A refused kernel is something that this GPU and driver lack, as long as the context lives and has memory."""
+    """Turn a refusal of the driver into CapabilityError, unless the context is lost or out of memory."""
     try:
         yield
     except DriverError as error:
@@ -77,20 +77,20 @@ def _refusals(spec: KernelSpec) -> Iterator[None]:
 
 
 class LoadedKernel:
-    """A kernel in a context; made by `load_kernel`. Its users take care that one thread at a time launches it.
+    """A kernel loaded into a context by `load_kernel`. Only one thread at a time may pack and queue it.
 
     Attributes:
-        spec: which kernel.
+        spec: names the kernel.
         threads, shared_bytes: of a block.
     """
 
-    def __init__(self, driver: Driver, spec: KernelSpec, compiled: Compiled, module: int) -> None:
+    def __init__(self, driver: Driver, spec: KernelSpec, compiled: Compiled, modules: list[Any]) -> None:
         self.spec = spec
         self.threads = compiled.threads
         self.shared_bytes = compiled.shared_bytes
         self._driver = driver
-        self._module = module
-        self._function = driver.module_function(module, compiled.name)
+        self._modules = modules  # one, until it is unloaded
+        self._function = driver.module_function(int(modules[0]), compiled.name)
         self._require_threads()
         if self.shared_bytes > _FREE_SHARED_BYTES:
             driver.function_allow_shared(self._function, self.shared_bytes)
@@ -104,7 +104,7 @@ class LoadedKernel:
         most = self._driver.function_max_threads(self._function)
         if most < self.threads:
             raise CapabilityError(
-                f"{self.spec} needs {self.threads} threads in a block, and this GPU runs {most} of it"
+                f"{self.spec} needs {self.threads} threads in a block, and this GPU launches at most {most}"
             )
 
     def launch(self, stream: int, grid: int, arguments: Sequence[int]) -> None:
@@ -129,18 +129,16 @@ class LoadedKernel:
         self._driver.launch(self._function, grid, self.threads, self.shared_bytes, stream, self._pointers_address)
 
     def close(self) -> None:
-        """Unload it; its launches must have ended, and its context must be current. Idempotent."""
-        if self._module:
-            self._driver.module_unload(self._module)
-            self._module = self._function = 0
+        """Unload it; its launches must have ended, and its context must be current. Idempotent, also after an error."""
+        self._driver.destroy("cuModuleUnload", self._modules)
 
     def __repr__(self) -> str:
-        state = "" if self._module else ", closed"
+        state = "" if self._modules else ", closed"
         return f"LoadedKernel({self.spec}, {self.threads} threads, {self.shared_bytes} shared bytes{state})"
 
 
 def _simulated(spec: KernelSpec) -> Compiled:
-    """The machine code of the simulated GPU: the kernel's name; Triton's interpreter runs the kernel itself."""
+    """Machine code for the simulated GPU: the name of the kernel, which Triton's interpreter executes."""
     require_triton()
     image: dict[str, Any] = {
         "module": spec.module,

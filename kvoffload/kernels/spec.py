@@ -1,4 +1,4 @@
-"""What names a kernel."""
+"""The name of a kernel, with its constants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class KernelSpec(NamedTuple):
     Attributes:
         module: the module that holds it, as a dotted name that can be imported.
         function: its name there, decorated with `triton.jit`.
-        parameters: name and type, "i64" or "i32", of those that a launch gives, in the kernel's order. Addresses are
+        parameters: name and type, "i64" or "i32", of each argument of a launch, in the kernel's order. Addresses are
             "i64", and the kernel casts them: Triton takes pointers from PyTorch's tensors only.
         constants: name and value of its `tl.constexpr` parameters.
         warps: of 32 threads each, in a block.

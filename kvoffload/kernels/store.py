@@ -1,7 +1,7 @@
 """Compiled kernels in the cache folder: one file for each kernel, compute capability and version of Triton.
 
-A file is checked before it is used. One that is damaged, cut off, another kernel's, or that
-somebody else has written or could write, is made again.
+A file is checked before it is used. A kernel is compiled again if its file is damaged, truncated, of another kernel, or
+if another user owns it or may write it.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _MOST_PARAMETERS = 4096  # of 8 bytes each; CUDA takes fewer
 
 
 def compiled_kernel(spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None) -> Compiled:
-    """From the cache folder, or compiled and then kept there.
+    """A kernel from the cache folder, or compiled and then written there.
 
     Args:
         folder: instead of `cachefiles.cache_folder()`.
 
     Raises:
-        CapabilityError: it is not in the cache, and Triton is missing or cannot compile it; or no Triton is installed.
+        CapabilityError: no Triton is installed, or the kernel is not in the cache folder and Triton cannot compile it.
     """
     path = kernel_path(spec, compute_capability, folder)
     content = cachefiles.read_own(path)
     kept = None if content is None else _unpack(content, path, spec)
     if kept is not None:
         return kept
-    made = compile_kernel(spec, compute_capability)
-    cachefiles.write(path, _pack(made, path))
-    return made
+    compiled = compile_kernel(spec, compute_capability)
+    cachefiles.write(path, _pack(compiled, path))
+    return compiled
 
 
 def kernel_path(spec: KernelSpec, compute_capability: tuple[int, int], folder: Path | None = None) -> Path:
-    """The file of a kernel. Its name depends on all that the machine code depends on, and on no import of Triton."""
+    """The file of a kernel, named after all that the machine code depends on; found without importing Triton."""
     version = triton_version()
     if version is None:
         raise CapabilityError(no_triton())
@@ -58,7 +58,7 @@ def _source(module: str) -> str:
     loader: Any = None if found is None else found.loader
     text = None if loader is None else loader.get_source(module)
     if text is None:
-        raise CapabilityError(f"the source of {module} is needed to compile its kernels, and is not there")
+        raise CapabilityError(f"the source of {module} is needed to compile its kernels, and cannot be found")
     return str(text)
 
 
@@ -68,7 +68,7 @@ def _pack(compiled: Compiled, path: Path) -> bytes:
 
 
 def _unpack(content: bytes, path: Path, spec: KernelSpec) -> Compiled | None:
-    """None for anything but the whole of what `_pack` made for this path."""
+    """The kernel that `_pack` wrote for this path; None for any other content."""
     try:
         document = json.loads(content)
         fields = document["kernel"]
@@ -81,7 +81,7 @@ def _unpack(content: bytes, path: Path, spec: KernelSpec) -> Compiled | None:
 
 
 def _fits(kept: Compiled, spec: KernelSpec) -> bool:
-    """Whether a launch can use it: whoever made the file may have had other rules."""
+    """Whether a launch can use it: another version of kvoffload may have written the file."""
     texts, numbers = (kept.ptx, kept.name), (kept.shared_bytes, kept.parameter_count, kept.threads)
     if not all(isinstance(each, str) for each in texts) or not all(type(each) is int for each in numbers):
         return False

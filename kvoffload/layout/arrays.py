@@ -163,6 +163,6 @@ def _plane(view: ArrayView, block_axis: int, name: str, owner: object) -> Plane:
     stride = view.strides[block_axis] if num_blocks > 1 else expected
     if stride < expected:
         raise LayoutError(
-            f"{name}: blocks overlap or run backwards: block stride {stride} bytes, block {expected} bytes"
+            f"{name}: blocks overlap or lie in descending order: block stride {stride} bytes, block {expected} bytes"
         )
     return Plane(view.address, block_bytes=expected, num_blocks=num_blocks, block_stride=stride, owner=owner)

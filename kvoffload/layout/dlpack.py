@@ -16,7 +16,7 @@ class ArrayView(NamedTuple):
         address: of its first element, bytes.
         shape, strides: extents, and bytes from one element to the next, by axis.
         itemsize: bytes of an element.
-        read_only: whether its owner says that it must not be written.
+        read_only: whether the array may not be written.
     """
 
     address: int

@@ -17,7 +17,7 @@ _INT = frozenset((int,))
 def as_ids(name: str, ids: ArrayLike, limit: int) -> Int64Array:
     """A copy of `ids`: int64, (n,), C-contiguous, every value in `[0, limit)`; n may be 0.
 
-    The result shares no memory with `ids`, whatever they are: a transfer may read it long after the call that was given
+    The result shares no memory with `ids`, of whatever type: a transfer may read it long after the call that was given
     the ids has returned, and the caller may reuse theirs at once.
 
     Args:
@@ -29,24 +29,25 @@ def as_ids(name: str, ids: ArrayLike, limit: int) -> Int64Array:
             message names the argument, the position and the value, and says what to pass.
     """
     kind: object = type(ids)
-    if kind is np.ndarray:
-        array: np.ndarray[Any, Any] = ids  # type: ignore[assignment]
-    elif kind is range:
+    if kind is range:
         return _of_range(name, ids, limit)  # type: ignore[arg-type]
-    elif (kind is list or kind is tuple) and _INT.issuperset(map(type, ids)):  # type: ignore[arg-type]
-        if ids and not (min(ids) >= 0 and max(ids) < limit):  # type: ignore[type-var, arg-type, operator]
-            _refuse_outside(name, ids, limit)
-        return np.array(ids, dtype=np.int64)
+    values: Any = ids
+    if (kind is list or kind is tuple) and _INT.issuperset(map(type, values)):
+        try:
+            copied = np.array(values, dtype=np.int64)
+        except OverflowError:
+            _refuse_outside(name, values, limit)
     else:
-        array = _of_others(name, ids)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        _refuse(name, array)
-    if not array.size:
-        return np.empty(0, dtype=np.int64)
-    copied = array.astype(np.int64, order="C")
+        if kind is not np.ndarray:
+            values = _of_others(name, ids)
+        if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
+            _refuse(name, values)
+        if not values.size:
+            return np.empty(0, dtype=np.int64)
+        copied = values.astype(np.int64, order="C")
     # As unsigned numbers, negative ids are huge ones.
-    if int(np.maximum.reduce(copied.view(np.uint64))) >= limit:
-        _refuse_outside(name, array, limit)
+    if len(copied) and np.maximum.reduce(copied.view(np.uint64)) >= limit:
+        _refuse_outside(name, values, limit)
     return copied
 
 

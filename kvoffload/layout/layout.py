@@ -20,27 +20,11 @@ from typing import SupportsIndex
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.representation import HtmlRepresentation
-from kvoffload.internal.types import DTypeLike, GpuArray, Int64Array
+from kvoffload.internal.types import DTypeLike, GpuArray
 from kvoffload.layout.arrays import common_dtype, is_jax_array, plane_from_array, planes_from_stacked
-from kvoffload.layout.dtypes import NARROW_BYTES, dtype_name, element_bytes
+from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.fold import describe_fold, fold
-from kvoffload.layout.ids import as_ids
 from kvoffload.layout.planes import Group, Plane, positive
-
-# The last four names of `__all__` are moving to their own modules; they stay importable from here until all callers
-# have followed.
-__all__ = [
-    "NARROW_BYTES",
-    "SLOT_ALIGNMENT",
-    "Group",
-    "Int64Array",
-    "KVLayout",
-    "Plane",
-    "as_ids",
-    "describe_groups",
-    "dtype_name",
-    "element_bytes",
-]
 
 SLOT_ALIGNMENT = 4096  # a page: slots can be registered, written to disk with O_DIRECT, and sent, one by one
 

@@ -1,58 +1,69 @@
-"""What objects show of themselves in a notebook: tables and small bars.
+"""How layouts, engines, caches and plans are shown in a notebook: as cards with tables and small bars.
 
-Markup and inline styles, nothing from elsewhere and no script. Text and background are the page's own, so that it can
-be read in light and dark; only bars have colours. Whatever is no markup is escaped. Nothing here asks a GPU.
+A card is HTML with inline styles; it loads nothing and has no script. Text and background keep the page's colours, so a
+card can be read in light and dark themes; only bars have colours. All text is escaped. Nothing here asks the driver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
+from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.statistics import CacheStatistics
+from kvoffload.device.device import Device
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.report import PlanReport
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.internal.representation import register
 from kvoffload.layout.fold import FoldedGroup, describe_fold, fold
 from kvoffload.layout.layout import KVLayout
-
-if TYPE_CHECKING:
-    from kvoffload.cache.admission import Tenant
-    from kvoffload.device.device import Device
-    from kvoffload.engine.engine import OffloadEngine
-    from kvoffload.engine.report import PlanReport
-    from kvoffload.layout.planes import Group
+from kvoffload.layout.planes import Group
 
 _BLUE, _LIGHT_BLUE, _ORANGE, _NOTHING = "#3d7fc4", "#7fb2e5", "#d9822b", "transparent"
 _MOST_DRAWN = 128  # planes of a slot; beyond that they would be thinner than a pixel
-_MADE_UP = "made up"
-_SIMULATED = "simulated: no GPU, times are made up"
+_NOT_MEASURED = "simulated"
+_SIMULATED = "simulated: no GPU, times mean nothing"
+
+
+def register_cards() -> None:
+    """Have notebooks show these classes as cards. Called when `kvoffload` is imported."""
+    register(KVLayout, layout_card)
+    register(OffloadEngine, engine_card)
+    register(BlockCache, cache_card)
+    register(PlanReport, plan_card)
+
+
+class Limits(Protocol):
+    """The quota and the priority of a tenant."""
+
+    @property
+    def max_blocks(self) -> int | None: ...
+
+    @property
+    def priority(self) -> int: ...
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is HTML already, and is not escaped."""
 
     __slots__ = ()
 
 
-class Segment(NamedTuple):
-    """A part of a bar; `text` for the legend, "" leaves it out of there."""
+class Band(NamedTuple):
+    """One of the lengths that a bar is made of; `text` is its legend, "" for none."""
 
     text: str
     amount: int
     colour: str
 
 
-def register_cards() -> None:
-    """Give the classes of the lower floors their HTML representation."""
-    register(KVLayout, layout_card)
-
-
-# elements -------------------------------------------------------------------------------------------------------------
+# HTML -----------------------------------------------------------------------------------------------------------------
 
 
 def element(name: str, *content: object, style: str = "") -> Markup:
-    """An element; of its content, what is no Markup is escaped."""
+    """An element. Content that is not Markup is escaped."""
     from html import escape  # its table of entities takes 2 ms to import, and this module comes with the package
 
     inside = "".join(each if isinstance(each, Markup) else escape(str(each)) for each in content)
@@ -60,12 +71,12 @@ def element(name: str, *content: object, style: str = "") -> Markup:
     return Markup(f"<{name}{attribute}>{inside}</{name}>")
 
 
-def join(pieces: Iterable[Markup]) -> Markup:
-    return Markup("".join(pieces))
+def join(elements: Iterable[Markup]) -> Markup:
+    return Markup("".join(elements))
 
 
-def table(rows: Iterable[Sequence[object]], heads: Sequence[object] = ()) -> Markup:
-    """Rows, of which the first cell is a heading; `heads` above them."""
+def table(lines: Iterable[Sequence[object]], heads: Sequence[object] = ()) -> Markup:
+    """A table. The first cell of each line is its heading; `heads` are the columns' headings."""
     style = "text-align:left;vertical-align:top;padding:1px 14px 1px 0"
     top = element("tr", *(element("th", head, style=style) for head in heads)) if heads else Markup()
     body = join(
@@ -74,38 +85,38 @@ def table(rows: Iterable[Sequence[object]], heads: Sequence[object] = ()) -> Mar
             element("th", first, style=f"{style};font-weight:normal;opacity:.7"),
             *(element("td", cell, style=style) for cell in rest),
         )
-        for first, *rest in rows
+        for first, *rest in lines
     )
     return element("table", top, body, style="border-collapse:collapse;margin:2px 0")
 
 
-def bar(segments: Sequence[Segment]) -> Markup:
-    """Segments side by side, as wide as their amounts, and what they are below."""
-    total = sum(segment.amount for segment in segments) or 1
+def bar(bands: Sequence[Band]) -> Markup:
+    """Bands next to each other, as wide as their amounts, with a legend below."""
+    total = sum(band.amount for band in bands) or 1
     drawn = join(
-        element("span", style=f"width:{100 * segment.amount / total:.4g}%;background:{segment.colour}")
-        for segment in segments
-        if segment.amount
+        element("span", style=f"width:{100 * band.amount / total:.4g}%;background:{band.colour}")
+        for band in bands
+        if band.amount
     )
     square = "display:inline-block;width:9px;height:9px;border:1px solid;margin:0 5px 0 0;background:"
     legend = join(
-        element("span", element("span", style=square + segment.colour), segment.text, style="margin-right:16px")
-        for segment in segments
-        if segment.text
+        element("span", element("span", style=square + band.colour), band.text, style="margin-right:16px")
+        for band in bands
+        if band.text
     )
     frame = element("div", drawn, style="display:flex;max-width:520px;height:13px;border:1px solid;overflow:hidden")
     return element("div", frame, element("div", legend, style="font-size:90%"), style="margin:3px 0")
 
 
 def card(title: str, marks: Sequence[str], *content: Markup) -> Markup:
-    """What an object shows: its kind, marks beside it, and the rest."""
+    """A card: a title, marks next to it, and content below."""
     style = "border:1px dashed;border-radius:4px;padding:0 6px;margin-left:8px;font-size:90%"
     head = element("div", element("strong", title), *(element("span", mark, style=style) for mark in marks))
     return element("div", head, *content, style="margin:4px 0")
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people: "32 KiB", "1.5 GiB"."""
+    """Bytes as text: "32 KiB", "1.50 GiB"."""
     amount, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if amount < 1024 or unit == "TiB":
@@ -115,7 +126,7 @@ def size(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people."""
+    """Seconds as text: "1.5 us", "12.30 ms"; "not measured" for infinity."""
     if seconds == inf:
         return "not measured"
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
@@ -129,13 +140,13 @@ def plural(count: int, noun: str) -> str:
 
 
 def layout_card(layout: KVLayout) -> Markup:
-    """The groups of a layout, how they fold by address alone, and a slot."""
+    """The groups of a layout, how they fold by address alone, and how a slot is filled."""
     rows = [*_layout_rows(layout, fold(layout)), *_slot_rows(layout)]
     if layout.dtype is not None:
         rows.append(("dtype", layout.dtype))
     if layout.tokens_per_block is not None:
         rows.append(("tokens per block", layout.tokens_per_block))
-    note = "By address alone. An engine asks the driver which allocation holds each plane; no copy crosses one."
+    note = "By address alone. An engine asks the driver which allocation holds each plane; no copy crosses two of them."
     return card("KVLayout", (), table(rows), element("div", note, style="opacity:.7"))
 
 
@@ -154,8 +165,8 @@ def _planes(group: Group) -> str:
 
 def _rows(folded: FoldedGroup) -> str:
     """The rows of a block's strided copies: '64 rows of 32 KiB'."""
-    rows = [f"{plural(each.row_count, 'row')} of {size(each.width)}" for each in folded.classes]
-    return ", ".join(rows[:3]) + (", ..." if len(rows) > 3 else "")
+    counts = [f"{plural(each.row_count, 'row')} of {size(each.width)}" for each in folded.classes]
+    return ", ".join(counts[:3]) + (", ..." if len(counts) > 3 else "")
 
 
 def _slot_rows(layout: KVLayout) -> Iterator[tuple[str, object]]:
@@ -163,19 +174,19 @@ def _slot_rows(layout: KVLayout) -> Iterator[tuple[str, object]]:
     yield "slot", f"blocks_per_slot={factor}, slot_bytes={layout.slot_bytes:,} ({size(layout.slot_bytes)})"
     for number, group in enumerate(layout.groups):
         name = "a slot's bytes" + (f", group {number}" if layout.num_groups > 1 else "")
-        yield name, bar(_slot_segments(group, factor, layout.slot_bytes))
+        yield name, bar(_slot_bands(group, factor, layout.slot_bytes))
 
 
-def _slot_segments(group: Group, factor: int, slot_bytes: int) -> list[Segment]:
-    """Plane after plane in two colours by turns, and the padding at the end."""
+def _slot_bands(group: Group, factor: int, slot_bytes: int) -> list[Band]:
+    """The planes, in two alternating colours, and the padding at the end."""
     blocks = "" if factor == 1 else f", {factor} blocks each"
     text = f"{plural(len(group.planes), 'plane')}{blocks}, {size(group.payload_bytes)}"
     sizes = [plane.block_bytes * factor for plane in group.planes]
     sizes = sizes if len(sizes) <= _MOST_DRAWN else [group.payload_bytes]
     colours = (_BLUE, _LIGHT_BLUE)
-    planes = [Segment(text if place == 0 else "", each, colours[place % 2]) for place, each in enumerate(sizes)]
+    planes = [Band(text if place == 0 else "", each, colours[place % 2]) for place, each in enumerate(sizes)]
     padding = slot_bytes - group.payload_bytes
-    return [*planes, Segment(f"padding, {size(padding)}", padding, _NOTHING)] if padding else planes
+    return [*planes, Band(f"padding, {size(padding)}", padding, _NOTHING)] if padding else planes
 
 
 # engines --------------------------------------------------------------------------------------------------------------
@@ -184,17 +195,18 @@ def _slot_segments(group: Group, factor: int, slot_bytes: int) -> list[Segment]:
 def engine_card(
     engine: OffloadEngine, folded: Sequence[FoldedGroup], copiers: Mapping[str, str | None], *, closed: bool
 ) -> Markup:
-    """What an engine holds, has done and can do.
+    """The pool of an engine, its transfers, and the copiers that it can use.
 
     Args:
-        folded: its groups, by allocation.
-        copiers: for each None, or why it cannot run.
-        closed: whether the engine is.
+        engine: shown from its public attributes, and from the other arguments.
+        folded: how its groups fold inside their allocations.
+        copiers: for each name None, or why that copier cannot run.
+        closed: whether the engine is closed.
     """
     device, layout = engine.device, engine.layout
     statistics = None if device.foreign else engine.statistics()
     pool_bytes = engine.num_slots * layout.slot_bytes
-    pinned = "given back" if closed else "pinned"
+    pinned = "not pinned any more" if closed else "pinned"
     rows: list[tuple[str, object]] = [
         ("device", f"{device.name} (device {device.index})"),
         ("pool", f"{plural(engine.num_slots, 'slot')} x {size(layout.slot_bytes)}, {size(pool_bytes)} {pinned}"),
@@ -204,14 +216,14 @@ def engine_card(
         rows += _busy_rows(statistics)
     rows += [
         ("copiers", _copiers(copiers, simulated=device.simulated)),
-        ("chosen by", f"prefer={engine.prefer!r}, at most {plural(engine.sm_limit, 'SM')}; {engine.profile.source}"),
+        ("selected by", f"prefer={engine.prefer!r}, at most {plural(engine.sm_limit, 'SM')}; {engine.profile.source}"),
     ]
-    totals = Markup() if statistics is None else _totals(statistics)
+    totals = Markup() if statistics is None else _totals(statistics, simulated=device.simulated)
     return card("OffloadEngine", _marks(device, closed=closed), table(rows), totals)
 
 
 def _marks(device: Device, *, closed: bool) -> list[str]:
-    """What must not be overlooked."""
+    """Short warnings for the head of a card."""
     conditions = {
         _SIMULATED: device.simulated,
         "closed": closed,
@@ -228,14 +240,14 @@ def _busy_rows(statistics: EngineStatistics) -> list[tuple[str, object]]:
     ]
 
 
-def _totals(statistics: EngineStatistics) -> Markup:
+def _totals(statistics: EngineStatistics, *, simulated: bool) -> Markup:
     rows = [
         (
             name,
             f"{totals.jobs - totals.failed:,}",
             f"{totals.failed:,}",
             size(totals.nbytes),
-            _bandwidth(totals, simulated=statistics.simulated),
+            _bandwidth(totals, simulated=simulated),
         )
         for name, totals in (("store", statistics.store), ("load", statistics.load))
     ]
@@ -244,12 +256,12 @@ def _totals(statistics: EngineStatistics) -> Markup:
 
 def _bandwidth(totals: DirectionTotals, *, simulated: bool) -> str:
     if simulated:
-        return _MADE_UP
+        return _NOT_MEASURED
     return f"{totals.nbytes / totals.seconds / 1e9:.1f}" if totals.seconds else "-"
 
 
 def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
-    """Those that can run, and a line for each other with the reason."""
+    """The copiers that can run on one line, and a line with the reason for each that cannot."""
     able = [name for name, reason in copiers.items() if reason is None]
     interpreted = " (kernels are interpreted here: only when asked for by name)" if simulated else ""
     lines = [", ".join(able) + (interpreted if "gather" in able else "")]
@@ -261,13 +273,14 @@ def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
 
 
 def cache_card(
-    engine: OffloadEngine, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Tenant]
+    cache: BlockCache, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Limits]
 ) -> Markup:
-    """What a block cache holds and has found.
+    """The slots of a block cache, and what it has found and stored.
 
     Args:
-        statistics: its own; None in a forked process.
-        described: its index in a line, the policy included.
+        cache: shown from the other arguments and its engine's device.
+        statistics: its counts, read without asking the driver; None in a forked process.
+        described: its index in one line, the policy included.
         tenants: with their quotas and priorities.
     """
     rows: list[tuple[str, object]] = [("keys and policy", described)]
@@ -278,20 +291,20 @@ def cache_card(
             (name, "-" if each.max_blocks is None else f"{each.max_blocks:,}", each.priority)
             for name, each in tenants.items()
         ),
-        ("tenant", "blocks at most", "priority"),
+        ("tenant", "max_blocks", "priority"),
     )
-    marks = _marks(engine.device, closed=False)
+    marks = _marks(cache.engine.device, closed=False)
     return card("BlockCache", marks, table(rows), quotas if tenants else Markup())
 
 
-def _residency(statistics: CacheStatistics) -> list[Segment]:
+def _residency(statistics: CacheStatistics) -> list[Band]:
     free = statistics.capacity - statistics.resident - statistics.pending
     in_use = min(statistics.pinned + statistics.pending, statistics.capacity - free)
     resident = statistics.capacity - free - in_use
     return [
-        Segment(f"{resident:,} resident", resident, _BLUE),
-        Segment(f"{in_use:,} leased, loading or being stored", in_use, _ORANGE),
-        Segment(f"{free:,} free of {statistics.capacity:,}", free, _NOTHING),
+        Band(f"{resident:,} resident", resident, _BLUE),
+        Band(f"{in_use:,} leased, loading or being stored", in_use, _ORANGE),
+        Band(f"{free:,} free of {statistics.capacity:,}", free, _NOTHING),
     ]
 
 
@@ -304,7 +317,7 @@ def _cache_rows(statistics: CacheStatistics) -> list[tuple[str, object]]:
             f"{plural(each.lookups, 'block')}, {plural(each.hits, 'hit')}{rate}, {each.lookups - each.hits:,} missed",
         ),
         ("moved", f"{each.stored:,} stored, {each.loaded:,} loaded"),
-        ("gone", f"{each.evicted:,} evicted, {each.removed:,} removed"),
+        ("taken out", f"{each.evicted:,} evicted, {each.removed:,} removed"),
         ("not stored", f"{each.declined:,} declined, {each.failed:,} failed"),
     ]
 
@@ -313,7 +326,7 @@ def _cache_rows(statistics: CacheStatistics) -> list[tuple[str, object]]:
 
 
 def plan_card(report: PlanReport) -> Markup:
-    """What a transfer would be, what carries it, and what else could."""
+    """A transfer that was planned: its size, the copy method selected for it, and the alternatives."""
     rows = [
         ("transfer", f"{report.direction} of {plural(report.blocks, 'block')}, {size(report.nbytes)}"),
         ("operations", f"{report.operations:,} if strided, {report.rows:,} if flat"),
@@ -328,7 +341,7 @@ def plan_card(report: PlanReport) -> Markup:
         ),
         ("method", "expected", "GB/s", ""),
     )
-    marks = ("nothing is submitted", *(("simulated: the times are of another device",) if report.simulated else ()))
+    marks = ("nothing is submitted", *(("simulated: times are those of another device",) if report.simulated else ()))
     return card("PlanReport", marks, table(rows), times if methods else Markup())
 
 

@@ -1,10 +1,10 @@
 """Statistics of block caches, and of the engines below them, as Prometheus metrics; needs prometheus_client.
 
-    collector = prometheus.register(cache, gpu="0")     what serves metrics now serves these, too
-    collector.add(another, gpu="1")                     of one registry all caches are in one collector
+    collector = prometheus.register(cache, gpu="0")     the registry's exporters now export this cache
+    collector.add(another, gpu="1")                     more caches of one registry go into the same collector
 
-Everything is read when the metrics are asked for. Nothing here keeps a cache alive; one that is gone, or that belongs
-to the parent of a forked process, yields nothing.
+Statistics are read at each scrape. A collector does not keep a cache alive. A cache that is garbage, or that belongs to
+the parent of a forked process, has no metrics.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvoffload.errors import CapabilityError, ClosedError
 
 
 class Cache(Protocol):
-    """What a collector needs of a cache. If it has an `engine` with `statistics()`, that is asked, too."""
+    """What a collector needs of a cache. If the cache has an `engine`, its `statistics()` are exported as well."""
 
     def statistics(self) -> CacheStatistics: ...
 
 
 class _Metric(NamedTuple):
-    """A metric: `kind` is "Gauge", "Counter" or "Histogram", `label` the one it has besides those of the cache."""
+    """A metric: `kind` is "Gauge", "Counter" or "Histogram", `label` its own label besides those of the cache."""
 
     kind: str
     text: str
@@ -40,15 +40,20 @@ _COUNTED = {
     "hits": "Leading blocks that lookups found.",
     "stored": "Blocks stored.",
     "loaded": "Blocks loaded.",
-    "evicted": "Blocks given up for others.",
-    "failed": "Blocks whose store failed or was given up.",
-    "declined": "Blocks that were not worth storing.",
-    "removed": "Blocks taken out by remove() and clear().",
+    "evicted": "Blocks evicted to make room for others.",
+    "failed": "Blocks whose store failed or was aborted.",
+    "declined": "Blocks that were not stored: not worth it, over a quota, or without room.",
+    "removed": "Blocks removed by remove() and clear().",
 }
+_COUNTED_BY_TENANT = ("stored", "failed", "declined")
 _METRICS = {
     "kvoffload_cache_blocks": _Metric("Gauge", "Blocks in the cache; pinned ones are among the resident.", "state"),
     "kvoffload_cache_capacity_blocks": _Metric("Gauge", "Blocks that fit into the cache."),
     **{f"kvoffload_cache_{field}": _Metric("Counter", text) for field, text in _COUNTED.items()},
+    **{
+        f"kvoffload_cache_tenant_{field}": _Metric("Counter", f"{_COUNTED[field][:-1]}; by tenant.", "tenant")
+        for field in _COUNTED_BY_TENANT
+    },
     "kvoffload_cache_residency_seconds": _Metric("Histogram", "How long evicted blocks had been in the cache."),
     "kvoffload_cache_reuse_distance_blocks": _Metric("Histogram", "Blocks touched between two touches of a block."),
     "kvoffload_transfer_bytes": _Metric("Counter", "Payload bytes of transfers that did not fail.", "direction"),
@@ -59,21 +64,21 @@ _METRICS = {
     "kvoffload_transfer_jobs_held": _Metric("Gauge", "Transfers in flight that wait on the host for the driver."),
     "kvoffload_pinned_bytes": _Metric("Gauge", "Pinned host memory of the slots."),
 }
-_OWN_LABELS = {"state", "direction", "le"}
+_OWN_LABELS = {"state", "direction", "le", "tenant"}
 
 
 class CacheCollector:
-    """Turns the statistics of caches into metrics: a custom collector of prometheus_client.
+    """A custom collector of prometheus_client that exports the statistics of caches.
 
-    GPU time on the simulated device is made up and left out.
+    Times of a simulated device mean nothing and are not exported.
 
     Args:
-        cache: a BlockCache, or what has its `statistics()`. Not kept alive.
-        labels: of every metric of this cache.
+        cache: a BlockCache, or an object with the same `statistics()`. Not kept alive.
+        labels: put on every metric of this cache.
 
     Raises:
         CapabilityError: prometheus_client is not installed.
-        ValueError, TypeError: a label that Prometheus or these metrics have no room for.
+        ValueError, TypeError: Prometheus does not allow a label's name or value, or the metrics use the name already.
     """
 
     def __init__(self, cache: Cache, /, **labels: str) -> None:
@@ -82,13 +87,13 @@ class CacheCollector:
         self._caches = [(weakref.ref(cache), self._values(labels))]
 
     def add(self, cache: Cache, /, **labels: str) -> None:
-        """Collect from another cache as well.
+        """Export another cache as well.
 
         Args:
-            labels: as for the first cache, with other values.
+            labels: the names that the first cache has, with other values.
 
         Raises:
-            ValueError: other labels than the first cache has, or the values of another one that is still there.
+            ValueError: the names differ from those of the first cache, or another living cache has these values.
         """
         if tuple(sorted(labels)) != self._label_names:
             raise ValueError(f"labels must be {list(self._label_names)} as for the first cache, got {sorted(labels)}")
@@ -104,11 +109,11 @@ class CacheCollector:
             yield self._family(name)
 
     def collect(self) -> Iterator[Any]:
-        """The metrics of all caches that are still there, those without any value left out."""
+        """The metrics of all living caches; a metric without values is left out."""
         families = {name: self._family(name) for name in _METRICS}
         for reference, values in self._caches:
             for sample in _samples(reference()):
-                own = [sample.label] if sample.label else []
+                own = [sample.label] if _METRICS[sample.name].label else []
                 families[sample.name].add_metric([*values, *own], **self._arguments(sample.value))
         yield from (family for family in families.values() if family.samples)
 
@@ -122,7 +127,7 @@ class CacheCollector:
         return family(name, metric.text, labels=[*self._label_names, *own])
 
     def _arguments(self, value: float | Histogram) -> dict[str, Any]:
-        """What `add_metric` of a family takes; buckets are cumulative there."""
+        """Arguments for `add_metric` of a family, whose buckets are cumulative."""
         if not isinstance(value, Histogram):
             return {"value": value}
         bounds = [self._client.utils.floatToGoString(bound) for bound in (*value.bounds, float("inf"))]
@@ -130,17 +135,17 @@ class CacheCollector:
 
 
 def register(cache: Cache, /, registry: Any = None, **labels: str) -> CacheCollector:
-    """Have a registry collect from a cache.
+    """Register a collector for a cache.
 
     Args:
         registry: a `prometheus_client.CollectorRegistry`; None: the default one.
         cache, labels: as for CacheCollector.
 
     Returns:
-        The collector: `add` more caches to it, or give it to `registry.unregister`.
+        The collector. `collector.add` exports more caches, `registry.unregister(collector)` ends the export.
 
     Raises:
-        ValueError: the registry has such a collector already.
+        ValueError: the registry has a collector of these metrics already.
         What CacheCollector raises.
     """
     collector = CacheCollector(cache, **labels)
@@ -155,7 +160,7 @@ def register(cache: Cache, /, registry: Any = None, **labels: str) -> CacheColle
 
 
 class _Sample(NamedTuple):
-    """A value of a metric; `label` is that of its own label, if it has one."""
+    """A value of a metric; `label` is the value of the metric's own label, if it has one."""
 
     name: str
     value: float | Histogram
@@ -181,6 +186,9 @@ def _cache_samples(statistics: CacheStatistics) -> Iterator[_Sample]:
     yield _Sample("kvoffload_cache_capacity_blocks", statistics.capacity)
     for field in _COUNTED:
         yield _Sample(f"kvoffload_cache_{field}", getattr(statistics, field))
+    for tenant, counts in statistics.tenants:
+        for field in _COUNTED_BY_TENANT:
+            yield _Sample(f"kvoffload_cache_tenant_{field}", getattr(counts, field), tenant)
     yield _Sample("kvoffload_cache_residency_seconds", statistics.residency_seconds)
     yield _Sample("kvoffload_cache_reuse_distance_blocks", statistics.reuse_distance_blocks)
 

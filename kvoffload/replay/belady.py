@@ -11,9 +11,9 @@ _NEVER = 1 << 62  # above every request's number
 
 
 def belady_hits(requests: Sequence[Request], capacity: int) -> int:
-    """Leading keys found in all requests, by a cache that gives up, and does not even store, what is used last.
+    """Leading keys found in all requests, by a cache that evicts, or does not store, the keys whose next use is last.
 
-    No other way to use `capacity` places finds more, if a key is always preceded by the same keys, as hashes of
+    No other use of `capacity` places finds more, if a key is always preceded by the same keys, as hashes of
     prefixes are, and no request repeats a key.
 
     Args:
@@ -34,8 +34,8 @@ def belady_hits_by_request(requests: Sequence[Request], capacity: int) -> list[i
     """
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
-    held: dict[bytes, tuple[int, int, bytes]] = {}  # what is used last and deepest comes first
-    queue: list[tuple[int, int, bytes]] = []  # all of them, and some that are not up to date
+    held: dict[bytes, tuple[int, int, bytes]] = {}  # the key whose next use is last and deepest comes first
+    queue: list[tuple[int, int, bytes]] = []  # all held keys, and outdated entries
     found = []
     for request, following in zip(requests, _next_uses(requests), strict=True):
         hits = 0

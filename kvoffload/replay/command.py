@@ -18,24 +18,15 @@ from kvoffload.replay import hitplot, metadata, saving
 from kvoffload.replay.trace import Request, read_trace
 from kvoffload.replay.verified import Counts, VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
-from kvoffload.terminal.console import (
-    CommandError,
-    Output,
-    add_common_options,
-    mib,
-    model,
-    numbers,
-    open_backend,
-    scale,
-    whole,
-)
+from kvoffload.terminal.console import CommandError, Output, bandwidth, mib, open_backend
+from kvoffload.terminal.options import add_common_options, add_seed, model, numbers, scale, whole
 
 _MOST_IN_FLIGHT = 256  # an engine has room for so many with several groups, too
 _DESCRIPTION = """\
 Serve the requests of a trace in file order. Of each, the leading blocks that the cache holds are loaded and their bytes
 verified; of the others, those that it does not hold are filled with bytes derived from their keys and stored, unless
 the policy declines them. A request longer than the cache uses its first keys. At its end all its keys are touched.
-With --metadata-only no bytes move: a row for each policy and number of slots, and Belady's optimum as the upper bound.
+With --metadata-only no bytes move: a line for each policy and number of slots, and Belady's optimum as the upper bound.
 """
 
 
@@ -56,17 +47,15 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
     )
     kinds = "; ".join(f"{name}: {workload.summary}" for name, workload in WORKLOADS.items())
     traffic.add_argument(
-        "--workload", choices=tuple(WORKLOADS), metavar="NAME", help=f"made traffic instead of a trace ({kinds})"
+        "--workload", choices=tuple(WORKLOADS), metavar="NAME", help=f"synthetic traffic instead of a trace ({kinds})"
     )
     parser.add_argument(
         "--requests",
-        type=whole(1),
+        type=whole(1, 10_000_000),
         metavar="N",
         help=f"stop after so many requests (default: all of a trace, {DEFAULT_REQUESTS} of a workload)",
     )
-    parser.add_argument(
-        "--seed", type=whole(0), default=0, help="of workloads, of bytes and of where blocks lie (default 0)"
-    )
+    add_seed(parser, "workloads, of bytes and of where blocks lie")
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +71,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=(*sorted(POLICIES), "all"),
         default=DEFAULT_POLICY,
-        help=f"what the cache gives up (default {DEFAULT_POLICY}); all with --metadata-only",
+        help=f"what the cache evicts (default {DEFAULT_POLICY}); all with --metadata-only",
     )
     parser.add_argument(
         "--metadata-only", action="store_true", help="count hits only: no bytes, no device; --model is not needed"
@@ -115,7 +104,7 @@ def _add_bytes(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         default=1,
         metavar="N",
-        help="requests that may be under way at a time, each with device blocks of its own (default 1)",
+        help="requests that may be unfinished at a time, each with device blocks of its own (default 1)",
     )
 
 
@@ -178,7 +167,7 @@ def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
     requests = _requests(arguments)
     blocks = sum(map(len, requests))
     policies = sorted(POLICIES) if arguments.policy == "all" else [arguments.policy]
-    rows = metadata.survey(requests, list(dict.fromkeys(arguments.slots)), policies, output)
+    results = metadata.survey(requests, list(dict.fromkeys(arguments.slots)), policies, output)
     traffic = arguments.workload or arguments.trace.name
     output.result(
         {
@@ -187,13 +176,13 @@ def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
             "requests": len(requests),
             "blocks_requested": blocks,
             "saving": None if rates is None else rates.fields,
-            "rows": metadata.as_fields(rows, rates),
+            "records": metadata.as_fields(results, rates),
         }
     )
     title = f"replay without bytes: {traffic}, {blocks:,} blocks in {len(requests):,} requests"
-    metadata.print_rows(rows, title, rates, output)
+    metadata.print_results(results, title, rates, output)
     if arguments.plot is not None:
-        hitplot.draw(rows, f"{traffic}: {blocks:,} blocks in {len(requests):,} requests", arguments.plot)
+        hitplot.draw(results, f"{traffic}: {blocks:,} blocks in {len(requests):,} requests", arguments.plot)
         output.line(str(arguments.plot))
     return 0
 
@@ -277,16 +266,11 @@ def _bandwidths(counts: Counts, wall_seconds: float) -> dict[str, Any]:
     }
 
 
-def bandwidth(nbytes: int, seconds: float) -> float | None:
-    """GB/s, or None where nothing was moved."""
-    return round(nbytes / seconds / 1e9, 2) if seconds > 0 else None
-
-
 def _print(fields: dict[str, Any], rates: saving.Rates | None, output: Output) -> None:
     simulated = fields["simulated"]
     host = "host time of the simulated device" if simulated else "host time"
-    rows = [
-        ("requests", f"{fields['requests']:,}, {fields['in_flight']} under way at a time"),
+    lines = [
+        ("requests", f"{fields['requests']:,}, {fields['in_flight']} unfinished at a time"),
         ("requests refused, nothing stored", f"{fields['requests_refused']:,}"),
         ("blocks requested", f"{fields['blocks_requested']:,}"),
         ("blocks hit", f"{fields['blocks_hit']:,} ({fields['hit_rate']:.2%})"),
@@ -299,20 +283,20 @@ def _print(fields: dict[str, Any], rates: saving.Rates | None, output: Output) -
         (f"inside cache calls, a request, {host}", f"{fields['call_us_mean']} us, p99 {fields['call_us_p99']} us"),
     ]
     if simulated:
-        rows.append(("host seconds, simulated device", f"{fields['seconds']:.1f}"))
+        lines.append(("host seconds, simulated device", f"{fields['seconds']:.1f}"))
     else:
-        rows.append(("wall seconds, verification included", f"{fields['seconds']:.1f}"))
+        lines.append(("wall seconds, verification included", f"{fields['seconds']:.1f}"))
         for name in ("store", "load"):
-            rows.append((f"{name}s, GPU clock", f"{fields[f'{name}_gb_per_s']} GB/s"))
-            rows.append((f"{name}s, wall clock, verification included", f"{fields[f'{name}_gb_per_wall_s']} GB/s"))
-    rows += [] if rates is None else _saved(rates, fields["blocks_hit"])
+            lines.append((f"{name}s, GPU clock", f"{fields[f'{name}_gb_per_s']} GB/s"))
+            lines.append((f"{name}s, wall clock, verification included", f"{fields[f'{name}_gb_per_wall_s']} GB/s"))
+    lines += [] if rates is None else _saved(rates, fields["blocks_hit"])
     output.banner(simulated)
     where = "SIMULATED" if simulated else fields["device"]
     title = (
         f"replay: {fields['model']}, {fields['policy']}, {fields['slots']} slots of {mib(fields['bytes_per_slot'])}, "
         f"{where}"
     )
-    output.table(title, ("what", "how much"), rows)
+    output.table(title, ("what", "how much"), lines)
     if rates is not None:
         output.line(f"Of {rates.tokens_per_hash} tokens a block: {rates.describe()}.")
 

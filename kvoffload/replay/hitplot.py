@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffload.bench import plots
-from kvoffload.bench.plots import Series
 from kvoffload.cache.policies import DEFAULT_POLICY
-from kvoffload.replay.metadata import OPTIMUM, Row
+from kvoffload.replay.metadata import OPTIMUM, PolicyResult
+from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError
+from kvoffload.terminal.figures import Series
 
 _SERIES = {
     "prefix": Series("prefix", "#d6336c"),
@@ -23,13 +23,13 @@ _SERIES = {
 
 def require(path: Path) -> None:
     """Raise CommandError unless a figure can be drawn, and written there."""
-    plots.require()
+    figures.require()
     if path.suffix != ".png":
         raise CommandError(f"--plot must name a .png file, got {path}")
-    plots.require_folder(str(path.parent))
+    figures.require_folder(str(path.parent))
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw(results: Sequence[PolicyResult], title: str, path: Path) -> None:
     """Write the figure.
 
     Raises:
@@ -37,19 +37,22 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     """
     from matplotlib import rc_context
 
-    with rc_context(plots.STYLE):
-        figure = make(rows, title)
+    with rc_context(figures.STYLE):
+        figure = make(results, title)
         try:
-            figure.savefig(path, dpi=plots.DPI, facecolor="white")
+            figure.savefig(path, dpi=figures.DPI, facecolor="white")
         except OSError as error:
             raise CommandError(f"the figure cannot be written to {path}: {error.strerror or error}") from error
 
 
-def make(rows: Sequence[Row], title: str) -> Any:
+def make(results: Sequence[PolicyResult], title: str) -> Any:
     """The figure: percent of the blocks asked for that were found, against slots."""
-    figure, (panel,) = plots.make_figure(8.2, 5.2, 1)
-    slots = sorted({row.slots for row in rows})
-    rates = {policy: {row.slots: 100 * row.hit_rate for row in rows if row.policy == policy} for policy in _SERIES}
+    figure, (panel,) = figures.make_figure(8.2, 5.2, 1)
+    slots = sorted({result.slots for result in results})
+    rates = {
+        policy: {result.slots: 100 * result.hit_rate for result in results if result.policy == policy}
+        for policy in _SERIES
+    }
     ends = {}
     for policy, line in rates.items():
         if line:
@@ -69,10 +72,10 @@ def make(rows: Sequence[Row], title: str) -> Any:
     panel.minorticks_off()
     panel.set_xticks(slots, [f"{each:,}" for each in slots])
     panel.set_ylim(0, top)
-    panel.grid(axis="y", color=plots.GRID)
+    panel.grid(axis="y", color=figures.GRID)
     panel.set_xlabel("blocks that the cache holds")
     panel.set_ylabel("% of the blocks asked for that were found")
-    for policy, (value, height) in plots.spread(ends, 0.05 * top, 1.02 * top).items():
-        plots.label_end(panel, slots[-1], value, height, _SERIES[policy])
+    for policy, (value, height) in figures.spread(ends, 0.05 * top, 1.02 * top).items():
+        figures.label_end(panel, slots[-1], value, height, _SERIES[policy])
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     return figure

@@ -16,17 +16,17 @@ from kvoffload.terminal.console import Advance, Output
 OPTIMUM = "belady"  # in the place of a policy's name
 
 
-class Row(NamedTuple):
+class PolicyResult(NamedTuple):
     """What a cache did with all the requests. Blocks are the cache's, one per key.
 
     Attributes:
-        policy: its name, or `OPTIMUM`: of that only the hits are known.
+        policy: name of the policy, or `OPTIMUM`, of which only the hits are known.
         slots: keys that the cache holds.
         hit_rate: hits of all blocks that were requested.
-        requests_refused: requests of which nothing was stored, because too few keys might go.
-        seconds: of this machine, for all of it.
-        way_to_optimum: the share of the way from LRU's hits to the optimum; None where that has no length or LRU was
-            not asked for.
+        requests_refused: requests of which nothing was stored, because too few keys could be evicted.
+        seconds: host time of this machine for all requests.
+        share_of_optimum: (hits - LRU's hits) / (optimum - LRU's hits); None if LRU was not replayed, or reaches the
+            optimum.
     """
 
     policy: str
@@ -38,11 +38,11 @@ class Row(NamedTuple):
     blocks_declined: int | None
     requests_refused: int
     seconds: float
-    way_to_optimum: float | None = None
+    share_of_optimum: float | None = None
 
 
 class Served(NamedTuple):
-    """What one request did."""
+    """The result of one request."""
 
     hits: int
     refused: bool
@@ -51,7 +51,7 @@ class Served(NamedTuple):
 def serve(index: CacheIndex, keys: Request) -> Served:
     """One request, in the steps of an engine; a request longer than the cache uses its first keys.
 
-    All of its keys are named when room is made, so that none of them is given up for another.
+    All of its keys are given to `reserve` together, so that none of them is evicted for another.
     """
     used = keys[: index.capacity]
     hits = index.lookup(used)
@@ -68,7 +68,7 @@ def serve(index: CacheIndex, keys: Request) -> Served:
     return Served(hits, refused)
 
 
-def drive(requests: Sequence[Request], slots: int, policy: str, progress: Advance) -> Row:
+def drive(requests: Sequence[Request], slots: int, policy: str, progress: Advance) -> PolicyResult:
     """All requests through an empty cache."""
     index = CacheIndex(slots, policy=policy)
     hits = refused = 0
@@ -80,17 +80,17 @@ def drive(requests: Sequence[Request], slots: int, policy: str, progress: Advanc
         progress(number, len(requests))
     seconds = time.perf_counter() - begin
     done = index.statistics()
-    return Row(
+    return PolicyResult(
         policy, slots, hits, _rate(hits, requests), done.stored, done.evicted, done.declined, refused, round(seconds, 3)
     )
 
 
-def optimum(requests: Sequence[Request], slots: int) -> Row:
-    """The most hits that there can be."""
+def optimum(requests: Sequence[Request], slots: int) -> PolicyResult:
+    """The most hits that any cache of this size can have."""
     begin = time.perf_counter()
     hits = belady_hits(requests, slots)
     seconds = round(time.perf_counter() - begin, 3)
-    return Row(OPTIMUM, slots, hits, _rate(hits, requests), None, None, None, 0, seconds)
+    return PolicyResult(OPTIMUM, slots, hits, _rate(hits, requests), None, None, None, 0, seconds)
 
 
 def _rate(hits: int, requests: Sequence[Request]) -> float:
@@ -99,34 +99,34 @@ def _rate(hits: int, requests: Sequence[Request]) -> float:
 
 def survey(
     requests: Sequence[Request], capacities: Sequence[int], policies: Sequence[str], output: Output
-) -> list[Row]:
-    """A row for each capacity and policy, and the optimum's below them."""
-    rows: list[Row] = []
+) -> list[PolicyResult]:
+    """A result for each capacity and policy, and the optimum's below them."""
+    results: list[PolicyResult] = []
     for slots in capacities:
         done = []
         for policy in policies:
             with output.progress(f"{policy}, {slots} slots") as progress:
                 done.append(drive(requests, slots, policy, progress))
-        rows += _with_way([*done, optimum(requests, slots)])
-    return rows
+        results += _with_shares([*done, optimum(requests, slots)])
+    return results
 
 
-def _with_way(rows: Sequence[Row]) -> Iterator[Row]:
+def _with_shares(results: Sequence[PolicyResult]) -> Iterator[PolicyResult]:
     """Rows of one capacity, the optimum last, with their place between LRU and it, if LRU is among them."""
-    least = next((row.blocks_hit for row in rows if row.policy == "lru"), None)
-    for row in rows:
-        length = 0 if least is None else rows[-1].blocks_hit - least
-        method = None if least is None or length <= 0 else (row.blocks_hit - least) / length
-        yield row._replace(way_to_optimum=method)
+    least = next((result.blocks_hit for result in results if result.policy == "lru"), None)
+    for result in results:
+        length = 0 if least is None else results[-1].blocks_hit - least
+        share = None if least is None or length <= 0 else (result.blocks_hit - least) / length
+        yield result._replace(share_of_optimum=share)
 
 
-def print_rows(rows: Sequence[Row], title: str, rates: Rates | None, output: Output) -> None:
-    heads = ["policy", "slots", "hits", "hit rate", "stored", "evicted", "declined", "seconds"]
-    with_way = any(row.way_to_optimum is not None for row in rows)
-    heads += ["LRU to optimum"] if with_way else []
-    heads += ["refused"] if any(row.requests_refused for row in rows) else []
-    heads += ["prefill saved", "loading"] if rates is not None else []
-    output.table(title, heads, [_cells(row, heads, rates) for row in rows])
+def print_results(results: Sequence[PolicyResult], title: str, rates: Rates | None, output: Output) -> None:
+    headings = ["policy", "slots", "hits", "hit rate", "stored", "evicted", "declined", "seconds"]
+    with_share = any(result.share_of_optimum is not None for result in results)
+    headings += ["LRU to optimum"] if with_share else []
+    headings += ["refused"] if any(result.requests_refused for result in results) else []
+    headings += ["prefill saved", "loading"] if rates is not None else []
+    output.table(title, headings, [_cells(result, headings, rates) for result in results])
     output.line(
         f"{OPTIMUM}: the most that is possible, knowing the future. Seconds are this machine's, for all requests."
     )
@@ -134,27 +134,27 @@ def print_rows(rows: Sequence[Row], title: str, rates: Rates | None, output: Out
         output.line(f"Of {rates.tokens_per_hash} tokens a block, {rates.model.name}: {rates.describe()}.")
 
 
-def _cells(row: Row, heads: Sequence[str], rates: Rates | None) -> list[str]:
-    counts = (row.blocks_hit, row.blocks_stored, row.blocks_evicted, row.blocks_declined)
+def _cells(result: PolicyResult, headings: Sequence[str], rates: Rates | None) -> list[str]:
+    counts = (result.blocks_hit, result.blocks_stored, result.blocks_evicted, result.blocks_declined)
     hits, stored, evicted, declined = ("-" if count is None else f"{count:,}" for count in counts)
     cells = {
-        "policy": row.policy,
-        "slots": f"{row.slots:,}",
+        "policy": result.policy,
+        "slots": f"{result.slots:,}",
         "hits": hits,
-        "hit rate": f"{row.hit_rate:.2%}",
+        "hit rate": f"{result.hit_rate:.2%}",
         "stored": stored,
         "evicted": evicted,
         "declined": declined,
-        "seconds": f"{row.seconds:.2f}",
-        "LRU to optimum": "-" if row.way_to_optimum is None else f"{row.way_to_optimum:.1%}",
-        "refused": f"{row.requests_refused:,}",
+        "seconds": f"{result.seconds:.2f}",
+        "LRU to optimum": "-" if result.share_of_optimum is None else f"{result.share_of_optimum:.1%}",
+        "refused": f"{result.requests_refused:,}",
     }
     if rates is not None:
-        cells["prefill saved"] = f"{rates.prefill_seconds(row.blocks_hit):,.1f} s"
-        cells["loading"] = f"{rates.load_seconds(row.blocks_hit) or 0.0:,.1f} s"
-    return [cells[head] for head in heads]
+        cells["prefill saved"] = f"{rates.prefill_seconds(result.blocks_hit):,.1f} s"
+        cells["loading"] = f"{rates.load_seconds(result.blocks_hit) or 0.0:,.1f} s"
+    return [cells[heading] for heading in headings]
 
 
-def as_fields(rows: Sequence[Row], rates: Rates | None) -> list[dict[str, Any]]:
+def as_fields(results: Sequence[PolicyResult], rates: Rates | None) -> list[dict[str, Any]]:
     """For JSON."""
-    return [row._asdict() | ({} if rates is None else rates.fields_of(row.blocks_hit)) for row in rows]
+    return [result._asdict() | ({} if rates is None else rates.fields_of(result.blocks_hit)) for result in results]

@@ -1,4 +1,4 @@
-"""Several requests under way at a time, on one thread: each runs until it waits for a transfer."""
+"""Several unfinished requests at a time, on one thread: each executes until it waits for a transfer."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class _Waiting(NamedTuple):
 def overlap(
     start: Callable[[_T, int], Iterator[CacheJob]], requests: Iterable[_T], lanes: int, ended: Callable[[], None]
 ) -> None:
-    """Start requests in order, at most `lanes` at a time, and go on with each when the job it waits for has ended.
+    """Start requests in order, at most `lanes` at a time, and resume each when the job that it waits for has ended.
 
     Args:
-        start: called with a request and the number of a lane that no other request under way has; yields the jobs that
+        start: called with a request and the number of a lane that no other unfinished request has; yields the jobs that
             the request waits for, and is resumed when they have ended, well or not.
         requests: what to serve.
-        lanes: how many may be under way.
+        lanes: how many requests may be unfinished at a time.
         ended: called after each request.
 
     Raises:
-        What `start` and its steps raise; the other requests under way go no further.
+        What `start` and its steps raise; the other unfinished requests are not resumed.
     """
     free = deque(range(lanes))
     waiting: dict[int, _Waiting] = {}
     remaining = iter(requests)
 
-    def go_on(lane: int, steps: Iterator[CacheJob]) -> None:
+    def resume(lane: int, steps: Iterator[CacheJob]) -> None:
         job = next(steps, None)
         if job is not None:
             waiting[lane] = _Waiting(steps, job)
@@ -49,10 +49,10 @@ def overlap(
         beginning = list(islice(remaining, len(free)))
         for request in beginning:
             lane = free.popleft()
-            go_on(lane, start(request, lane))
+            resume(lane, start(request, lane))
         if waiting:
             wait_until(lambda: any(each.job.done for each in waiting.values()), None, "a request of the replay")
             for lane in [lane for lane, each in waiting.items() if each.job.done]:
-                go_on(lane, waiting.pop(lane).steps)
+                resume(lane, waiting.pop(lane).steps)
         elif not beginning:
             return

@@ -1,4 +1,4 @@
-"""What hits are worth: prefill that is not computed again, against loading the blocks instead."""
+"""The time that hits save: prefill that is not computed again, less loading the blocks instead."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import math
 from dataclasses import dataclass
 
 from kvoffload.internal.models import ModelGeometry
-from kvoffload.terminal.console import CommandError, whole
+from kvoffload.terminal.console import CommandError
+from kvoffload.terminal.options import whole
 
 _TOKENS_PER_HASH = 512  # of the published traces
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What turns hits into seconds.
+    """Rates that turn hits into seconds.
 
     Attributes:
         model: whose blocks are loaded, at their full size.
         tokens_per_hash: tokens that a key covers.
         prefill_tokens_per_second: what the model computes.
-        load_gb_per_s: host to GPU; None as long as nobody knows.
-        measured: whether that was measured in this run, on the GPU's clock; else it was given.
+        load_gb_per_s: host to GPU; None while it is not known.
+        measured: whether `load_gb_per_s` was measured in this replay, on the GPU's clock; else it was given.
     """
 
     model: ModelGeometry
@@ -31,15 +32,15 @@ class Rates:
     measured: bool = False
 
     def prefill_seconds(self, hits: int) -> float:
-        """Of computing the tokens of so many hits."""
+        """Seconds of computing the tokens of `hits` hits."""
         return hits * self.tokens_per_hash / self.prefill_tokens_per_second
 
     def load_bytes(self, hits: int) -> int:
-        """Of the blocks that hold those tokens, in all planes."""
+        """Bytes of the blocks that hold those tokens, in all planes."""
         return hits * self.tokens_per_hash * self.model.bytes_per_block // self.model.tokens_per_block
 
     def load_seconds(self, hits: int) -> float | None:
-        """Of loading those; None if the bandwidth is not known."""
+        """Seconds of loading those bytes; None if the bandwidth is not known."""
         if hits == 0:
             return 0.0
         return None if self.load_gb_per_s is None else self.load_bytes(hits) / (self.load_gb_per_s * 1e9)
@@ -56,7 +57,7 @@ class Rates:
         }
 
     def fields_of(self, hits: int) -> dict[str, object]:
-        """For JSON, of so many hits."""
+        """For JSON, of `hits` hits."""
         return {
             "prefill_seconds_saved": self.prefill_seconds(hits),
             "load_bytes": self.load_bytes(hits),
@@ -64,8 +65,8 @@ class Rates:
         }
 
     def describe(self) -> str:
-        """What a table's figures rest on."""
-        source = "measured in this run" if self.measured else "as given"
+        """The assumptions behind a table's figures."""
+        source = "measured in this replay" if self.measured else "as given"
         loads = (
             "loads not measured" if self.load_gb_per_s is None else f"loads at {self.load_gb_per_s:g} GB/s, {source}"
         )
@@ -73,7 +74,7 @@ class Rates:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what hits are worth (printed with --prefill-tokens-per-second)")
+    group = parser.add_argument_group("the time that hits save (printed with --prefill-tokens-per-second)")
     group.add_argument(
         "--prefill-tokens-per-second", type=positive, metavar="X", help="prompt tokens that the model computes a second"
     )
@@ -81,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--load-gb-per-s",
         type=positive,
         metavar="X",
-        help="host to GPU, where this run does not measure it: without bytes, and on the simulated device",
+        help="host to GPU, where this replay does not measure it: without bytes, and on the simulated device",
     )
     group.add_argument(
         "--tokens-per-hash",
@@ -93,18 +94,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def rates(arguments: argparse.Namespace, *, measures: bool) -> Rates | None:
-    """What `add_options` got; None if nobody asked.
+    """The values of the options of `add_options`; None without --prefill-tokens-per-second.
 
     Args:
         arguments: also with `model`.
-        measures: whether the run moves bytes on a GPU, so that the bandwidth is to be measured.
+        measures: whether the replay moves bytes on a GPU, which measures the bandwidth.
 
     Raises:
         CommandError: an option is missing, or has no use; the message names it.
     """
     if arguments.prefill_tokens_per_second is None:
         if arguments.load_gb_per_s is not None:
-            raise CommandError("--load-gb-per-s says nothing without --prefill-tokens-per-second: give that, too")
+            raise CommandError("--load-gb-per-s is of no use without --prefill-tokens-per-second: give that, too")
         return None
     if arguments.model is None:
         raise CommandError("--prefill-tokens-per-second needs --model: the bytes to load are its blocks'")

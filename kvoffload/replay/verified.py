@@ -3,7 +3,7 @@
     store   pattern of the key -> staging slot -> device block -> (the cache) -> slot
     load    poison -> device block;  slot -> (the cache) -> device block -> staging slot -> compared with the pattern
 
-Some loaded blocks are also read back plane by plane with synchronous copies, which owe nothing to the planner.
+Some loaded blocks are also read back plane by plane with synchronous copies, which do not use the planner.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kvoffload.engine.engine import OffloadEngine
 from kvoffload.errors import CapacityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
-from kvoffload.internal.types import UInt8Array
-from kvoffload.layout.layout import Int64Array, KVLayout
+from kvoffload.internal.types import Int64Array, UInt8Array
+from kvoffload.layout.layout import KVLayout
 from kvoffload.replay.overlap import overlap
 
 _STAGING_BYTES = 128 << 20
@@ -46,7 +46,7 @@ class Counts:
 
     `store_seconds` and `load_seconds` are on the device's clock, added up: where transfers overlap, more than the time
     that passed. `call_seconds` are the host's, inside the cache's calls, by request. `requests_refused` had blocks that
-    could not be stored, because too little might be given up for them.
+    could not be stored, because too few blocks could be evicted for them.
     """
 
     requests: int = 0
@@ -86,10 +86,10 @@ class VerifiedCache:
         geometry: of the planes.
         capacity: keys that the cache holds.
         longest: keys of the longest request; the device gets so many blocks, not more than `capacity`, for each request
-            that may be under way.
+            that may be unfinished.
         blocks_per_key: device blocks that a key covers.
         policy: of the cache, by name.
-        in_flight: requests that may be under way at a time.
+        in_flight: requests that may be unfinished at a time.
         seed: of the patterns and of where blocks lie.
         progress: called with (bytes done, bytes in all) while the cache's pool is pinned.
     """
@@ -186,12 +186,12 @@ class VerifiedCache:
         self.counts.load_seconds += seconds
         self.counts.bytes_loaded += nbytes
         for start in range(0, len(keys), self._batch):
-            part = slice(start, start + self._batch)
-            self._verify(keys[part], places[part])
+            section = slice(start, start + self._batch)
+            self._verify(keys[section], places[section])
 
     def _store(self, keys: Sequence[bytes], places: Int64Array, clock: _Clock) -> Iterator[CacheJob]:
         """Store what is absent, and not on its way for another request; all keys of the request are named, so that none
-        of them is given up for another."""
+        of them is evicted for another."""
         position = {key: index for index, key in reversed(list(enumerate(keys)))}
         unique = list(dict.fromkeys(keys))
         known = zip(unique, self.cache.status(unique), strict=True)
@@ -199,12 +199,12 @@ class VerifiedCache:
         if not absent:
             return
         for start in range(0, len(absent), self._batch):
-            part = absent[start : start + self._batch]
-            self._write(part, places[[position[key] for key in part]])
+            chunk = absent[start : start + self._batch]
+            self._write(chunk, places[[position[key] for key in chunk]])
         where = places[[position[key] for key in unique]]
         try:
             job = clock.call(self.cache.store, unique, self._per_group(where), after=NO_WAIT)
-        except CapacityError:  # the rest is pinned by requests under way
+        except CapacityError:  # the rest is pinned by unfinished requests
             self.counts.requests_refused += 1
             return
         stored = set(job.keys)
@@ -219,7 +219,7 @@ class VerifiedCache:
     # the other side -----------------------------------------------------------------------------------------------
 
     def _write(self, keys: Sequence[bytes], places: Int64Array) -> None:
-        """Bring the keys' patterns into the device blocks of `places`."""
+        """Write the keys' patterns into the device blocks of `places`."""
         for group in self._groups:
             self._patterns.fill(self._staging.slots[: len(keys)], keys, group)
             slots = np.arange(len(keys))

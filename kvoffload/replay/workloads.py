@@ -1,4 +1,4 @@
-"""Made traffic: kinds of it that no trace at hand has, as requests of keys, to see what a cache does with each.
+"""Synthetic traffic of several kinds, as requests of keys, to see how a cache serves each.
 
 A block's key stands for the block and everything before it, so a key is always preceded by the same keys.
 """
@@ -18,7 +18,7 @@ DEFAULT_REQUESTS = 4000
 
 
 class Blocks:
-    """Gives out numbers of blocks that nobody had before."""
+    """Numbers blocks: each call gets new numbers."""
 
     def __init__(self) -> None:
         self._used = 0
@@ -35,30 +35,34 @@ class Workload(NamedTuple):
     """A kind of traffic.
 
     Attributes:
-        summary: what it is, in a line.
-        parts: endless sources of requests; each serves an equal share of them, one after the other.
+        summary: a description, one line.
+        sources: endless sources of requests; each gives an equal share of them, one after the other.
     """
 
     summary: str
-    parts: tuple[Traffic, ...]
+    sources: tuple[Traffic, ...]
 
 
 def make_workload(name: str, requests: int = DEFAULT_REQUESTS, seed: int = 0) -> list[Request]:
-    """So many requests of a kind of traffic; the same for the same seed.
+    """`requests` requests of a kind of traffic; the same for the same seed.
 
     Raises:
-        ValueError: there is no such kind; the message lists those there are.
+        ValueError: there is no such kind; the message lists the known ones.
     """
     if name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
-    random, blocks, parts = np.random.default_rng(seed), Blocks(), WORKLOADS[name].parts
-    shares = [requests * (place + 1) // len(parts) - requests * place // len(parts) for place in range(len(parts))]
-    made = chain.from_iterable(islice(part(random, blocks), share) for part, share in zip(parts, shares, strict=True))
-    return [tuple(number.to_bytes(KEY_BYTES, "big", signed=True) for number in request) for request in made]
+    random, blocks, sources = np.random.default_rng(seed), Blocks(), WORKLOADS[name].sources
+    shares = [
+        requests * (place + 1) // len(sources) - requests * place // len(sources) for place in range(len(sources))
+    ]
+    synthetic = chain.from_iterable(
+        islice(source(random, blocks), share) for source, share in zip(sources, shares, strict=True)
+    )
+    return [tuple(number.to_bytes(KEY_BYTES, "big", signed=True) for number in request) for request in synthetic]
 
 
 def system_prompts(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]:
-    """40 prompts, some far more popular than others, each time with a question that nobody asks again."""
+    """40 prompts, some far more popular than others, each time with a question that never comes again."""
     prompts = [blocks.new(_between(random, 4, 39)) for _ in range(40)]
     popularity = _zipf(len(prompts), 1.0)
     while True:

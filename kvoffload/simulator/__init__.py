@@ -1,16 +1,16 @@
 """A CUDA driver in Python: the functions of `cuda.bindings.driver` that kvoffload calls, over ordinary memory.
 
 `SimulatedDriver` takes the real argument types and returns the real tuples, so every line of a program that calls the
-driver runs on a machine without a GPU. It is lazy, seeded and suspicious:
+driver runs on a machine without a GPU. It is lazy, seeded and strict:
 
 - Nothing happens when work is submitted. A seeded scheduler lets streams advance, only while some driver call runs; a
   copy reads its source when it executes, or at any earlier moment since its submission if its access order is ANY.
 - Kernels are Triton kernels, run by Triton's interpreter; every address that they touch is checked.
 - Memory is exact, guarded and poisoned. Wrong addresses get the driver's error; what CUDA leaves undefined (overlapping
   targets in a batch, a buffer freed under a queued copy, a wait that can never end) is a `SimulatorError`.
-- Versions of driver and bindings, limits, failures and delays are set by hand.
+- Tests set the versions of driver and bindings, limits, failures and delays.
 
-Its clock is made up: no time that it reports says anything about a GPU.
+Its clock is simulated: no time that it reports says anything about a GPU.
 
 Where it is stricter or simpler than CUDA: every call on a stream or an event needs a current context; copies need the
 stream's own context current; copies have one layer; stream priorities are accepted and ignored; a handle is never used
@@ -52,6 +52,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
         bindings_version: below (13, 0) batch calls return a fail index and cuCtxCreate takes two arguments;
             from (13, 5) on there is `raw`.
         memory_bytes: of each device.
+        device_count: how many devices there are.
         queue_depth: places of a stream's queue; a submission that needs more than are left blocks.
         strict: raise SimulatorError for undefined behaviour at once, and not only collect it in `violations`.
         max_register_bytes: the most that one cuMemHostRegister takes.
@@ -59,13 +60,13 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
         deadlock_seconds: how long a call waits for other threads before a wait without end is an error.
 
     Attributes:
-        faults: failures on demand, and call counts.
+        faults: failures that a test asks for, and call counts.
         scheduler: `scheduler.drift_probability` is the chance that something runs before a submission returns: 1 is
             an eager device, 0 the laziest.
         violations: undefined behaviour seen so far, as text.
-        pageable_copies: copies from or to memory that nobody pinned.
+        pageable_copies: copies from or to host memory that is not pinned.
         blocked_submissions: how often a full queue held a submission up.
-        attributes: device attributes by number; change them at will.
+        attributes: device attributes by number; tests may change them.
         staged_copies: whether cuMemcpyHtoD returns before the device has the bytes of pageable memory, as CUDA may.
         raw: None, or the raw-address calls of the 13.5 bindings.
         device_ordinal_works, pools_tell_their_device: see `OutsideCalls`.
@@ -94,18 +95,18 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
         self.max_register_bytes = max_register_bytes
         self.pinnable_bytes = pinnable_bytes
         self.attributes = default_attributes()
-        self.abandoned: dict[str, int] = {}
+        self.left_in_contexts: dict[str, int] = {}
         self.device_ordinal_works = False
         self.pools_tell_their_device = True
         self._primaries = {}
         self._pools, self._pool_of, self._retained, self._outside = {}, {}, {}, {}
         self.raw = self._raw_namespace() if bindings_version >= (13, 5) else None
 
-    # For tests: the other side of the seam
+    # For tests: what a GPU would do on its own
 
     @property
     def device_faults(self) -> list[str]:
-        """Why contexts were lost, as text; CUDA tells only the error's number."""
+        """Why contexts were lost, as text; CUDA reports only the error's number."""
         return self.scheduler.device_faults
 
     @property
@@ -118,7 +119,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
         """Queue a Python function as if it were a kernel; it runs when the stream gets there.
 
         `reads` and `writes` are (address, nbytes) pairs. One that a GPU could not reach when the function is due, such
-        as host memory that nobody pinned, is an illegal address: the function does not run and the context is lost.
+        as host memory that is not pinned, is an illegal address: the function does not run and the context is lost.
         The function runs under the driver's lock: it must not wait for another thread that calls the driver.
 
         Raises DriverError where a launch would return an error.
@@ -159,7 +160,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
         return self.scheduler.pending
 
     def run_all(self) -> None:
-        """Let everything run that nothing holds back."""
+        """Run every queued operation that does not wait for the host."""
         with self.lock:
             self.scheduler.run_all()
 
@@ -173,7 +174,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
                     )
 
     def leaks(self) -> dict[str, int]:
-        """What is alive now, or was when the last holder of a primary context let go of it; all zero is clean."""
+        """What is alive now, or was when a primary context was released for the last time; all zero is clean."""
         with self.lock:
             kinds = [region.kind for region in self.memory.live()]
             contexts = self.contexts.values()
@@ -188,7 +189,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
                 "contexts": sum(not context.primary for context in contexts),
                 "primary_retains": sum(context.retain_count for context in contexts),
             }
-            return {kind: count + self.abandoned.get(kind, 0) for kind, count in counts.items()}
+            return {kind: count + self.left_in_contexts.get(kind, 0) for kind, count in counts.items()}
 
     def __repr__(self) -> str:
         driver, bindings = (".".join(map(str, each)) for each in (self.driver_version, self.bindings_version))

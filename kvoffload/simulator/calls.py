@@ -282,7 +282,7 @@ class Core:
     # Memory and modules
 
     def drop_module(self, module: Module) -> None:
-        """Forget a module and its functions."""
+        """Remove a module and its functions."""
         for function in module.functions:
             self.functions.remove(function.handle)
         self.modules.remove(module.handle)

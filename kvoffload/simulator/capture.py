@@ -1,4 +1,4 @@
-"""Graph captures: which are under way, what they have drawn in, and which calls they forbid to whom."""
+"""Graph captures: which are under way, the streams in them, and which calls of which threads they forbid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNSAFE = frozenset(
 
 
 class Capture:
-    """One graph capture: the stream it began on, and all that were drawn into it."""
+    """One graph capture: the stream it began on, and the streams that joined it by waiting for its events."""
 
     def __init__(self, origin: Stream, mode: Any) -> None:
         self.origin = origin

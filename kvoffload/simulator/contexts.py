@@ -132,9 +132,9 @@ class Context:
         if stream.queue:
             self.draining[id(stream)] = stream
         else:
-            self.forget(stream)
+            self.remove(stream)
 
-    def forget(self, stream: Stream) -> None:
+    def remove(self, stream: Stream) -> None:
         self.blocking.pop(id(stream), None)
         self.draining.pop(id(stream), None)
 

@@ -1,7 +1,7 @@
 """From the arguments of a copy call to arrays: the C structures decoded, the documented limits checked.
 
 Nothing here looks at allocations or streams. Structures are read from their memory, as the driver reads them, so that
-an object made with `_ptr=` over somebody's array counts by what the array holds at the call.
+an object made with `_ptr=` over a caller's array stands for what the array holds at the call.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _check_layers(operations: NDArray[Any]) -> None:
 
 
 def _checked(target: Any, source: Any, width: Any, height: Any, target_pitch: Any, source_pitch: Any) -> Descriptors:
-    """Unsigned columns as Descriptors: no empty copy, no pitch below the width (0 is packed), nothing absurdly big."""
+    """Unsigned columns as Descriptors: no empty copy, no pitch below the width (0 is packed), none above the limits."""
     columns = (target, source, width, height, target_pitch, source_pitch)
     if not len(width) or any((column >= space.ADDRESS_LIMIT).any() for column in columns):
         raise RefusedError(INVALID_VALUE)

@@ -30,7 +30,7 @@ from kvoffload.simulator.operations import (
 
 
 class Sides(NamedTuple):
-    """What the two sides of a call touch; `pageable` where that is memory nobody pinned."""
+    """What the two sides of a call touch; `pageable` where that is host memory that is not pinned."""
 
     sources: list[Region]
     targets: list[Region]

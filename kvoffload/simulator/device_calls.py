@@ -50,7 +50,7 @@ def default_attributes() -> dict[int, int]:
 class DeviceCalls(Core):
     device_count: int
     attributes: dict[int, int]
-    abandoned: dict[str, int]
+    left_in_contexts: dict[str, int]
     _primaries: dict[int, Context]
 
     @driver_call(needs=Needs.NOTHING)
@@ -106,9 +106,9 @@ class DeviceCalls(Core):
         context.retain_count -= 1
         if context.retain_count == 0:
             del self._primaries[ordinal]
-            if context.error is None:  # nobody can clean up in a lost context
+            if context.error is None:  # in a lost context nothing can be freed
                 for kind, count in self._contents(context).items():
-                    self.abandoned[kind] = self.abandoned.get(kind, 0) + count
+                    self.left_in_contexts[kind] = self.left_in_contexts.get(kind, 0) + count
             self._destroy(context)
         return None
 

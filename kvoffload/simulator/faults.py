@@ -1,4 +1,4 @@
-"""Failures on demand: a call by name or number, a copy on the device, a lost context, delays; and call counts."""
+"""Failures that a test asks for: of a call, of a copy on the device, of a context; delays; and call counts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Faults:
         self.delays[name] = seconds
 
     def clear(self) -> None:
-        """Forget every planned failure and delay. Counts stay."""
+        """Cancel every planned failure and delay. Counts stay."""
         self._planned = []
         self._copy_countdown = 0
         self._sticky_soon = False

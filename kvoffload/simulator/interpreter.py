@@ -90,7 +90,7 @@ def load(module: str, function: str) -> Interpreted:
 
 
 def _rewrite(kernel: Callable[..., None]) -> Callable[..., None]:
-    """The kernel as the interpreter wants it, in a copy of its module: the interpreter adds names there.
+    """The kernel as the interpreter takes it, in a copy of its module: the interpreter adds names there.
 
     Jitted functions of the same module that it calls are rewritten as well.
     """
@@ -127,7 +127,7 @@ def _scalar(kind: str, value: int) -> Any:
 
 
 class _Replacement(NamedTuple):
-    """An attribute of a module, a class or an object; `_ABSENT` where it has none of its own."""
+    """An attribute in the dictionary of a module, a class or an object; `_ABSENT` if it is not in it."""
 
     holder: Any
     name: str
@@ -143,7 +143,7 @@ class _Replacement(NamedTuple):
 
 @contextmanager
 def _interpreting(memory: Memory) -> Iterator[Any]:
-    """Have `triton.language` do what it says, on `memory`; the interpreter's builder."""
+    """Make `triton.language` compute on `memory`; the interpreter's builder."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -159,7 +159,7 @@ def _interpreting(memory: Memory) -> Iterator[Any]:
 
 @functools.cache
 def _language_replacements() -> tuple[_Replacement, ...]:
-    """What Triton's interpreter replaces: found by letting it, and comparing before and after."""
+    """The attributes that Triton's interpreter replaces: found by comparing them before and after it does."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -197,7 +197,7 @@ def _is_language(module: ModuleType) -> bool:
 
 
 def _checked_promise(tl: Any) -> _Replacement:
-    """A GPU takes `multiple_of` at its word and faults if it was wrong; so does this."""
+    """A GPU relies on `multiple_of`, and faults if it was wrong; so does this."""
 
     def multiple_of(tensor: Any, values: Any) -> Any:
         first: Any = values[0] if isinstance(values, list | tuple) else values

@@ -132,7 +132,7 @@ class KernelCalls(Core):
         return arguments
 
     def _host_words(self, address: int, nbytes: int) -> space.Bytes:
-        """Memory that the driver reads during a launch; CUDA would crash where there is none."""
+        """Memory that the driver reads during a launch; CUDA would crash if it is not mapped."""
         if address == 0:
             raise RefusedError(INVALID_VALUE)
         if not self.memory.mapped(address, nbytes):

@@ -43,7 +43,7 @@ class Code:
 
     @classmethod
     def parse(cls, image: bytes) -> Code:
-        """Raises ValueError for anything that is no image."""
+        """Raises ValueError if `image` is not an image."""
         if not image.startswith(MAGIC):
             raise ValueError("no image of a simulated kernel")
         fields = json.loads(image[len(MAGIC) :])
@@ -78,7 +78,7 @@ class Module:
 
 
 class LaunchOperation(Operation):
-    """A kernel's launch. Arguments were read when it was launched; whatever they point to is read when it runs."""
+    """A kernel's launch. Arguments were read when it was launched; the memory they point to is read when it runs."""
 
     __slots__ = ("arguments", "chance", "function", "grid", "memory", "shared_bytes", "stored_bytes")
 

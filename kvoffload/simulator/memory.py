@@ -1,4 +1,4 @@
-"""Every range of memory that the simulated driver knows: device and pinned allocations, registered host ranges.
+"""Every range of memory of the simulated driver: device and pinned allocations, registered host ranges.
 
 One allocation with its guards:
 
@@ -38,7 +38,7 @@ Indices = NDArray[np.int64]
 class Kind(Enum):
     DEVICE = "device"
     PINNED = "pinned"  # cuMemHostAlloc
-    REGISTERED = "registered"  # cuMemHostRegister: somebody else's memory
+    REGISTERED = "registered"  # cuMemHostRegister: memory of the process
     FREED = "freed"
 
 
@@ -120,7 +120,7 @@ class MemoryTable:
         return region
 
     def remove(self, region: Region) -> None:
-        """Forget a range; memory of our own is poisoned and goes into quarantine first."""
+        """Remove a range; memory that the simulator allocated is poisoned and goes into quarantine first."""
         if region.storage is None:
             self._drop(region)
             return

@@ -1,6 +1,6 @@
-"""What a stream's queue holds: each operation says whether it may run, runs, and says what it costs.
+"""The operations in a stream's queue: each has a condition for starting, an effect, and a cost.
 
-Costs are microseconds of a clock that is made up: round figures in the proportion of a PCIe Gen5 GPU, so that elapsed
+Costs are microseconds of a simulated clock: round figures in the proportion of a PCIe Gen5 GPU, so that elapsed
 times are positive and plausible. They measure nothing.
 """
 
@@ -36,7 +36,7 @@ Dependency = tuple[Stream, int]
 
 
 class DeviceFaultError(Exception):
-    """The operation touched what it may not: its context is lost, and says `status` from now on."""
+    """The operation used an address that it may not use: its context is lost, and every call in it returns `status`."""
 
     def __init__(self, text: str, status: Any = ILLEGAL_ADDRESS) -> None:
         super().__init__(text)
@@ -60,7 +60,7 @@ class Operation:
         self.regions = regions
 
     def open(self) -> bool:
-        """Whether nothing in memory holds the operation back."""
+        """Whether the operation waits for no word in memory."""
         return True
 
     def run(self) -> float:
@@ -79,7 +79,7 @@ class WaitEventOperation(Operation):
 
 
 class RecordOperation(Operation):
-    """Notes the time, in the steps that CUDA's events have: two that are close together are 0 apart."""
+    """Records the time, in the resolution of CUDA's events: two that are close together are 0 apart."""
 
     __slots__ = ("clock", "places", "record")
 

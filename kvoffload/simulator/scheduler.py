@@ -1,7 +1,7 @@
 """The seeded scheduler: the only place where queued work happens, and only while a driver call runs.
 
 A stream moves between four states. Only runnable ones cost anything; a blocked one is woken by the stream it waits
-for, a gated one is polled, because the host or a kernel writes the word without telling anyone.
+for, a gated one is polled, because the host or a kernel writes the word without a notice.
 
     IDLE --submit--> RUNNABLE --first operation waits for a stream--> BLOCKED --that stream gets there--> RUNNABLE
                      RUNNABLE --first operation waits for a word----> GATED   --the word is right-------> RUNNABLE
@@ -183,7 +183,7 @@ class Scheduler:
         if stream.waiters:
             self._wake(stream)
         if stream.destroyed and not stream.queue:
-            stream.context.forget(stream)
+            stream.context.remove(stream)
 
     def _dependencies_met(self, stream: Stream, operation: Operation) -> bool:
         while operation.dependencies:

@@ -34,7 +34,7 @@ _everything: Bytes = np.asarray(_Everything())
 
 
 def view(address: int, nbytes: int) -> Bytes:
-    """The bytes `[address, address + nbytes)`, not a copy; the caller knows that they are mapped."""
+    """The bytes `[address, address + nbytes)`, not a copy. The caller has checked that they are mapped."""
     start = address - _ORIGIN
     return _everything[start : start + nbytes]
 
@@ -84,7 +84,7 @@ def host_address(pointer: Any) -> int:
 class MappedPages:
     """Which addresses the process may touch at all, so that a wild pointer becomes an error and not a crash.
 
-    Where the system does not tell (no /proc), every address counts as mapped.
+    Where the system does not list them (no /proc), every address counts as mapped.
     """
 
     _LINE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S)", re.MULTILINE)

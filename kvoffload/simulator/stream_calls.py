@@ -220,7 +220,7 @@ class StreamCalls(Core):
         return event.record
 
     def _wait_in_capture(self, stream: Stream, record: Record) -> Any:
-        """A wait across a capture's border draws the waiting stream in, or is an error."""
+        """A wait for an event of a capture makes the waiting stream join the capture, or is an error."""
         capture = record.capture
         if capture is None:
             assert stream.capture is not None

@@ -1,14 +1,16 @@
-"""What the commands share: where output goes, options, and the device.
+"""What the commands share: standard output and standard error, and the device.
 
-stdout carries the result alone: tables, or one JSON object. Notes and progress bars go to stderr, bars only to a
-terminal.
+Standard output carries the result alone: tables, or one JSON object. Notes and progress bars go to standard error, bars
+only to a terminal.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,14 +19,56 @@ from typing import Any
 
 from kvoffload.device.device import Device, open_device
 from kvoffload.errors import CapabilityError, DriverError
-from kvoffload.internal.models import MODELS, ModelGeometry, find_model
 
-SIMULATED_BANNER = "SIMULATED DEVICE: bytes are checked for real, no time is a GPU's"
+SIMULATED_BANNER = "SIMULATED DEVICE: bytes are verified, no figure comes from a GPU"
 Advance = Callable[[int, int], None]  # done, in all
 
 
 class CommandError(Exception):
-    """A command cannot be carried out; the message says why and what to do."""
+    """A command cannot be carried out; the message names the reason and the remedy."""
+
+
+class OutputError(Exception):
+    """Standard output cannot be written: it is closed, it is full, or the process that read it has ended."""
+
+
+def write_out(text: str) -> None:
+    """Write to standard output, and flush it.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    require_out()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
+    except ValueError as error:  # its encoding lacks a character
+        raise OutputError(f"cannot write to standard output: {error}") from error
+
+
+def require_out() -> None:
+    """Raise OutputError if standard output is closed."""
+    if sys.stdout is None or sys.stdout.closed:  # None: the process was started with descriptor 1 closed
+        raise OutputError("standard output is closed")
+
+
+def discard_out() -> None:
+    """Send what is still buffered for standard output nowhere; else the interpreter tries again at its exit."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(descriptor, sys.stdout.fileno())
+        finally:
+            os.close(descriptor)
+
+
+def write_error(text: str) -> None:
+    """Write a line to standard error, if there is one that can be written."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
 
 
 class Output:
@@ -32,32 +76,34 @@ class Output:
 
     Raises:
         CommandError: tables are asked for and rich is not installed.
+        OutputError: standard output is closed. The other methods raise it if standard output cannot be written.
     """
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self._rich = find_spec("rich") is not None
+        require_out()  # now, not after minutes of measuring
         if not as_json and not self._rich:
             raise CommandError("tables need rich: pip install 'kvoffload[cli]' (or use --json)")
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr)
+        write_error(text)
 
     def result(self, fields: dict[str, Any]) -> None:
-        """The JSON object, if that is what was asked for."""
+        """Print the JSON object, if JSON was asked for."""
         if self.as_json:
-            print(as_json(fields))
+            write_out(as_json(fields) + "\n")
 
     def banner(self, simulated: bool) -> None:
-        """Say on stdout that nothing here was measured on a GPU."""
+        """Say on standard output that no figure comes from a GPU."""
         if simulated and not self.as_json:
             self.line(SIMULATED_BANNER)
 
     def line(self, text: str) -> None:
         if not self.as_json:
-            print(text)
+            write_out(text + "\n")
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    def table(self, title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
         """A table with its first column to the left and the others to the right; nothing with --json."""
         if self.as_json:
             return
@@ -67,15 +113,17 @@ class Output:
         table = Table(title=title, title_justify="left", header_style="bold")
         for index, column in enumerate(columns):
             table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*(str(cell) for cell in row))
+        for line in lines:
+            table.add_row(*(str(cell) for cell in line))
         console = Console() if sys.stdout.isatty() else Console(width=200)
-        console.print(table, markup=False, highlight=False)
+        with console.capture() as capture:
+            console.print(table, markup=False, highlight=False)
+        write_out(capture.get())
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
         """A bar on stderr: call what this yields with (done, in all). Nothing when stderr is no terminal."""
-        if not (self._rich and sys.stderr.isatty()):
+        if not (self._rich and sys.stderr is not None and sys.stderr.isatty()):
             yield _no_progress
             return
         from rich.console import Console
@@ -96,7 +144,7 @@ def as_json(fields: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has: no NaN, no infinity, no tuples."""
+    """A value that JSON has: no NaN, no infinity, no tuples."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -104,17 +152,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def add_common_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout instead of tables")
-    parser.add_argument(
-        "--backend",
-        choices=("auto", "cuda", "simulated"),
-        default="auto",
-        help="auto (the default) takes the simulated device where there is no usable GPU, and says so",
-    )
-    parser.add_argument("--device", type=whole(0), default=0, metavar="N", help="which GPU (default 0)")
 
 
 def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0) -> Device:
@@ -139,50 +176,11 @@ def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0) -
     return device
 
 
-def whole(minimum: int) -> Callable[[str], int]:
-    """An argparse type: an integer of at least `minimum`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
-        return value
-
-    return parse
-
-
-def scale(text: str) -> float:
-    """An argparse type: a number above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
-    return value
-
-
-def model(text: str) -> ModelGeometry:
-    """An argparse type: the name of a geometry."""
-    try:
-        return find_model(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def models(text: str) -> list[ModelGeometry]:
-    """An argparse type: the name of a geometry, or `all`."""
-    return list(MODELS.values()) if text == "all" else [model(text)]
-
-
-def numbers(text: str) -> list[int]:
-    """An argparse type: positive integers, comma-separated."""
-    return [whole(1)(part) for part in text.split(",")]
-
-
 def mib(nbytes: float) -> str:
     """Bytes as text: MiB below 1 GiB, else GiB."""
     return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.2f} MiB"
+
+
+def bandwidth(nbytes: int, seconds: float) -> float | None:
+    """GB/s, or None where nothing was moved."""
+    return round(nbytes / seconds / 1e9, 2) if seconds > 0 else None

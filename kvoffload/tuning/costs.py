@@ -179,7 +179,7 @@ class Costs:
     split: dict[int, SplitCosts] = field(default_factory=dict)
 
     def seconds(self, method: CopyMethod, shape: Shape) -> float:
-        """Expected seconds; infinity for a copy method that was not measured. A split without a share gets the best.
+        """Expected seconds; infinity for a copy method that was not measured. A split without a share uses the best.
 
         Never less than `shape.nbytes / link`, whatever the straight lines say.
         """

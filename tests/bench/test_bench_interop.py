@@ -1,28 +1,22 @@
-"""`bench interop`: every way verified, wrong bytes counted, what is missing named; simulated, no times."""
+"""`bench interop`: every method verified, wrong bytes counted, missing frameworks named; simulated, no times."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from benching import run_json
-from fakecupy import FakeStream, fake_cupy
 
-import kvoffload
-from kvoffload.bench import cupy_methods as cupyways
 from kvoffload.bench import frameworks_compared as interop
-from kvoffload.bench import jax_methods as jaxways
-from kvoffload.bench.cargo import POISON_ELEMENT, Cargo, CopyMethod, run_warmed
-from kvoffload.bench.cases import BIG_COPY, SMALL, WARM_UP, Case, Lab
-from kvoffload.bench.cupy_methods import CupyWays
+from kvoffload.bench import jax_methods
+from kvoffload.bench.contiguous import CONTIGUOUS_COPY
+from kvoffload.bench.framework_data import POISON_ELEMENT, FrameworkData, FrameworkMethod, time_warmed
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.rounds import WARM_UP, Scenario
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
@@ -32,361 +26,19 @@ SIMULATED = ("bench", "interop", "--backend", "simulated")
 GEOMETRY = MODELS["llama-3.1-8b"].scaled(1 / 64)
 NO_WRONG = {"store": 0, "load": 0}
 ROWS = 64 * 4  # of a transfer of 4 blocks
-IN_A_ROW = interop._IN_A_ROW
-OCCASIONS = ("one at a time", f"{IN_A_ROW} in a row")
-JAXS_OWN = (jaxways.OWN, jaxways.OWN_IDS, jaxways.OWN_JITTED, jaxways.PER_BLOCK)
+BACK_TO_BACK = interop._BACK_TO_BACK
+OCCASIONS = ("one at a time", f"{BACK_TO_BACK} back to back")
+JAXS_OWN = (jax_methods.OWN, jax_methods.OWN_IDS, jax_methods.OWN_JITTED, jax_methods.PER_BLOCK)
 
 needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 
 
-@pytest.fixture
-def cargo(lab: Lab) -> Iterator[Cargo]:
-    with closing(Cargo(lab, GEOMETRY, 4)) as cargo:
-        yield cargo
-
-
-# what is moved --------------------------------------------------------------------------------------------------------
-
-
-def test_cargo_is_random_blocks_and_slots_and_normal_numbers(cargo: Cargo, lab: Lab) -> None:
-    assert cargo.shape == (64, SMALL.plane_bytes // 512, 256)
-    assert cargo.right.shape == (64, 4, 256)
-    assert (cargo.right_by_block[3, 7] == cargo.right[7, 3]).all()
-    assert np.diff(np.sort(cargo.blocks)).min() > 1
-    assert (cargo.blocks.min() >= 0, cargo.blocks.max() < cargo.shape[1]) == (True, True)
-    assert len(set(cargo.slots.tolist())) == 4
-    assert cargo.slots.max() < cargo.num_slots
-    as_fp16, as_bf16 = cargo.right.view(np.float16), cargo.right.astype(np.uint32) << 16
-    for numbers, smallest in ((as_fp16, np.finfo(np.float16).tiny), (as_bf16.view(np.float32), 1.2e-38)):
-        assert np.isfinite(numbers).all()
-        assert np.abs(numbers).min() >= smallest
-    with closing(Cargo(lab, GEOMETRY, 200)) as crowded:
-        assert len(set(crowded.blocks.tolist())) == 200, "the cache grows with the transfer"
-
-
-def test_rounds_run_each_case_warm_then_poisoned_in_random_orders() -> None:
-    seen: list[str] = []
-
-    def case(name: str) -> Case:
-        def run() -> float:
-            seen.append(f"{name} run")
-            return float(len(seen))
-
-        return Case(
-            run,
-            lambda: seen.append(f"{name} poison"),
-            lambda: seen.append(f"{name} wrong") or 2,  # type: ignore[func-returns-value]
-            10,
-            lambda: seen.append(f"{name} warm"),
-        )
-
-    done: list[tuple[int, int]] = []
-    names = [f"way {number}" for number in range(6)]
-    timings = run_warmed({name: case(name) for name in names}, 3, 7, lambda *each: done.append(each))
-    assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    runs = [each.removesuffix(" run") for each in seen if each.endswith("run")]
-    rounds = [tuple(runs[start : start + 6]) for start in range(0, 24, 6)]
-    assert all(sorted(each) == names for each in rounds)
-    assert len(set(rounds)) == 4
-    for start in range(0, len(seen), 4):
-        assert [each.rpartition(" ")[2] for each in seen[start : start + 4]] == ["warm", "poison", "run", "wrong"]
-    for name, timing in timings.items():
-        assert timing.seconds == [place + 1 for place, each in enumerate(seen) if each == f"{name} run"][WARM_UP:]
-        assert timing.wrong == 2 * (WARM_UP + 3)
-
-
-# CuPy -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cupy_ways(cargo: Cargo, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, CopyMethod]]:
-    with fake_cupy(cargo.lab.device) as cupy, monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "cupy", cupy)
-        with closing(CupyWays(cargo)) as made:
-            yield {name: make() for name, make in made.makers.items()}
-
-
-def wrong_rows(cargo: Cargo, method: CopyMethod, times: int = 1) -> dict[str, int]:
-    """After so many timed stores in a row, and as many loads."""
-    found = {}
-    for direction in Direction:
-        method.source(direction).fill()
-        case = method.case(direction, cargo, times)
-        case.warm()
-        case.poison()
-        assert case.run() > 0
-        found[str(direction)] = case.wrong()
-    return found
-
-
-CUPY_WAYS = (
-    *(cupyways.OURS, cupyways.OURS_LIST, cupyways.COPIES, cupyways.BLOCKS),
-    *(cupyways.PAGEABLE, cupyways.PINNED, cupyways.PINNED_LIST),
-)
-
-
-@pytest.mark.parametrize("times", [1, IN_A_ROW])
-@pytest.mark.parametrize("name", CUPY_WAYS)
-def test_every_way_of_cupy_moves_the_blocks_and_nothing_else(
-    cargo: Cargo, cupy_ways: dict[str, CopyMethod], name: str, times: int
-) -> None:
-    assert tuple(cupy_ways) == CUPY_WAYS
-    method = cupy_ways[name]
-    assert wrong_rows(cargo, method, times) == NO_WRONG
-    cache: Any = method.cache
-    everything = np.stack([np.array(plane) for plane in (cache.kv if hasattr(cache, "kv") else cache.planes)])
-    rest = np.setdiff1d(np.arange(cargo.shape[1]), cargo.blocks)
-    assert (everything[:, cargo.blocks] == cargo.right).all()
-    assert not everything[:, rest].any()
-
-
-def test_the_ways_of_cupy_do_not_spoil_each_others_blocks(cargo: Cargo, cupy_ways: dict[str, CopyMethod]) -> None:
-    tried = [interop._Tried(method, {}) for method in cupy_ways.values()]
-    for direction in Direction:
-        timings = interop._timings(cargo, tried, direction, lambda *_: None)
-        assert {name: timing.wrong for name, timing in timings.items()} == {
-            BIG_COPY: 0,
-            **{f"CuPy: {name}, {occasion}": 0 for name in CUPY_WAYS for occasion in OCCASIONS},
-        }
-
-
-def test_one_array_of_cupy_folds_and_a_list_does_not(cupy_ways: dict[str, CopyMethod]) -> None:
-    carried = {name: interop._try(lambda name=name: cupy_ways[name]).carried for name in CUPY_WAYS}  # type: ignore[misc]
-    assert carried[cupyways.OURS] == {"store": "strided", "load": "strided"}
-    assert set(carried[cupyways.OURS_LIST]) == {"store", "load"}
-    assert "strided" not in carried[cupyways.OURS_LIST].values()
-    assert not any(carried[name] for name in CUPY_WAYS[2:])
-
-
-@pytest.mark.parametrize("name", [cupyways.OURS, cupyways.OURS_LIST])
-def test_cupys_stream_follows_our_loads_and_the_host_waits_for_our_stores(
-    cargo: Cargo, cupy_ways: dict[str, CopyMethod], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    followed: list[tuple[kvoffload.Job, object]] = []
-    order_before = kvoffload.Job.order_before
-
-    def noted(job: kvoffload.Job, stream: object) -> None:
-        followed.append((job, stream))
-        order_before(job, stream)
-
-    monkeypatch.setattr(kvoffload.Job, "order_before", noted)
-    method = cupy_ways[name]
-    stored = method.carry_out(Direction.STORE, 3)
-    assert [job.finished for job in stored] == [True] * 3
-    loaded = method.carry_out(Direction.LOAD, 3)
-    assert [job for job, _ in followed] == loaded
-    assert all(isinstance(stream, FakeStream) for _, stream in followed)
-    assert wrong_rows(cargo, method) == NO_WRONG
-
-
-@pytest.mark.parametrize("name", [cupyways.COPIES, cupyways.BLOCKS, cupyways.PINNED, cupyways.PINNED_LIST])
-def test_a_store_that_is_not_waited_for_is_counted(
-    cargo: Cargo, cupy_ways: dict[str, CopyMethod], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(FakeStream, "synchronize", FakeStream.reach)
-    assert wrong_rows(cargo, cupy_ways[name])["store"] == ROWS
-
-
-@pytest.mark.parametrize("name", CUPY_WAYS)
-def test_a_look_of_cupys_that_comes_before_its_load_is_counted(
-    cargo: Cargo, cupy_ways: dict[str, CopyMethod], name: str
-) -> None:
-    assert_early_looks_are_counted(cargo, cupy_ways[name])
-
-
-def assert_early_looks_are_counted(cargo: Cargo, method: CopyMethod) -> None:
-    cache: Any = method.cache
-    method.host.fill()
-    method.case(Direction.LOAD, cargo, 2).poison()
-    cache.look()
-    method.carry_out(Direction.LOAD, 2)
-    assert cache.wrong() == 1, "of three looks the first, though all blocks are right"
-    method.case(Direction.LOAD, cargo, 2).poison()
-    method.carry_out(Direction.LOAD, 2)
-    assert cache.wrong() == 0
-
-
-@pytest.mark.parametrize("name", CUPY_WAYS)
-def test_blocks_that_are_not_moved_are_counted(cargo: Cargo, cupy_ways: dict[str, CopyMethod], name: str) -> None:
-    """Every poison spoils all that is compared."""
-    method = cupy_ways[name]
-    for direction, target in ((Direction.STORE, method.host), (Direction.LOAD, method.cache)):
-        method.source(direction).fill()
-        method.carry_out(direction)
-        assert target.wrong() == 0
-        method.case(direction, cargo, 1).poison()
-        if name == cupyways.PAGEABLE and direction is Direction.STORE:
-            continue  # there is no array until the next store
-        assert target.wrong() == ROWS
-
-
-# the command ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # and so it is gone afterwards
-    monkeypatch.setitem(sys.modules, "jax", None)
-
-
-@pytest.mark.usefixtures("no_jax")
-def test_frameworks_that_are_missing_are_named_with_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    fields = run_json(capsys, *SIMULATED)
-    assert fields["not_run"]["CuPy"] == "it computes on GPUs, and this device is simulated"
-    assert "pip install 'kvoffload[jax]'" in fields["not_run"]["JAX"]
-    big = {"framework": None, "method": BIG_COPY, "carried": {}, "wrong": NO_WRONG}
-    assert fields["methods"] == [big | {"in_a_row": times} for times in (1, IN_A_ROW)]
-    assert (fields["benchmark"], fields["simulated"], fields["wrong_rows"]) == ("interop", True, 0)
-    assert (fields["planes"], fields["block_bytes"], fields["blocks"], fields["nbytes"]) == (64, 512, 32, 1 << 20)
-    assert (fields["comparisons"], fields["ratios"]) == ([], [])
-
-
-@needs_jax
-def test_what_jax_can_do_on_the_cpu_is_verified(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    fields = run_json(capsys, *SIMULATED, "--blocks", "40", "--repeats", "2")
-    carried = {row["method"]: row["carried"] for row in fields["methods"]}
-    names = [jaxways.OWNED, jaxways.STAGED, *JAXS_OWN, BIG_COPY]
-    assert [(row["in_a_row"], row["method"]) for row in fields["methods"]] == [
-        (times, name) for times in (1, IN_A_ROW) for name in names
-    ]
-    assert carried[jaxways.OWNED] == {"store": "strided", "load": "strided"}
-    assert not any(carried[name] for name in JAXS_OWN)
-    assert set(fields["not_run"]) == {"CuPy", "JAX: AdoptedCache", "JAX: CallbackCache"}
-    for row in fields["methods"]:
-        assert row["wrong"] == NO_WRONG
-        assert not {"gb_per_s", "median_us", "samples_us"} & set(row), "no time is a GPU's"
-    assert fields["comparisons"] == []
-
-
-@needs_jax
-@pytest.mark.parametrize("name", [jaxways.OWNED, jaxways.STAGED, *JAXS_OWN])
-def test_blocks_that_jax_has_not_moved_are_counted(cargo: Cargo, name: str) -> None:
-    with closing(jaxways.JaxWays(cargo)) as made:
-        method = made.makers[name]()
-        for times in (1, IN_A_ROW):
-            assert wrong_rows(cargo, method, times) == NO_WRONG
-        method.case(Direction.LOAD, cargo, 1).poison()
-        assert method.cache.wrong() == ROWS
-        method.carry_out(Direction.LOAD)
-        assert method.cache.wrong() == 0
-        if name in (jaxways.OWNED, jaxways.STAGED):
-            method.case(Direction.STORE, cargo, 1).poison()
-            assert method.host.wrong() == ROWS
-
-
-@needs_jax
-@pytest.mark.parametrize("name", [jaxways.OWNED, jaxways.STAGED, jaxways.OWN])
-def test_a_look_of_jaxs_that_comes_before_its_load_is_counted(cargo: Cargo, name: str) -> None:
-    with closing(jaxways.JaxWays(cargo)) as made:
-        assert_early_looks_are_counted(cargo, made.makers[name]())
-
-
-@needs_jax
-@pytest.mark.parametrize("name", JAXS_OWN)
-def test_each_store_of_jaxs_in_a_row_has_arrays_of_its_own_all_verified(cargo: Cargo, name: str) -> None:
-    with closing(jaxways.JaxWays(cargo)) as made:
-        method = made.makers[name]()
-        host: Any = method.host
-        method.cache.fill()
-        method.carry_out(Direction.STORE, 3)
-        kinds = {leaf.sharding.memory_kind for leaf in made._jax.tree.leaves(host.stored)}
-        assert (len(host.stored), kinds, host.wrong()) == (3, {"pinned_host"}, 0)
-        host.stored[1] = host._spoiled
-        assert host.wrong() == ROWS
-        host.spoil()
-        assert host.stored == []
-
-
-@needs_jax
-def test_one_program_gathers_every_block_that_jax_stores_by_itself(
-    cargo: Cargo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    traced: list[tuple[int, ...]] = []
-    gather = jaxways._gather
-
-    def noted(cache: Any, ids: Any) -> Any:
-        traced.append(ids.shape)
-        return gather(cache, ids)
-
-    monkeypatch.setattr(jaxways, "_gather", noted)
-    with closing(jaxways.JaxWays(cargo)) as made:
-        method = made.makers[jaxways.PER_BLOCK]()
-        method.cache.fill()
-        method.carry_out(Direction.STORE, 2)
-        host: Any = method.host
-        assert traced == [()]
-        assert [len(blocks) for blocks in host.stored] == [4, 4]
-        assert {block.shape for block in host.stored[0]} == {(64, 256)}
-
-
-@needs_jax
-def test_a_load_that_follows_another_also_follows_what_looked_at_that(
-    cargo: Cargo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    followed: list[tuple[Any, ...]] = []
-    submit = kvoffload.OffloadEngine.load
-
-    def noted(engine: kvoffload.OffloadEngine, slots: Any, blocks: Any, after: Any) -> kvoffload.Job:
-        followed.append(after)
-        return submit(engine, slots, blocks, after=after)
-
-    monkeypatch.setattr(kvoffload.OffloadEngine, "load", noted)
-    with closing(jaxways.JaxWays(cargo)) as made:
-        method = made.makers[jaxways.OWNED]()
-        cache: Any = method.cache
-        method.host.fill()
-        method.cache.spoil()
-        method.carry_out(Direction.LOAD, 3)
-        first, second, third = followed
-        assert first == (cache.holder,)
-        assert (second[0], third[0]) == (cache.holder, cache.holder)
-        assert [second[1] is cache._seen[0], third[1] is cache._seen[1]] == [True, True]
-
-
-# any framework --------------------------------------------------------------------------------------------------------
-
-
-def test_a_row_is_queued_then_waited_for_then_asked_how_it_went(cargo: Cargo, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    clock = iter([10.0, 16.0])
-
-    def now() -> float:
-        done.append("clock")
-        return next(clock)
-
-    job: Any = SimpleNamespace(wait=lambda: done.append("job"))
-
-    def move() -> Any:
-        done.append("move")
-        return job
-
-    host: Any = SimpleNamespace(wait=lambda: done.append("wait"), wrong=lambda: 0)
-    case = CopyMethod("Fake", "noted", host, host, move, move).case(Direction.STORE, cargo, 3)
-    monkeypatch.setattr(time, "perf_counter", now)
-    assert case.run() == 2.0, "seconds of one of the three"
-    assert done == ["clock", "move", "move", "move", "wait", "clock", "job", "job", "job"]
-
-
-def test_a_transfer_that_failed_in_a_row_has_no_time(cargo: Cargo) -> None:
-    def fail() -> None:
-        raise kvoffload.TransferError("store 2 failed")
-
-    jobs: Any = iter([SimpleNamespace(wait=lambda: None), SimpleNamespace(wait=fail), SimpleNamespace(wait=fail)])
-    host: Any = SimpleNamespace(wait=lambda: None, wrong=lambda: 0)
-    method = CopyMethod("Fake", "failing", host, host, lambda: next(jobs), lambda: None)
-    with pytest.raises(kvoffload.TransferError, match="store 2 failed"):
-        method.case(Direction.STORE, cargo, 3).run()
-
-
 class Shelf:
-    """Blocks somewhere, as an end: what is queued towards it happens when it is waited for."""
+    """Blocks on one side of a fake framework; a queued transfer to it executes in `wait`."""
 
-    def __init__(self, cargo: Cargo) -> None:
-        self._cargo = cargo
-        self.blocks = cargo.right.copy()
+    def __init__(self, data: FrameworkData) -> None:
+        self._data = data
+        self.blocks = data.right.copy()
         self.queued: list[Shelf] = []
 
     def wait(self) -> None:
@@ -395,13 +47,13 @@ class Shelf:
         self.queued.clear()
 
     def fill(self) -> None:
-        self.blocks[...] = self._cargo.right
+        self.blocks[...] = self._data.right
 
-    def spoil(self) -> None:
+    def poison(self) -> None:
         self.blocks[...] = POISON_ELEMENT
 
     def wrong(self) -> int:
-        return self._cargo.wrong(self.blocks, self._cargo.right)
+        return self._data.wrong(self.blocks, self._data.right)
 
 
 class FakeFramework:
@@ -409,17 +61,17 @@ class FakeFramework:
 
     name = "Fake"
 
-    def __init__(self, cargo: Cargo) -> None:
-        self._cargo = cargo
-        self.makers: dict[str, Callable[[], CopyMethod]] = {
+    def __init__(self, data: FrameworkData) -> None:
+        self._data = data
+        self.makers: dict[str, Callable[[], FrameworkMethod]] = {
             "ours": lambda: self._way("ours", ours=True),
             "theirs": lambda: self._way("theirs"),
             "idle": lambda: self._way("idle", loads=False),
             "broken": self._broken,
         }
 
-    def _way(self, name: str, *, ours: bool = False, loads: bool = True) -> CopyMethod:
-        cache, host = Shelf(self._cargo), Shelf(self._cargo)
+    def _way(self, name: str, *, ours: bool = False, loads: bool = True) -> FrameworkMethod:
+        cache, host = Shelf(self._data), Shelf(self._data)
         job: Any = SimpleNamespace(copier="cart", wait=lambda: None) if ours else None
 
         def store() -> Any:
@@ -431,29 +83,29 @@ class FakeFramework:
                 cache.queued.append(host)
             return job
 
-        return CopyMethod(self.name, name, cache, host, store, load)
+        return FrameworkMethod(self.name, name, cache, host, store, load)
 
-    def _broken(self) -> CopyMethod:
+    def _broken(self) -> FrameworkMethod:
         raise RuntimeError("out of order\nand more")
 
     def close(self) -> None:
-        self._cargo = None  # type: ignore[assignment]
+        self._data = None  # type: ignore[assignment]
 
 
 @pytest.fixture
 def fake_framework(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interop, "_frameworks", lambda cargo, _: [FakeFramework(cargo)])
+    monkeypatch.setattr(interop, "_frameworks", lambda data, _: [FakeFramework(data)])
 
 
 @pytest.mark.usefixtures("fake_framework")
-def test_wrong_bytes_are_counted_and_fail_and_a_way_that_raises_is_left_out(
+def test_wrong_bytes_are_counted_and_fail_and_a_method_that_raises_is_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fields = run_json(capsys, *SIMULATED, "--blocks", "4", "--repeats", "2", code=1)
     every_row = ROWS * (WARM_UP + 2)
-    wrong = {"ours": NO_WRONG, "theirs": NO_WRONG, "idle": {"store": 0, "load": every_row}, BIG_COPY: NO_WRONG}
-    assert [(row["in_a_row"], row["method"], row["wrong"]) for row in fields["methods"]] == [
-        (times, name, rows) for times in (1, IN_A_ROW) for name, rows in wrong.items()
+    wrong = {"ours": NO_WRONG, "theirs": NO_WRONG, "idle": {"store": 0, "load": every_row}, CONTIGUOUS_COPY: NO_WRONG}
+    assert [(row["back_to_back"], row["method"], row["wrong"]) for row in fields["methods"]] == [
+        (times, name, rows) for times in (1, BACK_TO_BACK) for name, rows in wrong.items()
     ]
     assert fields["wrong_rows"] == 2 * every_row
     assert fields["not_run"] == {"Fake: broken": "RuntimeError: out of order"}
@@ -475,16 +127,16 @@ def test_the_table_says_simulated_and_has_no_times(capsys: pytest.CaptureFixture
 def test_times_and_ratios_of_a_device_that_has_them(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def timed(cases: dict[str, Case], *options: Any) -> Any:
-        """Ours takes 1 ms, theirs 2 ms, the idle one 4 ms; in a row theirs 1.5 ms. The big copy goes wrong."""
-        found = run_warmed(cases, *options)
-        found[BIG_COPY] = replace(found[BIG_COPY], wrong=3)
-        for name, alone, in_a_row in (("ours", 1, 1), ("theirs", 2, 1.5), ("idle", 4, 4)):
-            for occasion, milliseconds in zip(OCCASIONS, (alone, in_a_row), strict=True):
+    def timed(scenarios: dict[str, Scenario], *options: Any) -> Any:
+        """Ours takes 1 ms, theirs 2 ms (1.5 ms back to back), the idle one 4 ms. The contiguous copy has wrong rows."""
+        found = time_warmed(scenarios, *options)
+        found[CONTIGUOUS_COPY] = replace(found[CONTIGUOUS_COPY], wrong=3)
+        for name, alone, back_to_back in (("ours", 1, 1), ("theirs", 2, 1.5), ("idle", 4, 4)):
+            for occasion, milliseconds in zip(OCCASIONS, (alone, back_to_back), strict=True):
                 found[f"Fake: {name}, {occasion}"].seconds[:] = [milliseconds * 1e-3]
         return found
 
-    monkeypatch.setattr(interop, "run_warmed", timed)
+    monkeypatch.setattr(interop, "time_warmed", timed)
     with monkeypatch.context() as patch:
         patch.setattr(lab.device, "simulated", False)
         fields = interop._measure(lab, GEOMETRY, 4, lambda *_: None)
@@ -493,16 +145,25 @@ def test_times_and_ratios_of_a_device_that_has_them(
     assert ours["gb_per_s"] == {direction: pytest.approx(nbytes / 1e-3 / 1e9) for direction in Direction}
     assert (ours["median_us"]["load"], ours["samples_us"]["load"]) == (pytest.approx(1000), [1000])
     idle = [row["wrong"]["load"] for row in fields["methods"] if row["method"] == "idle"]
-    assert fields["wrong_rows"] == sum(idle) + 2 * 3, "what the big copy does wrong counts once, though it has two rows"
+    assert fields["wrong_rows"] == sum(idle) + 2 * 3, (
+        "what the contiguous copy does wrong counts once, though it has two rows"
+    )
     assert {(each["framework"], each["ours"]) for each in fields["comparisons"]} == {("Fake", "ours")}
-    compared = {(each["in_a_row"], each["other"], each["direction"]): each["value"] for each in fields["comparisons"]}
+    compared = {
+        (each["back_to_back"], each["other"], each["direction"]): each["value"] for each in fields["comparisons"]
+    }
     assert len(compared) == len(fields["comparisons"])
-    assert {key: value for key, value in compared.items() if key[1] != BIG_COPY} == {
+    assert {key: value for key, value in compared.items() if key[1] != CONTIGUOUS_COPY} == {
         (times, other, direction): pytest.approx(value)
-        for times, other, value in ((1, "theirs", 2), (1, "idle", 4), (IN_A_ROW, "theirs", 1.5), (IN_A_ROW, "idle", 4))
+        for times, other, value in (
+            (1, "theirs", 2),
+            (1, "idle", 4),
+            (BACK_TO_BACK, "theirs", 1.5),
+            (BACK_TO_BACK, "idle", 4),
+        )
         for direction in Direction
     }
-    assert (IN_A_ROW, BIG_COPY, "load") in compared
+    assert (BACK_TO_BACK, CONTIGUOUS_COPY, "load") in compared
     named = [(each["ratio"], each["which"], each["value"], each["at"]) for each in fields["ratios"]]
     assert named == [
         (f"Fake: ours / without it, {direction}, {occasion}", "lowest", pytest.approx(value), "theirs")
@@ -510,8 +171,8 @@ def test_times_and_ratios_of_a_device_that_has_them(
         for direction in Direction
     ]
     interop._show(fields | {"simulated": False}, Output(as_json=False))
-    alone, _, in_a_row = capsys.readouterr().out.partition(OCCASIONS[1])
-    for part, occasion, ratio in ((alone, OCCASIONS[0], "2.00"), (in_a_row, OCCASIONS[1], "1.50")):
+    alone, _, back_to_back = capsys.readouterr().out.partition(OCCASIONS[1])
+    for part, occasion, ratio in ((alone, OCCASIONS[0], "2.00"), (back_to_back, OCCASIONS[1], "1.50")):
         assert f"Fake, {occasion}: GB/s over those of ..., store / load" in " ".join(part.split())
         lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in part.splitlines()]
         assert ["Fake: ours", "0.1", "0.1", "1000", "1000", "0", "0", "cart"] in lines

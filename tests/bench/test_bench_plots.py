@@ -12,6 +12,7 @@ import pytest
 
 from kvoffload.bench import plots
 from kvoffload.commands import main
+from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not here")
@@ -27,9 +28,16 @@ MADE_UP = {
 
 
 def transfer_row(**fields: Any) -> dict[str, Any]:
-    row = {"model": "m", "placement": "folded", "planes": 64, "block_bytes": 4096, "row_blocks": 1, "row_bytes": 4096}
+    row = {
+        "model": "m",
+        "placement": "folded",
+        "planes": 64,
+        "block_bytes": 4096,
+        "blocks_per_slot": 1,
+        "row_bytes": 4096,
+    }
     row |= {"blocks": 1, "copies": 64, "nbytes": 1 << 18, "direction": "store"}
-    rates = {"choice, overlap": 40.0, "strided": 40.0, "flat batch": 5.0, "big copy": 50.0}
+    rates = {"choice, overlap": 40.0, "strided": 40.0, "flat batch": 5.0, "contiguous copy": 50.0}
     return row | {"gb_per_s": rates} | fields
 
 
@@ -45,8 +53,8 @@ def sweep() -> dict[str, Any]:
 
 
 def transfer() -> dict[str, Any]:
-    framework = transfer_row(gb_per_s={"CuPy": 20.0, "big copy": 50.0})
-    rows = [transfer_row(), transfer_row(model="n", placement="scattered", row_blocks=8)]
+    framework = transfer_row(gb_per_s={"CuPy": 20.0, "contiguous copy": 50.0})
+    rows = [transfer_row(), transfer_row(model="n", placement="scattered", blocks_per_slot=8)]
     return {"benchmark": "transfer", "transfers": rows, "frameworks": [framework], **MADE_UP}
 
 
@@ -57,7 +65,7 @@ def interference() -> dict[str, Any]:
         "strided": 1.02,
         "gather 4": 1.3,
         "split 1": 1.1,
-        "big copy": 1.03,
+        "contiguous copy": 1.03,
     }
     methods |= {"batch": 1.0, "grid-stride 12": 1.4}
     rows = [
@@ -138,15 +146,15 @@ def test_bench_submit_has_no_figures(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_folder_for_figures_is_tried(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert list(plots.require_folder(str(tmp_path / "new")).iterdir()) == []
+    assert list(figures.require_folder(str(tmp_path / "new")).iterdir()) == []
     with pytest.raises(CommandError, match="no figures can be written into"):
-        plots.require_folder(str(tmp_path / "file" / "new"))
+        figures.require_folder(str(tmp_path / "file" / "new"))
 
 
 def test_without_matplotlib_the_command_says_what_to_install_before_it_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.bench.plots.find_spec", lambda _: None)
+    monkeypatch.setattr("kvoffload.terminal.figures.find_spec", lambda _: None)
     files = save(tmp_path, sweep=sweep())
     for command in (("plot", *files, "--output", str(tmp_path)), ("sweep", "--plot", str(tmp_path))):
         assert main(["bench", *command]) == 2
@@ -162,9 +170,9 @@ def points(figure: Any) -> dict[str, list[tuple[float, float]]]:
 
 @needs_matplotlib
 def test_models_show_the_largest_transfer_and_say_so() -> None:
-    rows = [transfer_row(blocks=blocks, gb_per_s={"choice, overlap": rate, "big copy": 50.0})
+    rows = [transfer_row(blocks=blocks, gb_per_s={"choice, overlap": rate, "contiguous copy": 50.0})
             for blocks, rate in ((16, 20.0), (128, 40.0), (4, 10.0))]  # fmt: skip
-    beside = transfer_row(blocks=512, gb_per_s={"choice, overlap": 33.0, "CuPy": 20.0, "big copy": 50.0})
+    beside = transfer_row(blocks=512, gb_per_s={"choice, overlap": 33.0, "CuPy": 20.0, "contiguous copy": 50.0})
     fields = {"benchmark": "transfer", "transfers": rows, "frameworks": [beside], **MADE_UP}
     figure = plots._by_model(fields, "store")
     assert points(figure) == {"kvoffload, planes fold": [(40.0, 0.0)], "CuPy indexing + get/set": [(20.0, 0.0)]}
@@ -193,11 +201,16 @@ def test_a_figure_names_the_gpu_and_labels_every_line() -> None:
     figure = plots._by_size(sweep(), "load")
     texts = [text.get_text() for text in figure.texts]
     assert any("A GPU" in text and "fast x16" in text for text in texts)
-    assert any("medians of 5 runs or more" in text for text in texts)
+    assert any("medians of 5 rounds or more" in text for text in texts)
     assert "host to GPU (load): 4096 copies" in figure.get_suptitle()
     for panel in figure.axes:
         labels = {text.get_text() for text in panel.texts}
-        assert labels == {"kvoffload's choice", "strided, no SM", "one flat batch", "the link: one big copy, 50 GB/s"}
+        assert labels == {
+            "kvoffload's choice",
+            "strided, no SM",
+            "one flat batch",
+            "the link: one contiguous copy, 50 GB/s",
+        }
         assert [tick.get_text() for tick in panel.get_xticklabels()] == ["4 KiB", "8 KiB"]
     assert plots._by_size(sweep(), "store") is not None
     assert plots._slowdowns(interference(), "store") is None
@@ -205,7 +218,7 @@ def test_a_figure_names_the_gpu_and_labels_every_line() -> None:
 
 def test_labels_keep_apart_and_near_their_lines() -> None:
     ends = {"a": 50.0, "b": 50.5, "c": 10.0, "d": 49.0, "e": 0.1}
-    places = plots.spread(ends, gap=3.0, top=55.0)
+    places = figures.spread(ends, gap=3.0, top=55.0)
     heights = sorted(height for _, height in places.values())
     assert all(high - low >= 3.0 - 1e-9 for low, high in itertools.pairwise(heights))
     assert places["c"] == (10.0, 10.0)
@@ -215,9 +228,27 @@ def test_labels_keep_apart_and_near_their_lines() -> None:
 
 
 def test_bars_are_in_the_order_of_what_they_take() -> None:
-    methods = ["grid-stride 20", "gather 8", "choice, overlap", "big copy", "gather 1", "split 2", "batch", "strided"]
+    methods = [
+        "grid-stride 20",
+        "gather 8",
+        "choice, overlap",
+        "contiguous copy",
+        "gather 1",
+        "split 2",
+        "batch",
+        "strided",
+    ]
     assert sorted(methods, key=plots._bar_order) == [
-        *("choice, overlap", "strided", "batch", "big copy", "split 2", "gather 1", "gather 8", "grid-stride 20"),
+        *(
+            "choice, overlap",
+            "strided",
+            "batch",
+            "contiguous copy",
+            "split 2",
+            "gather 1",
+            "gather 8",
+            "grid-stride 20",
+        ),
     ]
     assert plots._bar_label("gather 1") == "gather, 1 SM"
     assert plots._bar_label("grid-stride 20") == "grid-stride kernel, 20 SMs"

@@ -345,7 +345,7 @@ def test_a_refusal_after_the_first_group_spends_its_slots_until_they_are_free(mo
         cache.check()
         assert cache.lookup(keys(0)) == 0
         with pytest.raises(CapacityError):
-            cache.store(keys(2, 3, 4), [list(range(6)), list(range(6))], after=NO_WAIT)
+            cache.store(keys(2, 3, 4), [list(range(6)), list(range(6))], after=NO_WAIT, all_or_nothing=True)
         cache.store(keys(2, 3), [list(range(4)), list(range(4))], after=NO_WAIT)
         gate.open()
         cache.engine.drain(10)
@@ -397,11 +397,13 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
                 self.layout = layout
                 self.device = SimpleNamespace(check_process=lambda: None)
 
-            def submit(self, *_: Any, **options: Any) -> Any:
-                listener = options["listener"]
-                listener.boarded(done)
-                listener.ended(done)
+            def submit(self, *_: Any, **__: Any) -> Any:
                 return done
+
+            def jobs_in_flight(self) -> tuple[Any, ...]:
+                return ()
+
+            def claim_slots(self, guard: Any) -> None: ...
 
             def advance(self) -> None: ...
 
@@ -426,7 +428,7 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
 
     class Done:
         id = 1
-        error = None
+        error, finished = None, True
 
     done = Done()
     small = min(seconds_per_eviction(1_000, 10_000) for _ in range(3))

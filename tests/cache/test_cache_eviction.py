@@ -60,7 +60,7 @@ def test_a_slot_of_a_failed_store_is_not_used_again_while_copies_run() -> None:
         bench.device.simulator.faults.fail_call("cuMemcpy2DAsync", nth=3)
         cache.store(keys(0, 1, 2), [3, 4, 5], after=held)
         with pytest.raises(CapacityError):
-            cache.store(keys(3, 4), [6, 7], after=NO_WAIT)
+            cache.store(keys(3, 4), [6, 7], after=NO_WAIT, all_or_nothing=True)
         cache.check()
         gate.open()
         bench.engine.drain(10)
@@ -184,8 +184,8 @@ def test_pitfall_24_eviction_is_all_or_nothing(pair: tuple[Rig, BlockCache]) -> 
     cache.load(keys(1, 2), [20, 21], after=held)
     before = cache_state(cache)
     for wanted in ((5, 6, 7), (5, 6, 7, 8), (0, 5, 6), (5, 6, 7, 8, 9, 10)):
-        with pytest.raises(CapacityError, match="given up"):
-            cache.store(keys(*wanted), list(wanted), after=NO_WAIT)
+        with pytest.raises(CapacityError, match="may be evicted"):
+            cache.store(keys(*wanted), list(wanted), after=NO_WAIT, all_or_nothing=True)
         assert cache_state(cache) == before
         cache.check()
     cache.store(keys(5, 6), [5, 6], after=NO_WAIT)
@@ -204,7 +204,7 @@ def test_a_refusal_of_the_engine_changes_nothing(pair: tuple[Rig, BlockCache], m
     before = cache_state(cache)
     monkeypatch.setattr(bench.engine._flights, "_max_in_flight", 0)
     with pytest.raises(CapacityError):
-        cache.store(keys(5), [5])
+        cache.store(keys(5), [5], all_or_nothing=True)
     with pytest.raises(CapacityError):
         cache.load(keys(1), [20])
     assert cache_state(cache) == before
@@ -230,7 +230,7 @@ def test_pitfall_25_what_is_in_use_is_never_evicted(pair: tuple[Rig, BlockCache]
     writing = cache.store(keys(2, 3), [2, 3], after=held)
     cache.store(keys(4), [4], after=NO_WAIT)
     with pytest.raises(CapacityError):
-        cache.store(keys(5), [5], after=NO_WAIT)
+        cache.store(keys(5), [5], after=NO_WAIT, all_or_nothing=True)
     assert set(cache._index.keys) == set(keys(0, 2, 3, 4))
     assert (cache.statistics().pinned, cache.statistics().pending) == (1, 3)
     gate.open()
@@ -270,7 +270,7 @@ def test_more_keys_than_the_cache_holds_are_refused(pair: tuple[Rig, BlockCache]
     _, cache = pair
     before = cache_state(cache)
     with pytest.raises(CapacityError, match="capacity 4"):
-        cache.store(keys(*range(5)), list(range(5)))
+        cache.store(keys(*range(5)), list(range(5)), all_or_nothing=True)
     assert cache_state(cache) == before
 
 

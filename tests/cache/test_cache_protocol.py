@@ -174,7 +174,7 @@ def test_a_job_that_fails_aborts_when_all_copies_have_ended(nth: int) -> None:
         for gate in gates:
             assert cache.status(keys(0, 1)) == [PENDING, PENDING]
             with pytest.raises(CapacityError):
-                cache.reserve(keys(2, 3, 4))
+                cache.reserve(keys(2, 3, 4), all_or_nothing=True)
             gate.open()
             bench.settle()
         assert cache.status(keys(0, 1)) == [MISS, MISS]
@@ -197,7 +197,7 @@ def test_a_failed_job_committed_before_its_copies_have_ended(pair: tuple[Rig, Bl
     with pytest.raises(ClosedError, match="is settling"):
         reservation.abort()
     with pytest.raises(CapacityError):
-        cache.reserve(keys(1, 2, 3, 4))
+        cache.reserve(keys(1, 2, 3, 4), all_or_nothing=True)
     gate.open()
     with pytest.raises(TransferError):
         job.wait(10)
@@ -228,7 +228,7 @@ def test_reserved_slots_are_nobody_elses(pair: tuple[Rig, BlockCache]) -> None:
         cache.store(keys(number), [number]).wait(10)
         assert all(all_are(bench.slot(int(slot)), 99) for slot in slots)
     with pytest.raises(CapacityError):
-        cache.store(keys(20, 21, 22), [1, 2, 3])
+        cache.store(keys(20, 21, 22), [1, 2, 3], all_or_nothing=True)
     reservation.commit()
     cache.store(keys(20, 21, 22), [1, 2, 3]).wait(10)
     assert cache.lookup(keys(20, 21, 22)) == 3
@@ -362,7 +362,7 @@ def test_acquire_load_release(pair: tuple[Rig, BlockCache]) -> None:
         cache.store(keys(8, 9), [8, 9], after=NO_WAIT).wait(10)
         assert cache.status(keys(0, 1, 2, 3)) == [HIT, MISS, HIT, MISS]
         with pytest.raises(CapacityError):
-            cache.store(keys(10, 11, 12), [10, 11, 12], after=NO_WAIT)
+            cache.store(keys(10, 11, 12), [10, 11, 12], after=NO_WAIT, all_or_nothing=True)
         gate.open()
         job.wait(10)
     assert all_are(bench.block(20), 6)
@@ -425,7 +425,7 @@ def test_a_lease_of_reservations_with_jobs_of_their_own(pair: tuple[Rig, BlockCa
     reservation.commit(bench.engine.store([3, 4], reservation.slots(), after=held))
     other = gated_store(bench, cache, 2, 6)
     with cache.acquire(keys(0, 2, 1), pending=True) as lease:
-        assert [len(each.keys) for each in lease.pending] == [2, 1], "each once"
+        assert [len(each.keys) for each in lease._record.sources] == [2, 1], "each once"
         lease.order_before(reader)
         seen: list[list[int]] = []
         slots = [int(slot) for slot in lease.slots()]
@@ -465,7 +465,7 @@ def test_pitfall_23_a_store_that_fails_under_a_lease(pair: tuple[Rig, BlockCache
         again = cache.reserve(keys(1, 2))
         assert not set(again.indices) & set(lease.indices)
         with pytest.raises(CapacityError):
-            cache.reserve(keys(3))
+            cache.reserve(keys(3), all_or_nothing=True)
     cache.reserve(keys(3)).abort()
     again.abort()
 
@@ -640,7 +640,7 @@ def test_pitfall_25_a_reset_with_jobs_in_flight(call: str) -> None:
         again.commit()
         fresh = cache.store(keys(5), [15], after=NO_WAIT)
         with pytest.raises(CapacityError, match="too few of 3"):
-            cache.reserve(keys(10, 11, 12, 13))
+            cache.reserve(keys(10, 11, 12, 13), all_or_nothing=True)
         bench.engine.slots[without.slots()] = 99
         for gate in gates:
             bench.settle()
@@ -667,7 +667,7 @@ def test_a_store_removed_under_way_and_stored_again(pair: tuple[Rig, BlockCache]
     assert cache.remove(keys(0)) == 1
     second = gated_store(bench, cache, 0, 9)
     with pytest.raises(CapacityError):
-        cache.reserve(keys(1, 2, 3))
+        cache.reserve(keys(1, 2, 3), all_or_nothing=True)
     first.open()
     bench.settle()
     assert cache.status(keys(0)) == [PENDING]
@@ -691,7 +691,7 @@ def test_a_lease_of_a_store_that_is_removed_still_reads_it(pair: tuple[Rig, Bloc
         assert all_are(bench.block(20), 4)
         assert cache.status(keys(0)) == [MISS]
         with pytest.raises(CapacityError):
-            cache.reserve(keys(1, 2, 3, 4))
+            cache.reserve(keys(1, 2, 3, 4), all_or_nothing=True)
     cache.reserve(keys(1, 2, 3, 4)).abort()
 
 

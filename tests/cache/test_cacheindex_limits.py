@@ -70,7 +70,7 @@ def test_a_refused_or_declined_reservation_forgets_no_lookups() -> None:
     index.lookup(keys(0, 1))
     before = state(index)
     with pytest.raises(CapacityError):
-        index.reserve(keys(0, 1))
+        index.reserve(keys(0, 1), all_or_nothing=True)
     assert state(index) == before
     assert store(index, keys(1, 5)).keys == tuple(keys(1))
     assert store(index, keys(0)).keys == tuple(keys(0))
@@ -190,7 +190,7 @@ def test_pitfall_24_a_quota_whose_keys_must_stay_refuses(policy: str) -> None:
     pending = index.reserve(names("tenant", 1, 2), "tenant")
     before = state(index)
     with pytest.raises(CapacityError, match=r"1 keys find 15 entries free .* quota"):
-        index.reserve(names("tenant", 1, 5), "tenant")
+        index.reserve(names("tenant", 1, 5), "tenant", all_or_nothing=True)
     assert state(index) == before
     assert store(index, names("other", 1, 5)).evicted == ()
     lease.release()
@@ -218,7 +218,7 @@ def test_what_is_pending_or_removed_counts_as_it_should() -> None:
     index = CacheIndex(10, policy="lru", tenants={"tenant": Tenant(max_blocks=2)})
     first = index.reserve(names("tenant", 2), "tenant")
     with pytest.raises(CapacityError):
-        index.reserve(names("tenant", 1, 2), "tenant")
+        index.reserve(names("tenant", 1, 2), "tenant", all_or_nothing=True)
     index.remove(names("tenant", 1))
     second = index.reserve(names("tenant", 1, 2), "tenant")
     index.check()
@@ -241,14 +241,14 @@ def test_keys_of_lower_priorities_go_first_and_none_of_higher_ones(policy: str) 
     for _ in range(20):  # use does not help
         index.touch(names("batch", 2))
     with pytest.raises(CapacityError, match="tenant with a quota or higher priority"):
-        index.reserve(names("new-batch", 3), "batch")
+        index.reserve(names("new-batch", 3), "batch", all_or_nothing=True)
     assert set(store(index, names("new-plain", 1)).evicted) < set(names("batch", 2))
     assert set(store(index, names("new-chat", 3), "chat").evicted) > set(names("batch", 2)) & set(index.keys)
     assert (of(index, "batch"), of(index, "plain") + of(index, "new-plain")) == (0, 1)
     assert of(index, "chat") + of(index, "new-chat") == 5
     assert of(index, "top") == 2
     with pytest.raises(CapacityError):
-        index.reserve(names("new-batch", 1), "batch")
+        index.reserve(names("new-batch", 1), "batch", all_or_nothing=True)
     gone = store(index, names("new-top", 8), "top").evicted
     assert len(gone) == 8
     assert of(index, "new-top") == 8, "the highest may have everything"
@@ -410,7 +410,7 @@ class Match:
             new, victims = self.model.plan(name, request)
         except Refusal:
             with pytest.raises(CapacityError):
-                self.index.reserve(request, name)
+                self.index.reserve(request, name, all_or_nothing=True)
             assert state(self.index) == before
             return
         priority = LEVELS[name].priority

@@ -19,7 +19,8 @@ from programs import run_program
 
 from kvoffload.cache.keys import KEY_BYTES, chain_keys
 from kvoffload.errors import LayoutError
-from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "keys.md").read_text()
 FAR = 1 << 30
@@ -132,7 +133,8 @@ def test_pitfall_28_another_process_computes_the_same_keys(monkeypatch: pytest.M
     program = """
         import numpy as np
         from kvoffload.cache.keys import chain_keys
-        from kvoffload.layout.layout import KVLayout, Plane
+        from kvoffload.layout.layout import KVLayout
+        from kvoffload.layout.planes import Plane
         planes = [Plane(1 << 20, block_bytes=64, num_blocks=3), Plane(1 << 21, block_bytes=64, num_blocks=3)]
         layout = KVLayout([planes], dtype=np.dtype("f2"), tokens_per_block=4)
         tokens = np.arange(1000, 1050, dtype=np.uint16)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gathering import expect, load, overwrite_on_release, record_launches, small_tables, store, submit
 from helpers import Rig, rig, simulated, whole
+from transfers import transfer_of
 
 import kvoffload
 from kvoffload import CapacityError, Direction, KVLayout, OffloadEngine, TransferError
@@ -33,7 +34,7 @@ def test_what_finds_no_room_for_its_table_waits_on_the_host(monkeypatch: pytest.
         short = submit(bench.engine, store([5], [1]))
         bench.settle()
         assert bench.engine.statistics().held == 2
-        assert not long.launched
+        assert not transfer_of(long).enqueued
         assert len(long.pieces) == 4, "of 13; the ring has 2 KiB, and a table of 32 blocks 512 bytes"
         assert bench.engine._parts.in_flight.stores.lane.streams[-1].places < 20
         gate.open()

@@ -4,24 +4,35 @@ happens to both when something goes wrong."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from gathering import Seeded, fill_slots, layout_spec, overwrite_on_release, record_launches, small_tables
-from helpers import LEGACY, Rig, change_streams, cut_pieces, interrupt_call, leaks_of, rig, simulated, whole
-from layerwise import DEFAULTS, PARTS, PLANES, Reader, blocks_hold, hold_from, load, load_interrupted, reader_of
+from helpers import LEGACY, Rig, change_streams, cut_segments, leaks_of, rig, simulated, whole
+from interrupts import Outcome, count_points, interrupt_at
+from layerwise import (
+    DEFAULTS,
+    PARTS,
+    PLANES,
+    Reader,
+    blocks_hold,
+    check_after_interrupt,
+    hold_from,
+    load,
+    load_and_drain,
+    reader_of,
+)
 from strategies import place
+from transfers import segments_of, transfer_of
 
 import kvoffload
 from kvoffload import NO_WAIT, CapabilityError, Direction, KVLayout, OffloadEngine, TransferError
-from kvoffload.copiers import GatherCopier, gather
-from kvoffload.copiers.table_arena import Table, TableArena
-from kvoffload.device.streams import EventPool, Lane
-from kvoffload.driver import Driver
-from kvoffload.engine.flight import FlightDeck
-from kvoffload.engine.job import Job, Piece
-from kvoffload.engine.launcher import Launcher
+from kvoffload.copiers import gather
+from kvoffload.engine.job import Job
+from kvoffload.engine.tracker import Tracker
+from kvoffload.engine.transfer import Segment, Transfer
 from kvoffload.simulator.kernels import LaunchOperation
 from kvoffload.testing import Mirror, check_clean_close
 from kvoffload.tuning import CopyMethod
@@ -59,7 +70,7 @@ def tables_out(bench: Rig) -> int:
     """Of loads."""
     kernels = bench.engine._parts.copiers._kernels
     assert kernels is not None
-    return kernels.arenas[Direction.LOAD].in_use
+    return kernels.arenas[1].in_use
 
 
 # bytes
@@ -121,7 +132,7 @@ def test_every_part_is_a_launch_on_its_rows_and_all_read_one_table(bench: Rig, m
     held = leaks_of(bench.device)
     gate = bench.gate(waiting := bench.stream())
     job = load(bench, range(8), range(8), parts=LAYERS, after=waiting)
-    assert len(launches) == len(job.pieces) == PARTS
+    assert len(launches) == len(segments_of(job)) == PARTS
     rows, tables, row_counts, blocks = zip(*(launch.arguments for launch in launches), strict=True)
     assert rows == tuple(rows[0] + part * 2 * 5 * 8 for part in range(PARTS)), "five words a row, a row a plane"
     assert (set(row_counts), set(blocks), len(set(tables))) == ({2}, {8}, 1)
@@ -157,7 +168,7 @@ def test_a_held_default_stream_does_not_hold_the_call(bench: Rig) -> None:
     job = load(bench, range(4), range(4), after=None)
     reader = reader_of(bench, job, PARTS - 1, PLANES - 1, 3)
     bench.settle()
-    assert (job.launched, job.done) == (True, False)
+    assert (transfer_of(job).enqueued, job.done) == (True, False)
     gate.open()
     job.wait(10)
     bench.settle()
@@ -170,11 +181,11 @@ def test_a_held_default_stream_does_not_hold_the_call(bench: Rig) -> None:
 def test_a_part_of_more_blocks_than_a_table_holds_is_several_launches(
     bench: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut_pieces(monkeypatch, bench.engine, 3)
+    cut_segments(monkeypatch, bench.engine, 3)
     launches = record_launches(monkeypatch)
     gate = bench.gate(waiting := bench.stream())
     job = load(bench, range(8), range(8), after=waiting)
-    assert [piece.part for piece in job.pieces] == [part for part in range(PARTS) for _ in range(3)]
+    assert [segment.part for segment in segments_of(job)] == [part for part in range(PARTS) for _ in range(3)]
     assert [launch.arguments[-1] for launch in launches] == [3, 3, 2] * PARTS
     tables = [launch.arguments[1] for launch in launches]
     assert tables == tables[:3] * PARTS
@@ -201,7 +212,7 @@ def test_parts_that_find_no_room_for_a_table_wait_on_the_host(monkeypatch: pytes
         short = load(bench, [3], [blocks[0]], parts=4)
         bench.settle()
         assert bench.engine.statistics().held == 2
-        assert len(job.pieces) in (3, 4), "the first has the rows, too"
+        assert len(segments_of(job)) in (3, 4), "the first has the rows, too"
         gate.open()
         bench.engine.drain(10)
         assert (job.error, short.error, tables_out(bench)) == (None, None, 0)
@@ -246,18 +257,18 @@ def test_pitfall_05_a_table_belongs_to_all_parts_until_the_last_has_ended(monkey
 
 def test_pitfall_05_a_table_given_back_after_the_first_part_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above would see."""
-    give_back = Launcher.give_back
+    release = Tracker._release
 
-    def hasty(launcher: Launcher, job: Job, piece: Piece) -> None:
-        give_back(launcher, job, piece)
-        if piece.table is not None:
-            piece.table.release()
+    def hasty(tracker: Tracker, transfer: Transfer, segment: Segment) -> None:
+        release(tracker, transfer, segment)
+        if segment.table is not None:
+            segment.table.release()
 
-    monkeypatch.setattr(Launcher, "give_back", hasty)
+    monkeypatch.setattr(Tracker, "_release", hasty)
     with simulated(2) as device, rig(device, planes=PLANES, sm_limit=4) as bench:
         load(bench, [0], [0]).wait(10)  # the rows are there: the next table is blocks alone
         overwrite_on_release(monkeypatch, 9, bench.engine._parts.memory.address)
-        gate = hold_from(bench, monkeypatch, 1)
+        gate = hold_from(bench, 1)
         job = load(bench, range(1, 5), range(1, 5))
         bench.settle()
         assert not job.done  # asks, and gives back what has ended
@@ -266,17 +277,17 @@ def test_pitfall_05_a_table_given_back_after_the_first_part_is_noticed(monkeypat
         assert not blocks_hold(bench, range(1, 5), range(101, 105))
 
 
-def test_a_table_that_was_lost_and_taken_back_is_written_again(bench: Rig) -> None:
-    """A load that waits for room has a table in mind; nobody may have it twice."""
-    small = TableArena(np.zeros(256, np.uint8), 0)
-    table = small.take(8)
-    assert table is not None
-    small.clear()
-    assert table.released
+def test_tables_that_nothing_refers_to_are_free_after_a_repair(bench: Rig) -> None:
+    """A table taken by a call that was interrupted before it was told of: its room is free again, and not twice."""
     kernels = bench.engine._parts.copiers._kernels
     assert kernels is not None
-    arena = kernels.arenas[Direction.LOAD]
-    assert arena.take(arena.words.size - 8) is not None  # and nobody knows of it
+    arena = kernels.arenas[1]
+    used, lost = arena.take(8), arena.take(arena.words.size - 16)
+    assert used is not None
+    assert lost is not None
+    arena.restore([used])
+    assert (used.released, lost.released, arena.in_use) == (False, True, 1)
+    used.release()
     load(bench, range(8), range(8)).wait(10)
     assert tables_out(bench) == 0
     assert blocks_hold(bench, range(8), range(100, 108))
@@ -329,11 +340,13 @@ def test_rows_take_four_mib_of_the_gpu_at_most(device: kvoffload.Device) -> None
         (group,) = kernels.groups
         assert len(group.room) == (4 << 20) // (8192 * 5 * 8) == 12
         with device.current():
-            assert device.driver.address_range(group.rows.address)[1] == 13 * 8192 * 5 * 8
+            assert device.driver.address_range(group.fragments.address)[1] == 13 * 8192 * 5 * 8
         assert engine.load([0], [0], after=NO_WAIT, copier="gather", parts=2).wait(10).copier == "gather"
     planes = device.allocate_planes(2, block_bytes=20 << 20, num_blocks=2)
     with OffloadEngine(KVLayout([planes]), device=device, num_slots=2, sm_limit=1) as engine:
-        with pytest.raises(CapabilityError, match=r"blocks have 20480 rows of 2048 bytes, more than 19660; the loop"):
+        with pytest.raises(
+            CapabilityError, match=r"blocks have 20480 fragments of 2048 bytes, more than 19660; the loop"
+        ):
             engine.load([0], [0], after=NO_WAIT, copier="gather", parts=2)
         assert engine.load([0], [0], after=NO_WAIT, parts=2).wait(10).error is None
         assert engine.load([0], [0], after=NO_WAIT, copier="gather").wait(10).error is None
@@ -389,56 +402,33 @@ def test_no_stream_passes_a_part_that_failed(bench: Rig) -> None:
             job.order_before(bench.stream(), part=part)
 
 
-INTERRUPTED: list[tuple[type, str, int, bool]] = [
-    (gather.GatherKernels, "in_parts", 1, False),
-    (gather.GatherKernels, "in_parts", 1, True),
-    (Lane, "take", 1, False),
-    (Lane, "take", 3, True),
-    (TableArena, "take", 1, False),
-    (TableArena, "take", 1, True),  # somebody has the table and nobody knows
-    (GatherCopier, "_write", 1, True),
-    (GatherCopier, "stage", 1, True),
-    (GatherCopier, "stage", 2, False),
-    (GatherCopier, "stage", PARTS, True),
-    (Driver, "copy", 1, False),
-    (Driver, "copy", 1, True),  # the rows are on their way, and nobody knows
-    (Driver, "launch", 1, False),
-    (Driver, "launch", 1, True),
-    (Driver, "launch", 3, False),
-    (Driver, "launch", PARTS, True),
-    (Launcher, "_launch_piece", 2, False),
-    (Launcher, "_launch_piece", PARTS, True),
-    (Launcher, "_mark", 1, False),
-    (Launcher, "_mark", 2, True),
-    (EventPool, "acquire", 5, True),
-    (FlightDeck, "launch", 2, True),
-    (FlightDeck, "_piece_has_ended", 2, True),
-    (Launcher, "give_back", 1, False),
-    (Launcher, "give_back", 2, True),
-    (Launcher, "give_back", PARTS, False),
-    (Table, "release", 1, False),
-    (Table, "release", 1, True),
-    (FlightDeck, "_land", 1, True),
-]
-
-
-@pytest.mark.parametrize(("owner", "name", "nth", "after"), INTERRUPTED)
-def test_an_interrupted_load_in_parts_loses_no_job(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, nth: int, after: bool
-) -> None:
-    change_streams(monkeypatch)
+def interrupted_load(number: int) -> Outcome | int:
+    """A load in parts with an interrupt at one of its points; for 0 how many points it has."""
     with simulated(1) as device, rig(device, planes=PLANES, sm_limit=4) as bench:
-        engine = bench.engine
         gate = bench.gate(waiting := bench.stream())
-        left = interrupt_call(monkeypatch, owner, name, nth, after=after)
-        load_interrupted(bench, waiting, gate, left)
-        statistics = engine.statistics()
-        assert (statistics.in_flight, statistics.streams_in_use, tables_out(bench)) == (0, 0, 0)
-        assert statistics.events_in_use <= 1
-    assert set(leaks_of(device)) <= {"events"}
+        work = partial(load_and_drain, bench, waiting, gate)
+        outcome = interrupt_at(number, work) if number else count_points(work)
+        check_after_interrupt(bench)
+        assert tables_out(bench) == 0
+    assert sum(leaks_of(device).values()) <= 1, "the handle that an interrupted driver call made"
+    return outcome
 
 
-def test_threads_load_in_parts_beside_each_other(bench: Rig) -> None:
+@pytest.mark.parametrize("offset", range(4))
+def test_an_interrupted_load_in_parts_loses_no_job(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
+    """At every sixtieth point where a KeyboardInterrupt can come."""
+    change_streams(monkeypatch)
+    points = interrupted_load(0)
+    assert isinstance(points, int)
+    for number in range(2 + 15 * offset, points + 1, 60):
+        try:
+            interrupted_load(number)
+        except BaseException as error:
+            error.add_note(f"interrupted at point {number} of {points}")
+            raise
+
+
+def test_loads_in_parts_follow_each_other(bench: Rig) -> None:
     readers: list[Callable[[], int]] = []
     gate = bench.gate(waiting := bench.stream())
     for turn in range(12):

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from cuda.bindings.driver import CUresult
 from gathering import Move, Seeded, check_moves, expect, fill_slots, layout_spec, move, small_tables, submit
 from helpers import Rig, all_are, no_leaks, release, rig, simulated, whole
 from splitting import HALF, OPTIONS, PROGRAMS, hold_the_kernel, load, store
 from strategies import slab_of
+from transfers import intercepted, queueing, segments_of, transfer_of
 
 import kvoffload
-from kvoffload import Direction, Job, KVLayout, OffloadEngine
+from kvoffload import Direction, KVLayout, OffloadEngine
 from kvoffload.copiers import StridedCopier
-from kvoffload.engine.books import Flight
-from kvoffload.engine.job import Piece
-from kvoffload.engine.launcher import Launcher
+from kvoffload.engine import launcher
 from kvoffload.testing import Mirror, check_clean_close, scramble
 from kvoffload.tuning import CopyMethod
 
@@ -65,12 +65,12 @@ def test_any_share_moves_the_bytes_of_a_naive_loop(device: kvoffload.Device, sha
 
 
 @pytest.mark.parametrize("number", range(10))
-def test_any_layout_and_pieces_of_both_parts(number: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where planes do not fold. Every second time the parts are in pieces, on several streams."""
+def test_any_layout_and_segments_of_both_shares(number: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where planes do not fold. Every second time the shares are in segments, on several streams."""
     if number % 2:
         small_tables(monkeypatch, blocks=2)
         monkeypatch.setattr(StridedCopier, "segment_operations", 2)
-        monkeypatch.setattr(kvoffload.device.streams, "QUEUE_LIMIT", 10)
+        monkeypatch.setattr(launcher, "QUEUE_LIMIT", 10)
     chance = Seeded(seed)
     device = kvoffload.open_device(backend="simulated", seed=number)
     spec = layout_spec(chance)
@@ -90,7 +90,7 @@ def test_a_split_is_one_job_with_one_result(bench: Rig) -> None:
     (result,) = bench.engine.poll()
     assert (result.job_id, result.copier, result.nbytes) == (job.id, "split", 20 * 4 * 64)
     assert (job.method, job.reason, job.copier) == (HALF, "asked for", "split")
-    least = result.nbytes / 50e9  # by the clock of the simulator, both parts one after the other
+    least = result.nbytes / 50e9  # by the clock of the simulator, both shares one after the other
     assert least < result.seconds < 1
     totals = bench.engine.statistics().store
     assert (totals.jobs, totals.nbytes, totals.seconds) == (1, result.nbytes, result.seconds)
@@ -102,7 +102,7 @@ def test_a_split_is_one_job_with_one_result(bench: Rig) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "share", "parts"), [(1, 0.4, "copies"), (1, 0.6, "kernel"), (40, 0.01, "copies")])
-def test_too_few_blocks_to_share_go_one_way(bench: Rig, blocks: int, share: float, parts: str) -> None:
+def test_too_few_blocks_to_share_are_carried_by_one_copier(bench: Rig, blocks: int, share: float, parts: str) -> None:
     simulator: Any = bench.device.simulator
     simulator.faults.calls = []
     result = store(bench, range(blocks), range(blocks), method=CopyMethod("split", 2, share)).wait(10)
@@ -112,7 +112,7 @@ def test_too_few_blocks_to_share_go_one_way(bench: Rig, blocks: int, share: floa
     assert (len(launches), len(copies)) == ((1, 0) if parts == "kernel" else (0, 1))
 
 
-def test_both_parts_run_at_the_same_time(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_shares_run_at_the_same_time(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever of them is held up, the other one ends."""
     gate = bench.gate()
     hold_the_kernel(monkeypatch, gate)
@@ -128,28 +128,28 @@ def test_both_parts_run_at_the_same_time(bench: Rig, monkeypatch: pytest.MonkeyP
 # the two waits
 
 
-def _without(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
-    """Leave out a wait: of the second part for the start, or of the end for the first part."""
-    if wait == "join":
-        monkeypatch.setattr(Launcher, "_join", lambda *_: None)
-    elif wait == "start":
-        begin = Launcher._begin_piece
+def _without(bench: Rig, wait: str) -> None:
+    """Leave out a wait: of the second share for the start, or of the end for the first share."""
 
-        def leaving_out(launcher: Launcher, job: Job, flight: Flight, piece: Piece, last: Piece | None) -> None:
-            if job.share == 0 or job.queued > 0:
-                begin(launcher, job, flight, piece, last)
+    def leave_out(function: Callable[..., Any], stream: Any, event: Any, flags: Any) -> Any:
+        transfer = queueing(bench.engine)
+        if transfer is None:
+            return function(stream, event, flags)
+        of_the_first = {segment.event for segment in transfer.segments if segment.share == 0}
+        left_out = {transfer.start} if wait == "start" else of_the_first if transfer.segments[-1].share else set()
+        return (CUresult.CUDA_SUCCESS,) if int(event) in left_out else function(stream, event, flags)
 
-        monkeypatch.setattr(Launcher, "_begin_piece", leaving_out)
+    bench.cleanup.enter_context(intercepted(bench.device.driver, ("cuStreamWaitEvent",), leave_out))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("left_out", [False, True], ids=["", "without the wait"])
-def test_both_parts_wait_and_are_waited_for(
+def test_both_shares_wait_and_are_waited_for(
     bench: Rig, monkeypatch: pytest.MonkeyPatch, program: Any, left_out: bool
 ) -> None:
     """Without one of the two waits, the bytes are wrong: these programs would see it."""
     if left_out:
-        _without(monkeypatch, PROGRAMS[program])
+        _without(bench, PROGRAMS[program])
     assert program(bench, monkeypatch) is not left_out
 
 
@@ -159,10 +159,10 @@ def test_both_parts_wait_and_are_waited_for(
     ids=str,
 )
 @pytest.mark.parametrize("first", ["split", "other"])
-def test_ways_follow_each_other_in_a_direction(
+def test_copy_methods_follow_each_other_in_a_direction(
     bench: Rig, monkeypatch: pytest.MonkeyPatch, method: CopyMethod, first: str
 ) -> None:
-    """Between a split and any other way, on one stream or two: the later store wins, and a load sees it."""
+    """Between a split and any other method, on one stream or two: the later store wins, and a load sees it."""
     hold_the_kernel(monkeypatch, bench.gate())
     methods = (HALF, method) if first == "split" else (method, HALF)
     store(bench, range(20), range(20), method=methods[0])
@@ -173,23 +173,23 @@ def test_ways_follow_each_other_in_a_direction(
     assert all(all_are(bench.block(block), block + 21) for block in range(20))
 
 
-# order_before of a split in several pieces
+# order_before of a split in several segments
 
 
-def test_a_split_in_pieces_waits_for_its_start_and_ends_with_its_last_piece(
+def test_a_split_in_segments_waits_for_its_start_and_ends_with_its_last_one(
     bench: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copier_set = bench.engine._parts.copiers
     monkeypatch.setattr(kvoffload.copiers.gather, "_MAX_TABLE_BLOCKS", 3)
     monkeypatch.setattr(copier_set._strided, "segment_operations", 3)
-    monkeypatch.setattr(kvoffload.device.streams, "QUEUE_LIMIT", 12)
+    monkeypatch.setattr(launcher, "QUEUE_LIMIT", 12)
     held, writer = bench.stream(), bench.stream()
     bench.gate(held)
     bench.fill(held, 77)
     job = store(bench, range(18), range(18), after=held)
-    assert job.launched
-    assert [piece.share for piece in job.pieces] == [0, 0, 0, 1, 1, 1]
-    assert len({piece.stream for piece in job.pieces}) > 2
+    assert transfer_of(job).enqueued
+    assert [segment.share for segment in segments_of(job)] == [0, 0, 0, 1, 1, 1]
+    assert len({segment.stream for segment in segments_of(job)}) > 2
     job.order_before(writer)
     bench.fill(writer, 88)
     release(bench, job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -94,6 +95,42 @@ def test_an_index_that_is_no_ordinal_is_refused(index: Any) -> None:
         kvoffload.open_device(index, backend=simulator)
     assert repr(index) in str(refused.value)
     assert simulator.leaks()["primary_retains"] == 0
+
+
+@pytest.mark.parametrize("index", [2**31, 2**63, 2**70])
+def test_a_huge_index_names_the_devices_that_there_are(index: int) -> None:
+    with pytest.raises(ValueError, match=f"index must name one of the 1 devices, 0 to 0, got {index}"):
+        kvoffload.open_device(index, backend="simulated")
+
+
+@pytest.mark.parametrize("context", ["5", b"5", True, 0, -1, 1.5j, [], object()])
+def test_a_context_that_is_no_handle_is_refused_by_name(context: Any) -> None:
+    simulator = SimulatedDriver()
+    with pytest.raises(TypeError, match="context must be None or the handle of a CUDA context, got "):
+        kvoffload.open_device(backend=simulator, context=context)
+    assert simulator.leaks()["primary_retains"] == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ({"seed": "x"}, "seed must be an integer, got 'x'"),
+        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
+        ({"seed": True}, "seed must be an integer, got True"),
+        ({"driver_version": 13}, r"driver_version must be two integers such as \(13, 0\), got 13"),
+        ({"driver_version": "13.0"}, "driver_version must be two integers"),
+        ({"bindings_version": (13,)}, "bindings_version must be two integers"),
+        ({"bindings_version": (13, "3")}, "bindings_version must be two integers"),
+    ],
+)
+def test_options_of_the_simulated_device_are_checked_by_name(option: dict[str, Any], problem: str) -> None:
+    with pytest.raises(TypeError, match=problem):
+        kvoffload.open_device(backend="simulated", **option)
+
+
+@pytest.mark.parametrize("seed", [0, -3, 2**200, np.int64(7)])
+def test_any_integer_is_a_seed(seed: Any) -> None:
+    kvoffload.open_device(backend="simulated", seed=seed).close()
 
 
 @pytest.mark.parametrize("option", [{"seed": 1}, {"driver_version": (12, 4)}, {"bindings_version": (12, 9), "seed": 0}])
@@ -287,6 +324,34 @@ def test_current_is_reentrant_and_restores_after_an_exception(device: kvoffload.
     with pytest.raises(RuntimeError, match="mine"):
         nested()
     assert current_context(device.simulator) == 0
+
+
+@pytest.mark.parametrize(("pushed", "most"), [(False, 6), (True, 8)])
+def test_making_the_context_current_costs_few_python_calls(device: kvoffload.Device, pushed: bool, most: int) -> None:
+    """It is on the path of every transfer. The simulator is not counted, nor is `Driver.call`."""
+    calls: list[str] = []
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        ours = "/kvoffload/" in code.co_filename and "/simulator/" not in code.co_filename
+        if event == "call" and ours and code.co_name != "call":
+            calls.append(code.co_qualname)
+
+    def enter() -> None:
+        sys.setprofile(count)
+        try:
+            with device.current():
+                pass
+        finally:
+            sys.setprofile(None)
+
+    if pushed:
+        in_thread(enter)
+    else:
+        with device.current():
+            enter()
+    assert calls[0] == "DeviceContext.current"
+    assert len(calls) <= most, calls
 
 
 # planes and allocations

@@ -1,4 +1,4 @@
-"""Pinned memory: exact sizes, pieces, roll-back, what is said when there is not enough; and GPU buffers."""
+"""Pinned memory: exact sizes, ranges, roll-back, the error when memory is short; and GPU buffers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvoffload.driver import address_of
 from kvoffload.internal import hostinfo
 from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
 
-PIECE = 16 * PAGE_BYTES
+RANGE = 16 * PAGE_BYTES
 TABLES_BYTES = len(Direction) * gather._ARENA_BYTES  # which an engine with kernels pins besides its pool
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "RANGE_BYTES", PIECE)
+def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "RANGE_BYTES", RANGE)
 
 
 def registered(device: kvoffload.Device) -> list[tuple[int, int]]:
@@ -72,14 +72,14 @@ def test_pitfall_17_a_pool_takes_its_slots_and_no_more(device: kvoffload.Device)
         assert engine.statistics().pinned_bytes == 11 * 12288
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_pitfall_22_a_big_pool_is_pinned_in_pieces_with_progress(device: kvoffload.Device) -> None:
+@pytest.mark.usefixtures("small_ranges")
+def test_pitfall_22_a_big_pool_is_pinned_in_ranges_with_progress(device: kvoffload.Device) -> None:
     seen: list[tuple[int, int]] = []
     device.simulator.faults.calls = []
-    nbytes = 3 * PIECE + 5 * PAGE_BYTES
+    nbytes = 3 * RANGE + 5 * PAGE_BYTES
     pinned = pin(device, nbytes, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(PIECE, nbytes), (2 * PIECE, nbytes), (3 * PIECE, nbytes), (nbytes, nbytes)]
-    assert [size for _, size in registered(device)] == [PIECE] * 3 + [5 * PAGE_BYTES]
+    assert seen == [(RANGE, nbytes), (2 * RANGE, nbytes), (3 * RANGE, nbytes), (nbytes, nbytes)]
+    assert [size for _, size in registered(device)] == [RANGE] * 3 + [5 * PAGE_BYTES]
     unpin(device, pinned)
     assert device.simulator.leaks()["registered_ranges"] == 0
 
@@ -125,37 +125,37 @@ def test_touching_happens_on_the_cpus_of_the_node_and_leaves_this_thread_where_i
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_pitfall_19_a_failed_piece_rolls_back_those_before_it(device: kvoffload.Device) -> None:
+@pytest.mark.usefixtures("small_ranges")
+def test_pitfall_19_a_failed_range_rolls_back_those_before_it(device: kvoffload.Device) -> None:
     device.simulator.faults.fail_call("cuMemHostRegister", nth=3, error=2)
     with leak_check(device), pytest.raises(CapacityError) as caught:
-        pin(device, 5 * PIECE)
+        pin(device, 5 * RANGE)
     text = str(caught.value)
-    assert f"{5 * PIECE} bytes" in text
+    assert f"{5 * RANGE} bytes" in text
     assert "cuMemHostRegister returned CUDA_ERROR_OUT_OF_MEMORY" in text
     assert "given back" in text
     assert "num_slots" in text
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_pitfall_19_no_call_registers_more_than_a_piece() -> None:
-    simulator = SimulatedDriver(max_register_bytes=PIECE)
+@pytest.mark.usefixtures("small_ranges")
+def test_pitfall_19_no_call_registers_more_than_a_range() -> None:
+    simulator = SimulatedDriver(max_register_bytes=RANGE)
     device = kvoffload.open_device(backend=simulator)
-    unpin(device, pin(device, 10 * PIECE))
+    unpin(device, pin(device, 10 * RANGE))
     check_clean_close(device)
 
 
-@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.usefixtures("small_ranges")
 def test_pitfall_19_a_progress_callback_that_raises_rolls_back_too(device: kvoffload.Device) -> None:
     def interrupt(done: int, _: int) -> None:
-        if done == 2 * PIECE:
+        if done == 2 * RANGE:
             raise KeyboardInterrupt
 
     with leak_check(device), pytest.raises(KeyboardInterrupt):
-        pin(device, 5 * PIECE, progress=interrupt)
+        pin(device, 5 * RANGE, progress=interrupt)
 
 
-@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.usefixtures("small_ranges")
 @pytest.mark.parametrize(
     ("slot_pages", "sm_limit"), [(1, 0), (3, 0), (5, 0), (7, 0), (16, 0), (17, 0), (40, 0), (1, 4), (7, 4), (17, 4)]
 )
@@ -170,8 +170,8 @@ def test_pitfall_20_no_slot_spans_two_registered_ranges(
             engine.store(range(12), range(11, -1, -1), after=NO_WAIT, copier=copier).wait(10)
             engine.slots[:] = engine.slots[::-1].copy()
         assert (engine.slots == np.arange(12)[:, np.newaxis]).all()
-        of_the_pool = -(-12 // max(1, PIECE // PAGE_BYTES // slot_pages))
-        of_the_tables = TABLES_BYTES // PIECE if sm_limit else 0
+        of_the_pool = -(-12 // max(1, RANGE // PAGE_BYTES // slot_pages))
+        of_the_tables = TABLES_BYTES // RANGE if sm_limit else 0
         assert device.simulator.leaks()["registered_ranges"] == of_the_pool + of_the_tables
 
 
@@ -374,6 +374,44 @@ def test_buffers_refuse_what_does_not_fit(device: kvoffload.Device, nbytes: int,
     buffer = device.allocate(10)
     with pytest.raises(ValueError, match=f"array of {nbytes} bytes at offset {offset} does not fit into 10 bytes"):
         buffer.copy_from(np.zeros(nbytes, np.uint8), offset)
+
+
+@pytest.mark.parametrize(
+    ("array", "problem"),
+    [
+        (None, "array must hold plain values, got None, which numpy holds as pointers"),
+        (np.array([1, "a"], dtype=object), "array must hold plain values"),
+        ([None, 3], "array must hold plain values"),
+        (np.zeros(2, dtype=[("a", np.int8), ("b", object)]), "array must hold plain values"),
+        (np.ma.masked_array([1, 2], mask=[False, True]), "array must not be masked"),
+    ],
+)
+def test_buffers_take_no_pointers_and_no_masked_values(device: kvoffload.Device, array: Any, problem: str) -> None:
+    buffer = device.allocate(64)
+    before = buffer.to_numpy()
+    with pytest.raises(TypeError, match=problem):
+        buffer.copy_from(array)
+    assert (buffer.to_numpy() == before).all()
+
+
+@pytest.mark.parametrize("offset", [None, 1.0, "1", True])
+def test_an_offset_is_an_integer(device: kvoffload.Device, offset: Any) -> None:
+    with pytest.raises(TypeError, match=f"offset must be an integer, got {offset!r}"):
+        device.allocate(64).copy_from(b"a", offset)
+
+
+def test_empty_bytes_copy_nothing(device: kvoffload.Device) -> None:
+    buffer = device.allocate(4)
+    buffer.copy_from(bytearray(b"abcd"), np.int64(0).item())
+    buffer.copy_from(b"")
+    buffer.copy_from(b"", 4)
+    assert buffer.to_numpy().tobytes() == b"abcd"
+
+
+@pytest.mark.parametrize("shape", [(True, 2), (0,), (), 5, None, (2, -1), (1.5,), "ab"])
+def test_a_shape_is_positive_integers(device: kvoffload.Device, shape: Any) -> None:
+    with leak_check(device), pytest.raises(ValueError, match="shape must be a sequence of positive integers, got "):
+        device.empty(shape, "uint8")
 
 
 def test_a_buffer_is_a_cuda_array(device: kvoffload.Device) -> None:

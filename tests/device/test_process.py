@@ -109,6 +109,9 @@ if child == 0:
         cache_store=lambda: cache.store([b"b"], [1]), cache_load=lambda: cache.load([b"a"], [1]),
         cache_statistics=cache.statistics, wait_finished=lambda: finished.wait(1), results=lambda: stored.wait(1),
         allocate=lambda: device.allocate(1), reclaim=device.reclaim, read=buffer.to_numpy,
+        write=lambda: buffer.copy_from(b"a"), dlpack=buffer.__dlpack__, empty=lambda: device.empty((1,), "int8"),
+        interface=lambda: buffer.__cuda_array_interface__, register=lambda: device.register_engine(engine),
+        lifecycle=lambda: device.wait_lifecycle(None), current=device.current,
     )
     harmless = dict(
         finished=lambda: finished.done, buffer=buffer.close, engine=engine.close, device=device.close,

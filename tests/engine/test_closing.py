@@ -372,7 +372,7 @@ def test_what_cannot_be_freed_is_a_warning_and_not_the_callers_error(device: kvo
     device.allocate(64)
     gc.collect()
     device.simulator.faults.fail_call("cuMemFree", after=True)
-    with warned("what became garbage could not be freed: cuMemFree returned"):
+    with warned("a resource whose owner is garbage could not be freed: cuMemFree returned"):
         buffer = device.allocate(32)
     assert buffer.to_numpy().shape == (32,)
 
@@ -438,7 +438,9 @@ def test_a_forgotten_device_that_cannot_be_freed_does_not_keep_the_next_one_from
     gc.collect()
     simulator.faults.fail_call("cuMemHostUnregister", error=cuda.CUresult.CUDA_ERROR_INVALID_VALUE)
     simulator.faults.fail_call("cuMemFree", after=True)
-    with warned(ENGINE_WARNING, "what became garbage could not be freed: cuMemFree returned", DEVICE_WARNING):
+    with warned(
+        ENGINE_WARNING, "a resource whose owner is garbage could not be freed: cuMemFree returned", DEVICE_WARNING
+    ):
         opened = kvoffload.open_device(backend="simulated")
     opened.close()
     assert left(simulator) == {}  # unpinning was tried again, and freeing had been done in spite of its error

@@ -14,7 +14,7 @@ from helpers import in_threads, leaks_of, no_leaks, rig, shuttles, simulated, wh
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, ClosedError, KVLayout, OffloadEngine
-from kvoffload.device import streams
+from kvoffload.engine import launcher
 
 # closing
 
@@ -355,7 +355,7 @@ def test_too_many_jobs_in_flight_raise_and_nothing_happens() -> None:
 
 def test_what_finds_no_room_in_the_queues_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes off later, in order and behind what it has to follow; until then no stream can wait for it."""
-    monkeypatch.setattr(streams, "QUEUE_LIMIT", 6)  # two transfers of a block on each stream
+    monkeypatch.setattr(launcher, "QUEUE_LIMIT", 6)  # two transfers of a block on each stream
     with simulated(1) as device, rig(device) as bench:
         held = bench.stream()
         gate = bench.gate(held)

@@ -21,12 +21,13 @@ from helpers import (
     Rig,
     all_are,
     change_streams,
-    cut_pieces,
+    cut_segments,
     levelled,
     release,
     settled_rig,
     whole,
 )
+from transfers import segments_of
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine, Plane
@@ -164,7 +165,7 @@ def test_order_before_holds_a_reader_back_until_a_load_has_written(bench: Rig, k
 
 @pytest.mark.usefixtures("changing_streams")
 def test_order_before_covers_every_piece(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_pieces(monkeypatch, bench.engine)
+    cut_segments(monkeypatch, bench.engine)
     held, writer = bench.stream(), bench.stream()
     bench.gate(held)
     job = bench.engine.store(range(6), range(6), after=held, copier="loop")
@@ -183,7 +184,7 @@ def test_stores_keep_their_order_on_different_streams(bench: Rig) -> None:
     bench.gate(held)
     first = bench.engine.store([3], [0], after=held)
     second = bench.engine.store([4], [0], after=NO_WAIT)
-    assert first.pieces[0].stream is not second.pieces[0].stream, "the test needs two streams"
+    assert segments_of(first)[0].stream is not segments_of(second)[0].stream, "the test needs two streams"
     release(bench, second)
     assert all_are(bench.slot(0), 5)
 

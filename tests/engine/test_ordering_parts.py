@@ -15,13 +15,14 @@ from helpers import (
     all_are,
     change_streams,
     copiers_in,
-    cut_pieces,
+    cut_segments,
     levelled,
     release,
     rig,
     whole,
 )
 from layerwise import DEFAULTS, PARTS, PLANES, Reader, blocks_hold, hold_from, load, reader_of
+from transfers import segments_of
 
 import kvoffload
 from kvoffload import NO_WAIT
@@ -71,7 +72,7 @@ def cut(request: pytest.FixtureRequest, bench: Rig, monkeypatch: pytest.MonkeyPa
     several = bool(request.param != "one stream")
     if several:
         change_streams(monkeypatch)
-        cut_pieces(monkeypatch, bench.engine, 3)
+        cut_segments(monkeypatch, bench.engine, 3)
     return several
 
 
@@ -80,9 +81,9 @@ def test_a_part_is_at_least_a_piece_and_no_piece_is_of_two(bench: Rig, cut: bool
     held = bench.stream()
     bench.gate(held)
     job = load(bench, range(6), range(6), after=held)
-    of_each = [[piece.part for piece in job.pieces].count(part) for part in range(PARTS)]
+    of_each = [[segment.part for segment in segments_of(job)].count(part) for part in range(PARTS)]
     assert of_each == [2 if cut else 1] * PARTS
-    assert len({piece.stream for piece in job.pieces}) == (4 if cut and copier is None else 1)
+    assert len({segment.stream for segment in segments_of(job)}) == (4 if cut and copier is None else 1)
     release(bench, job)
     assert blocks_hold(bench, range(6), range(100, 106))
 
@@ -94,7 +95,7 @@ def test_what_needs_a_part_waits_for_it_and_for_no_later_one(
     bench: Rig, monkeypatch: pytest.MonkeyPatch, part: int, ordered: bool
 ) -> None:
     """Of planes 2k and 2k + 1, which are part k: the readers of earlier parts run while part k is held back."""
-    hold_from(bench, monkeypatch, part)
+    hold_from(bench, part)
     job = load(bench, range(6), range(6))
     readers = []
     for number in range(PARTS):
@@ -118,7 +119,7 @@ def test_a_part_has_landed_after_all_parts_before_it(
     bench: Rig, monkeypatch: pytest.MonkeyPatch, copier: str | None, named: str | None
 ) -> None:
     named = named if named in (None, *copiers_in(bench.engine)) else "loop"
-    hold_from(bench, monkeypatch, 0)
+    hold_from(bench, 0)
     job = load(bench, range(6), range(6), copier=named or copier)
     readers = [Reader(bench) for _ in range(PLANES)]
     for plane, reader in enumerate(readers):
@@ -131,7 +132,7 @@ def test_a_part_has_landed_after_all_parts_before_it(
 def test_the_planes_of_a_part_are_those_that_were_listed(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers from the last to the first, K and V half the planes apart."""
     parts = [[3, 7], [2, 6], [1, 5], [0, 4]]
-    hold_from(bench, monkeypatch, 2)
+    hold_from(bench, 2)
     job = load(bench, range(6), range(6), parts=parts)
     readers = {plane: reader_of(bench, job, part, plane, 2) for part, planes in enumerate(parts) for plane in planes}
     bench.settle()
@@ -142,7 +143,7 @@ def test_the_planes_of_a_part_are_those_that_were_listed(bench: Rig, monkeypatch
 
 @pytest.mark.usefixtures("cut")
 def test_the_whole_job_is_ordered_behind_its_last_part(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    hold_from(bench, monkeypatch, PARTS - 1)
+    hold_from(bench, PARTS - 1)
     job = load(bench, range(6), range(6))
     reader = Reader(bench)
     job.order_before(reader.stream)
@@ -154,11 +155,11 @@ def test_the_whole_job_is_ordered_behind_its_last_part(bench: Rig, monkeypatch: 
 
 
 def test_a_part_that_has_landed_is_not_waited_for(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    hold_from(bench, monkeypatch, 2)
+    hold_from(bench, 2)
     job = load(bench, range(6), range(6))
     bench.settle()
     assert not job.done  # asks, and gives the events of what has ended back
-    assert [piece.part for piece in job.pieces] == [2, 3]
+    assert [segment.part for segment in segments_of(job)] == [2, 3]
     waits: list[int] = []
     wait = Driver.stream_wait_event
 
@@ -184,7 +185,7 @@ def test_every_part_waits_for_the_callers_stream(bench: Rig, cut: bool) -> None:
     bench.gate(held)
     bench.copy_block(held, scratch.address, 5)
     job = load(bench, range(6), range(6), after=held)
-    assert len(job.pieces) == PARTS * (2 if cut else 1)
+    assert len(segments_of(job)) == PARTS * (2 if cut else 1)
     reader = reader_of(bench, job, 0, 0, 5)
     release(bench, job)
     assert all_are(scratch.to_numpy(), 6), "the caller's stream read the block before the load"
@@ -205,7 +206,7 @@ def test_parts_follow_the_store_into_their_slots(bench: Rig) -> None:
 
 @pytest.mark.usefixtures("cut")
 def test_a_store_out_of_the_blocks_follows_every_part(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    hold_from(bench, monkeypatch, PARTS - 1)
+    hold_from(bench, PARTS - 1)
     load(bench, range(6), range(6))
     store = bench.engine.store(range(6), range(8, 14), after=NO_WAIT)
     release(bench, store)
@@ -217,9 +218,8 @@ def test_a_store_out_of_the_blocks_follows_every_part(bench: Rig, monkeypatch: p
 def test_loads_follow_every_part_of_the_one_before(
     bench: Rig, monkeypatch: pytest.MonkeyPatch, parts: int | None
 ) -> None:
-    with monkeypatch.context() as patch:
-        hold_from(bench, patch, PARTS - 1)
-        load(bench, range(6), range(6))
+    hold_from(bench, PARTS - 1, most=1)
+    load(bench, range(6), range(6))
     job = load(bench, range(8, 14), range(6), parts=parts)
     reader = reader_of(bench, job, 0, PLANES - 1 if parts is None else 0, 0)
     bench.settle()

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from helpers import ORDERING_SEEDS, Gate, Rig, all_are, cut_pieces, levelled, release, rig, whole
+from helpers import ORDERING_SEEDS, Gate, Rig, all_are, cut_segments, levelled, release, rig, whole
+from transfers import segments_of
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, Job, TransferError
@@ -70,7 +71,7 @@ def test_a_split_has_a_part_on_the_stream_for_kernels_and_one_on_another(bench: 
     held = bench.stream()
     bench.gate(held)
     job = submit(bench, Direction.STORE, 0, 0, after=held)
-    kernel, copies = job.pieces
+    kernel, copies = segments_of(job)
     lane = bench.engine._parts.in_flight.stores.lane
     assert kernel.stream is lane.streams[-1]
     assert copies.stream is not kernel.stream
@@ -157,12 +158,12 @@ def test_what_follows_waits_for_both_parts(
 
 
 def test_every_piece_of_both_parts_is_waited_for(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_pieces(monkeypatch, bench.engine)
+    cut_segments(monkeypatch, bench.engine)
     held, writer = bench.stream(), bench.stream()
     bench.gate(held)
     bench.fill(held, 77)
     job = submit(bench, Direction.STORE, 0, 0, after=held)
-    assert [piece.share for piece in job.pieces] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [segment.share for segment in segments_of(job)] == [0, 0, 0, 0, 1, 1, 1, 1]
     job.order_before(writer)
     bench.fill(writer, 88)
     release(bench, job)

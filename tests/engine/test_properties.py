@@ -108,14 +108,14 @@ def test_conformance_suite_finds_a_copier_that_copies_too_little(
 def test_conformance_suite_finds_a_kernel_that_leaves_a_row_out(
     device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch, copier: str
 ) -> None:
-    row_table = gather.row_table
+    fragment_table = gather.fragment_table
 
     def one_less(*arguments: Any) -> Any:
-        rows = row_table(*arguments)
+        rows = fragment_table(*arguments)
         rows[:, -1] = rows[:, 0]
         return rows
 
-    monkeypatch.setattr(gather, "row_table", one_less)
+    monkeypatch.setattr(gather, "fragment_table", one_less)
     with pytest.raises(AssertionError, match="differs in"):
         check_copier_conformance(device, [copier])
 

@@ -14,11 +14,6 @@ from kvoffload import NO_WAIT, KVLayout, OffloadEngine
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.fixture
-def cupy(gpu_device: kvoffload.Device) -> Any:  # noqa: ARG001
-    return pytest.importorskip("cupy")
-
-
 class CupyProgram:
     """On a stream of CuPy's that the legacy stream does not order.
 
@@ -129,7 +124,7 @@ def test_an_array_stands_for_cupys_current_stream(cupy: Any, gpu_device: kvofflo
 
 def test_tensors_of_pytorch_as_strangers(gpu_device: kvoffload.Device) -> None:
     torch = pytest.importorskip("torch")
-    cache = torch.rand(SHAPE, device="cuda").to(torch.bfloat16)
+    cache = torch.rand(SHAPE, device=f"cuda:{gpu_device.index}").to(torch.bfloat16)
     layout = KVLayout.from_stacked(cache)
     assert layout.dtype == "bfloat16"
     round_trip(gpu_device, layout, cache)
@@ -139,9 +134,10 @@ def test_tensors_of_pytorch_as_strangers(gpu_device: kvoffload.Device) -> None:
 def test_arrays_of_numba(gpu_device: kvoffload.Device) -> None:
     cuda = pytest.importorskip("numba.cuda")
     content = np.random.default_rng(0).random(SHAPE, dtype=np.float32)
-    cache = cuda.to_device(content)
-    round_trip(gpu_device, KVLayout.from_stacked(cache), NO_WAIT)
-    found = cache.copy_to_host()
+    with cuda.gpus[gpu_device.index]:
+        cache = cuda.to_device(content)
+        round_trip(gpu_device, KVLayout.from_stacked(cache), NO_WAIT)
+        found = cache.copy_to_host()
     assert (found[:, 3:5] == content[:, 1:3]).all()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from helpers import (
     Rig,
     all_are,
     change_streams,
-    cut_pieces,
+    cut_segments,
     paint,
     release,
     rig,
@@ -90,9 +91,8 @@ def test_no_wait_waits_for_no_stream(bench: Rig) -> None:
     assert all_are(bench.slot(0), 4)
 
 
-def test_a_cupy_kernel_that_writes_is_waited_for(bench: Rig) -> None:
+def test_a_cupy_kernel_that_writes_is_waited_for(bench: Rig, cupy: Any) -> None:
     """A slow kernel on CuPy's own stream writes the blocks; the store follows it, `after` given as the CuPy stream."""
-    cupy = pytest.importorskip("cupy")
     kernel = cupy.RawKernel(
         """extern "C" __global__ void slow(unsigned char* at, size_t n, long long cycles) {
                long long start = clock64();
@@ -184,7 +184,7 @@ def test_order_before_in_both_directions(bench: Rig) -> None:
 @pytest.mark.parametrize("copier", ["strided", "gather", "split", "loop"])
 def test_pieces_on_several_streams(bench: Rig, copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change_streams(monkeypatch)
-    cut_pieces(monkeypatch, bench.engine, 4)
+    cut_segments(monkeypatch, bench.engine, 4)
     held = bench.stream()
     bench.gate(held)
     bench.fill(held, 33)

@@ -1,27 +1,21 @@
-"""The engine on a GPU: full queues, leaks, contexts, a real geometry, the time that a submission takes."""
+"""The engine on a GPU: full queues, leaks, contexts, a real geometry, submissions while the GPU is held."""
 
 from __future__ import annotations
 
 import gc
-import statistics as averages
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import COPY_ENGINE_ONLY, PER_THREAD, Rig, all_are, held_by_process, in_threads, rig, warm_up, whole
+from helpers import PER_THREAD, Rig, all_are, held_by_process, in_threads, rig, warm_up, whole
 from programs import run_program
 
 import kvoffload
-from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
-from kvoffload.driver import SourceOrder, StridedTable, address_of
-from kvoffload.layout.fold import fold
-from kvoffload.planning.transfer_plan import build
+from kvoffload import NO_WAIT, KVLayout, OffloadEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -39,23 +33,12 @@ def small(gpu_device: kvoffload.Device) -> Iterator[Rig]:
         whole(made.engine)
 
 
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """A collection takes 0.1 s and more in a process that has CuPy and JAX loaded: too long for what is timed here."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 # queues
 
 
 @pytest.mark.parametrize("copier", COPIERS)
-def test_pitfall_06_submission_time_stays_bounded(small: Rig, copier: str) -> None:
-    """2000 transfers of 3 blocks behind a gate. A full driver queue would hold a submission up until it opens."""
+def test_pitfall_06_no_submission_waits_for_a_full_queue(small: Rig, copier: str) -> None:
+    """2000 transfers of 3 blocks behind a gate. A full driver queue would block a submission until the gate opens."""
     engine, held = small.engine, small.stream()
     gate = small.gate(held)
     rng = np.random.default_rng(3)
@@ -67,32 +50,19 @@ def test_pitfall_06_submission_time_stays_bounded(small: Rig, copier: str) -> No
 
     opener = threading.Timer(60, open_late)
     opener.start()
-    seconds = []
     try:
-        with no_garbage_collection():
-            for number in range(2000):
-                ids = rng.choice(64, 3, replace=False)
-                call = engine.load if number % 2 else engine.store
-                began = time.perf_counter()
-                call(ids, ids, after=held if number < 2 else NO_WAIT, copier=copier)
-                seconds.append(time.perf_counter() - began)
-        in_flight, waited_for_the_gate = engine.statistics().in_flight, opened.is_set()
+        for number in range(2000):
+            ids = rng.choice(64, 3, replace=False)
+            call = engine.load if number % 2 else engine.store
+            call(ids, ids, after=held if number < 2 else NO_WAIT, copier=copier)
+        counts, waited_for_the_gate = engine.statistics(), opened.is_set()
     finally:
         opener.cancel()
         gate.open()
     engine.drain(60)
-    early, late = averages.median(seconds[100:300]), averages.median(seconds[-200:])
-    slowest = max(range(2000), key=seconds.__getitem__)
-    told = (
-        f"{copier}: median {averages.median(seconds) * 1e6:.0f} us, 100 to 300: {early * 1e6:.0f} us, last 200: "
-        f"{late * 1e6:.0f} us, slowest: number {slowest} with {seconds[slowest] * 1e6:.0f} us"
-    )
-    print(told)
-    assert not waited_for_the_gate, told
-    assert in_flight == 2000, told
-    assert averages.median(seconds) < 1e-3, told
-    assert late < 4 * early + 100e-6, told
-    assert seconds[slowest] < 1, told  # one that waits for the gate takes up to 60
+    assert not waited_for_the_gate
+    assert counts.in_flight == 2000
+    assert counts.held > 0, "what the queues of the driver have no room for waits on the host"
 
 
 # leaks
@@ -138,13 +108,19 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.De
 
     transfers(2000)
     counts, (files, threads) = engine.statistics(), held_by_process()
-    lost = _least_loss(gpu_device, partial(transfers, 2500), 3)
+    events = [counts.events]
+
+    def use() -> None:
+        transfers(2500)
+        events.append(engine.statistics().events)
+
+    lost = _least_loss(gpu_device, use, 3)
     files_after, threads_after = held_by_process()
     assert lost <= 0, "GPU memory, in each of the rounds"
     assert files_after - files <= 4, "the driver opens some when it first needs them; a leak would be thousands"
     assert threads_after == threads
     assert engine.statistics().streams == counts.streams
-    assert engine.statistics().events - counts.events <= 100
+    assert min(after - before for before, after in pairwise(events)) <= 0, "no leak: not every round adds events"
 
 
 @pytest.mark.parametrize("copier", ["strided", "batch", "gather", "split"])
@@ -227,51 +203,22 @@ def test_llama_blocks_there_and_back(gpu_device: kvoffload.Device, llama_bytes: 
         assert (slab.to_numpy().reshape(expected.shape) == expected).all()
 
 
-def _seconds(call: Callable[[], object], end: Callable[[], object]) -> float:
-    """Host time of `call`, whose work on the GPU `end` waits for."""
-    began = time.perf_counter()
-    call()
-    taken = time.perf_counter() - began
-    end()
-    return taken
-
-
-def _bare_store(device: kvoffload.Device, engine: OffloadEngine, blocks: Any, slots: Any) -> Callable[[int], None]:
-    """The driver's part of a store and nothing else, on a stream that is passed in."""
-    layout = engine.layout
-    address = address_of(engine.slots)
-    group = fold(layout)[0]
-    plan = build(group, layout, Direction.STORE, pool_address=address, slots=slots, blocks=blocks).operations()
-    table = StridedTable(len(plan), batched=True)
-    columns = ("source", "target", "source_pitch", "target_pitch", "width", "height")
-    table.fill({name: getattr(plan, name) for name in columns}, SourceOrder.STREAM)
-    return partial(device.driver.copy_strided_batch, table, len(plan))
-
-
-@pytest.mark.parametrize(("planes", "blocks", "limit"), [(64, 32, 250e-6), (160, 512, 1e-3)])
-def test_submissions_return_at_once(gpu_device: kvoffload.Device, planes: int, blocks: int, limit: float) -> None:
-    made = gpu_device.allocate_planes(planes, block_bytes=8 * KIB, num_blocks=1024)
-    order = np.random.default_rng(4).permutation(1024)[:blocks]
-    with OffloadEngine(KVLayout([made]), device=gpu_device, num_slots=blocks, **COPY_ENGINE_ONLY) as engine:
-        slots = np.arange(blocks)
-        bare = _bare_store(gpu_device, engine, order, slots)
-        taken: dict[str, list[float]] = {"store": [], "load": [], "driver call": []}
-        with gpu_device.current(), no_garbage_collection():
-            stream = gpu_device.driver.stream_create(0)
-            for _ in range(100):
-                drain = partial(engine.drain, 30)
-                taken["store"].append(_seconds(lambda: engine.store(order, slots, copier="strided"), drain))
-                taken["load"].append(_seconds(lambda: engine.load(slots, order, copier="strided"), drain))
-                end = partial(gpu_device.driver.stream_synchronize, stream)
-                taken["driver call"].append(_seconds(partial(bare, stream), end))
-            gpu_device.driver.stream_destroy(stream)
-        print(f"{blocks} x {planes}:", {name: f"{averages.median(each) * 1e6:.0f} us" for name, each in taken.items()})
-        # The driver call alone takes 1.2 to 2.6 us an operation from one minute to the next, on one machine: so the
-        # best of many, which are measured in turns.
-        best = {name: min(each) for name, each in taken.items()}
-        limit = max(limit, 1.7 * best["driver call"])
-        assert best["store"] <= limit
-        assert best["load"] <= limit
+@pytest.mark.parametrize(("planes", "blocks"), [(64, 32), (160, 512)])
+def test_submissions_return_while_the_gpu_is_held(gpu_device: kvoffload.Device, planes: int, blocks: int) -> None:
+    """The host times of submissions are printed by `kvoffload bench submit`."""
+    with rig(gpu_device, planes=planes, block_bytes=8 * KIB, num_blocks=1024, num_slots=blocks) as bench:
+        held, slots = bench.stream(), np.arange(blocks)
+        order = np.random.default_rng(4).permutation(1024)[:blocks]
+        gate = bench.gate(held)
+        jobs = [
+            bench.engine.store(order, slots, after=held, copier="strided"),
+            bench.engine.load(slots, order, after=held, copier="strided"),
+        ]
+        assert not any(job.done for job in jobs)
+        gate.open()
+        for job in jobs:
+            job.wait(30)
+        assert (bench.engine.slots[:, : planes * 8 * KIB] == (order + 1).astype(np.uint8)[:, np.newaxis]).all()
 
 
 # the process

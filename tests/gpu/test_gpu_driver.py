@@ -253,7 +253,8 @@ def test_pitfall_36_the_callers_context_is_current_again(gpu_device: kvoffload.D
     from cuda.bindings import driver as cuda
 
     create: Any = cuda.cuCtxCreate
-    arguments = (0, 0) if gpu_device.capabilities.bindings_version < (13, 0) else (None, 0, 0)
+    index = gpu_device.index
+    arguments = (0, index) if gpu_device.capabilities.bindings_version < (13, 0) else (None, 0, index)
     error, mine = create(*arguments)
     assert int(error) == 0
     try:
@@ -262,7 +263,7 @@ def test_pitfall_36_the_callers_context_is_current_again(gpu_device: kvoffload.D
         with OffloadEngine(layout, device=gpu_device, num_slots=4) as engine:
             engine.store([0], [0], after=NO_WAIT).wait(10)
             assert current_context() == int(mine)
-        with kvoffload.open_device(context=mine) as embedded:
+        with kvoffload.open_device(index, context=mine) as embedded:
             planes = embedded.allocate_planes(4, block_bytes=4096, num_blocks=8)
             with OffloadEngine(KVLayout([planes]), device=embedded, num_slots=4) as engine:
                 engine.load([0], [0]).wait(10)

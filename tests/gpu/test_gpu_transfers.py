@@ -105,7 +105,7 @@ def test_pitfall_20_slots_beside_the_borders_of_registered_pieces(
 ) -> None:
     from kvoffload.device import pinned as memory
 
-    monkeypatch.setattr(memory, "_PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(memory, "RANGE_BYTES", 1 << 20)
     planes = gpu_device.allocate_planes(3, block_bytes=100_000, num_blocks=64)
     with OffloadEngine(KVLayout([planes]), device=gpu_device, num_slots=64) as engine:
         engine.slots[:] = np.arange(64, dtype=np.uint8)[:, np.newaxis]

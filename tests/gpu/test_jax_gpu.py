@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -77,12 +76,9 @@ def test_a_store_follows_jax_without_the_host_waiting(jax: Any, gpu_device: kvof
         cache.array.block_until_ready()
         engine.slots[:] = 0
         cache.array = slow(cache.array, burn)  # about 35 ms
-        begin = time.perf_counter()
         job = engine.store([5], [0], after=cache)
-        submitted = time.perf_counter() - begin
-        assert not job.done
+        assert not job.done, "the call has returned before JAX's computation ended"
         job.wait(30)
-        assert time.perf_counter() - begin > 3 * submitted
         assert bool((engine.slots[0].view(np.float32)[: PLANES * ELEMENTS] == 3).all())
 
 

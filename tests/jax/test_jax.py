@@ -67,7 +67,7 @@ def test_arrays_from_before_a_transfer_are_deleted(jax: Any, device: kvoffload.D
             engine.load([0], [1], after=old)
 
 
-def test_what_was_computed_beside_a_transfer_is_refused_on_a_simulated_device(
+def test_what_was_computed_concurrently_with_a_transfer_is_refused_on_a_simulated_device(
     jax: Any,
     device: kvoffload.Device,
 ) -> None:
@@ -75,10 +75,12 @@ def test_what_was_computed_beside_a_transfer_is_refused_on_a_simulated_device(
     cache = OwnedCache(device, (2, 4, 8), "float32")
     with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
         engine.slots[0].view(np.float32)[:] = 5
-        beside = jax.numpy.copy(cache.array)
+        computed = jax.numpy.copy(cache.array)
         engine.load([0], [1], after=cache)
-        with pytest.raises(kvoffload.TransferError, match="beside transfers, which a simulated device cannot do"):
-            cache.array = beside
+        with pytest.raises(
+            kvoffload.TransferError, match="concurrently with transfers, which a simulated device cannot do"
+        ):
+            cache.array = computed
         assert (np.asarray(cache.array)[:, 1] == 5).all()
 
 

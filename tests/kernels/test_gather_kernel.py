@@ -1,4 +1,4 @@
-"""How groups are cut into rows and tiles, and what the compiler makes of the kernel for them."""
+"""How groups are cut into fragments and tiles, and what the compiler makes of the kernel for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload import Direction, KVLayout, Plane
-from kvoffload.copiers.gather import Tiling, kernel_spec, row_table, tiling_of
+from kvoffload.copiers.gather import FragmentShape, fragment_shape_of, fragment_table, kernel_spec
 from kvoffload.kernels import Compiled, compile_kernel
 
 PAGE = 4096
@@ -38,64 +38,64 @@ def drawn_layout(chance: Chance) -> KVLayout:
     return KVLayout([planes], blocks_per_slot=chance.number(1, 4))
 
 
-# rows and tiles
+# fragments and tiles
 
 
 @given(data=st.data())
-def test_rows_cover_every_byte_of_a_plane_once_and_no_other(data: st.DataObject) -> None:
+def test_fragments_cover_every_byte_of_a_plane_once_and_no_other(data: st.DataObject) -> None:
     layout = drawn_layout(Drawn(data.draw))
     (group,) = layout.groups
-    tiling = tiling_of(group, layout.slot_bytes, POOL)
-    address, block_stride, offset, sub_block_stride, words = row_table(group, tiling)
-    rows = 0
+    shape = fragment_shape_of(group, layout.slot_bytes, POOL)
+    address, block_stride, offset, sub_block_stride, words = fragment_table(group, shape)
+    fragments = 0
     for plane, host_offset in zip(group.planes, group.host_offsets, strict=True):
         inside = (address >= plane.address) & (address < plane.address + plane.block_bytes)
         starts = address[inside] - plane.address
         times_copied = np.zeros(plane.block_bytes, dtype=int)
-        for start, nbytes in zip(starts.tolist(), (words[inside] * tiling.word_bytes).tolist(), strict=True):
-            assert 0 < nbytes <= tiling.row_bytes
+        for start, nbytes in zip(starts.tolist(), (words[inside] * shape.word_bytes).tolist(), strict=True):
+            assert 0 < nbytes <= shape.fragment_bytes
             assert start + nbytes <= plane.block_bytes
             times_copied[start : start + nbytes] += 1
         assert (times_copied == 1).all()
         assert (offset[inside] == host_offset + starts).all()
         assert (block_stride[inside] == plane.block_stride).all()
         assert (sub_block_stride[inside] == plane.block_bytes).all()
-        rows += len(starts)
-    assert rows == len(address)
-    assert tiling.uniform == (words == tiling.row_bytes // tiling.word_bytes).all()
-    assert group.bytes_per_block >= (1 - MAX_IDLE) * rows * tiling.row_bytes, "few threads have nothing to copy"
+        fragments += len(starts)
+    assert fragments == len(address)
+    assert shape.uniform == (words == shape.fragment_bytes // shape.word_bytes).all()
+    assert group.bytes_per_block >= (1 - MAX_IDLE) * fragments * shape.fragment_bytes, "few idle threads"
 
 
 @given(data=st.data(), pool=st.sampled_from([POOL, POOL + 8, POOL + 4, POOL + 1]))
 def test_words_are_as_wide_as_every_address_allows(data: st.DataObject, pool: int) -> None:
     layout = drawn_layout(Drawn(data.draw))
     (group,) = layout.groups
-    tiling = tiling_of(group, layout.slot_bytes, pool)
-    *addresses_and_steps, words = row_table(group, tiling)
-    sizes = (words * tiling.word_bytes).tolist()
+    shape = fragment_shape_of(group, layout.slot_bytes, pool)
+    *addresses_and_steps, words = fragment_table(group, shape)
+    sizes = (words * shape.word_bytes).tolist()
     common = math.gcd(pool, layout.slot_bytes, *np.concatenate(addresses_and_steps).tolist(), *sizes)
-    assert common % tiling.alignment == 0
+    assert common % shape.alignment == 0
     everything = math.gcd(pool, *(math.gcd(p.address, p.block_bytes, p.block_stride) for p in group.planes))
-    assert tiling.alignment == next(width for width in (16, 8, 4, 1) if everything % width == 0)
-    assert tiling.word_bytes == min(8, tiling.alignment)
+    assert shape.alignment == next(width for width in (16, 8, 4, 1) if everything % width == 0)
+    assert shape.word_bytes == min(8, shape.alignment)
 
 
 @given(data=st.data(), direction=st.sampled_from(Direction), programs=st.integers(1, 8))
 def test_tiles_have_shapes_that_triton_takes(data: st.DataObject, direction: Direction, programs: int) -> None:
     layout = drawn_layout(Drawn(data.draw))
-    tiling = tiling_of(layout.groups[0], layout.slot_bytes, POOL)
-    spec = kernel_spec(tiling, direction, programs)
-    rows, words = spec.constant("ROWS"), spec.constant("WORDS")
-    for number in (tiling.row_bytes, tiling.word_bytes, rows, words, spec.warps):
+    shape = fragment_shape_of(layout.groups[0], layout.slot_bytes, POOL)
+    spec = kernel_spec(shape, direction, programs)
+    fragments, words = spec.constant("FRAGMENTS"), spec.constant("WORDS")
+    for number in (shape.fragment_bytes, shape.word_bytes, fragments, words, spec.warps):
         assert number > 0
         assert number & (number - 1) == 0
-    assert tiling.alignment <= tiling.row_bytes <= 2048
-    assert rows <= 1024
-    assert words * tiling.word_bytes == tiling.row_bytes
-    assert words * rows <= words_per_thread(tiling.alignment) * spec.threads, "what threads have under way in registers"
-    assert spec.constant("WORD_BITS") == 8 * tiling.word_bytes
+    assert shape.alignment <= shape.fragment_bytes <= 2048
+    assert fragments <= 1024
+    assert words * shape.word_bytes == shape.fragment_bytes
+    assert words * fragments <= words_per_thread(shape.alignment) * spec.threads, "words in registers"
+    assert spec.constant("WORD_BITS") == 8 * shape.word_bytes
     assert spec.constant("STORE") == (direction is Direction.STORE)
-    assert spec.constant("UNIFORM") == tiling.uniform
+    assert spec.constant("UNIFORM") == shape.uniform
 
 
 def words_per_thread(alignment: int) -> int:
@@ -105,28 +105,34 @@ def words_per_thread(alignment: int) -> int:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ([64 * 1024], Tiling(2048, 8, 16)),
-        ([4096], Tiling(2048, 8, 16)),
-        ([18 * 1024], Tiling(2048, 8, 16)),  # of a latent attention, no power of two
-        ([656], Tiling(64, 8, 16, uniform=False)),  # 48 of 704 bytes idle; rows of 128 would leave 112 of 768
-        ([16 * 1024, 16], Tiling(2048, 8, 16, uniform=False)),  # one small plane does not make all rows small
-        ([16], Tiling(16, 8, 16)),
-        ([24], Tiling(8, 8, 8)),
-        ([20], Tiling(4, 4, 4)),
-        ([6], Tiling(2, 1, 1)),  # 2 divides all: not worth a kernel of its own
-        ([1], Tiling(1, 1, 1)),
+        ([64 * 1024], FragmentShape(2048, 8, 16)),
+        ([4096], FragmentShape(2048, 8, 16)),
+        ([18 * 1024], FragmentShape(2048, 8, 16)),  # of a latent attention, no power of two
+        (
+            [656],
+            FragmentShape(64, 8, 16, uniform=False),
+        ),  # 48 of 704 bytes idle; of 128: 112 of 768
+        (
+            [16 * 1024, 16],
+            FragmentShape(2048, 8, 16, uniform=False),
+        ),  # one small plane: no small fragments
+        ([16], FragmentShape(16, 8, 16)),
+        ([24], FragmentShape(8, 8, 8)),
+        ([20], FragmentShape(4, 4, 4)),
+        ([6], FragmentShape(2, 1, 1)),  # 2 divides all: not worth a kernel of its own
+        ([1], FragmentShape(1, 1, 1)),
     ],
 )
-def test_rows_of_usual_and_unusual_blocks(sizes: list[int], expected: Tiling) -> None:
+def test_fragments_of_usual_and_unusual_blocks(sizes: list[int], expected: FragmentShape) -> None:
     planes = [Plane((1 + index) << 20, block_bytes=size, num_blocks=4) for index, size in enumerate(sizes)]
     layout = KVLayout([planes])
-    assert tiling_of(layout.groups[0], layout.slot_bytes, POOL) == expected
+    assert fragment_shape_of(layout.groups[0], layout.slot_bytes, POOL) == expected
 
 
 # machine code
 
 CAPABILITIES = [(8, 0), (9, 0), (10, 0), (12, 0)]
-WIDE = Tiling(2048, 8, 16)
+WIDE = FragmentShape(2048, 8, 16)
 KERNELS = [(Direction.LOAD, 2), (Direction.STORE, 1), (Direction.STORE, 4)]
 REGISTERS_OF_A_MULTIPROCESSOR = 65_536
 ACCESS = re.compile(r"\b(ld|st)\.global((?:\.(?!v\d|[bus]\d)[\w:]+)*)(?:\.v(\d))?\.[bus](\d+)\b")
@@ -142,10 +148,10 @@ class Access(NamedTuple):
 
 
 @cache
-def compiled(tiling: Tiling, direction: Direction, programs: int, capability: tuple[int, int]) -> Compiled:
+def compiled(shape: FragmentShape, direction: Direction, programs: int, capability: tuple[int, int]) -> Compiled:
     if capability >= (10, 0) and metadata.version("triton").startswith("3.2"):
         pytest.skip("the ptxas in Triton 3.2 is older than these GPUs")
-    return compile_kernel(kernel_spec(tiling, direction, programs), capability)
+    return compile_kernel(kernel_spec(shape, direction, programs), capability)
 
 
 def accesses(made: Compiled, kind: str) -> list[Access]:
@@ -180,10 +186,10 @@ def test_the_kernel_moves_16_bytes_at_a_time_and_loads_a_tile_before_it_stores(
     assert f".target sm_{capability[0]}{capability[1]}" in made.ptx
 
 
-def check_accesses(made: Compiled, tiling: Tiling, nbytes: int) -> None:
+def check_accesses(made: Compiled, shape: FragmentShape, nbytes: int) -> None:
     """All payload goes in accesses of `nbytes`, and all of a tile is loaded before the first of it is stored."""
     loads, stores = accesses(made, "ld"), accesses(made, "st")
-    count = words_per_thread(tiling.alignment) * tiling.word_bytes // nbytes
+    count = words_per_thread(shape.alignment) * shape.word_bytes // nbytes
     assert [each.nbytes for each in stores] == [nbytes] * count
     assert [each.nbytes for each in loads[-count:]] == [nbytes] * count
     assert max(each.at for each in loads) < min(each.at for each in stores)
@@ -193,24 +199,24 @@ def check_accesses(made: Compiled, tiling: Tiling, nbytes: int) -> None:
 
 @pytest.mark.parametrize("direction", Direction)
 def test_rows_that_are_not_all_alike_are_moved_as_wide(direction: Direction) -> None:
-    tiling = Tiling(1024, 8, 16, uniform=False)
-    made = compiled(tiling, direction, 2, (9, 0))
-    check_accesses(made, tiling, 16)
+    shape = FragmentShape(1024, 8, 16, uniform=False)
+    made = compiled(shape, direction, 2, (9, 0))
+    check_accesses(made, shape, 16)
     assert resources(made)[0] <= REGISTERS_OF_A_MULTIPROCESSOR // made.threads
 
 
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize("alignment", [8, 4, 1])
 def test_narrower_blocks_are_moved_in_narrower_words(alignment: int, uniform: bool) -> None:
-    tiling = Tiling(1024, alignment, alignment, uniform)
-    made = compiled(tiling, Direction.LOAD, 1, (9, 0))
-    check_accesses(made, tiling, alignment)
+    shape = FragmentShape(1024, alignment, alignment, uniform)
+    made = compiled(shape, Direction.LOAD, 1, (9, 0))
+    check_accesses(made, shape, alignment)
     registers, stack_bytes = resources(made)
     assert registers <= REGISTERS_OF_A_MULTIPROCESSOR // made.threads
     assert stack_bytes == 0, "nothing is spilled"
 
 
 def test_the_smallest_rows_are_moved_in_one_access_each() -> None:
-    made = compiled(Tiling(16, 8, 16), Direction.STORE, 1, (9, 0))
-    assert [each.nbytes for each in accesses(made, "ld") if each.nbytes == 16] == [16], "1024 rows, one a thread"
+    made = compiled(FragmentShape(16, 8, 16), Direction.STORE, 1, (9, 0))
+    assert [each.nbytes for each in accesses(made, "ld") if each.nbytes == 16] == [16], "1024 fragments, one a thread"
     assert [each.nbytes for each in accesses(made, "st")] == [16]

@@ -50,12 +50,14 @@ class Loads:
         self.images: list[bytes] = []
         self.launches: list[tuple[int, ...]] = []
 
-    def module_load(self, image: bytes) -> int:
+    def create(self, name: str, holder: list[int], image: bytes) -> None:
+        assert name == "cuModuleLoadData"
         self.images.append(image)
-        return 1
+        holder.append(1)
 
-    def module_unload(self, module: int) -> None:
-        assert module == 1
+    def destroy(self, name: str, handles: list[int]) -> None:
+        assert (name, handles) == ("cuModuleUnload", [1])
+        handles.clear()
 
     def module_function(self, _: int, name: str) -> int:
         assert name in ("read_word", "copy_rows")
@@ -459,11 +461,11 @@ def test_an_error_without_a_text_of_its_own_is_told_and_a_lost_file_is_no_second
 ) -> None:
     def lose(name: str, _: Path) -> None:
         os.unlink(name)
-        raise OSError("somebody tidied up")
+        raise OSError("folder was deleted")
 
     monkeypatch.setattr(os, "replace", lose)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.warns(KVOffloadWarning, match=r"cannot be written \(somebody tidied up\)"):
+    with pytest.warns(KVOffloadWarning, match=r"cannot be written \(folder was deleted\)"):
         assert not cachefiles.write(tmp_path / "file", b"content")
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -478,7 +480,7 @@ def test_an_error_without_a_text_of_its_own_is_told_and_a_lost_file_is_no_second
 def test_processes_that_write_the_same_file_leave_one_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "file"
     program = (
-        "import sys; from pathlib import Path; from kvoffload import cachefiles\n"
+        "import sys; from pathlib import Path; from kvoffload.internal import cachefiles\n"
         "for _ in range(300): assert cachefiles.write(Path(sys.argv[1]), sys.argv[2].encode() * 100_000)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -501,7 +503,7 @@ def test_processes_that_write_the_same_file_leave_one_whole_file(tmp_path: Path)
 def test_pitfall_34_a_gpu_with_fewer_threads_in_a_block_is_refused_when_the_kernel_is_loaded() -> None:
     with device_with({THREADS: 128}) as device, device.current():
         with pytest.raises(
-            CapabilityError, match=r"copy_rows\(.*\) needs 256 threads in a block, and .* runs 128 of it"
+            CapabilityError, match=r"copy_rows\(.*\) needs 256 threads in a block, and .* launches at most 128"
         ):
             load_kernel(device.driver, device.capabilities, COPY_ROWS)
         assert device.simulator.leaks()["modules"] == 0

@@ -1,4 +1,4 @@
-"""What objects show of themselves in a notebook: well-formed, escaped, with the right numbers, whatever their state."""
+"""Cards in a notebook: well-formed, escaped, with the right numbers, in every state of the object."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_type_is_escaped() -> None:
 # engines --------------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_counts_its_jobs_and_says_what_is_made_up(
+def test_an_engine_counts_its_jobs_and_says_that_it_is_simulated(
     device: kvoffload.Device, engine: kvoffload.OffloadEngine
 ) -> None:
     engine.store([1, 2], [0, 1]).wait()
@@ -100,8 +100,8 @@ def test_an_engine_counts_its_jobs_and_says_what_is_made_up(
         engine.store([5], [3]).wait()
     shown = page(engine)
     totals = shown.texts[shown.texts.index("GB/s on the GPU clock") + 1 :]
-    assert totals == ["store", "2", "1", "192 KiB", "made up", "load", "1", "0", "64 KiB", "made up"]
-    assert "simulated: no GPU, times are made up" in shown.texts
+    assert totals == ["store", "2", "1", "192 KiB", "simulated", "load", "1", "0", "64 KiB", "simulated"]
+    assert "simulated: no GPU, times mean nothing" in shown.texts
     assert row(shown, "pool") == "8 slots x 64 KiB, 512 KiB pinned"
     assert "16 planes fold into 1 operation a block" in row(shown, "folding")
     assert row(shown, "jobs").startswith("0 in flight, 0 of them held")
@@ -130,7 +130,7 @@ def test_a_measured_bandwidth(
     shown = page(engine)
     assert f"{totals.nbytes / totals.seconds / 1e9:.1f}" in shown.texts
     assert shown.texts[-1] == "-", "no load, no bandwidth"
-    assert "made up" not in shown.text
+    assert "simulated" not in shown.texts
 
 
 def test_copiers_that_cannot_run_have_a_reason(layout: kvoffload.KVLayout, engine: kvoffload.OffloadEngine) -> None:
@@ -148,11 +148,11 @@ def test_an_engine_tells_which_planes_the_driver_keeps_apart(device: kvoffload.D
 
 
 def test_closed_engines_and_devices_can_be_shown(device: kvoffload.Device, engine: kvoffload.OffloadEngine) -> None:
-    cache = kvoffload.BlockCache(engine)
     engine.store([1], [1]).wait()
+    cache = kvoffload.BlockCache(engine)
     engine.close()
     assert "closed" in page(engine).texts
-    assert row(page(engine), "pool") == "8 slots x 64 KiB, 512 KiB given back"
+    assert row(page(engine), "pool") == "8 slots x 64 KiB, 512 KiB not pinned any more"
     device.close()
     assert "closed" in page(engine).texts
     assert "8 free of 8" in page(cache).texts
@@ -163,7 +163,7 @@ def test_a_forked_child_can_show_what_its_parent_made() -> None:
     program = """
     import os, sys, threading, warnings
     import kvoffload
-    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while threads run
     with kvoffload.open_device(backend="simulated") as device:
         layout = kvoffload.KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)])
         with kvoffload.OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as engine:
@@ -197,18 +197,18 @@ def test_a_cache_shows_where_its_slots_are(engine: kvoffload.OffloadEngine) -> N
     assert row(shown, "looked up") == "8 blocks, 4 hits (50.0%), 4 missed"
     assert row(shown, "moved") == "4 stored, 2 loaded"
     assert row(shown, "keys and policy").startswith("5 of 8 keys, 1 pending, 1 leases; Prefix(")
-    assert "simulated: no GPU, times are made up" in shown.texts
+    assert "simulated: no GPU, times mean nothing" in shown.texts
     assert "tenant" not in shown.text
 
 
-def test_what_a_cache_gave_up_and_declined(engine: kvoffload.OffloadEngine) -> None:
+def test_what_a_cache_evicted_and_declined(engine: kvoffload.OffloadEngine) -> None:
     cache = kvoffload.BlockCache(engine, policy="lru")
     for start in (0, 4, 8):
         cache.store([b"%d" % number for number in range(start, start + 4)], blocks=range(4)).wait()
     cache.remove([b"11"])
     cache.reserve([b"12"]).abort()
     shown = page(cache)
-    assert row(shown, "gone") == "4 evicted, 1 removed"
+    assert row(shown, "taken out") == "4 evicted, 1 removed"
     assert row(shown, "not stored") == "0 declined, 1 failed"
     assert "LRU(7 keys)" in row(shown, "keys and policy")
 
@@ -227,7 +227,7 @@ def test_tenants_are_shown_and_escaped(engine: kvoffload.OffloadEngine) -> None:
         engine, tenants={hostile: kvoffload.Tenant(max_blocks=4, priority=-1), "b": kvoffload.Tenant()}
     )
     shown = page(cache)  # which knows no script
-    assert shown.texts[-9:] == ["tenant", "blocks at most", "priority", hostile, "4", "-1", "b", "-", "0"]
+    assert shown.texts[-9:] == ["tenant", "max_blocks", "priority", hostile, "4", "-1", "b", "-", "0"]
     assert "<script" not in cache._repr_html_()
 
 
@@ -240,7 +240,7 @@ def test_showing_a_cache_asks_the_driver_nothing(device: kvoffload.Device, engin
     job.wait()
 
 
-# pieces ---------------------------------------------------------------------------------------------------------------
+# HTML -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -265,4 +265,4 @@ def test_content_is_escaped_once() -> None:
 
 
 def test_an_empty_bar_has_no_width() -> None:
-    assert Page(html.bar([html.Segment("nothing", 0, "red")])).widths == []
+    assert Page(html.bar([html.Band("nothing", 0, "red")])).widths == []

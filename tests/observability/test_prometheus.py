@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from programs import run_program
 
-from kvoffload.cache.statistics import CacheStatistics, Histogram
+from kvoffload.cache.statistics import CacheStatistics, Histogram, TenantCounts
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.errors import CapabilityError, ClosedError
 from kvoffload.observability.prometheus import CacheCollector, register
@@ -85,16 +85,16 @@ kvoffload_cache_stored_total{gpu="0"} 106.0
 # HELP kvoffload_cache_loaded_total Blocks loaded.
 # TYPE kvoffload_cache_loaded_total counter
 kvoffload_cache_loaded_total{gpu="0"} 107.0
-# HELP kvoffload_cache_evicted_total Blocks given up for others.
+# HELP kvoffload_cache_evicted_total Blocks evicted to make room for others.
 # TYPE kvoffload_cache_evicted_total counter
 kvoffload_cache_evicted_total{gpu="0"} 108.0
-# HELP kvoffload_cache_failed_total Blocks whose store failed or was given up.
+# HELP kvoffload_cache_failed_total Blocks whose store failed or was aborted.
 # TYPE kvoffload_cache_failed_total counter
 kvoffload_cache_failed_total{gpu="0"} 109.0
-# HELP kvoffload_cache_declined_total Blocks that were not worth storing.
+# HELP kvoffload_cache_declined_total Blocks that were not stored: not worth it, over a quota, or without room.
 # TYPE kvoffload_cache_declined_total counter
 kvoffload_cache_declined_total{gpu="0"} 110.0
-# HELP kvoffload_cache_removed_total Blocks taken out by remove() and clear().
+# HELP kvoffload_cache_removed_total Blocks removed by remove() and clear().
 # TYPE kvoffload_cache_removed_total counter
 kvoffload_cache_removed_total{gpu="0"} 111.0
 # HELP kvoffload_cache_residency_seconds How long evicted blocks had been in the cache.
@@ -139,16 +139,32 @@ def test_statistics_of_a_cache_as_text(client: Any, registry: Any) -> None:
 
 def test_every_number_of_a_cache_is_there(client: Any, registry: Any) -> None:
     """A new field of the statistics needs its metric."""
-    names = [field.name for field in dataclasses.fields(CacheStatistics)]
+    names = [field.name for field in dataclasses.fields(CacheStatistics) if field.name != "tenants"]
     histograms = ("residency_seconds", "reuse_distance_blocks")
     counts = {name: 1000 + index for index, name in enumerate(names) if name not in histograms}
-    cache = Stub(cache_statistics(**counts))
+    by_tenant = {field.name: 2000 + index for index, field in enumerate(dataclasses.fields(TenantCounts))}
+    cache = Stub(cache_statistics(**counts, tenants=(("batch", TenantCounts(**by_tenant)),)))
     register(cache, registry)
     text = lines(client, registry)
     values = {float(line.split()[-1]) for line in text}
-    assert {name for name, value in counts.items() if value not in values} == set()
+    assert {name for name, value in (counts | by_tenant).items() if value not in values} == set()
     assert all(any(f"kvoffload_cache_{name}_bucket" in line for line in text) for name in histograms)
     assert set(counts) | set(histograms) == set(names)
+
+
+def test_tenants_are_a_label(client: Any, registry: Any) -> None:
+    """The default tenant, whose name is "", included."""
+    tenants = (("", TenantCounts(stored=1)), ('a "b"', TenantCounts(stored=2, failed=3, declined=4)))
+    cache = Stub(cache_statistics(tenants=tenants))
+    register(cache, registry, gpu="0")
+    assert [line for line in lines(client, registry) if "tenant" in line] == [
+        'kvoffload_cache_tenant_stored_total{gpu="0",tenant=""} 1.0',
+        'kvoffload_cache_tenant_stored_total{gpu="0",tenant="a \\"b\\""} 2.0',
+        'kvoffload_cache_tenant_failed_total{gpu="0",tenant=""} 0.0',
+        'kvoffload_cache_tenant_failed_total{gpu="0",tenant="a \\"b\\""} 3.0',
+        'kvoffload_cache_tenant_declined_total{gpu="0",tenant=""} 0.0',
+        'kvoffload_cache_tenant_declined_total{gpu="0",tenant="a \\"b\\""} 4.0',
+    ]
 
 
 def test_a_cache_with_an_engine_shows_its_transfers(client: Any, registry: Any) -> None:
@@ -158,7 +174,7 @@ def test_a_cache_with_an_engine_shows_its_transfers(client: Any, registry: Any) 
     assert shown == TRANSFER_LINES
 
 
-def test_seconds_that_are_made_up_are_not_exported(client: Any, registry: Any) -> None:
+def test_seconds_of_a_simulated_device_are_not_exported(client: Any, registry: Any) -> None:
     cache = Stub(cache_statistics(), Stub(engine_statistics(simulated=True)))
     register(cache, registry)
     shown = [line for line in lines(client, registry, comments=True) if "kvoffload_cache_" not in line]
@@ -180,7 +196,7 @@ def test_a_scrape_can_be_read_back(client: Any, registry: Any) -> None:
     """By the package's own parser, names and kinds and labels with odd values included."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    cache = Stub(cache_statistics(), Stub(engine_statistics()))
+    cache = Stub(cache_statistics(tenants=(("t", TenantCounts()),)), Stub(engine_statistics()))
     register(cache, registry, model='a "b"\n\\c', gpu="é")
     families = list(text_string_to_metric_families(client.generate_latest(registry).decode()))
     described = CacheCollector(cache, model="", gpu="").describe()
@@ -189,7 +205,7 @@ def test_a_scrape_can_be_read_back(client: Any, registry: Any) -> None:
     assert all((each["model"], each["gpu"]) == ('a "b"\n\\c', "é") for each in labels)
 
 
-# several caches, and those that are gone
+# several caches, and those that are garbage
 
 
 def test_one_collector_serves_several_caches(client: Any, registry: Any) -> None:
@@ -233,7 +249,7 @@ def test_added_caches_have_the_same_labels_with_other_values() -> None:
     assert [sample.value for sample in next(iter(collector.collect())).samples] == [101, 102, 103]
 
 
-def test_a_cache_that_is_gone_yields_nothing(client: Any, registry: Any) -> None:
+def test_a_cache_that_is_garbage_has_no_metrics(client: Any, registry: Any) -> None:
     """The registry holds the collector, which must not hold the cache."""
     cache, other = Stub(cache_statistics()), Stub(cache_statistics(capacity=2))
     collector = register(cache, registry, gpu="0")
@@ -287,7 +303,7 @@ def test_the_default_registry_is_that_of_the_process(client: Any, in_default: li
 
 
 @pytest.mark.usefixtures("client")
-@pytest.mark.parametrize("name", ["state", "direction", "le", "a-b", "", "1st", "__hidden", "é", "a\n"])
+@pytest.mark.parametrize("name", ["state", "direction", "le", "tenant", "a-b", "", "1st", "__hidden", "é", "a\n"])
 def test_labels_that_cannot_be_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match="must be letters, digits and underscores") as caught:
         CacheCollector(Stub(cache_statistics()), **{name: "value"})

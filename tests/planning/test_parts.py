@@ -18,9 +18,8 @@ from helpers import (
     cache_state,
     change_streams,
     copiers_in,
-    cut_pieces,
+    cut_segments,
     in_threads,
-    interrupt_call,
     keys,
     leaks_of,
     release,
@@ -30,8 +29,20 @@ from helpers import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layerwise import PARTS, PLANES, Reader, blocks_hold, hold_from, load, load_interrupted, reader_of
+from interrupts import Outcome, count_points, interrupt_at
+from layerwise import (
+    PARTS,
+    PLANES,
+    Reader,
+    blocks_hold,
+    check_after_interrupt,
+    hold_from,
+    load,
+    load_and_drain,
+    reader_of,
+)
 from strategies import LayoutSpec, layouts, place, slab_of
+from transfers import segments_of, transfer_of
 
 import kvoffload
 from kvoffload import (
@@ -46,14 +57,8 @@ from kvoffload import (
     OffloadEngine,
     TransferError,
 )
-from kvoffload.copiers import StridedCopier
-from kvoffload.device import streams
-from kvoffload.device.streams import EventPool, Lane
-from kvoffload.driver import Driver
-from kvoffload.engine import callers
-from kvoffload.engine.flight import FlightDeck
+from kvoffload.engine import launcher, stream_order
 from kvoffload.engine.job import Job
-from kvoffload.engine.launcher import Launcher
 from kvoffload.layout.fold import fold_group
 from kvoffload.planning.layer_groups import Parts, as_parts
 from kvoffload.planning.transfer_plan import TransferPlan, build
@@ -157,7 +162,7 @@ def test_the_choice_is_among_what_carries_parts(device: kvoffload.Device, monkey
             assert job.copier != "split"
             assert re.search(r" us expected", job.reason)
         monkeypatch.setattr(bench.engine._parts.copiers._kernels, "why_not_in_parts", lambda *_: "no room")
-        assert load(bench, range(8), range(8), parts=2).copier in BY_ENGINE
+        assert load(bench, range(8), range(8), parts=4).copier in BY_ENGINE, "a choice that was made before stays"
         assert load(bench, range(8), range(8), parts=None).copier in ("gather", "split")
 
 
@@ -211,16 +216,16 @@ def test_any_parts_move_the_bytes_of_a_naive_loop_and_no_others(level: str, spec
 
 
 @pytest.mark.parametrize("number", range(10))
-def test_parts_in_pieces_on_many_streams_move_the_same_bytes(
+def test_parts_in_segments_on_many_streams_move_the_same_bytes(
     device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch, seed: int, number: int
 ) -> None:
     random = np.random.default_rng([seed, number])
-    monkeypatch.setattr(streams, "QUEUE_LIMIT", 12)
+    monkeypatch.setattr(launcher, "QUEUE_LIMIT", 12)
     planes = device.allocate_planes(12, block_bytes=96, num_blocks=30, block_stride=112 if number % 2 else None)
     scramble(slab_of(planes), number)
     layout = KVLayout([planes], blocks_per_slot=1 + number % 3)
     with OffloadEngine(layout, device=device, num_slots=30, **COPY_ENGINE_ONLY) as engine:
-        cut_pieces(monkeypatch, engine, 4)
+        cut_segments(monkeypatch, engine, 4)
         engine.slots[:] = random.integers(0, 256, engine.slots.shape, dtype=np.uint8)
         mirror = Mirror(engine, [slab_of(planes)])
         for copier in (*BY_ENGINE, None):
@@ -308,7 +313,7 @@ def test_the_time_of_a_load_is_that_of_all_its_parts(bench: Rig) -> None:
     """By the clock of the simulator, to which an operation costs something whatever it holds."""
     job, whole_job = (load(bench, range(8), range(8), copier="strided", parts=parts) for parts in (PARTS, None))
     bench.engine.drain(10)
-    assert job.seconds > whole_job.seconds > 0, "8 operations for each part against 8"
+    assert job.outcome().seconds > whole_job.outcome().seconds > 0, "8 operations for each part against 8"
 
 
 def test_a_fold_is_made_once_for_each_group_and_parts(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,8 +383,8 @@ def test_part_0_of_a_split_is_both_of_its_shares(device: kvoffload.Device) -> No
 def test_a_part_can_be_ordered_behind_while_later_ones_find_no_room(
     bench: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "QUEUE_LIMIT", 10)  # a stream holds one part of 6 operations
-    monkeypatch.setattr(callers, "_LAUNCH_SECONDS", 0.02)
+    monkeypatch.setattr(launcher, "QUEUE_LIMIT", 10)  # a stream holds one part of 6 operations
+    monkeypatch.setattr(stream_order, "_QUEUEING_SECONDS", 0.02)
     bench.engine.close()
     with OffloadEngine(bench.engine.layout, device=bench.device, num_slots=16, **COPY_ENGINE_ONLY) as engine:
         bench.engine = engine
@@ -387,8 +392,8 @@ def test_a_part_can_be_ordered_behind_while_later_ones_find_no_room(
         held = bench.stream()
         gate = bench.gate(held)
         job = load(bench, range(6), range(6), parts=PLANES, copier="loop", after=held)
-        assert not job.launched
-        queued = job.part
+        assert not transfer_of(job).enqueued
+        queued = transfer_of(job).part
         assert 0 < queued < PLANES
         readers = [reader_of(bench, job, part, part, 4) for part in range(queued)]
         late = Reader(bench)
@@ -405,7 +410,7 @@ def test_a_part_can_be_ordered_behind_while_later_ones_find_no_room(
 
 
 def test_as_many_parts_as_the_queues_hold_and_more(device: kvoffload.Device) -> None:
-    """Each is a piece with an event: there are enough of them, whatever `max_in_flight` is."""
+    """Each is a segment with an event: there are enough of them, whatever `max_in_flight` is."""
     planes = device.allocate_planes(1500, block_bytes=16, num_blocks=4)
     slab_of(planes).copy_from(np.zeros(slab_of(planes).nbytes, np.uint8))
     engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4, max_in_flight=2, **COPY_ENGINE_ONLY)
@@ -415,9 +420,9 @@ def test_as_many_parts_as_the_queues_hold_and_more(device: kvoffload.Device) -> 
     gate = bench.gate(held)
     job = load(bench, [1], [0], parts=1500, copier="loop", after=held)
     store = engine.store([2, 3], [2, 3], after=held, copier="loop")
-    assert len(job.pieces) > 1000, "as many as there is room for"
-    assert (job.launched, store.launched) == (False, True)
-    assert len(store.pieces) == 8, "as many as there is room for in the other direction"
+    assert len(segments_of(job)) > 1000, "as many as there is room for"
+    assert (transfer_of(job).enqueued, transfer_of(store).enqueued) == (False, True)
+    assert len(segments_of(store)) == 8, "as many as there is room for in the other direction"
     with pytest.raises(CapacityError, match="max_in_flight=2"):
         load(bench, [1], [1], parts=1500)
     gate.open()
@@ -431,7 +436,7 @@ def test_as_many_parts_as_the_queues_hold_and_more(device: kvoffload.Device) -> 
 
 def test_closing_waits_for_every_part(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     with rig(device, planes=PLANES) as bench:
-        gate = hold_from(bench, monkeypatch, 2)
+        gate = hold_from(bench, 2)
         job = load(bench, range(6), range(6))
         reader = reader_of(bench, job, PARTS - 1, PLANES - 1, 3)
         bench.settle()
@@ -644,48 +649,30 @@ def test_a_part_that_faults_on_the_gpu_fails_the_load(nth: int, copier: str) -> 
     assert device.simulator.violations == []
 
 
-SUBMITTING: list[tuple[type, str, int, bool]] = [
-    (Lane, "take", 1, False),
-    (Lane, "take", 2, False),
-    (Lane, "take", 3, True),
-    (StridedCopier, "stage", 1, True),
-    (StridedCopier, "stage", 2, False),
-    (StridedCopier, "stage", 3, True),
-    (Launcher, "_launch_piece", 2, False),
-    (Launcher, "_launch_piece", 2, True),
-    (Launcher, "_launch_piece", PARTS, True),
-    (Launcher, "_mark", 1, False),
-    (Launcher, "_mark", 1, True),
-    (Launcher, "_mark", 3, True),
-    (EventPool, "acquire", 5, True),  # the marker, start, end; then one at the end of a part
-    (Driver, "stream_wait_event", 2, False),  # of the second part for the first
-    (Driver, "stream_wait_event", 2, True),
-    (Driver, "event_record", 3, False),  # the end of the first part
-    (Driver, "event_record", 4, True),
-    (FlightDeck, "launch", 2, True),
-    (FlightDeck, "_piece_has_ended", 2, True),
-    (Launcher, "give_back", 1, False),
-    (Launcher, "give_back", 2, True),
-    (FlightDeck, "_land", 1, True),
-]
-
-
-@pytest.mark.parametrize(("owner", "name", "nth", "after"), SUBMITTING)
-def test_an_interrupted_load_in_parts_loses_no_job(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, nth: int, after: bool
-) -> None:
-    change_streams(monkeypatch)
+def interrupted_load(number: int) -> Outcome | int:
+    """A load in parts with an interrupt at one of its points; for 0 how many points it has."""
     with simulated(1) as device, rig(device, planes=PLANES) as bench:
-        engine, held = bench.engine, bench.stream()
+        held = bench.stream()
         gate = bench.gate(held)
-        left = interrupt_call(monkeypatch, owner, name, nth, after=after)
-        load_interrupted(bench, held, gate, left)
-        lost = 1 if name == "give_back" and not after else 0  # of events there are some to spare for that
-        statistics = engine.statistics()
-        assert (statistics.in_flight, statistics.streams_in_use) == (0, 0)
-        assert statistics.events_in_use <= max(lost, name == "acquire")
-        assert len(engine.poll()) in (0, 1), "the job that was interrupted"
-    assert set(leaks_of(device)) <= {"events"}
+        work = partial(load_and_drain, bench, held, gate)
+        outcome = interrupt_at(number, work) if number else count_points(work)
+        check_after_interrupt(bench)
+    assert sum(leaks_of(device).values()) <= 1, "the handle that an interrupted driver call made"
+    return outcome
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_an_interrupted_load_in_parts_loses_no_job(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
+    """At every twelfth point where a KeyboardInterrupt can come."""
+    change_streams(monkeypatch)
+    points = interrupted_load(0)
+    assert isinstance(points, int)
+    for number in range(1 + 3 * offset, points + 1, 12):
+        try:
+            interrupted_load(number)
+        except BaseException as error:
+            error.add_note(f"interrupted at point {number} of {points}")
+            raise
 
 
 # the cache
@@ -695,7 +682,7 @@ def test_the_cache_loads_in_parts(device: kvoffload.Device, monkeypatch: pytest.
     with rig(device, planes=PLANES) as bench:
         cache = BlockCache(bench.engine)
         cache.store(keys(1, 2, 3), [1, 2, 3]).wait(10)
-        hold_from(bench, monkeypatch, 1)
+        hold_from(bench, 1)
         job = cache.load(keys(1, 2, 3), [10, 11, 12], after=NO_WAIT, parts=PARTS)
         assert job.num_parts == PARTS
         readers = [Reader(bench) for _ in range(PARTS)]
@@ -729,7 +716,7 @@ def test_the_cache_loads_every_group_in_as_many_parts(
         bench = Rig(device, engine, slab_of(planes), planes)
         cache = BlockCache(engine)
         cache.store(keys(1, 2), [[1, 2], [3, 4]]).wait(10)
-        gate = hold_from(bench, monkeypatch, 1)
+        gate = hold_from(bench, 1)
         job = cache.load(keys(1, 2), [[5, 6], [6, 7]], after=NO_WAIT, parts=2)
         assert [each.num_parts for each in job.jobs] == [2, 2]
         first, second, both = Reader(bench), Reader(bench), Reader(bench)

@@ -265,18 +265,18 @@ def test_parts_of_blocks_share_memory_and_add_up(factor: int) -> None:
     assert sum(part.nbytes for part in parts) == whole.nbytes
     assert np.shares_memory(parts[1].blocks, whole.blocks)
     assert (whole.sub_block is None) == (factor == 1)
-    flat = [row for part in parts for row in pieces(part.operations())]
-    assert sorted(flat) == sorted(pieces(whole.operations()))
+    flat = [row for part in parts for row in pages(part.operations())]
+    assert sorted(flat) == sorted(pages(whole.operations()))
     assert whole.cut(0, len(whole)) is whole
 
 
-def pieces(made: TransferPlan) -> list[tuple[int, int]]:
+def pages(made: TransferPlan) -> list[tuple[int, int]]:
     """Where every page of 4 KiB comes from and goes to."""
     return [(device + at, host + at) for device, host, width in rows(made) for at in range(0, width, 4096)]
 
 
 def rows(made: TransferPlan) -> list[tuple[int, int, int]]:
-    """Every row of a plan, as (device address, host address, bytes), written out the slow way."""
+    """Every row of a plan, as (device address, host address, bytes), in a plain loop."""
     made = spread(made)
     columns = (made.device_address, made.host_address, made.width, made.height, made.device_pitch, made.host_pitch)
     return sorted(

@@ -1,4 +1,4 @@
-"""The examples that decode with a paged KV cache: their bits, that blocks were really moved, that errors would show."""
+"""The examples that decode with a paged KV cache: their bits are equal, blocks were moved, and errors would show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import kvoffload
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 BOTH = ("cupy_paged_decode.py", "jax_paged_decode.py")
 COUNTS = re.compile(r"^(.+): (\d+) blocks evicted, (\d+) stored \(.*\), (\d+) loaded", re.MULTILINE)
-VERDICTS = re.compile(r"^(.+): (\d+) of (\d+) tokens have the very bits of the first run: (.+)$", re.MULTILINE)
+VERDICTS = re.compile(r"^(.+): (\d+) of (\d+) tokens have the bits of the first run: (.+)$", re.MULTILINE)
 TIMES = re.compile(r"tokens/s|TTFT|\d m?s\b|seconds")
 FITS, PREFETCHED, ON_DEMAND = "cache that fits", "offload, prefetched", "offload, on demand"
 LAYER_WISE, RECOMPUTED = "offload, layer-wise", "recomputation"
@@ -69,7 +69,7 @@ def check_run(output: str, *modes: str) -> None:
 def test_simulated_runs_are_bitwise_equal_and_print_no_times(name: str) -> None:
     output = run(name, "--device", "simulated")
     check_run(output, PREFETCHED, ON_DEMAND)
-    assert "no times: those of the simulated device are made up; left out as well:" in output
+    assert "no times: those of the simulated device mean nothing; left out as well:" in output
     assert TIMES.search(output) is None
 
 
@@ -118,18 +118,18 @@ def test_without_its_framework_an_example_names_the_extra(name: str, extra: str)
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         (("--device-blocks", "5"), "need 39 blocks on the device"),
         (("--batch", "3"), "--batch divides --conversations"),
         (("--plot", "timeline.png"), "--plot needs a GPU"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: tuple[str, ...], complaint: str) -> None:
+def test_options_that_cannot_be_are_refused(options: tuple[str, ...], message: str) -> None:
     command = [sys.executable, str(EXAMPLES / BOTH[0]), "--device", "simulated", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
-    assert complaint in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -143,7 +143,7 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda name: import_module(f"paged_decode.{name}")
 
 
-def test_the_pool_takes_from_who_has_waited_longest(paged: Any) -> None:
+def test_the_pool_takes_from_the_conversation_served_longest_ago(paged: Any) -> None:
     pool = paged("workload").BlockPool(7)
     assert pool.extend(0, 2, ()) == []
     assert pool.extend(1, 2, ()) == []
@@ -185,7 +185,7 @@ def test_chunks_compute_the_same_but_for_rounding(paged: Any, chunk: int) -> Non
 
 
 def test_a_step_of_jax_writes_into_the_cache_and_copies_nothing_of_it() -> None:
-    """A copy of the whole cache, written back, would undo loads that run beside the step."""
+    """A copy of the whole cache, written back, would undo loads that are concurrent with the step."""
     if importlib.util.find_spec("jax") is None:
         pytest.skip("jax is not installed")
     program = f"""

@@ -59,7 +59,7 @@ def read() -> Any:
 def execute(cells: Sequence[Cell], folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     """Run cells in a kernel of this interpreter, in a folder of its own; what each code cell printed.
 
-    No kernel needs to be installed for that, and none that is has a say.
+    No kernel needs to be installed, and installed ones are not used.
     """
     import nbformat
     from nbclient import NotebookClient
@@ -100,10 +100,10 @@ def code(source: str) -> Cell:
 
 def copies(cells: Sequence[Cell]) -> list[Cell]:
     """The same cells with ids of their own: a notebook has each once."""
-    made = [copy.deepcopy(cell) for cell in cells]
-    for cell in made:
+    copied = [copy.deepcopy(cell) for cell in cells]
+    for cell in copied:
         cell.id = uuid.uuid4().hex
-    return made
+    return copied
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_the_notebook_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = "".join(once)
     assert "simulated" not in text
     assert "every byte came back: True" in text
-    assert text.count("GB/s with 256 blocks, the big copy") == 2
+    assert text.count("GB/s with 256 blocks, the contiguous copy") == 2
     for name, packages in (("CuPy", ["cupy"]), ("JAX", ["jax_cuda12_plugin", "jax_cuda13_plugin"])):
         if any(importlib.util.find_spec(package) for package in packages):
             assert f"{name} sees what was loaded: True" in text

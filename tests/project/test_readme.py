@@ -1,4 +1,4 @@
-"""The README is run: its snippets, and what it claims of files."""
+"""The README's snippets are run, and its claims about files checked; links of all documents lead somewhere."""
 
 from __future__ import annotations
 
@@ -50,6 +50,17 @@ def test_every_example_is_named() -> None:
     for example in (ROOT / "examples").iterdir():
         if example.suffix in (".py", ".ipynb"):
             assert example.name in README
+
+
+@pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name)
+def test_links_lead_to_files_and_headings(document: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text()):
+        name, _, heading = target.partition("#")
+        file = document.parent / name if name else document
+        assert file.exists(), target
+        titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE) if heading else []
+        anchors = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert not heading or heading in anchors, target
 
 
 @pytest.mark.gpu

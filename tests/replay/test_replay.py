@@ -368,7 +368,7 @@ def test_on_a_gpu_times_are_printed_and_loads_are_measured(
     assert fields["saving"]["load_gb_per_s_measured"] is True
     assert main(["replay", str(path), *options]) == 0
     printed = capsys.readouterr().out
-    assert "measured in this run" in printed
+    assert "measured in this replay" in printed
     assert "loads, wall clock, verification included" in printed
     assert "SIMULATED" not in printed
 

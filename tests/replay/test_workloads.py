@@ -162,4 +162,4 @@ def test_replay_serves_a_workload(capsys: pytest.CaptureFixture[str]) -> None:
     requests = make_workload("documents", 60, 3)
     assert (fields["workload"], fields["trace"], fields["seed"]) == ("documents", None, 3)
     assert (fields["requests"], fields["blocks_requested"]) == (60, sum(map(len, requests)))
-    assert fields["rows"][0]["blocks_hit"] == Oracle(200).serve_all(requests).hits
+    assert fields["records"][0]["blocks_hit"] == Oracle(200).serve_all(requests).hits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -17,3 +18,13 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0)
     fields = json.loads(capsys.readouterr().out)
     assert isinstance(fields, dict)
     return fields
+
+
+def times_in(value: Any, path: str = "") -> list[str]:
+    """The paths of JSON fields whose values come from a clock."""
+    if isinstance(value, dict):
+        return [found for key, each in value.items() for found in times_in(each, f"{path}.{key}")]
+    if isinstance(value, list):
+        return [found for each in value for found in times_in(each, path)]
+    clock = re.search(r"_us$|_s$|seconds$|gb_per_s|slowdown|ratio", path)
+    return [path] if clock and isinstance(value, float | int) else []

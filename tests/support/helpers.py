@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -100,6 +100,7 @@ class Rig:
     planes: list[kvoffload.Plane]
     streams: list[int] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
+    cleanup: ExitStack = field(default_factory=ExitStack)  # closed before the engine is
 
     def stream(self, flags: int = NON_BLOCKING) -> int:
         with self.device.current():
@@ -161,6 +162,7 @@ class Rig:
 
     def close(self) -> None:
         """Open the gates, let everything end, and give everything back but the planes."""
+        self.cleanup.close()
         for gate in self.gates:
             gate.open()
         if self.device.closed:
@@ -282,7 +284,7 @@ def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "stream_with_room", next_stream)
 
 
-def cut_pieces(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngine, operations: int = 1) -> None:
+def cut_segments(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngine, operations: int = 1) -> None:
     """At most so many operations at a time, of a kernel so many blocks."""
     made = engine._parts.copiers
     monkeypatch.setattr(gather, "_MAX_TABLE_BLOCKS", operations)  # for gather copiers that are made later

@@ -1,4 +1,4 @@
-"""What a notebook would show of an object, parsed strictly."""
+"""The HTML that a notebook would show of an object, parsed strictly."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def page(shown: Any) -> Page:
 
 
 def row(parsed: Page, head: str) -> str:
-    """The text in the cell beside a heading."""
+    """The text in the cell next to a heading."""
     return parsed.texts[parsed.texts.index(head) + 1]

@@ -44,9 +44,10 @@ KIB = 1 << 10
 
 
 def shape(block_bytes: int, blocks: int, planes: int = 64, *, folds: bool = True, merged: int = 1) -> Shape:
-    pieces = blocks * planes
-    rows = pieces // merged
-    return Shape(Direction.LOAD, blocks, pieces, blocks // merged if folds else rows, rows, pieces * block_bytes)
+    plane_blocks = blocks * planes
+    rows = plane_blocks // merged
+    operations = blocks // merged if folds else rows
+    return Shape(Direction.LOAD, blocks, plane_blocks, operations, rows, plane_blocks * block_bytes)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""What the ways of `bench interop` move between a framework's cache and the host, and how they are timed and verified.
+"""The blocks that `bench interop` moves between a framework's cache and the host, and how methods are timed.
 
 Times are of the wall clock, from the call until the bytes can be used: a store ends when the host may read them, a load
-when the framework has computed with them. Several in a row are queued one after the other and waited for at their end;
-then what a transfer takes is its share of that.
+when the framework has computed with them. Transfers back to back are queued one after the other and waited for
+at their end; the time of one is its share of the whole.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.bench.cases import POISON, WARM_UP, Case, Lab, Timing
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.rounds import WARM_UP, Scenario, Timing
+from kvoffload.bench.tools import POISON
+from kvoffload.device.pinned import UInt8Array
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import ModelGeometry
-from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance
@@ -35,7 +37,7 @@ _MAX_POOL_BYTES = 512 << 20  # unless the slots of a transfer are more
 _KEPT_BITS, _SET_BITS = 0x9FFF, 0x2000
 
 
-class Cargo:
+class FrameworkData:
     """Random blocks of a cache of 16-bit elements, random slots for them, and their bytes. Free it with `close`.
 
     Attributes:
@@ -64,9 +66,10 @@ class Cargo:
         self._poison = lab.device.allocate(self._payload_bytes)
         self._queue(lambda stream: lab.driver.fill(self._poison.address, POISON, self._poison.nbytes, stream))
 
-    def spoil(self, addresses: Iterable[int]) -> None:
-        """Overwrite as much as a slot holds at each of these host addresses. The GPU does it, so that the CPU's caches
-        hold nothing of them."""
+    def poison(self, addresses: Iterable[int]) -> None:
+        """Overwrite a slot's payload at each of these host addresses. The GPU does it, so that the CPU's caches hold
+        nothing of them.
+        """
 
         def copy(stream: int) -> None:
             for address in addresses:
@@ -94,59 +97,59 @@ def _bytes_of(array: npt.NDArray[Any]) -> UInt8Array:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-class End(Protocol):
-    """Where the blocks are on one side."""
+class Side(Protocol):
+    """The blocks on one side: in the framework's cache, or on the host."""
 
     def fill(self) -> None:
-        """Give the blocks their bytes."""
+        """Write the right bytes into the blocks."""
 
-    def spoil(self) -> None:
-        """Overwrite them."""
+    def poison(self) -> None:
+        """Overwrite the blocks."""
 
     def wait(self) -> None:
-        """Wait until all that was queued towards it can be used."""
+        """Wait until the bytes of all queued transfers to this side can be used."""
 
     def wrong(self) -> int:
-        """How many of their rows are not as `fill` leaves them."""
+        """The number of rows that do not hold the bytes that `fill` writes."""
 
 
 class EngineSlots:
     """The slots of an engine."""
 
-    def __init__(self, cargo: Cargo, engine: OffloadEngine) -> None:
-        payload = cargo.right_by_block[0].nbytes
-        self._cargo, self._engine = cargo, engine
-        self._slots = [engine.slots[slot, :payload] for slot in cargo.slots]
+    def __init__(self, data: FrameworkData, engine: OffloadEngine) -> None:
+        payload = data.right_by_block[0].nbytes
+        self._data, self._engine = data, engine
+        self._slots = [engine.slots[slot, :payload] for slot in data.slots]
 
     def fill(self) -> None:
-        for slot, block in zip(self._slots, self._cargo.right_by_block, strict=True):
+        for slot, block in zip(self._slots, self._data.right_by_block, strict=True):
             slot[:] = _bytes_of(block)
 
-    def spoil(self) -> None:
-        self._cargo.spoil(map(address_of, self._slots))
+    def poison(self) -> None:
+        self._data.poison(map(address_of, self._slots))
 
     def wait(self) -> None:
         self._engine.drain()
 
     def wrong(self) -> int:
-        return self._cargo.wrong(self._slots, self._cargo.right_by_block)
+        return self._data.wrong(self._slots, self._data.right_by_block)
 
 
 @dataclass(frozen=True)
-class CopyMethod:
-    """How the blocks get from a framework's cache to the host, and back.
+class FrameworkMethod:
+    """A method of moving the blocks from a framework's cache to the host and back.
 
     Attributes:
         framework, name: for tables.
         cache, host: the two sides.
         store: queues a store.
-        load: queues a load, and a computation that looks at what it loads. Both return a job where it is ours.
+        load: queues a load, and a computation that reads what is loaded. Both return a job if this library does it.
     """
 
     framework: str
     name: str
-    cache: End
-    host: End
+    cache: Side
+    host: Side
     store: Move
     load: Move
 
@@ -154,56 +157,56 @@ class CopyMethod:
     def label(self) -> str:
         return f"{self.framework}: {self.name}"
 
-    def source(self, direction: Direction) -> End:
+    def source(self, direction: Direction) -> Side:
         return self.cache if direction is Direction.STORE else self.host
 
     def move(self, direction: Direction) -> Move:
         return self.store if direction is Direction.STORE else self.load
 
-    def target(self, direction: Direction) -> End:
+    def target(self, direction: Direction) -> Side:
         return self.host if direction is Direction.STORE else self.cache
 
-    def carry_out(self, direction: Direction, times: int = 1) -> list[Job]:
-        """Queue so many transfers, and wait for all of them. The jobs, where they are ours, may have failed."""
+    def execute(self, direction: Direction, times: int = 1) -> list[Job]:
+        """Queue `times` transfers, and wait for all; the jobs of this library's, which may have failed."""
         move = self.move(direction)
         moved = [move() for _ in range(times)]
         self.target(direction).wait()
         return [job for job in moved if job is not None]
 
-    def case(self, direction: Direction, cargo: Cargo, times: int) -> Case:
-        """So many transfers in a row; see `run_warmed`. What is stored first is not in the GPU's cache."""
+    def scenario(self, direction: Direction, data: FrameworkData, times: int) -> Scenario:
+        """`times` transfers back to back, for `time_warmed`. No block to be stored is in the GPU's cache."""
         target = self.target(direction)
 
         def poison() -> None:
-            target.spoil()
+            target.poison()
             if direction is Direction.STORE:
-                cargo.lab.flush()
+                data.lab.flush()
 
-        def run() -> float:
+        def execute() -> float:
             begin = time.perf_counter()
-            jobs = self.carry_out(direction, times)
+            jobs = self.execute(direction, times)
             seconds = time.perf_counter() - begin
             for job in jobs:
                 job.wait()  # raises if it failed
             return seconds / times
 
-        return Case(run, poison, target.wrong, cargo.nbytes, partial(self.carry_out, direction))
+        return Scenario(execute, poison, target.wrong, data.nbytes, partial(self.execute, direction))
 
 
-def run_warmed(cases: Mapping[str, Case], repeats: int, seed: int, progress: Advance) -> dict[str, Timing]:
-    """Every case once a round, in a random order; figures are of the rounds after the first.
+def time_warmed(scenarios: Mapping[str, Scenario], repeats: int, seed: int, progress: Advance) -> dict[str, Timing]:
+    """Every scenario once a round, in a random order; figures are of the rounds after the first.
 
-    Each runs twice: once to warm up the CPU's caches, then, when its targets have been poisoned, by the clock.
+    Each executes twice: once to warm up the CPU's caches, then, with its targets poisoned, timed.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    wrong = dict.fromkeys(cases, 0)
+    seconds: dict[str, list[float]] = {name: [] for name in scenarios}
+    wrong = dict.fromkeys(scenarios, 0)
     order = random.Random(seed)
     for number in range(WARM_UP + repeats):
-        for name in order.sample(list(cases), len(cases)):
-            case = cases[name]
-            case.warm()
-            case.poison()
-            seconds[name].append(case.run())
-            wrong[name] += case.wrong()
+        for name in order.sample(list(scenarios), len(scenarios)):
+            scenario = scenarios[name]
+            scenario.warm_up()
+            scenario.poison()
+            seconds[name].append(scenario.execute())
+            wrong[name] += scenario.wrong()
         progress(number + 1, WARM_UP + repeats)
-    return {name: Timing(cases[name].nbytes, seconds[name][WARM_UP:], wrong[name]) for name in cases}
+    return {name: Timing(scenarios[name].nbytes, seconds[name][WARM_UP:], wrong[name]) for name in scenarios}

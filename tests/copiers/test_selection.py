@@ -27,8 +27,9 @@ KIB = 1 << 10
 def shape(
     block_bytes: int, blocks: int, planes: int = 64, *, folds: bool = True, direction: Direction = Direction.LOAD
 ) -> Shape:
-    pieces = blocks * planes
-    return Shape(direction, blocks, pieces, blocks if folds else pieces, pieces, pieces * block_bytes)
+    plane_blocks = blocks * planes
+    operations = blocks if folds else plane_blocks
+    return Shape(direction, blocks, plane_blocks, operations, plane_blocks, plane_blocks * block_bytes)
 
 
 @st.composite

@@ -97,7 +97,7 @@ def check_no_kernels(device: kvoffload.Device, reason: str, *, warned: bool) -> 
 @pytest.mark.parametrize(
     ("attributes", "reason"),
     [
-        ({THREADS: 512}, "needs 1024 threads in a block, and this GPU runs 512 of it"),
+        ({THREADS: 512}, "needs 1024 threads in a block, and this GPU launches at most 512"),
         ({SHARED: 48 << 10}, "needs 65536 bytes of shared memory in a block, and this GPU has 49152"),
         ({MAJOR: 7}, "kernels need compute capability >= 8.0, this GPU has 7.0"),
     ],

@@ -1,6 +1,6 @@
-"""`kvoffload bench marshal`: what Python adds to a batch call, with driver functions that do nothing.
+"""`python benchmarks/marshal.py`: what Python adds to a batch call, with driver functions that do nothing.
 
-Runs anywhere; only the types of cuda.bindings are needed. What the bindings do with the lists inside a real call is not
+Needs no GPU, only the types of cuda.bindings. The time that the bindings spend on the lists inside a real call is not
 in these figures.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -19,27 +20,23 @@ from kvoffload.copiers import BatchCopier, StridedCopier
 from kvoffload.driver import Driver, SourceOrder, binding_types
 from kvoffload.driver.functions import REQUIRED
 from kvoffload.planning.transfer_plan import Direction, TransferPlan
-from kvoffload.terminal.console import Output, whole
+from kvoffload.terminal.console import Output
+from kvoffload.terminal.options import whole
 
 BARS_NS = {"descriptor": 25.0, "operation": 50.0}
-_STREAM = 16  # any handle: nothing looks at it
+_STREAM = 16  # any handle: no function reads it
 _ADDRESS = 1 << 30  # any address
 
 
-def add_parser(benches: Any) -> None:
-    parser = benches.add_parser(
-        "marshal",
-        help="nanoseconds of Python per descriptor and per strided operation",
+def main() -> int:
+    parser = argparse.ArgumentParser(
         description="Fill the descriptor tables and make the batch calls, with driver functions that do nothing: "
         "nanoseconds of Python per descriptor of cuMemcpyBatchAsync, of varying sizes, in chunks as the batch copier "
-        "makes them, and per operation of cuMemcpy3DBatchAsync. No GPU is touched.",
+        "makes them, and per operation of cuMemcpy3DBatchAsync. No GPU is used."
     )
     parser.add_argument("--repeats", type=whole(1), default=50, metavar="N", help="timed rounds (default 50)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout instead of a table")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
+    arguments = parser.parse_args()
     output = Output(arguments.json)
     fields = measure(arguments.repeats)
     output.result(fields)
@@ -48,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def show(fields: Mapping[str, Any], output: Output) -> None:
-    rows = [
+    lines = [
         (
             f"per {what}",
             f"{fields[f'{what}_ns']:.1f}",
@@ -57,7 +54,7 @@ def show(fields: Mapping[str, Any], output: Output) -> None:
         )
         for what in BARS_NS
     ]
-    output.table("Python's share of a batch call, ns", ("what", "median", "best", "bar"), rows)
+    output.table("Python's share of a batch call, ns", ("what", "median", "best", "bar"), lines)
 
 
 def measure(repeats: int) -> dict[str, Any]:
@@ -76,7 +73,7 @@ def measure(repeats: int) -> dict[str, Any]:
 
 
 def idle_driver() -> Driver:
-    """A driver whose functions return success and do nothing (what it allocates, all at one address, is not there).
+    """A driver whose functions return success and do nothing; every allocation has the same address, without memory.
 
     Raises:
         CapabilityError: cuda-bindings, which has the argument types, is not installed.
@@ -118,3 +115,7 @@ def _plan(random: np.random.Generator, width: Any, height: Any) -> TransferPlan:
     device, host = random.integers(1, 1 << 20, (2, len(width)), dtype=np.uint64) << np.uint64(16)
     pitch = np.full(len(width), 1 << 24, dtype=np.uint64)
     return TransferPlan(Direction.LOAD, device, host, width, height, pitch, width)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

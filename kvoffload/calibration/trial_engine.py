@@ -1,4 +1,4 @@
-"""Transfers to be timed: GPU memory for planes that fold and for planes that do not, and engines over it."""
+"""Engines that transfers are timed on, over GPU memory for planes that fold and for planes that do not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from kvoffload.calibration.schedule import Bed, Case
+from kvoffload.calibration.schedule import Trial, TrialSet
 from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
-from kvoffload.layout.layout import KVLayout, Plane
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import default_profile
+from kvoffload.tuning import CopyMethod, default_profile
 from kvoffload.tuning.fitting import Sample
 
 _LEAST_SECONDS = 1e-7  # the clock of the events counts half microseconds
@@ -25,7 +26,7 @@ _WARM_UP = 1
 _FLUSH_BYTES = 160 << 20  # more than the 126 MB of cache that the largest GPU has
 
 
-class Ground:
+class TrialMemory:
     """Memory for `plane_count` planes, twice: each in an allocation of its own, and all in one slab. A context manager.
 
     Args:
@@ -46,17 +47,17 @@ class Ground:
             self._slab = undo.enter_context(device.allocate(plane_count * self.pitch))
             self._undo = undo.pop_all()
 
-    def planes(self, bed: Bed) -> list[Plane]:
-        """Those of a bed; all of the memory has its place in them."""
-        if bed.planes == 1:
-            return [_plane(self._slab.address, bed.block_bytes, self._slab.nbytes)]
-        if bed.folds:
-            starts = [self._slab.address + index * self.pitch for index in range(bed.planes)]
-            return [_plane(start, bed.block_bytes, self.pitch) for start in starts]
-        return [_plane(each.address, bed.block_bytes, each.nbytes) for each in self._apart[: bed.planes]]
+    def planes(self, trial_set: TrialSet) -> list[Plane]:
+        """The planes of a set; together they cover all of the memory."""
+        if trial_set.planes == 1:
+            return [_plane(self._slab.address, trial_set.block_bytes, self._slab.nbytes)]
+        if trial_set.folds:
+            starts = [self._slab.address + index * self.pitch for index in range(trial_set.planes)]
+            return [_plane(start, trial_set.block_bytes, self.pitch) for start in starts]
+        return [_plane(each.address, trial_set.block_bytes, each.nbytes) for each in self._apart[: trial_set.planes]]
 
     def flush(self) -> None:
-        """Drive everything else out of the GPU's cache: blocks to be stored are mostly not in it. Waits."""
+        """Replace the content of the GPU's cache, since blocks to be stored are mostly not in it. Waits."""
         nbytes = min(_FLUSH_BYTES, self._slab.nbytes)
         with self._device.current():
             self._device.driver.fill(self._slab.address, 0, nbytes, self._stream)
@@ -69,7 +70,7 @@ class Ground:
     def close(self) -> None:
         self._undo.close()
 
-    def __enter__(self) -> Ground:
+    def __enter__(self) -> TrialMemory:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -80,68 +81,75 @@ def _plane(address: int, block_bytes: int, nbytes: int) -> Plane:
     return Plane(address, block_bytes=block_bytes, num_blocks=nbytes // block_bytes)
 
 
-class Trials:
-    """Transfers of random blocks between the planes of a bed and random slots. A context manager.
+class TrialEngine:
+    """Transfers of random blocks between the planes of a set and random slots. A context manager.
 
     Attributes:
         counted: transfers whose time was counted in the last `rounds`.
     """
 
-    def __init__(self, device: Device, ground: Ground, bed: Bed, *, seed: int = 0) -> None:
-        planes = ground.planes(bed)
-        most = min(bed.most_blocks, planes[0].num_blocks)
-        self._bed, self._ground, self._most_blocks = bed, ground, most
+    def __init__(self, device: Device, memory: TrialMemory, trial_set: TrialSet, *, seed: int = 0) -> None:
+        planes = memory.planes(trial_set)
+        most = min(trial_set.most_blocks, planes[0].num_blocks)
+        self._trial_set, self._memory, self._most_blocks = trial_set, memory, most
         self.counted = 0
         self.engine = OffloadEngine(
             KVLayout([planes]),
             device=device,
             num_slots=most + most // 4 + 1,
-            sm_limit=bed.most_programs,
+            sm_limit=trial_set.most_programs,
             profile=default_profile(None),
         )
         random = np.random.default_rng(seed)
         self._blocks = random.permutation(planes[0].num_blocks)[:most]
         self._slots = random.permutation(self.engine.num_slots)[:most]
 
-    def submit(self, direction: Direction, case: Case) -> Job:
-        blocks, slots = self._blocks[: case.blocks], self._slots[: case.blocks]
-        return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=case.method)
+    def submit(self, direction: Direction, trial: Trial) -> Job:
+        return self._submit(direction, trial.blocks, trial.method)
 
-    def seconds(self, direction: Direction, case: Case) -> float:
-        """Of one transfer on an idle GPU, on its clock; NaN if unknown."""
-        self._ground.flush()
-        job = self.submit(direction, case)
+    def submit_chosen(self, direction: Direction, blocks: int) -> Job:
+        """A transfer by the copy method that the engine chooses."""
+        return self._submit(direction, blocks, None)
+
+    def _submit(self, direction: Direction, count: int, method: CopyMethod | None) -> Job:
+        blocks, slots = self._blocks[:count], self._slots[:count]
+        return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=method)
+
+    def seconds(self, direction: Direction, trial: Trial) -> float:
+        """Seconds of one transfer on an idle GPU, on the GPU clock; NaN if unknown."""
+        self._memory.flush()
+        job = self.submit(direction, trial)
         while not job.done:  # wait() sleeps between looks, and the next transfer would find a slower CPU
             pass
         return job.wait().seconds
 
-    def rounds(self, direction: Direction, cases: Sequence[Case], repeats: Callable[[], int]) -> list[Sample]:
-        """Medians over rounds in each of which every case runs once, after one round that does not count.
+    def rounds(self, direction: Direction, trials: Sequence[Trial], repeats: Callable[[], int]) -> list[Sample]:
+        """Medians over rounds in each of which every trial is timed once, after one round that does not count.
 
-        Cases for which the GPU had no memory to spare are left out.
+        Trials for which the GPU had no memory to spare are left out.
 
         Args:
             repeats: how many rounds, asked before each.
         """
-        cases = [case for case in cases if case.blocks <= self._most_blocks]
-        found: list[list[float]] = [[] for _ in cases]
+        trials = [trial for trial in trials if trial.blocks <= self._most_blocks]
+        found: list[list[float]] = [[] for _ in trials]
         done = 0
         while done < _WARM_UP + repeats():
-            for seconds, case in zip(found, cases, strict=True):
-                seconds.append(self.seconds(direction, case))
+            for seconds, trial in zip(found, trials, strict=True):
+                seconds.append(self.seconds(direction, trial))
             done += 1
-        self.counted = (done - _WARM_UP) * len(cases)
+        self.counted = (done - _WARM_UP) * len(trials)
         medians = [_median(seconds[_WARM_UP:]) for seconds in found]
         return [
-            Sample(case.method, self._bed.shape(direction, case.blocks), median)
-            for median, case in zip(medians, cases, strict=True)
+            Sample(trial.method, self._trial_set.shape(direction, trial.blocks), median)
+            for median, trial in zip(medians, trials, strict=True)
             if median is not None
         ]
 
     def close(self) -> None:
         self.engine.close()
 
-    def __enter__(self) -> Trials:
+    def __enter__(self) -> TrialEngine:
         return self
 
     def __exit__(self, *exception: object) -> None:

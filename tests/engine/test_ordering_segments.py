@@ -15,13 +15,14 @@ from helpers import (
     all_are,
     change_streams,
     copiers_in,
-    cut_pieces,
+    cut_segments,
     levelled,
     release,
     rig,
     settled_rig,
     simulated,
 )
+from transfers import segments_of
 
 import kvoffload
 from kvoffload import NO_WAIT, TransferError
@@ -57,19 +58,19 @@ def changing_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("copier", COPIERS)
 def test_every_piece_of_a_store_waits(bench: Rig, monkeypatch: pytest.MonkeyPatch, copier: str) -> None:
     copier = copier if copier in copiers_in(bench.engine) else "loop"
-    cut_pieces(monkeypatch, bench.engine)
+    cut_segments(monkeypatch, bench.engine)
     held = bench.stream()
     bench.gate(held)
     bench.fill(held, 77)
     job = bench.engine.store(range(5), range(5), after=held, copier=copier)
-    assert len({piece.stream for piece in job.pieces}) > 2
+    assert len({segment.stream for segment in segments_of(job)}) > 2
     release(bench, job)
     assert all_are(bench.engine.slots[:5, :256], 77)
 
 
 @pytest.mark.usefixtures("changing_streams")
 def test_every_piece_of_a_load_waits(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_pieces(monkeypatch, bench.engine)
+    cut_segments(monkeypatch, bench.engine)
     held = bench.stream()
     scratch = bench.device.allocate(4 * 64)
     bench.gate(held)
@@ -82,7 +83,7 @@ def test_every_piece_of_a_load_waits(bench: Rig, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("changing_streams")
 def test_a_job_of_pieces_ends_with_its_last_piece(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_pieces(monkeypatch, bench.engine)
+    cut_segments(monkeypatch, bench.engine)
     held = bench.stream()
     bench.gate(held)
     bench.engine.store(range(5), range(5), after=held)
@@ -110,7 +111,7 @@ def _fail_in_the_middle(bench: Rig, held: int) -> kvoffload.Job:
 def test_stores_follow_what_a_failed_one_left_queued(
     bench: Rig, monkeypatch: pytest.MonkeyPatch, segment_operations: int
 ) -> None:
-    cut_pieces(monkeypatch, bench.engine, segment_operations)
+    cut_segments(monkeypatch, bench.engine, segment_operations)
     held = bench.stream()
     bench.gate(held)
     failed = _fail_in_the_middle(bench, held)

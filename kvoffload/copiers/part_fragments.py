@@ -1,8 +1,8 @@
-"""A load in parts as the gather copier carries it: rows by part on the GPU, and blocks that all parts share.
+"""A load in parts, as the gather copier launches it: fragments by part on the GPU, and blocks that all parts share.
 
-rows on the GPU     |rows of part 0|rows of part 1|...        for each way of dividing a group into parts
-launches            part 0: blocks 0 .. n-1 | part 1: blocks 0 .. n-1 | ...
-table of blocks     written by the first of them, read by all of them
+fragments on the GPU   |fragments of part 0|fragments of part 1|...      for each division of a group into parts
+launches               part 0: blocks 0 .. n-1 | part 1: blocks 0 .. n-1 | ...
+table of blocks        written for the first launch, read by all
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffload.copiers.table_arena import Table
-from kvoffload.layout.layout import Int64Array
+from kvoffload.internal.types import Int64Array
 from kvoffload.planning.transfer_plan import BlockPlan
 
 
-class Rows(NamedTuple):
-    """A table of rows in device memory, (5, num_rows), see `row_table`."""
+class Fragments(NamedTuple):
+    """A table of fragments in device memory, (5, num_fragments), see `fragment_table`."""
 
-    num_rows: int
+    num_fragments: int
     address: int
 
 
-class PartRows:
-    """The rows of a group by part, one part's after the other on the GPU.
+class PartFragments:
+    """The fragments of a group by part, one part's after the other on the GPU.
 
-    They are not there from the start. A synchronous copy follows the legacy default stream: it would keep the engine's
-    lock while that is busy, and for ever where the caller holds it. So whoever launches the first kernel that reads
-    them has them copied ahead of it, on its stream. The kernels of all loads have one stream; those behind find the
-    rows there, whatever becomes of the load that brought them.
+    They are copied to the GPU with their first use. A synchronous copy would follow the legacy default stream: the
+    engine would hold its lock while that stream is busy, and for ever where the caller blocks it. So an asynchronous
+    copy of the fragments precedes the first launch that reads them, on its stream. All loads launch their kernels on
+    this one stream, so that later kernels find the fragments, even if the first load fails.
 
     Args:
-        address: of device memory that is theirs, as large as all tables together.
-        tables: of each part, from `row_table`.
+        address: of device memory for these fragments only, as large as all tables together.
+        tables: of each part, from `fragment_table`.
 
     Attributes:
-        missing: what is to be copied to `address`, int64; None from when that is queued.
-        parts: the rows of each part.
+        missing: the words to copy to `address`, int64; None once that copy is queued.
+        parts: the fragments of each part.
     """
 
     def __init__(self, address: int, tables: Sequence[Int64Array]) -> None:
         self.address = address
         self.missing: Int64Array | None = np.concatenate([table.reshape(-1) for table in tables])
         before = itertools.accumulate((table.nbytes for table in tables), initial=address)
-        self.parts = tuple(Rows(table.shape[1], start) for table, start in zip(tables, before, strict=False))
+        self.parts = tuple(Fragments(table.shape[1], start) for table, start in zip(tables, before, strict=False))
 
 
 class BlocksInParts:
@@ -56,14 +56,14 @@ class BlocksInParts:
         tables: by their first block, those that launches of an earlier part read.
     """
 
-    def __init__(self, blocks: BlockPlan, rows: PartRows) -> None:
+    def __init__(self, blocks: BlockPlan, fragments: PartFragments) -> None:
         self.blocks = blocks
-        self.rows = rows
+        self.fragments = fragments
         self.part_ends = tuple(range(len(blocks), len(self) + 1, len(blocks)))
         self.tables: dict[int, Table] = {}
 
     def __len__(self) -> int:
-        return len(self.blocks) * len(self.rows.parts)
+        return len(self.blocks) * len(self.fragments.parts)
 
     def cut(self, start: int, stop: int) -> BlocksOfPart:
         """Operations `[start, stop)`, all of one part."""

@@ -1,0 +1,157 @@
+"""Standard output that is closed, full or read by nothing; options with numbers that no machine can serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.commands import main
+
+DEMO = ("demo", "--turns", "2", "--conversations", "2", "--backend", "simulated")
+DOCTOR = ("doctor", "--backend", "simulated")
+SUCCESSFUL = [DOCTOR, (*DOCTOR, "--json"), ("bench", "submit", "--help")]
+PYTHON = (sys.executable, "-m", "kvoffload")
+HUGE = "99999999999999999999999999"
+
+by_words = pytest.mark.parametrize("command", SUCCESSFUL, ids=" ".join)
+
+
+def run(command: tuple[str, ...], *, redirect: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, through a shell that redirects."""
+    line = " ".join((*PYTHON, *command, redirect))
+    return subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@by_words
+def test_a_full_device_is_exit_code_3_and_a_message(command: tuple[str, ...], unbuffered: str) -> None:
+    done = run(command, redirect=">/dev/full", env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
+    assert done.returncode == 3
+    assert done.stderr.endswith("kvoffload: error: cannot write to standard output: No space left on device\n")
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@by_words
+def test_a_closed_descriptor_is_exit_code_3_and_a_message(command: tuple[str, ...]) -> None:
+    done = run(command, redirect=">&-")
+    assert done.returncode == 3
+    assert done.stderr.endswith("kvoffload: error: standard output is closed\n")
+    assert "Traceback" not in done.stderr
+
+
+@by_words
+def test_a_reader_that_has_ended_is_exit_code_3_and_a_message(command: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = run(command, stdout=writer)
+    finally:
+        os.close(writer)
+    assert done.returncode == 3
+    assert done.stderr.endswith("kvoffload: error: cannot write to standard output: Broken pipe\n")
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("redirect", [">/dev/full", ">&-", ">/dev/null"])
+def test_bad_usage_is_exit_code_2_wherever_stdout_goes(redirect: str) -> None:
+    done = run(("demo", "--turns", "0"), redirect=redirect)
+    assert done.returncode == 2
+    assert "must be at least 1, got 0" in done.stderr
+
+
+@pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full"])
+def test_without_standard_error_the_result_alone_is_printed(redirect: str) -> None:
+    done = run((*DEMO, "--json"), redirect=redirect, stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["corrupt_blocks"] == 0
+
+
+def test_figures_are_saved_although_stdout_is_full(tmp_path: Path) -> None:
+    saved = tmp_path / "sweep.json"
+    options = ("--sizes", "4096", "--counts", "8", "--planes", "folded", "--backend", "simulated", "--save", str(saved))
+    assert run(("bench", "sweep", *options), redirect=">/dev/full").returncode == 3
+    assert json.loads(saved.read_text())["wrong_rows"] == 0
+
+
+# numbers --------------------------------------------------------------------------------------------------------------
+
+WORKLOAD = ("replay", "--workload", "agents", "--requests", "2")
+WITH_BYTES = (*WORKLOAD, "--model", "llama-3.1-8b", "--scale", "0.01", "--backend", "simulated")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("demo",), "--slots"),
+        (("demo",), "--turns"),
+        (("demo",), "--conversations"),
+        (("demo",), "--seed"),
+        (("doctor",), "--device"),
+        (("replay", "--workload", "agents"), "--requests"),
+        ((*WORKLOAD, "--metadata-only"), "--slots"),
+        (WITH_BYTES, "--in-flight"),
+        (WITH_BYTES, "--blocks-per-hash"),
+        (WITH_BYTES, "--tokens-per-hash"),
+        (("tune", "--show"), "--sm-limit"),
+        *(
+            (("bench", bench), "--repeats")
+            for bench in ("transfer", "sweep", "interference", "parts", "submit", "cache")
+        ),
+        (("bench", "transfer"), "--blocks"),
+        (("bench", "transfer"), "--blocks-per-slot"),
+        (("bench", "sweep"), "--sizes"),
+        (("bench", "sweep"), "--counts"),
+        (("bench", "parts"), "--parts"),
+        (("bench", "interop"), "--blocks"),
+        (("bench", "cache"), "--blocks"),
+        (("bench", "cache"), "--keys"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else " ".join(each[:2]),
+)
+def test_a_number_without_measure_is_refused_by_its_option(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...], option: str
+) -> None:
+    assert main([*command, option, HUGE]) == 2
+    assert f"argument {option}: must be at most" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (*WITH_BYTES, "--slots", "4294967295"),
+        (*WITH_BYTES, "--slots", "4", "--blocks-per-hash", "4294967295"),
+        ("demo", "--backend", "simulated", "--slots", "4294967295"),
+        ("bench", "sweep", "--sizes", "4294967264", "--counts", "4294967295", "--backend", "simulated"),
+        ("bench", "transfer", "--blocks", "4294967295", "--backend", "simulated"),
+        ("bench", "transfer", "--blocks-per-slot", "4294967295", "--backend", "simulated"),
+        ("bench", "parts", "--blocks", "4294967295", "--backend", "simulated"),
+        ("doctor", "--device", "4294967295", "--backend", "simulated"),
+    ],
+    ids=" ".join,
+)
+def test_the_largest_numbers_are_refused_with_a_message(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    assert main(command) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "kvoffload: error: " in captured.err
+
+
+def test_a_memory_error_is_exit_code_2_and_says_what_to_change(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: object) -> None:
+        raise MemoryError("Unable to allocate 745. GiB")
+
+    monkeypatch.setattr("kvoffload.replay.metadata.survey", short)
+    assert main([*WORKLOAD, "--metadata-only"]) == 2
+    assert "host memory is short: Unable to allocate 745. GiB; choose smaller numbers" in capsys.readouterr().err
