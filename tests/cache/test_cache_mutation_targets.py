@@ -265,13 +265,14 @@ def test_residency_is_counted_from_the_last_store_to_the_eviction(monkeypatch: p
     with caches(2) as (_, cache):
         monkeypatch.setattr(time, "monotonic", clock)
         store(cache, 0, 1).wait(10)
+        assert cache.lookup(keys(0, 1)) == 2, "it has noticed that they are there"
         clock.now += 500.0
         assert cache.remove(keys(0, 1)) == 2
         statistics = cache.statistics()
         assert (statistics.resident, statistics.removed, statistics.evicted) == (0, 2, 0)
         assert sum(statistics.residency_seconds.counts) == 0, "what is removed was not evicted"
         store(cache, 2, 3).wait(10)
-        assert cache.lookup(keys(2, 3)) == 2, "it has noticed that they are there"
+        assert cache.lookup(keys(2, 3)) == 2
         clock.now += 30.0
         store(cache, 4).wait(10)  # in the place of one of them
         statistics = cache.statistics()

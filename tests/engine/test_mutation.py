@@ -22,6 +22,7 @@ ORDERING_TESTS = [
         "test_ordering_split.py",
         "test_ordering_parts.py",
         "test_relays.py",
+        "test_mutation_targets.py",
     )
 ]
 SITES = wait_sites()
@@ -66,7 +67,7 @@ def test_the_sites_are_found() -> None:
     assert names.count("stream_wait_event") >= 6
     assert names.count("wait_for_transfer") >= 3
     assert {site.module for site in SITES} >= {
-        f"kvoffload.engine.{name}" for name in ("engine", "launcher", "stream_order", "wait_streams")
+        f"kvoffload.engine.{name}" for name in ("launcher", "lifecycle", "stream_order", "wait_streams")
     }
 
 
@@ -89,6 +90,12 @@ def test_removing_a_wait_is_noticed(site: Site) -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_the_place_of_a_mutation_is_there(mutation: Mutation) -> None:
     assert mutated(mutation, (PACKAGE / mutation.file).read_text()) != (PACKAGE / mutation.file).read_text()
+
+
+def test_the_named_tests_pass_without_a_mutation() -> None:
+    tests = sorted({test for mutation in MUTATIONS for test in mutation.tests if "::" in test})
+    done = _pytest(["-", "0", "0"], tests, stop_early=False)
+    assert done.returncode == TESTS_PASSED, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

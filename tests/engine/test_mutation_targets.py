@@ -142,6 +142,22 @@ def test_every_stream_of_a_list_is_followed(bench: Rig, position: int) -> None:
     release(bench, bench.engine.store([0], [0], after=streams))
 
 
+@pytest.mark.parametrize("part", range(4))
+def test_a_stream_that_follows_a_part_waits_for_it(bench: Rig, part: int) -> None:
+    held, theirs = bench.stream(), bench.stream()
+    bench.gate(held)
+    job = bench.engine.load([0], [0], after=held, parts=4)
+    job.order_before(theirs, part=part)
+    marker = bench.device.allocate(64)
+    marker.copy_from(np.zeros(64, np.uint8))
+    with bench.device.current():
+        bench.device.driver.fill(marker.address, 9, 64, theirs)
+    bench.settle()
+    assert all_are(marker.to_numpy(), 0)
+    release(bench, job)
+    assert all_are(marker.to_numpy(), 9)
+
+
 # exceptions -----------------------------------------------------------------------------------------------------------
 
 
@@ -155,10 +171,12 @@ def test_an_interrupted_submission_ends(bench: Rig, call: str) -> None:
     numbers = [number for number, point in enumerate(points, 1) if (point.kind, point.what) == ("driver", call)]
     assert numbers
     for number in numbers:
+        engine.poll()
         outcome = interrupt_at(number, lambda: engine.store([2], [2], after=NO_WAIT))
         assert outcome.raised
         engine.drain(2)
         assert engine.statistics().in_flight == 0
+        assert [result.error is None for result in engine.poll()] == [False]
         engine.store([3], [3], after=NO_WAIT).wait(2)
         assert int(bench.slot(3)[0]) == 4
 

@@ -93,7 +93,7 @@ MUTATIONS = (
         "engine/launcher.py",
         "if segment.part <= part), None)",
         "if segment.part < part), None)",
-        ("tests/engine/test_ordering_parts.py",),
+        (f"{ENGINE}::test_a_stream_that_follows_a_part_waits_for_it",),
     ),
     Mutation(
         "stores-read-their-source-at-any-time",
@@ -115,7 +115,7 @@ MUTATIONS = (
         "planning/transfer_plan.py",
         "position = np.arange(first_sub_block, first_sub_block + len(blocks))",
         "position = np.arange(first_sub_block, first_sub_block + len(blocks)) + (first_sub_block > 0)",
-        ("tests/planning", "tests/engine/test_engine.py"),
+        ("tests/planning/test_plan.py",),
     ),
     Mutation(
         "the-loop-forgets-its-last-copy",

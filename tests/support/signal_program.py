@@ -86,12 +86,13 @@ def one_request(world: CacheWorld, rng: random.Random) -> None:
 def interrupted(world: CacheWorld, rng: random.Random, interrupter: Interrupter, longest: float) -> None:
     """A request with a signal at some moment of it or, as often, after it."""
     try:
-        interrupter.arm(longest)
-        one_request(world, rng)
+        try:
+            interrupter.arm(longest)
+            one_request(world, rng)
+        finally:
+            interrupter.disarm()  # at the entry of which the signal may arrive, too
     except (KeyboardInterrupt, CapacityError, MissingKeyError):
         pass
-    finally:
-        interrupter.disarm()
 
 
 def main(seed: int, seconds: float, policy: str) -> dict[str, Any]:
