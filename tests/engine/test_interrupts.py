@@ -155,7 +155,7 @@ def test_an_interrupted_split_loses_no_job_and_no_table(
         lost = 1 if owner is Table else 0  # of events there are some to spare for that
         assert statistics.events_in_use <= lost
         assert engine._parts.copiers._kernels is not None
-        assert [arena.in_use for arena in engine._parts.copiers._kernels.arenas.values()] == [0, 0]
+        assert [arena.in_use for arena in engine._parts.copiers._kernels.arenas] == [0, 0]
         assert len(engine.poll()) in (0, 1), "the job that was interrupted"
     assert leaks_of(device) in ({}, {"events": lost})
 

@@ -244,7 +244,7 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.De
         assert engine.statistics().events - events <= 100
         whole(engine)
         assert engine._parts.copiers._kernels is not None
-        assert [arena.in_use for arena in engine._parts.copiers._kernels.arenas.values()] == [0, 0]
+        assert [arena.in_use for arena in engine._parts.copiers._kernels.arenas] == [0, 0]
     for buffer in buffers:
         buffer.close()
 
