@@ -46,7 +46,7 @@ class EngineLifecycle:
     """What `OffloadEngine` is besides submitting transfers; its docstring has the arguments.
 
     For caches and integrations: `lock`, `number`, `advance`, `submitted`, `touches`, `check_room`, `claim_slots`,
-    `jobs_in_flight`, `order_all_before` and `exported_stream`.
+    `jobs_in_flight`, `order_all_before` and `wait_stream`.
 
     Attributes:
         layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given.
@@ -127,7 +127,8 @@ class EngineLifecycle:
         except DriverError as error:
             if not error.sticky:
                 raise
-            self._lose(error)
+            with self.lock:  # every transfer in flight has failed: that is what there was to find out
+                self._parts.tracker.lose(error)
 
     def _repair(self) -> None:
         """If a call was interrupted, put the engine in order. Under the lock, with the context current."""
@@ -219,16 +220,10 @@ class EngineLifecycle:
             self._lose(error)
             raise
 
-    def exported_stream(self) -> int | None:
-        """A stream that ends after the transfers in flight, for importers of device memory; None if none are."""
-        self.advance()
-        with self.lock:
-            if not self._parts.in_flight.count:
-                return None
+    def wait_stream(self) -> int:
+        """A stream of the engine's that importers of device memory may wait for, and that may be made to wait."""
         with self.device.current():
-            stream = self._parts.wait_streams.exported()
-        self.order_all_before(stream)
-        return stream
+            return self._parts.wait_streams.exported()
 
     def touches(self, address: int, nbytes: int) -> bool:
         """Whether a plane lies, in part at least, in a range of device memory."""
@@ -252,6 +247,7 @@ class EngineLifecycle:
 
     def jobs_in_flight(self) -> tuple[Job, ...]:
         """A job for each transfer that has not ended."""
+        self.device.check_process()
         with self.lock:
             in_flight = self._parts.in_flight.both
             return tuple(Job(self, transfer) for queue in in_flight for transfer in queue.transfers)
@@ -262,6 +258,7 @@ class EngineLifecycle:
         Raises:
             CapacityError: another guard that is still referred to has claimed the slots.
         """
+        self.device.check_process()
         with self.lock:
             if self._slot_guard is not None and self._slot_guard() is not None:
                 raise CapacityError(
