@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gathering import expect, load, overwrite_on_release, record_launches, small_tables, store, submit
-from helpers import Rig, rig, simulated, whole
+from helpers import Rig, interrupt_call, rig, simulated, whole
 from transfers import segments_of, transfer_of
 
 import kvoffload
-from kvoffload import CapacityError, Direction, KVLayout, OffloadEngine, TransferError
+from kvoffload import CapacityError, KVLayout, OffloadEngine, TransferError
 from kvoffload.copiers import GatherCopier, Staged
+from kvoffload.copiers.table_arena import TableArena
 from kvoffload.driver import address_of
 from kvoffload.planning.transfer_plan import BlockPlan
 from kvoffload.simulator.memory import Kind
