@@ -133,7 +133,8 @@ class EngineLifecycle(HtmlRepresentation):
         except DriverError as error:
             if not error.sticky:
                 raise
-            self._lose(error)
+            with self.lock:  # every transfer in flight has failed: that is what there was to find out
+                self._parts.tracker.lose(error)
 
     def _repair(self) -> None:
         """If a call was interrupted, put the engine in order. Under the lock, with the context current."""
@@ -252,6 +253,7 @@ class EngineLifecycle(HtmlRepresentation):
 
     def jobs_in_flight(self) -> tuple[Job, ...]:
         """A job for each transfer that has not ended."""
+        self.device.check_process()
         with self.lock:
             in_flight = self._parts.in_flight.both
             return tuple(Job(self, transfer) for queue in in_flight for transfer in queue.transfers)
@@ -262,6 +264,7 @@ class EngineLifecycle(HtmlRepresentation):
         Raises:
             CapacityError: another guard is busy, or is garbage while transfers of its own may be in flight.
         """
+        self.device.check_process()
         with self.lock:
             if self._slot_guard is not None:
                 other = self._slot_guard()

@@ -120,6 +120,7 @@ def test_the_scratch_memory_is_given_back(device: kvoffload.Device) -> None:
     before = device.simulator.leaks()["device_allocations"]
     with device.current():
         copier = BatchCopier(device.driver)
+        copier.open()
         assert device.simulator.leaks()["device_allocations"] == before + 1
         copier.close()
         copier.close()

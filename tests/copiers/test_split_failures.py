@@ -75,7 +75,7 @@ def _fail_once(level: str, nth: int, name: str, after: bool) -> None:
             bench.engine.drain(10)
             whole(bench.engine)
             assert bench.engine._parts.copiers._kernels is not None
-            assert [arena.in_use for arena in bench.engine._parts.copiers._kernels.arenas.values()] == [0, 0]
+            assert [arena.in_use for arena in bench.engine._parts.copiers._kernels.arenas] == [0, 0]
             if stored is None:
                 assert all(all_are(bench.slot(slot), 100 + slot) for slot in range(8)), "it raised: nothing happened"
             elif stored.error is None:

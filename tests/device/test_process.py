@@ -89,7 +89,11 @@ stored = cache.store([b"a"], [2], after=NO_WAIT)
 stored.wait(10)
 finished = stored.jobs[0]
 buffer = device.allocate(10)
-gate, job = gated_store()
+gate = Gate(device)
+with device.current():
+    held = device.driver.stream_create(0)
+gate.hold(held)
+job = engine.load([1], [1], after=held)
 taken, let_go = threading.Event(), threading.Event()
 def hold():
     with LOCK:
@@ -104,6 +108,10 @@ if child == 0:
     refused = dict(
         store=lambda: engine.store([1], [1]), load=lambda: engine.load([1], [1]), poll=engine.poll,
         done=lambda: job.done, wait=lambda: job.wait(1), order=lambda: job.order_before(1),
+        submitted=lambda: engine.submitted, jobs=engine.jobs_in_flight, plan=lambda: engine.plan("load", [1], [1]),
+        advance=engine.advance, order_all=lambda: engine.order_all_before(1), claim=lambda: engine.claim_slots(cache),
+        wait_stream=engine.wait_stream, resolve=lambda: engine.resolve(1), forget=lambda: engine.forget_report(1),
+        callback=lambda: job.add_done_callback(print),
         drain=lambda: engine.drain(1), statistics=engine.statistics, room=lambda: engine.check_room(1),
         lookup=lambda: cache.lookup([b"a"]), touch=lambda: cache.touch([b"a"]), check=cache.check,
         cache_store=lambda: cache.store([b"b"], [1]), cache_load=lambda: cache.load([b"a"], [1]),

@@ -14,8 +14,17 @@ from strategies import slab_of
 
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, KVLayout, OffloadEngine, TransferError
-from kvoffload.device.streams import QUEUE_LIMIT, STREAMS_PER_LANE, EventPool, Lane, refuse_capturing, stream_handle
+from kvoffload.device.streams import (
+    QUEUE_LIMIT,
+    STREAMS_PER_LANE,
+    EventPool,
+    Lane,
+    LaneStream,
+    refuse_capturing,
+    stream_handle,
+)
 from kvoffload.driver import Driver, address_of
+from kvoffload.engine.launcher import stream_with_room
 from kvoffload.testing import scramble
 
 LEGACY, PER_THREAD = 1, 2
@@ -40,13 +49,16 @@ def engine(device: kvoffload.Device) -> Iterator[OffloadEngine]:
 
 def test_an_event_pool_is_bounded_and_says_so(driver: Driver, device: kvoffload.Device) -> None:
     pool = EventPool(driver, 2, timing=False)
-    events = [pool.acquire(), pool.acquire()]
+    events = [pool.make(), pool.make()]
     with pytest.raises(CapacityError, match=r"all 2 events are in use; poll\(\)"):
-        pool.acquire()
-    pool.release(events[0])
-    assert pool.acquire() == events[0]
-    for event in events:
-        pool.release(event)
+        pool.make()
+    assert (pool.created, pool.in_use, pool.idle) == (2, 2, [])
+    pool.idle.append(events[0])
+    assert (pool.created, pool.in_use) == (2, 1)
+    pool.keep_in_use({events[1], 12345})
+    assert pool.idle == [events[0]]
+    pool.keep_in_use(set())
+    assert sorted(pool.idle) == sorted(events)
     pool.close()
     assert (pool.created, pool.in_use, device.simulator.leaks()["events"]) == (0, 0, 0)
 
@@ -55,14 +67,14 @@ def test_an_event_that_cannot_be_made_is_not_counted(driver: Driver, device: kvo
     pool = EventPool(driver, 2, timing=True)
     device.simulator.faults.fail_call("cuEventCreate")
     with pytest.raises(kvoffload.DriverError):
-        pool.acquire()
+        pool.make()
     assert (pool.created, pool.in_use) == (0, 0)
 
 
 @pytest.mark.parametrize("timing", [True, False])
 def test_only_timing_events_can_be_measured(driver: Driver, timing: bool) -> None:
     pool = EventPool(driver, 2, timing=timing)
-    start, end = pool.acquire(), pool.acquire()
+    start, end = pool.make(), pool.make()
     for event in (start, end):
         driver.event_record(event, LEGACY)
     driver.stream_synchronize(LEGACY)
@@ -71,16 +83,29 @@ def test_only_timing_events_can_be_measured(driver: Driver, timing: bool) -> Non
     else:
         with pytest.raises(kvoffload.DriverError, match="cuEventElapsedTime"):
             driver.event_seconds(start, end)
-    pool.release(start)
-    pool.release(end)
+    pool.idle += (start, end)
     pool.close()
 
 
 # lanes
 
 
+def open_lane(driver: Driver, priority: int = 0) -> Lane:
+    lane = Lane(driver)
+    lane.open(priority)
+    return lane
+
+
+def take(lane: Lane, places: int, *, kernel: bool = False) -> LaneStream | None:
+    """What the launcher does: places on the stream that has room, or None."""
+    stream = stream_with_room(lane, places, kernel)
+    if stream is not None:
+        stream.places += places
+    return stream
+
+
 def test_a_lane_makes_its_streams_at_once_and_destroys_them_all(driver: Driver, device: kvoffload.Device) -> None:
-    lane = Lane(driver, priority=-2)
+    lane = open_lane(driver, -2)
     assert len({stream.handle for stream in lane.streams}) == LANE_STREAMS
     assert device.simulator.leaks()["streams"] == LANE_STREAMS
     assert lane.in_use == 0
@@ -92,54 +117,59 @@ def test_a_lane_makes_its_streams_at_once_and_destroys_them_all(driver: Driver, 
 
 
 @pytest.mark.parametrize("nth", range(1, LANE_STREAMS + 1))
-def test_a_lane_that_cannot_have_all_its_streams_keeps_none(driver: Driver, device: kvoffload.Device, nth: int) -> None:
+def test_a_lane_that_cannot_have_all_its_streams_can_be_closed(
+    driver: Driver, device: kvoffload.Device, nth: int
+) -> None:
+    lane = Lane(driver)
     device.simulator.faults.fail_call("cuStreamCreateWithPriority", nth=nth)
     with pytest.raises(kvoffload.DriverError, match="cuStreamCreateWithPriority"):
-        Lane(driver, priority=0)
+        lane.open(0)
+    assert device.simulator.leaks()["streams"] == nth - 1
+    lane.close()
     assert device.simulator.leaks()["streams"] == 0
 
 
 def test_a_lane_fills_a_stream_before_it_takes_the_next(driver: Driver) -> None:
-    lane = Lane(driver, priority=0)
-    first = lane.take(QUEUE_LIMIT - 10)
+    lane = open_lane(driver)
+    first = take(lane, QUEUE_LIMIT - 10)
     assert first is lane.streams[0]
-    assert lane.take(10) is first
-    assert first.queued == QUEUE_LIMIT
-    second = lane.take(1)
+    assert take(lane, 10) is first
+    assert first.places == QUEUE_LIMIT
+    second = take(lane, 1)
     assert second is lane.streams[1]
     assert lane.in_use == 2
-    first.queued = 0
-    assert lane.take(1) is second  # the order of the work is the order of the streams
+    first.places = 0
+    assert take(lane, 1) is second  # the order of the work is the order of the streams
     lane.close()
 
 
 def test_a_full_lane_says_no_and_goes_round_to_the_stream_that_drains_first(driver: Driver) -> None:
-    lane = Lane(driver, priority=0)
-    streams = [lane.take(500) for _ in range(STREAMS_PER_LANE)]
-    assert streams == lane.streams[:-1]
-    before = [stream.queued for stream in lane.streams]
-    assert lane.take(300) is None
-    assert [stream.queued for stream in lane.streams] == before
-    lane.streams[1].queued -= 500  # not the next one round: work may not overtake what is on stream 0
-    assert lane.take(300) is None
-    lane.streams[0].queued -= 300
-    assert lane.take(300) is lane.streams[0]
-    assert lane.take(200) is lane.streams[0]
-    assert max(stream.queued for stream in lane.streams) <= QUEUE_LIMIT
+    lane = open_lane(driver)
+    streams = [take(lane, 500) for _ in range(STREAMS_PER_LANE)]
+    assert streams == [*lane.streams[:-1]]
+    before = [stream.places for stream in lane.streams]
+    assert take(lane, 300) is None
+    assert [stream.places for stream in lane.streams] == before
+    lane.streams[1].places -= 500  # not the next one round: work may not overtake what is on stream 0
+    assert take(lane, 300) is None
+    lane.streams[0].places -= 300
+    assert take(lane, 300) is lane.streams[0]
+    assert take(lane, 200) is lane.streams[0]
+    assert max(stream.places for stream in lane.streams) <= QUEUE_LIMIT
     lane.close()
 
 
 def test_the_stream_for_kernels_is_apart_from_those_for_copies(driver: Driver) -> None:
-    lane = Lane(driver, priority=0)
-    kernels = lane.take(QUEUE_LIMIT, kernel=True)
+    lane = open_lane(driver)
+    kernels = take(lane, QUEUE_LIMIT, kernel=True)
     assert kernels is lane.streams[-1]
-    assert [lane.take(500) for _ in range(STREAMS_PER_LANE)] == lane.streams[:-1]
-    assert lane.take(500) is None
+    assert [take(lane, 500) for _ in range(STREAMS_PER_LANE)] == [*lane.streams[:-1]]
+    assert take(lane, 500) is None
     assert kernels is not None
-    assert lane.take(1, kernel=True) is None, "it is full as others are"
-    kernels.queued -= 1
-    assert lane.take(1, kernel=True) is kernels
-    assert lane.take(500) is None, "room there is none for copies"
+    assert take(lane, 1, kernel=True) is None, "it is full as others are"
+    kernels.places -= 1
+    assert take(lane, 1, kernel=True) is kernels
+    assert take(lane, 500) is None, "room there is none for copies"
     lane.close()
 
 

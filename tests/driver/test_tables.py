@@ -9,16 +9,21 @@ import pytest
 from cuda.bindings import driver as cuda
 
 from kvoffload.driver import FlatTable, SourceOrder, StridedTable
-from kvoffload.driver.tables import DTYPE_2D, DTYPE_3D
+from kvoffload.driver.tables import DTYPE_2D, DTYPE_3D, Column, Columns
 
 
-def columns(count: int) -> dict[str, Any]:
+def columns(count: int) -> dict[str, Column]:
     """Six columns whose every number is different, with bits beyond 32."""
     names = ["source", "target", "source_pitch", "target_pitch", "width", "height"]
     return {
         name: (np.arange(count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x1_0000_0101) + np.uint64(index << 50)
         for index, name in enumerate(names)
     }
+
+
+def in_order(given: dict[str, Column]) -> Columns:
+    """As `fill` takes them."""
+    return tuple(given.values())  # type: ignore[return-value]
 
 
 def test_source_orders_are_cudas() -> None:
@@ -31,8 +36,8 @@ def test_source_orders_are_cudas() -> None:
 def test_a_3d_operation_reads_as_the_bindings_structure(order: SourceOrder) -> None:
     table = StridedTable(4, batched=True)
     given = columns(3)
-    table.fill(given, order)
-    for index, operation in enumerate(table.objects_3d(3)):
+    table.fill(in_order(given), order)
+    for index, operation in enumerate(table.objects[:3]):
         assert isinstance(operation, cuda.CUDA_MEMCPY3D_BATCH_OP)
         pointer = cuda.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
         for side, operand in (("source", operation.src), ("target", operation.dst)):
@@ -53,10 +58,10 @@ def test_a_3d_operation_reads_as_the_bindings_structure(order: SourceOrder) -> N
 def test_a_2d_operation_reads_as_the_bindings_structure() -> None:
     table = StridedTable(4, batched=False)
     given = columns(3)
-    table.fill(given, SourceOrder.STREAM)
+    table.fill(in_order(given), SourceOrder.STREAM)
     unified = cuda.CUmemorytype.CU_MEMORYTYPE_UNIFIED
     for index in range(3):
-        copy = table.object_2d(index)
+        copy = table.objects[index]
         assert isinstance(copy, cuda.CUDA_MEMCPY2D)
         assert (copy.srcMemoryType, copy.dstMemoryType) == (unified, unified)
         assert (int(copy.srcDevice), int(copy.dstDevice)) == (int(given["source"][index]), int(given["target"][index]))
@@ -102,15 +107,15 @@ def test_what_the_bindings_write_reads_as_our_rows() -> None:
 
 def test_strided_objects_are_made_once_and_follow_the_rows() -> None:
     table = StridedTable(4, batched=True)
-    table.fill(columns(4), SourceOrder.STREAM)
-    before = table.objects_3d(4)
-    table.fill({name: column + np.uint64(8) for name, column in columns(2).items()}, SourceOrder.ANY)
-    after = table.objects_3d(2)
+    table.fill(in_order(columns(4)), SourceOrder.STREAM)
+    before = table.objects[:4]
+    table.fill(in_order({name: column + np.uint64(8) for name, column in columns(2).items()}), SourceOrder.ANY)
+    after = table.objects[:2]
     assert all(old is new for old, new in zip(before, after, strict=False))
     assert len(after) == 2
     assert int(before[0].src.op.ptr.ptr) == int(columns(1)["source"][0]) + 8
     assert int(before[3].src.op.ptr.ptr) == int(columns(4)["source"][3])  # not refilled
-    assert table.address_3d == int(before[0].getPtr())
+    assert table.address == int(before[0].getPtr())
 
 
 def test_flat_tables_hand_over_chunks_of_live_objects() -> None:
@@ -130,7 +135,7 @@ def test_flat_tables_hand_over_chunks_of_live_objects() -> None:
 
 @pytest.mark.parametrize("order", SourceOrder)
 def test_flat_attributes_set_the_order_and_nothing_else(order: SourceOrder) -> None:
-    attributes = FlatTable(1).attributes(order)[0]
+    attributes = FlatTable(1).attributes[order][0]
     assert isinstance(attributes, cuda.CUmemcpyAttributes)
     assert int(attributes.srcAccessOrder) == order
     assert (int(attributes.srcLocHint.type), attributes.srcLocHint.id) == (0, 0)
@@ -138,9 +143,35 @@ def test_flat_attributes_set_the_order_and_nothing_else(order: SourceOrder) -> N
     assert attributes.flags == 0
 
 
+@pytest.mark.parametrize("nth", range(1, 4))
+def test_flat_objects_are_made_all_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    """An interrupt while they are made leaves a table that can be used: the next call makes all of them."""
+    table, left = FlatTable(2), [nth]
+    kinds = ("CUdeviceptr", "CUdeviceptr", "CUmemcpyAttributes")
+    with monkeypatch.context() as patch:
+
+        def interrupted(kind: Any) -> Any:
+            def make(**options: Any) -> Any:
+                left[0] -= kind.__name__ == kinds[nth - 1]
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+                return kind(**options)
+
+            return make
+
+        for name in set(kinds):
+            patch.setattr(cuda, name, interrupted(getattr(cuda, name)))
+        with pytest.raises(KeyboardInterrupt):
+            _ = table.attributes
+    values = np.arange(2, dtype=np.uint64)
+    table.fill(values, values, values)
+    assert len(table.attributes) == 4
+    assert [len(each) for each in table.lists(0, 2)] == [2, 2, 2]
+
+
 def test_attributes_of_the_two_orders_are_two_objects() -> None:
     table = FlatTable(1)
-    stream, other = table.attributes(SourceOrder.STREAM)[0], table.attributes(SourceOrder.ANY)[0]
+    stream, other = table.attributes[SourceOrder.STREAM][0], table.attributes[SourceOrder.ANY][0]
     assert [int(each.srcAccessOrder) for each in (stream, other)] == [1, 3]
 
 
@@ -151,7 +182,7 @@ def test_raw_addresses_are_those_of_the_same_arrays() -> None:
     attributes, indices = table.raw_attributes(SourceOrder.ANY)
     objects = table.lists(2, 3)
     assert (targets, sources) == (int(objects[0][0].getPtr()), int(objects[1][0].getPtr()))
-    assert attributes == int(table.attributes(SourceOrder.ANY)[0].getPtr())
+    assert attributes == int(table.attributes[SourceOrder.ANY][0].getPtr())
     assert all(type(each) is int for each in (targets, sources, sizes, attributes, indices))
 
     assert memory_at(sizes, 8 * 4).view(np.uint64).tolist() == [102, 103, 104, 105]

@@ -377,12 +377,11 @@ def test_what_finds_no_room_in_the_queues_waits_on_the_host(monkeypatch: pytest.
         load.order_before(held)
 
 
-def test_reports_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvoffload.engine import flight
-
-    assert flight._MAX_REPORTS == 65_536
-    monkeypatch.setattr(flight, "_MAX_REPORTS", 10)
+def test_reports_that_are_not_taken_are_bounded() -> None:
     with simulated(1) as device, rig(device) as bench:
+        tracker = bench.engine._parts.tracker
+        assert tracker.most_reports == 65_536
+        tracker.most_reports = 10
         jobs = [bench.engine.store([], []) for _ in range(25)]
         statistics = bench.engine.statistics()
         assert (statistics.unreported, statistics.dropped_reports) == (10, 15)

@@ -85,9 +85,9 @@ def test_a_context_lost_at_any_call_ends_every_job(nth: int) -> None:
 
 
 def _is_lost(engine: OffloadEngine, blocks: list[int], slots: list[int]) -> bool:
-    """Whether a store says so; else it has to succeed."""
+    """Whether a load says so; else it has to succeed. (Stores into slots of a cache are refused.)"""
     try:
-        engine.store(blocks, slots).wait(10)
+        engine.load(slots, blocks).wait(10)
     except TransferError as error:
         return "context is lost" in str(error)
     return False

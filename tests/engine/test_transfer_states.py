@@ -1,4 +1,4 @@
-"""The state table of jobs, their results, and waiting."""
+"""The state table of transfers, their results, and waiting."""
 
 from __future__ import annotations
 
@@ -9,67 +9,70 @@ import time
 import pytest
 from helpers import LEVELS, rig, simulated
 
+import kvoffload
 from kvoffload import NO_WAIT, Direction, TransferError
-from kvoffload.engine.job import (
-    FINAL,
-    TRANSITIONS,
-    Job,
-    SimulatedTransferResult,
-    State,
-    Step,
-    TransferResult,
-    wait_until,
-)
+from kvoffload.engine.job import SimulatedTransferResult, TransferResult, result_of, wait_until
+from kvoffload.engine.transfer import TRANSITIONS, Event, State, Transfer
 
 
-class _Device:
-    simulated = True
+def made(state: State = State.NEW) -> Transfer:
+    transfer = Transfer(7, Direction.STORE, 64, 1)
+    transfer.state = state
+    return transfer
 
 
-class _Engine:
-    device = _Device()
-
-
-def made(state: State = State.NEW) -> Job:
-    job = Job(_Engine(), 7, Direction.STORE, 64)  # type: ignore[arg-type]
-    job.state = state
-    return job
-
-
-@pytest.mark.parametrize(("state", "step"), list(itertools.product(State, Step)))
-def test_every_step_from_every_state(state: State, step: Step) -> None:
-    """A legal step moves the job; an illegal one raises and changes nothing."""
-    job = made(state)
-    following = TRANSITIONS.get((state, step))
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
+def test_every_event_in_every_state(state: State, event: Event) -> None:
+    """A legal event moves the transfer; an illegal one raises and changes nothing."""
+    transfer = made(state)
+    following = TRANSITIONS[state].get(event)
     if following is None:
-        with pytest.raises(AssertionError, match="job 7"):
-            job.step(step)
-        assert job.state is state
+        with pytest.raises(AssertionError, match="transfer 7"):
+            transfer.step(event)
+        assert transfer.state is state
     else:
-        job.step(step)
-        assert job.state is following
+        transfer.step(event)
+        assert transfer.state is following
 
 
 def test_final_states_are_final_and_all_states_can_be_reached() -> None:
-    assert not [pair for pair in TRANSITIONS if pair[0] in FINAL]
-    assert {State.NEW, *TRANSITIONS.values()} == set(State)
-    in_flight = set(State) - FINAL - {State.NEW}
-    assert all((state, Step.LOST) in TRANSITIONS for state in in_flight), "a context can be lost at any time"
+    final = {state for state in State if made(state).finished}
+    assert final == {State.DONE, State.FAILED}
+    assert not any(TRANSITIONS[state] for state in final)
+    assert {State.NEW, *(each for events in TRANSITIONS.values() for each in events.values())} == set(State)
+    in_flight = set(State) - final - {State.NEW}
+    assert all(Event.LOST in TRANSITIONS[state] for state in in_flight), "a context can be lost at any time"
 
 
 def test_the_first_error_is_the_one_that_is_kept() -> None:
-    job = made()
+    transfer = made()
     first, second = RuntimeError("first"), RuntimeError("second")
-    job.step(Step.SUBMITTED)
-    job.fail(first)
-    assert isinstance(job.error, TransferError)
-    assert "first" in str(job.error)
-    assert job.error.__cause__ is first
-    assert not job.finished
-    job.lose(second)
-    assert job.finished
-    assert job.outcome().error is job.error
-    assert job.error.__cause__ is first
+    transfer.step(Event.SUBMITTED)
+    transfer.fail(first)
+    assert isinstance(transfer.error, TransferError)
+    assert "first" in str(transfer.error)
+    assert transfer.error.__cause__ is first
+    assert not transfer.finished
+    transfer.lose(second)
+    assert transfer.finished
+    assert result_of(transfer).error is transfer.error
+    assert transfer.error.__cause__ is first
+
+
+def test_an_outcome_before_the_end_is_refused(device: kvoffload.Device) -> None:
+    with rig(device) as bench:
+        held = bench.stream()
+        gate = bench.gate(held)
+        job = bench.engine.store([1], [1], after=held)
+        with pytest.raises(RuntimeError, match=r"Job\(1, store, .*\) has not ended; call wait\(\), or ask done, before"):
+            job.outcome()
+        gate.open()
+        bench.engine.drain(10)
+        assert (job.outcome().job_id, job.outcome().error) == (job.id, None)
+        device.simulator.faults.fail_call("cuMemcpy3DBatchAsync")
+        failed = bench.engine.store([1], [1])
+        bench.engine.drain(10)
+        assert failed.outcome().error is not None, "outcome() returns what wait() raises"
 
 
 def test_wait_until_waits_as_long_as_it_takes_and_no_longer() -> None:
@@ -105,10 +108,9 @@ def test_what_a_job_says_of_itself(level: str) -> None:
 
 
 def test_a_result_of_a_gpu_does_not_say_that_it_is_simulated() -> None:
-    job = made(State.DONE)
-    job._simulated = False
-    assert type(job.outcome()) is TransferResult
-    assert job.outcome() == (7, "store", 64, 0.0, "none", None)
+    transfer = made(State.DONE)
+    assert type(result_of(transfer)) is TransferResult
+    assert result_of(transfer) == (7, "store", 64, 0.0, "none", None)
 
 
 def test_seconds_leave_out_what_a_transfer_waited_for() -> None:

@@ -11,7 +11,9 @@ from helpers import ORDERING_SEEDS, Rig, all_are, in_threads, levelled, release,
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine
-from kvoffload.engine.wait_streams import WAIT_STREAMS, Array, as_sources
+from kvoffload import CapacityError
+from kvoffload.engine import wait_streams
+from kvoffload.engine.wait_streams import MOST_WAIT_STREAMS, Array, as_sources
 from kvoffload.testing import leak_check
 
 
@@ -141,17 +143,73 @@ def test_an_empty_list_is_nothing_to_wait_for(bench: Rig) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_relays_take_turns(bench: Rig) -> None:
-    """What follows one array does not follow one that another transfer asked for just before."""
+def test_transfers_that_follow_arrays_do_not_wait_for_each_other(bench: Rig) -> None:
+    """While the array of one is not computed, any number of others follow arrays of theirs."""
     held, free = bench.stream(), bench.stream()
     bench.gate(held)
     blocked = bench.engine.store([3], [0], after=Produced(bench, held))
-    arrays = [Produced(bench, free) for _ in range(WAIT_STREAMS)]
-    jobs = [bench.engine.load([2 + index], [8 + index], after=array) for index, array in enumerate(arrays)]
-    assert len({array.asked[0] for array in arrays}) == WAIT_STREAMS
-    bench.settle()
-    assert jobs[0].done
+    arrays = [Produced(bench, free) for _ in range(6)]
+    for index, array in enumerate(arrays):
+        job = bench.engine.load([2 + index], [8 + index], after=array)
+        assert array.asked[0] not in (None, held, free)
+        bench.settle()
+        assert job.done
     release(bench, blocked)
+
+
+def test_unrelated_transfers_do_not_wait_for_each_other(bench: Rig) -> None:
+    """A list of streams makes no stream wait for what another list names."""
+    gated, second, third = (bench.stream() for _ in range(3))
+    bench.gate(gated)
+    store = bench.engine.store([0], [0], after=[gated, second])
+    for index in range(1, 4):
+        load = bench.engine.load([index], [index], after=[second, third])
+        bench.settle()
+        assert load.done, "neither the store nor its stream has anything to do with it"
+    release(bench, store)
+    assert all_are(bench.slot(0), 1)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_arrays_of_transfers_in_flight_have_a_wait_stream_each(bench: Rig) -> None:
+    streams = [bench.stream() for _ in range(5)]
+    gates = [bench.gate(stream) for stream in streams]
+    arrays = [Produced(bench, stream) for stream in streams]
+    for index, stream in enumerate(streams):
+        bench.fill(stream, 50 + index, block=index)
+    jobs = [bench.engine.store([index], [index], after=array) for index, array in enumerate(arrays)]
+    assert len({array.asked[0] for array in arrays}) == 5
+    for index, gate in enumerate(gates):
+        bench.settle()
+        assert [job.done for job in jobs] == [number < index for number in range(5)], "stores end in order"
+        gate.open()
+    bench.engine.drain(10)
+    assert [int(bench.slot(index)[0]) for index in range(5)] == list(range(50, 55))
+    again = [Produced(bench, streams[0]) for _ in range(5)]
+    for array in again:
+        bench.engine.store([0], [0], after=array).wait(10)
+    assert {array.asked[0] for array in again} <= {array.asked[0] for array in arrays}, "idle streams are used again"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_more_unresolved_arrays_than_wait_streams_are_refused_and_nothing_happens(
+    bench: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_streams, "_WAIT_SECONDS", 0.01)
+    held = bench.stream()
+    gate = bench.gate(held)
+    jobs = [bench.engine.store([3], [0], after=Produced(bench, held)) for _ in range(MOST_WAIT_STREAMS)]
+    before, one_more = bench.engine.statistics(), Produced(bench, held)
+    with pytest.raises(CapacityError, match="64 transfers follow arrays that are not computed yet: wait until some"):
+        bench.engine.load([3], [5], after=one_more)
+    assert one_more.asked == []
+    assert (bench.engine.statistics(), bench.engine.submitted) == (before, MOST_WAIT_STREAMS)
+    bench.engine.load([3], [5], after=NO_WAIT).wait(10)
+    assert all_are(bench.block(5), 103)
+    gate.open()
+    bench.engine.drain(10)
+    assert [job.error for job in jobs] == [None] * MOST_WAIT_STREAMS
+    bench.engine.load([3], [6], after=one_more).wait(10)
 
 
 # on a simulated device as it is
@@ -244,7 +302,7 @@ def test_planes_that_the_default_stream_does_not_order_refuse_after_none(device:
 # closing
 
 
-def test_relays_leave_nothing_behind(device: kvoffload.Device) -> None:
+def test_wait_streams_leave_nothing_behind(device: kvoffload.Device) -> None:
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
     with leak_check(device), OffloadEngine(layout, device=device, num_slots=2, sm_limit=0) as engine:
         for _ in range(50):
@@ -253,7 +311,7 @@ def test_relays_leave_nothing_behind(device: kvoffload.Device) -> None:
 
 
 def test_an_array_may_submit_transfers_when_it_is_asked(bench: Rig) -> None:
-    """Other people's code runs without our lock."""
+    """Its code runs outside the engine's lock."""
 
     class Busy(Produced):
         def __dlpack__(self, *, stream: int | None = None) -> object:
@@ -279,7 +337,7 @@ def test_a_cache_asks_an_array_once_and_without_a_lock(bench: Rig) -> None:
     assert all_are(bench.block(9), 4)
 
 
-def test_an_engine_closes_when_nobody_asks_an_array_any_more(device: kvoffload.Device) -> None:
+def test_an_engine_closes_when_no_array_is_being_asked(device: kvoffload.Device) -> None:
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])
     engine = OffloadEngine(layout, device=device, num_slots=2, sm_limit=0)
 

@@ -237,8 +237,8 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.De
         assert (files_after - files <= 4, threads_after) == (True, threads)
         assert min(after - before for before, after in pairwise(events)) <= 0, "no leak: not every round adds events"
         whole(engine)
-        assert engine._copier_set._kernels is not None
-        assert [arena.in_use for arena in engine._copier_set._kernels.arenas.values()] == [0, 0]
+        assert engine._parts.copiers._kernels is not None
+        assert [arena.in_use for arena in engine._parts.copiers._kernels.arenas] == [0, 0]
     for buffer in buffers:
         buffer.close()
 

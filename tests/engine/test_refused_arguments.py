@@ -1,0 +1,88 @@
+"""Arguments of engines and transfers that are refused: the message names the argument and the value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers import Rig, rig
+
+import kvoffload
+from kvoffload import CapacityError, KVLayout, OffloadEngine
+
+
+@pytest.fixture
+def bench(device: kvoffload.Device) -> Iterator[Rig]:
+    with rig(device) as made:
+        yield made
+
+
+class Malformed:
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __cuda_stream__(self) -> Any:
+        return self._given
+
+
+@pytest.mark.parametrize("given", [(), (0,), (0, 1, 2), 7, None, "ab", [0]], ids=repr)
+def test_a_malformed_cuda_stream_is_named(bench: Rig, given: Any) -> None:
+    for call in (lambda: bench.engine.store([1], [1], after=Malformed(given)),):
+        with pytest.raises(TypeError, match=r"after: __cuda_stream__ of .* must give \(version, handle\), got "):
+            call()
+    job = bench.engine.store([1], [1])
+    with pytest.raises(TypeError, match=r"stream: __cuda_stream__ of "):
+        job.order_before(Malformed(given))
+    job.wait(10)
+    assert bench.engine.submitted == 1
+
+
+@pytest.mark.parametrize("handle", [(0, "x"), (0, -1), (0, None), (0, True), (0, 1 << 64)], ids=repr)
+def test_a_cuda_stream_without_a_handle_is_named(bench: Rig, handle: Any) -> None:
+    with pytest.raises(TypeError, match="after must be a stream handle"):
+        bench.engine.store([1], [1], after=Malformed(handle))
+    assert bench.engine.submitted == 0
+
+
+@pytest.mark.parametrize("after", [123456, [123456]])
+def test_a_handle_that_is_no_stream_names_after(bench: Rig, after: Any) -> None:
+    before = bench.engine.statistics()
+    with pytest.raises(ValueError, match=r"after=0x1e240 is no stream of this device's context .*NO_WAIT"):
+        bench.engine.store([1], [1], after=after)
+    assert (bench.engine.statistics().in_flight, bench.engine.submitted) == (before.in_flight, 0)
+    bench.engine.store([1], [1]).wait(10)
+
+
+@pytest.mark.parametrize("copier", [3, 0, True, b"batch", "Batch", "", ("batch",), ["batch"], object()], ids=repr)
+def test_what_is_no_copier_is_named(bench: Rig, copier: Any) -> None:
+    for call in (
+        lambda: bench.engine.store([1], [1], copier=copier),
+        lambda: bench.engine.load([1], [1], copier=copier),
+        lambda: bench.engine.plan("store", [1], [1], copier=copier),
+    ):
+        with pytest.raises(ValueError, match="copier must be one of strided, gather, split, batch, loop or None, got "):
+            call()
+    assert bench.engine.submitted == 0
+
+
+@pytest.mark.parametrize("profile", ["x", 3, {}, object()], ids=["str", "int", "dict", "object"])
+def test_what_is_no_profile_is_named(device: kvoffload.Device, profile: Any) -> None:
+    layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=4)])
+    with pytest.raises(TypeError, match=r"profile must be a kvoffload\.tuning\.Profile or None, got "):
+        OffloadEngine(layout, device=device, num_slots=2, sm_limit=0, profile=profile)
+
+
+@pytest.mark.parametrize("num_slots", [1 << 44, 2**62, 2**64, 10**30])
+def test_a_huge_pool_is_a_capacity_error_before_anything_is_pinned(device: kvoffload.Device, num_slots: int) -> None:
+    layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=4)])
+    with pytest.raises(CapacityError, match=rf"num_slots={num_slots} of .* ask for at most "):
+        OffloadEngine(layout, device=device, num_slots=num_slots, sm_limit=0)
+    assert device.simulator.faults.call_count["cuMemHostRegister"] == 0
+
+
+@pytest.mark.parametrize("num_slots", [0, -1, True, 2.0, "8", None], ids=repr)
+def test_a_number_of_slots_that_is_none_is_named(device: kvoffload.Device, num_slots: Any) -> None:
+    layout = KVLayout([device.allocate_planes(1, block_bytes=64, num_blocks=4)])
+    with pytest.raises((TypeError, ValueError), match="num_slots must be "):
+        OffloadEngine(layout, device=device, num_slots=num_slots, sm_limit=0)
