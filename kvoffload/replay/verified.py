@@ -16,9 +16,9 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from kvoffload.cache.block_cache import BlockCache
-from kvoffload.cache.cache_job import CacheJob
+from kvoffload.cache.entries import Status
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, make_policy
-from kvoffload.cache.reservations import Status
+from kvoffload.cache.reservations import CacheJob
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import Progress, UInt8Array
 from kvoffload.device.streams import NO_WAIT

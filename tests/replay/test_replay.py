@@ -22,7 +22,7 @@ from replay_oracles import (
 )
 
 import kvoffload
-from kvoffload.cache.cache_job import CacheJob
+from kvoffload.cache.reservations import CacheJob
 from kvoffload.commands import main
 from kvoffload.driver import address_of
 from kvoffload.internal.models import MODELS
