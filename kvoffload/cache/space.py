@@ -91,8 +91,8 @@ def shortage(table: EntryTable, missing: int, admitted: int, short: bool) -> str
     if short:
         return (
             f"{missing} keys find {table.num_free} entries free (capacity {table.capacity}), and too few of "
-            f"{len(table)} may be evicted: others are the request's own, in use, or of a tenant with a quota or higher priority; "
-            f"without all_or_nothing the first {admitted} are stored"
+            f"{len(table)} may be evicted: others are the request's own, in use, or of a tenant with a quota or higher "
+            f"priority; without all_or_nothing the first {admitted} are stored"
         )
     return (
         f"{missing - admitted} of {missing} keys would be declined: beyond the tenant's quota, not looked up often "
