@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import POLICIES
+from kvoffload.cache.policies import POLICIES, make_policy
 from kvoffload.terminal.console import Output, whole
 
 _KEY_BYTES = 16
@@ -92,7 +92,7 @@ class _Dictionary:
 
 class _Cache:
     def __init__(self, capacity: int, policy: str) -> None:
-        self._index = CacheIndex(capacity, policy=policy)
+        self._index = CacheIndex(capacity, policy=make_policy(policy, capacity))
         self.lookup = self._index.lookup
         self.touch = self._index.touch
 

@@ -78,7 +78,7 @@ class ReservationRecord:
     """The index's record of a reservation.
 
     Attributes:
-        keys, positions, evicted, declined, present, tenant: see `Reservation`.
+        keys, positions, evicted, declined, present, short, tenant: see `Reservation`.
         pool: whose keys they are.
         victims: `evicted` by pool.
         indices: the entries; also `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`, how the entries were
@@ -99,6 +99,7 @@ class ReservationRecord:
         "pool",
         "positions",
         "present",
+        "short",
         "stage",
         "tenant",
         "victim_indices",
@@ -125,6 +126,7 @@ class ReservationRecord:
         self.evicted = [key for _, mine in victims for key in mine] if victims else []
         self.declined = declined
         self.present = present
+        self.short = False
         self.indices = self.victim_indices = self.victim_pools = _NO_INDICES
         self.num_unused = self.num_recycled = 0
         self.stage = Stage.OPEN

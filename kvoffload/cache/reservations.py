@@ -46,6 +46,7 @@ class Reservation:
         evicted: keys that were evicted for them.
         declined: missing keys that are not to be stored: worth less than what they would displace, not looked up often
             enough yet, beyond their tenant's quota, or more than the entries that were free or could be evicted.
+        short: whether keys were declined because too few entries were free or could be evicted.
         present: keys that were resident, or pending by another reservation.
         tenant: as given.
     """
@@ -59,6 +60,7 @@ class Reservation:
         self.evicted = tuple(record.evicted)
         self.declined = tuple(record.declined)
         self.present = tuple(record.present)
+        self.short = record.short
         self.tenant = record.tenant
 
     @property

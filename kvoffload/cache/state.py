@@ -167,7 +167,9 @@ class CacheState:
         chosen = set(new)
         positions = [place for place, key in enumerate(keys) if key in chosen]
         declined = [key for key in missing if key not in chosen] if len(new) < len(missing) else []
-        return self._allocated(ReservationRecord(pool, tenant, new, positions, victims, declined, present))
+        record = ReservationRecord(pool, tenant, new, positions, victims, declined, present)
+        record.short = short
+        return self._allocated(record)
 
     def _allocated(self, record: ReservationRecord) -> ReservationRecord:
         if record.keys:

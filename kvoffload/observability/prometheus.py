@@ -45,10 +45,12 @@ _COUNTED = {
     "declined": "Blocks that were not worth storing.",
     "removed": "Blocks taken out by remove() and clear().",
 }
+_BY_TENANT = ("stored", "failed", "declined")
 _METRICS = {
     "kvoffload_cache_blocks": _Metric("Gauge", "Blocks in the cache; pinned ones are among the resident.", "state"),
     "kvoffload_cache_capacity_blocks": _Metric("Gauge", "Blocks that fit into the cache."),
     **{f"kvoffload_cache_{field}": _Metric("Counter", text) for field, text in _COUNTED.items()},
+    **{f"kvoffload_cache_tenant_{field}": _Metric("Counter", _COUNTED[field], "tenant") for field in _BY_TENANT},
     "kvoffload_cache_residency_seconds": _Metric("Histogram", "How long evicted blocks had been in the cache."),
     "kvoffload_cache_reuse_distance_blocks": _Metric("Histogram", "Blocks touched between two touches of a block."),
     "kvoffload_transfer_bytes": _Metric("Counter", "Payload bytes of transfers that did not fail.", "direction"),
@@ -59,7 +61,7 @@ _METRICS = {
     "kvoffload_transfer_jobs_held": _Metric("Gauge", "Transfers in flight that wait on the host for the driver."),
     "kvoffload_pinned_bytes": _Metric("Gauge", "Pinned host memory of the slots."),
 }
-_OWN_LABELS = {"state", "direction", "le"}
+_OWN_LABELS = {"state", "tenant", "direction", "le"}
 
 
 class CacheCollector:
@@ -108,7 +110,7 @@ class CacheCollector:
         families = {name: self._family(name) for name in _METRICS}
         for reference, values in self._caches:
             for sample in _samples(reference()):
-                own = [sample.label] if sample.label else []
+                own = [sample.label] if _METRICS[sample.name].label else []
                 families[sample.name].add_metric([*values, *own], **self._arguments(sample.value))
         yield from (family for family in families.values() if family.samples)
 
@@ -181,6 +183,9 @@ def _cache_samples(statistics: CacheStatistics) -> Iterator[_Sample]:
     yield _Sample("kvoffload_cache_capacity_blocks", statistics.capacity)
     for field in _COUNTED:
         yield _Sample(f"kvoffload_cache_{field}", getattr(statistics, field))
+    for tenant, counts in statistics.tenants:
+        for field in _BY_TENANT:
+            yield _Sample(f"kvoffload_cache_tenant_{field}", getattr(counts, field), tenant)
     yield _Sample("kvoffload_cache_residency_seconds", statistics.residency_seconds)
     yield _Sample("kvoffload_cache_reuse_distance_blocks", statistics.reuse_distance_blocks)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -260,7 +260,7 @@ class VerifiedCache:
         """The device blocks of places: `blocks_per_key` adjacent ones each."""
         return (places[:, np.newaxis] * self._factor + np.arange(self._factor)).reshape(-1)
 
-    def _per_group(self, places: Int64Array) -> object:
+    def _per_group(self, places: Int64Array) -> Any:
         blocks = self._blocks(places)
         return blocks if len(self._groups) == 1 else [blocks] * len(self._groups)
 

@@ -60,7 +60,8 @@ def raising(policy: str, boom: list[str], made: list[Policy] | None = None) -> C
 
             def victims(self, count: int, protected: Any) -> list[bytes] | None:
                 self._maybe("victims")
-                return super().victims(count, protected)
+                found: list[bytes] | None = super().victims(count, protected)
+                return found
 
             def make_room(self, newcomers: Sequence[bytes], room: int, protected: Any) -> Any:
                 self._maybe("victims")
@@ -99,7 +100,7 @@ def test_pitfall_39_an_interrupted_call_of_a_block_cache_leaves_no_wrong_byte(
         if call == "store":
             return cache.store(keys(4, 5), [7, 8], after=NO_WAIT)
         if call == "reserve":
-            return cache.reserve(keys(6, 7)).abort()
+            return cache.reserve(keys(6, 7))
         if call == "load":
             return cache.load(keys(0, 1), [16, 17], after=NO_WAIT)
         return cache.store(keys(0, 4, 5, 6), [3, 7, 8, 9], after=NO_WAIT)
@@ -160,7 +161,7 @@ def test_pitfall_39_a_policy_that_raises_leaves_the_cache_whole(policy: str, whe
     index = CacheIndex(4, policy=make(4) if own else make)
     store(index, keys(0, 1, 2))
     index.touch(keys(0, 1, 2))
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "insert": lambda: index.reserve(keys(5)),
         "remove": lambda: index.remove(keys(0, 1)),
         "load": lambda: index.load(keys(0, 1)),
