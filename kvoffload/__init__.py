@@ -26,10 +26,10 @@ library.
 
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache
-from kvoffload.cache.cache_job import CacheJob
+from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.keys import chain_keys
-from kvoffload.cache.reservations import Lease, Reservation, Status
+from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.device import Device, open_device

@@ -16,9 +16,14 @@ from random import Random
 from typing import Any
 
 from kvoffload.cache.index import CacheIndex
+<<<<<<< HEAD
 from kvoffload.cache.policies import POLICIES
 from kvoffload.terminal.console import Output
 from kvoffload.terminal.options import whole
+=======
+from kvoffload.cache.policies import POLICIES, make_policy
+from kvoffload.terminal.console import Output, whole
+>>>>>>> h-a
 
 _KEY_BYTES = 16
 _COLUMNS = ("lookup_us", "reserve_commit_us", "touch_us", "bytes_per_block")
@@ -95,7 +100,7 @@ class _Dictionary:
 
 class _Cache:
     def __init__(self, capacity: int, policy: str) -> None:
-        self._index = CacheIndex(capacity, policy=policy)
+        self._index = CacheIndex(capacity, policy=make_policy(policy, capacity))
         self.lookup = self._index.lookup
         self.touch = self._index.touch
 

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from kvoffload.cache.admission import Tenant
-from kvoffload.cache.cache_job import CacheJob
-from kvoffload.cache.entries import check_keys
+from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status, check_keys
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.reservations import Lease, LeaseRecord, Reservation, ReservationRecord, Status
+from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
@@ -98,9 +97,9 @@ class BlockCache(HtmlRepresentation):
             in_flight=engine.jobs_in_flight,
         )
         self._state = self._index._state
-        self._index.owner = weakref.ref(self)
+        self._state.owner = weakref.ref(self)
         self._tenants = dict(tenants or {})
-        engine.claim_slots(self._index)
+        engine.claim_slots(self._state)
 
     # asking -------------------------------------------------------------------------------------------------------
 
@@ -120,10 +119,8 @@ class BlockCache(HtmlRepresentation):
         return self._index.status(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that a request with these keys has ended.
-
-        Call it once per request, at its end, with all of its keys in their order, also those that were not found: then
-        recency and frequency follow requests, not the order in which copies happened to complete.
+        """Note that a request with these keys has ended: once per request, with all of its keys in their order, found
+        or not. So recency and frequency follow requests, not the order in which copies happened to complete.
         """
         self._index.touch(keys)
 
@@ -337,11 +334,7 @@ class BlockCache(HtmlRepresentation):
         return self._index.statistics()
 
     def check(self) -> None:
-        """Verify the cache's invariants; meant for tests.
-
-        Raises:
-            AssertionError: one does not hold; the message says which.
-        """
+        """Verify the cache's invariants; AssertionError says which does not hold. Meant for tests."""
         self.engine.advance()
         with self.engine.lock:
             idle = self.engine.statistics().in_flight == 0

@@ -7,23 +7,188 @@ time, in an order in which every state between two of them is safe:
 - that reservation is in `reservations`, so that its entries are pending, before its keys are in `of`;
 - the keys of an aborted reservation are taken out of `of` before it is taken out of `reservations`.
 
-All other attributes are *derived*: `rebuild` computes them from the truth after an exception has left them half done.
+All other attributes are *derived*: `repair` computes them from the truth after an exception has left them half done.
 
 An entry without a key that is still held is *doomed*: it is free when its last holder releases it.
 """
 
 from __future__ import annotations
 
+import enum
+import threading
+import weakref
 from array import array
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import takewhile
-from operator import eq
+from operator import attrgetter, eq
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kvoffload.cache.reservations import LeaseRecord, ReservationRecord, Stage
-from kvoffload.errors import LayoutError
+from kvoffload.errors import ClosedError, LayoutError, TransferError
+
+if TYPE_CHECKING:
+    from kvoffload.cache.pools import Pool
 
 _FEW = 8  # adjacent keys; where fewer are, comparing neighbours is not worth it
+_NO_INDICES: list[int] = []
+_finished = attrgetter("finished")
+_error = attrgetter("error")
+
+
+class Completion(Protocol):
+    """What a cache needs of a transfer; `kvoffload.Job` has it."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is known to have ended, well or not; does not ask the GPU."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None if it has not."""
+
+    @property
+    def done(self) -> bool:
+        """The same as `finished`, but asks the GPU."""
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Its engine's."""
+
+    def order_before(self, stream: Any) -> None:
+        """Make work queued on `stream` from now on start after it has ended."""
+
+
+class Status(enum.Enum):
+    """What a cache knows of a key."""
+
+    MISS = "miss"
+    HIT = "hit"  # can be loaded
+    PENDING = "pending"  # reserved or being stored
+
+
+class Stage(enum.Enum):
+    """Where a reservation stands. Writing COMMITTED or ABORTED publishes what then has to be carried out."""
+
+    OPEN = "open"
+    SETTLING = "settling"  # committed, as soon as transfers have ended well
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class ReservationRecord:
+    """The index's record of a reservation.
+
+    Attributes:
+        keys, positions, evicted, declined, present, short, tenant: see `Reservation`.
+        pool: whose keys they are.
+        victims: `evicted` by pool.
+        indices: the entries; also `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`, how the entries were
+            allocated: see `EntryTable.allocate`.
+        stage: where it stands.
+        jobs: transfers that fill the entries; of an aborted record, transfers that may still write them.
+        watch: the weak reference to the handle, if there is one and the record is not settled.
+    """
+
+    __slots__ = (
+        "declined",
+        "evicted",
+        "indices",
+        "jobs",
+        "keys",
+        "num_recycled",
+        "num_unused",
+        "pool",
+        "positions",
+        "present",
+        "short",
+        "stage",
+        "tenant",
+        "victim_indices",
+        "victim_pools",
+        "victims",
+        "watch",
+    )
+
+    def __init__(
+        self,
+        pool: Pool,
+        tenant: str,
+        keys: list[bytes],
+        positions: Sequence[int],
+        victims: list[tuple[Pool, list[bytes]]],
+        declined: list[bytes],
+        present: list[bytes],
+    ) -> None:
+        self.pool = pool
+        self.tenant = tenant
+        self.keys = keys
+        self.positions = positions
+        self.victims = victims
+        self.evicted = [key for _, mine in victims for key in mine] if victims else []
+        self.declined = declined
+        self.present = present
+        self.short = False
+        self.indices = self.victim_indices = self.victim_pools = _NO_INDICES
+        self.num_unused = self.num_recycled = 0
+        self.stage = Stage.OPEN
+        self.jobs: tuple[Completion, ...] = ()
+        self.watch: Watch | None = None
+
+    @property
+    def transfers_ended(self) -> bool:
+        return all(map(_finished, self.jobs))
+
+    @property
+    def any_failed(self) -> bool:
+        return any(map(_error, self.jobs))
+
+    def raise_if_failed(self) -> None:
+        """Raise TransferError if it was aborted, or will be: what was read from its entries is not the keys' bytes."""
+        if self.any_failed or self.stage is Stage.ABORTED:
+            raise TransferError(
+                f"the store of {len(self.keys)} keys that were pending when they were leased has failed: what was read "
+                "from their slots must not be used"
+            )
+
+
+class LeaseRecord:
+    """The index's record of a lease, or of a load.
+
+    Attributes:
+        keys, indices: see `Lease`.
+        sources: records of the reservations that were filling them.
+        released: nobody reads the entries any more, but for `jobs`.
+        jobs: transfers that read them.
+        watch: the weak reference to the handle, if there is one and the record is not released.
+    """
+
+    __slots__ = ("indices", "jobs", "keys", "released", "sources", "watch")
+
+    def __init__(self, keys: list[bytes], indices: list[int], sources: tuple[ReservationRecord, ...]) -> None:
+        self.keys = keys
+        self.indices = indices
+        self.sources = sources
+        self.released = False
+        self.jobs: tuple[Completion, ...] = ()
+        self.watch: Watch | None = None
+
+    @property
+    def transfers_ended(self) -> bool:
+        return all(map(_finished, self.jobs))
+
+    @property
+    def any_failed(self) -> bool:
+        return any(map(_error, self.jobs))
+
+
+Record = ReservationRecord | LeaseRecord
+
+
+class Watch(weakref.ref[Any]):
+    """A weak reference to a handle, with the record behind it."""
+
+    __slots__ = ("record",)
+
+    record: Record
 
 
 class EntryTable:
@@ -41,12 +206,12 @@ class EntryTable:
         self.writable: set[int] = set()  # entries of open reservations
         self.holds: dict[int, int] = {}  # holders of each entry that has any
         self.keys: list[bytes | None] = []  # of each used entry: the object that `of` has, so that there is one copy
-        self._doomed: set[int] = set()
-        self._free: list[int] = []
+        self.doomed: set[int] = set()
+        self.free: list[int] = []
 
     @property
     def num_free(self) -> int:
-        return self.capacity - len(self.keys) + len(self._free)
+        return self.capacity - len(self.keys) + len(self.free)
 
     def originals(self, keys: Iterable[bytes]) -> list[bytes]:
         """The same keys, as the objects that `of` has where they have entries."""
@@ -91,7 +256,7 @@ class EntryTable:
         indices += range(used, used + record.num_unused)
         record.num_recycled = count - len(indices)
         if record.num_recycled:
-            indices += sorted(self._free[-record.num_recycled :])
+            indices += sorted(self.free[-record.num_recycled :])
         record.indices = indices
 
     def publish(self, record: ReservationRecord, *, several_pools: bool) -> None:
@@ -123,7 +288,7 @@ class EntryTable:
 
     def fill(self, record: ReservationRecord) -> None:
         """Change what is derived from what `publish` has changed."""
-        keys, known, free = record.keys, self.keys, self._free
+        keys, known, free = record.keys, self.keys, self.free
         for index in record.victim_indices:
             known[index] = None
         del free[len(free) - record.num_recycled :]
@@ -160,7 +325,7 @@ class EntryTable:
 
     def release(self, indices: Collection[int]) -> None:
         """One holder less for each of them; no repeats."""
-        holds, doomed = self.holds, self._doomed
+        holds, doomed = self.holds, self.doomed
         for index in indices:
             count = holds[index]
             if count > 1:
@@ -169,72 +334,15 @@ class EntryTable:
             del holds[index]
             if index in doomed:
                 doomed.remove(index)
-                self._free.append(index)
+                self.free.append(index)
 
     def unlink(self, index: int) -> None:
         """An entry has lost its key; it is free as soon as it has no holder."""
         self.keys[index] = None
         if index in self.holds:
-            self._doomed.add(index)
+            self.doomed.add(index)
         else:
-            self._free.append(index)
-
-    # after an exception -------------------------------------------------------------------------------------------
-
-    def rebuild(self) -> None:
-        """Finish records whose stage says that they are settled, then compute from the truth what is derived."""
-        of = self.of
-        for record in list(self.reservations):
-            if record.stage is Stage.ABORTED:
-                for key, index in zip(record.keys, record.indices, strict=True):
-                    if of.get(key) == index:
-                        del of[key]
-            if record.stage is Stage.COMMITTED or (record.stage is Stage.ABORTED and record.transfers_ended):
-                self.reservations.discard(record)
-        for lease in list(self.leases):
-            if lease.released and lease.transfers_ended:
-                self.leases.discard(lease)
-        self._derive()
-
-    def _derive(self) -> None:
-        self.keys = [None] * len(self.pool_of)
-        for key, index in self.of.items():
-            self.keys[index] = key
-        unsettled = [record for record in self.reservations if record.stage is not Stage.ABORTED]
-        self.pending = {key: record for record in unsettled for key in self.still_mine(record)}
-        self.writable = {index for record in unsettled if record.stage is Stage.OPEN for index in record.indices}
-        self.holds = dict(self._holders())
-        keyless = [index for index, key in enumerate(self.keys) if key is None]
-        self._doomed = {index for index in keyless if index in self.holds}
-        self._free = [index for index in reversed(keyless) if index not in self.holds]
-
-    def _holders(self) -> Counter[int]:
-        holders: Counter[int] = Counter()
-        for reservation in self.reservations:
-            holders.update(reservation.indices)
-        for lease in self.leases:
-            holders.update(set(lease.indices))
-        return holders
-
-    def check(self) -> None:
-        """Raise AssertionError unless what is derived agrees with the truth."""
-        used = [*self.of.values(), *self._doomed]
-        assert sorted(used + self._free) == list(range(len(self.keys))), "every entry is used, free or never used"
-        assert len(self.keys) <= self.capacity, "no more entries than capacity"
-        assert len(self.pool_of) == len(self.keys), "every used entry has a pool"
-        assert all(self.keys[index] is key for key, index in self.of.items()), "entries know their keys"
-        assert len(self.keys) - self.keys.count(None) == len(self.of), "no entry has a key that is gone"
-        assert all(count > 0 for count in self.holds.values()), "holders are counted"
-        assert self._doomed <= self.holds.keys(), "an entry without a key and a holder is free"
-        assert self.holds == self._holders(), "entries are held by reservations and leases alone"
-        assert all(record.stage in (Stage.OPEN, Stage.SETTLING, Stage.ABORTED) for record in self.reservations)
-        unsettled = [record for record in self.reservations if record.stage is not Stage.ABORTED]
-        mine = [(key, record) for record in unsettled for key in self.still_mine(record)]
-        assert dict(mine) == self.pending, "pending keys are those of unsettled reservations"
-        assert len(mine) == len(self.pending), "no key is in two reservations"
-        assert all(self.still_mine(record) == [] for record in self.reservations if record.stage is Stage.ABORTED)
-        opened = {index for record in unsettled if record.stage is Stage.OPEN for index in record.indices}
-        assert self.writable == opened, "the writable entries are those of open reservations"
+            self.free.append(index)
 
     def __len__(self) -> int:
         return len(self.of)
@@ -260,3 +368,18 @@ def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
     if not repeats and len(frozenset(checked)) != len(checked):
         raise LayoutError("keys repeats a key; each key of a store must be given once")
     return checked
+
+
+def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> None:
+    """Have `abandoned` called with the weak reference when a handle becomes garbage before its record is settled."""
+    reference = Watch(handle, abandoned)
+    reference.record = record
+    record.watch = reference
+
+
+def check_open(record: ReservationRecord) -> None:
+    """Raise ClosedError unless a reservation is open."""
+    if record.stage is not Stage.OPEN:
+        raise ClosedError(
+            f"the reservation of {len(record.keys)} keys has been settled before: it is {record.stage.value}"
+        )

@@ -10,31 +10,21 @@ refused, nothing has changed; where an exception interrupts one, see `state`.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from kvoffload.cache import repair
 from kvoffload.cache.admission import ReuseFilter, Tenant
-from kvoffload.cache.entries import check_keys
+from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, Status, check_keys, check_open, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
-from kvoffload.cache.reservations import (
-    Completion,
-    Lease,
-    LeaseRecord,
-    Reservation,
-    ReservationRecord,
-    Status,
-    check_open,
-    watch,
-)
+from kvoffload.cache.reservations import Lease, Reservation
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRecorder
 from kvoffload.internal.checks import at_least
-from kvoffload.internal.types import Int64Array
 
 _MOST_KEYS = 1 << 32
 
@@ -111,7 +101,6 @@ class CacheIndex:
         self.max_load_blocks = None if max_load_blocks is None else at_least("max_load_blocks", max_load_blocks, 1)
         self.num_groups = num_groups
         self.lock = threading.RLock() if lock is None else lock
-        self.owner: weakref.ref[object] | None = None  # the cache whose index this is
         self._check_usable = check_usable
         self._state = CacheState(
             self.capacity,
@@ -120,6 +109,7 @@ class CacheIndex:
             StatisticsRecorder(self.capacity, on_event),
             self.lock,
             in_flight,
+            num_groups,
         )
 
     # asking -------------------------------------------------------------------------------------------------------
@@ -301,34 +291,8 @@ class CacheIndex:
             AssertionError: it does not; the message says where.
         """
         state = self._state
-        state.table.check()
+        repair.check(state.table)
         state.pools.check(list(state.table.of), state.pool_number)
-
-    # for the engine -----------------------------------------------------------------------------------------------
-
-    @property
-    def busy(self) -> bool:
-        """Whether the slots are in use: the cache lives, or an entry is reserved or leased."""
-        if self.owner is not None and self.owner() is not None:
-            return True
-        self.statistics()  # settles what has ended
-        return bool(self._state.table.reservations or self._state.table.leases)
-
-    def check_store(self, slots: Int64Array) -> None:
-        """Raise ValueError unless a store may write these slots: each is of an entry of an open reservation.
-
-        Called by the engine for every store, before anything has happened.
-        """
-        entries = (slots // self.num_groups).tolist()
-        if not self._state.working:  # else it is the cache's own store
-            self.statistics()  # brings the state up to date
-        writable = self._state.table.writable
-        if not writable.issuperset(entries):
-            wrong = next(place for place, entry in enumerate(entries) if entry not in writable)
-            raise ValueError(
-                f"slots[{wrong}] is {slots[wrong]}, which belongs to a BlockCache: write only the slots of an open "
-                "reservation (cache.reserve(keys).slots()), or use cache.store()"
-            )
 
     # showing ------------------------------------------------------------------------------------------------------
 

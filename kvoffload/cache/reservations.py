@@ -1,188 +1,22 @@
-"""What a cache hands out: reservations of entries to fill, and leases of entries to read.
+"""What a cache hands out: reservations of entries to fill, leases of entries to read, and jobs.
 
-`Reservation` and `Lease` are handles of the caller. The index keeps a record for each, which holds the entries until it
-is settled. A handle that becomes garbage before that tells nobody in Python: a weak reference appends itself to a queue
-of the index, and the next call of the index aborts the reservation, or releases the lease.
+`Reservation` and `Lease` are handles of the caller. The index keeps a record for each (see `entries`), which holds the
+entries until it is settled. A handle that becomes garbage before that runs no Python: a weak reference appends itself
+to a queue of the index, and the next call of the index aborts the reservation, or releases the lease.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
-import weakref
-from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from kvoffload.engine.job import wait_until
-from kvoffload.errors import ClosedError, TransferError
+from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, Stage
+from kvoffload.engine.job import Job, TransferResult, wait_until
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array, StreamLike
-
-if TYPE_CHECKING:
-    from kvoffload.cache.pools import Pool
-
-_NO_INDICES: list[int] = []
-_finished = attrgetter("finished")
-_error = attrgetter("error")
-
-
-class Completion(Protocol):
-    """What a cache needs of a transfer; `kvoffload.Job` has it."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether it is known to have ended, well or not; does not ask the GPU."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed; None if it has not."""
-
-    @property
-    def done(self) -> bool:
-        """The same as `finished`, but asks the GPU."""
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Its engine's."""
-
-    def order_before(self, stream: Any) -> None:
-        """Make work queued on `stream` from now on start after it has ended."""
-
-
-class Status(enum.Enum):
-    """What a cache knows of a key."""
-
-    MISS = "miss"
-    HIT = "hit"  # can be loaded
-    PENDING = "pending"  # reserved or being stored
-
-
-class Stage(enum.Enum):
-    """Where a reservation stands. Writing COMMITTED or ABORTED publishes what then has to be carried out."""
-
-    OPEN = "open"
-    SETTLING = "settling"  # committed, as soon as transfers have ended well
-    COMMITTED = "committed"
-    ABORTED = "aborted"
-
-
-class ReservationRecord:
-    """The index's record of a reservation.
-
-    Attributes:
-        keys, positions, evicted, declined, present, tenant: see `Reservation`.
-        pool: whose keys they are.
-        victims: `evicted` by pool.
-        indices: the entries; also `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`, how the entries were
-            allocated: see `EntryTable.allocate`.
-        stage: where it stands.
-        jobs: transfers that fill the entries; of an aborted record, transfers that may still write them.
-        watch: the weak reference to the handle, if there is one and the record is not settled.
-    """
-
-    __slots__ = (
-        "declined",
-        "evicted",
-        "indices",
-        "jobs",
-        "keys",
-        "num_recycled",
-        "num_unused",
-        "pool",
-        "positions",
-        "present",
-        "stage",
-        "tenant",
-        "victim_indices",
-        "victim_pools",
-        "victims",
-        "watch",
-    )
-
-    def __init__(
-        self,
-        pool: Pool,
-        tenant: str,
-        keys: list[bytes],
-        positions: Sequence[int],
-        victims: list[tuple[Pool, list[bytes]]],
-        declined: list[bytes],
-        present: list[bytes],
-    ) -> None:
-        self.pool = pool
-        self.tenant = tenant
-        self.keys = keys
-        self.positions = positions
-        self.victims = victims
-        self.evicted = [key for _, mine in victims for key in mine] if victims else []
-        self.declined = declined
-        self.present = present
-        self.indices = self.victim_indices = self.victim_pools = _NO_INDICES
-        self.num_unused = self.num_recycled = 0
-        self.stage = Stage.OPEN
-        self.jobs: tuple[Completion, ...] = ()
-        self.watch: Watch | None = None
-
-    @property
-    def transfers_ended(self) -> bool:
-        return all(map(_finished, self.jobs))
-
-    @property
-    def any_failed(self) -> bool:
-        return any(map(_error, self.jobs))
-
-    def raise_if_failed(self) -> None:
-        """Raise TransferError if it was aborted, or will be: what was read from its entries is not the keys' bytes."""
-        if self.any_failed or self.stage is Stage.ABORTED:
-            raise TransferError(
-                f"the store of {len(self.keys)} keys that were pending when they were leased has failed: what was read "
-                "from their slots must not be used"
-            )
-
-
-class LeaseRecord:
-    """The index's record of a lease, or of a load.
-
-    Attributes:
-        keys, indices: see `Lease`.
-        sources: records of the reservations that were filling them.
-        released: nobody reads the entries any more, but for `jobs`.
-        jobs: transfers that read them.
-        watch: the weak reference to the handle, if there is one and the record is not released.
-    """
-
-    __slots__ = ("indices", "jobs", "keys", "released", "sources", "watch")
-
-    def __init__(self, keys: list[bytes], indices: list[int], sources: tuple[ReservationRecord, ...]) -> None:
-        self.keys = keys
-        self.indices = indices
-        self.sources = sources
-        self.released = False
-        self.jobs: tuple[Completion, ...] = ()
-        self.watch: Watch | None = None
-
-    @property
-    def transfers_ended(self) -> bool:
-        return all(map(_finished, self.jobs))
-
-    @property
-    def any_failed(self) -> bool:
-        return any(map(_error, self.jobs))
-
-
-Record = ReservationRecord | LeaseRecord
-
-
-class Watch(weakref.ref[Any]):
-    """A weak reference to a handle, with the record behind it."""
-
-    __slots__ = ("record",)
-
-    record: Record
 
 
 class Owner(Protocol):
@@ -196,13 +30,6 @@ class Owner(Protocol):
     def abort(self, record: ReservationRecord) -> None: ...
 
     def release(self, record: LeaseRecord) -> None: ...
-
-
-def watch(handle: Reservation | Lease, record: Record, abandoned: Callable[[Any], None]) -> None:
-    """Have `abandoned` called with the weak reference when a handle becomes garbage before its record is settled."""
-    reference = Watch(handle, abandoned)
-    reference.record = record
-    record.watch = reference
 
 
 class Reservation:
@@ -219,6 +46,7 @@ class Reservation:
         evicted: keys that were evicted for them.
         declined: missing keys that are not to be stored: worth less than what they would displace, not looked up often
             enough yet, beyond their tenant's quota, or more than the entries that were free or could be evicted.
+        short: whether keys were declined because too few entries were free or could be evicted.
         present: keys that were resident, or pending by another reservation.
         tenant: as given.
     """
@@ -232,6 +60,7 @@ class Reservation:
         self.evicted = tuple(record.evicted)
         self.declined = tuple(record.declined)
         self.present = tuple(record.present)
+        self.short = record.short
         self.tenant = record.tenant
 
     @property
@@ -354,6 +183,58 @@ class Lease:
         return f"Lease({len(self.keys)} keys, {'released' if self.released else 'held'})"
 
 
+class CacheJob:
+    """The transfers of one `BlockCache.store` or `load`: one job per group, none if there was nothing to copy.
+
+    Attributes:
+        keys: the keys whose blocks are being copied.
+        jobs: the engine's jobs.
+    """
+
+    def __init__(self, keys: list[bytes], jobs: tuple[Job, ...], sources: tuple[ReservationRecord, ...] = ()) -> None:
+        self.keys = tuple(keys)
+        self.jobs = jobs
+        self._sources = sources  # what was pending when it was loaded
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it has ended, well or not. Asks the GPU; never blocks."""
+        return all(job.done for job in self.jobs)
+
+    def wait(self, timeout: float | None = None) -> list[TransferResult]:
+        """Wait for all of it, at most `timeout` seconds for each job; a result per job.
+
+        Raises:
+            TransferError: a transfer failed, or the store of what was loaded; the others have ended, too.
+            TimeoutError: `timeout` seconds have passed; the transfers go on.
+        """
+        results: list[TransferResult] = []
+        run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
+        for source in self._sources:
+            source.raise_if_failed()
+        return results
+
+    def result(self) -> list[TransferResult]:
+        """The same as `wait()`."""
+        return self.wait()
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts each of the jobs is copied; see `BlockCache.load`."""
+        return self.jobs[0].num_parts if self.jobs else 1
+
+    def order_before(self, stream: StreamLike, part: int | None = None) -> None:
+        """Work queued on `stream` from now on starts after all of it has ended; see `Job.order_before`.
+
+        Args:
+            part: of a load in parts: after this part of every job has ended.
+        """
+        run_all(partial(job.order_before, stream, part) for job in self.jobs)
+
+    def __repr__(self) -> str:
+        return f"CacheJob({len(self.keys)} keys, {list(self.jobs)})"
+
+
 def _check_jobs(jobs: tuple[Completion, ...], index: Owner) -> None:
     for position, job in enumerate(jobs):
         lock = getattr(job, "lock", None)
@@ -361,14 +242,6 @@ def _check_jobs(jobs: tuple[Completion, ...], index: Owner) -> None:
             raise TypeError(f"jobs[{position}] must be what OffloadEngine.store returned, got {job!r:.80}")
         if lock is not index.lock:
             raise ValueError(f"jobs[{position}] must be of the engine whose slots these are, got {job!r:.80}")
-
-
-def check_open(record: ReservationRecord) -> None:
-    """Raise ClosedError unless a reservation is open."""
-    if record.stage is not Stage.OPEN:
-        raise ClosedError(
-            f"the reservation of {len(record.keys)} keys has been settled before: it is {record.stage.value}"
-        )
 
 
 def _slot_numbers(indices: tuple[int, ...], num_groups: int, group: int) -> Int64Array:

@@ -84,3 +84,17 @@ def _protected_pools(table: EntryTable, present: list[bytes]) -> list[int]:
     indices = {index for index in table.holds if table.keys[index] is not None}
     indices.update(map(table.of.__getitem__, present))
     return [table.pool_of[index] for index in indices]
+
+
+def shortage(table: EntryTable, missing: int, admitted: int, short: bool) -> str:
+    """Why not all missing keys are admitted, and what to do."""
+    if short:
+        return (
+            f"{missing} keys find {table.num_free} entries free (capacity {table.capacity}), and too few of "
+            f"{len(table)} may be evicted: others are the request's own, in use, or of a tenant with a quota or higher "
+            f"priority; without all_or_nothing the first {admitted} are stored"
+        )
+    return (
+        f"{missing - admitted} of {missing} keys would be declined: beyond the tenant's quota, not looked up often "
+        f"enough, or worth less than what they would displace; without all_or_nothing {admitted} are stored"
+    )

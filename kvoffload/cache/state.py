@@ -15,17 +15,19 @@ ends the operation in between, the next `enter` calls `repair`, which completes 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import filterfalse
 
 from kvoffload.cache.admission import ReuseFilter
-from kvoffload.cache.entries import EntryTable
+from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, Record, ReservationRecord, Stage, Watch
 from kvoffload.cache.pools import Pool, Pools
-from kvoffload.cache.reservations import Completion, LeaseRecord, Record, ReservationRecord, Stage, Watch
-from kvoffload.cache.space import find_space
+from kvoffload.cache.repair import rebuild
+from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError, MissingKeyError
+from kvoffload.internal.types import Int64Array
 
 
 class CacheState:
@@ -45,6 +47,7 @@ class CacheState:
         recorder: StatisticsRecorder,
         lock: threading.RLock,
         in_flight: Callable[[], tuple[Completion, ...]],
+        num_groups: int,
     ) -> None:
         self.lock = lock
         self.table = EntryTable(capacity)
@@ -57,15 +60,22 @@ class CacheState:
         self.loading: deque[LeaseRecord] = deque()
         self.abandoned: deque[Watch | Record] = deque()
         self._awaited: dict[Record, None] = {}  # with transfers in any order; looked through by every `enter`
+        self.owner: weakref.ref[object] | None = None  # the cache whose state this is
         self._in_flight = in_flight
+        self._num_groups = num_groups
 
     # up to date ---------------------------------------------------------------------------------------------------
 
     def refuse_nested(self) -> None:
         """Raise RuntimeError: a policy, a signal handler or a finalizer calls the cache in the middle of a call."""
         raise RuntimeError(
+<<<<<<< HEAD
             "the cache was called in the middle of another call of it in the same thread, by a policy, a signal "
             "handler or a finalizer: these must leave it alone"
+=======
+            "the cache was called in the middle of another call of it in the same thread: a policy, a signal handler "
+            "or a finalizer must leave it alone"
+>>>>>>> h-a
         )
 
     def enter(self) -> None:
@@ -93,7 +103,7 @@ class CacheState:
     def repair(self) -> None:
         """Make the derived state and the policies agree with the truth. May be interrupted and called again."""
         table = self.table
-        table.rebuild()
+        rebuild(table)
         known = {*self.storing, *self.loading}
         unsettled: list[Record] = [*table.reservations, *table.leases]
         self._awaited = {record: None for record in unsettled if record not in known and _has_transfers(record)}
@@ -142,7 +152,8 @@ class CacheState:
             CapacityError: `all_or_nothing`, and a missing key would be declined.
             ValueError: no tenant of that name; or the policy names keys that must not be evicted.
         """
-        table, pool = self.table, self.pools.of(tenant)
+        table = self.table
+        pool = self.pools.by_tenant.get(tenant) or self.pools.of(tenant)
         resident = table.of.__contains__
         present = list(filter(resident, keys))
         missing = list(filterfalse(resident, keys)) if present else keys
@@ -155,30 +166,20 @@ class CacheState:
             admitted, victims, short = find_space(table, self.pools, pool, new, present)
             new = new[:admitted]
         if all_or_nothing and len(new) < len(missing):
-            raise CapacityError(self._shortage(len(missing), len(new), free, short))
+            raise CapacityError(shortage(table, len(missing), len(new), short))
         if len(new) == len(keys):
             return self._allocated(ReservationRecord(pool, tenant, new, range(len(keys)), victims, [], present))
         chosen = set(new)
         positions = [place for place, key in enumerate(keys) if key in chosen]
         declined = [key for key in missing if key not in chosen] if len(new) < len(missing) else []
-        return self._allocated(ReservationRecord(pool, tenant, new, positions, victims, declined, present))
+        record = ReservationRecord(pool, tenant, new, positions, victims, declined, present)
+        record.short = short
+        return self._allocated(record)
 
     def _allocated(self, record: ReservationRecord) -> ReservationRecord:
         if record.keys:
             self.table.allocate(record)
         return record
-
-    def _shortage(self, missing: int, admitted: int, free: int, short: bool) -> str:
-        if short:
-            return (
-                f"{missing} keys find {free} entries free (capacity {self.table.capacity}), and too few of "
-                f"{len(self.table)} may be evicted: others are the request's own, in use, or of a tenant with a quota "
-                f"or higher priority; without all_or_nothing the first {admitted} are stored"
-            )
-        return (
-            f"{missing - admitted} of {missing} keys would be declined: beyond the tenant's quota, not looked up often "
-            f"enough, or worth less than what they would displace; without all_or_nothing {admitted} are stored"
-        )
 
     def reserve(self, record: ReservationRecord) -> None:
         """Carry a proposal out."""
@@ -205,7 +206,7 @@ class CacheState:
             pool.stale = True
             pool.policy.insert(record.keys)
             pool.stale = False
-            self.recorder.note_reserved(record.indices)
+            self.recorder.touched_at[record.indices] = 0  # new keys, which may be touched before they are stored
         if record.declined:
             self.recorder.note("declined", record.declined, record.tenant)
         self.consistent = True
@@ -336,7 +337,8 @@ class CacheState:
     def use(self, keys: list[bytes]) -> None:
         """A request loads these resident keys; no repeats."""
         used = self.table.originals(keys)
-        for pool, mine in self.pools.split(used, self.pool_number):
+        pools = self.pools
+        for pool, mine in ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number):
             self.consistent = False
             pool.stale = True
             pool.policy.load(mine)
@@ -354,6 +356,39 @@ class CacheState:
             pending.pop(key, None)
         self.recorder.note("removed", gone)
         self.consistent = True
+
+    # for the engine -----------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether the slots are in use: the cache lives, or an entry is reserved or leased."""
+        if self.owner is not None and self.owner() is not None:
+            return True
+        self._come_up_to_date()
+        return bool(self.table.reservations or self.table.leases)
+
+    def check_store(self, slots: Int64Array) -> None:
+        """Raise ValueError unless a store may write these slots: each is of an entry of an open reservation.
+
+        Called by the engine for every store, before anything has happened.
+        """
+        if not self.working:  # else it is the cache's own store
+            self._come_up_to_date()
+        entries = (slots if self._num_groups == 1 else slots // self._num_groups).tolist()
+        if not self.table.writable.issuperset(entries):
+            wrong = next(place for place, entry in enumerate(entries) if entry not in self.table.writable)
+            raise ValueError(
+                f"slots[{wrong}] is {slots[wrong]}, which belongs to a BlockCache: write only the slots of an open "
+                "reservation (cache.reserve(keys).slots()), or use cache.store()"
+            )
+
+    def _come_up_to_date(self) -> None:
+        with self.lock:
+            try:
+                self.working = True
+                self.enter()
+            finally:
+                self.working = False
 
     def pool_number(self, key: bytes) -> int | None:
         index = self.table.of.get(key)

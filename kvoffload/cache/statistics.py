@@ -138,7 +138,7 @@ class StatisticsRecorder:
         self._touched_blocks = 0
         try:
             self._stored_at = np.zeros(capacity)  # by entry, seconds
-            self._touched_at = np.zeros(capacity, dtype=np.int64)  # by entry: `_touched_blocks` at its last touch, or 0
+            self.touched_at = np.zeros(capacity, dtype=np.int64)  # by entry: `_touched_blocks` at its last touch, or 0
         except (MemoryError, ValueError) as error:
             raise CapacityError(
                 f"capacity={capacity} keys need {16 * capacity} bytes for their statistics, which cannot be allocated "
@@ -168,10 +168,6 @@ class StatisticsRecorder:
     def note_loaded(self, count: int) -> None:
         self._counts["loaded"] += count
 
-    def note_reserved(self, entries: list[int]) -> None:
-        """These entries have new keys, which may be touched before they are stored."""
-        self._touched_at[entries] = 0
-
     def note_stored(self, keys: Sequence[bytes], entries: list[int], tenant: str) -> None:
         self._stored_at[entries] = time.monotonic()
         self.note("stored", keys, tenant)
@@ -182,10 +178,10 @@ class StatisticsRecorder:
 
     def note_touched(self, entries: Int64Array, blocks: int) -> None:
         """A request for so many blocks has ended, of which these entries are here."""
-        before = self._touched_at[entries]
+        before = self.touched_at[entries]
         self._distances.add(self._touched_blocks - before[before > 0])
         self._touched_blocks += blocks
-        self._touched_at[entries] = self._touched_blocks
+        self.touched_at[entries] = self._touched_blocks
 
     def statistics(self, *, capacity: int, resident: int, pending: int, pinned: int) -> CacheStatistics:
         return CacheStatistics(

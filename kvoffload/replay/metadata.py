@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.errors import CapacityError
+from kvoffload.cache.policies import make_policy
 from kvoffload.replay.belady import belady_hits
 from kvoffload.replay.saving import Rates
 from kvoffload.replay.trace import Request
@@ -59,18 +59,15 @@ def serve(index: CacheIndex, keys: Request) -> Served:
     found = unique if hits == len(used) else tuple(dict.fromkeys(used[:hits]))
     with index.acquire(found):
         index.load(found)
-    refused = False
-    try:
-        index.reserve(unique).commit()
-    except CapacityError:
-        refused = True
+    with index.reserve(unique) as reservation:
+        refused = reservation.short
     index.touch(unique)
     return Served(hits, refused)
 
 
 def drive(requests: Sequence[Request], slots: int, policy: str, progress: Advance) -> PolicyResult:
     """All requests through an empty cache."""
-    index = CacheIndex(slots, policy=policy)
+    index = CacheIndex(slots, policy=make_policy(policy, slots))
     hits = refused = 0
     begin = time.perf_counter()
     for number, request in enumerate(requests, start=1):

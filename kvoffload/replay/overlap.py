@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from kvoffload.cache.cache_job import CacheJob
+from kvoffload.cache.reservations import CacheJob
 from kvoffload.engine.job import wait_until
 
 _T = TypeVar("_T")

@@ -11,20 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from kvoffload.cache.block_cache import BlockCache
-from kvoffload.cache.cache_job import CacheJob
+from kvoffload.cache.entries import Status
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, make_policy
-from kvoffload.cache.reservations import Status
+from kvoffload.cache.reservations import CacheJob
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.errors import CapacityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
 from kvoffload.internal.types import Int64Array, UInt8Array
@@ -202,6 +201,7 @@ class VerifiedCache:
             chunk = absent[start : start + self._batch]
             self._write(chunk, places[[position[key] for key in chunk]])
         where = places[[position[key] for key in unique]]
+<<<<<<< HEAD
         try:
             job = clock.call(self.cache.store, unique, self._per_group(where), after=NO_WAIT)
         except CapacityError:  # the rest is pinned by unfinished requests
@@ -212,6 +212,12 @@ class VerifiedCache:
         complete = self._may_decline or len(stored) == len(absent)
         assert complete or self._lanes > 1, "the cache stores all that it did not hold"
         if not complete:  # the rest found no room: other requests pin what could be evicted
+=======
+        job = clock.call(self.cache.store, unique, self._per_group(where), after=NO_WAIT)
+        stored = set(job.keys)
+        assert stored <= set(absent), "the cache stores nothing that it holds"
+        if len(stored) < len(absent) and not self._may_decline:  # the rest is pinned by requests under way
+>>>>>>> h-a
             self.counts.requests_refused += 1
         yield job
         seconds, nbytes = _finish(job)
@@ -268,7 +274,7 @@ class VerifiedCache:
         """The device blocks of places: `blocks_per_key` adjacent ones each."""
         return (places[:, np.newaxis] * self._factor + np.arange(self._factor)).reshape(-1)
 
-    def _per_group(self, places: Int64Array) -> object:
+    def _per_group(self, places: Int64Array) -> Any:
         blocks = self._blocks(places)
         return blocks if len(self._groups) == 1 else [blocks] * len(self._groups)
 

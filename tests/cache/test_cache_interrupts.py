@@ -57,7 +57,7 @@ class Scene:
             self.index.reserve(keys(5), "low").commit()
         self.open = self.index.reserve(keys(3))
         job = Jobs(self.index.lock)
-        self.index.reserve(keys(4), "small").commit(job)  # type: ignore[arg-type]
+        self.index.reserve(keys(4), "small").commit(job)
         job.finished = True
         job.error = None if well else RuntimeError("the copy failed")
         self.lease = self.index.acquire(keys(1))
@@ -100,7 +100,7 @@ def drop(scene: Scene) -> None:
 def commit_with_jobs(scene: Scene) -> None:
     job = Jobs(scene.index.lock)
     job.finished = True
-    scene.open.commit(job)  # type: ignore[arg-type]
+    scene.open.commit(job)
 
 
 CASES = {

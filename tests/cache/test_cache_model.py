@@ -82,9 +82,9 @@ class CacheMachine(RuleBasedStateMachine):
         before = cache_state(self.cache)
         if new and wanted > len(victims):
             with pytest.raises(CapacityError):
-                self.cache.store(names, self.ids(base, len(names)), after=after)
+                self.cache.store(names, self.ids(base, len(names)), after=after, all_or_nothing=True)
             assert cache_state(self.cache) == before
-            return
+            new = new[: len(new) - (wanted - len(victims))]
         job = self.cache.store(names, self.ids(base, len(names)), after=after)
         assert job.keys == tuple(new)
         for name in victims if new else []:

@@ -325,11 +325,21 @@ class Model:
         return [key for pool in self.pools.values() for key in pool.keys]
 
     def plan(self, name: str, request: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """What to store and what goes for it."""
+        """What to store and what goes for it: as many of the first new keys as find room, found by trying."""
+        for most in range(len(request), 0, -1):
+            try:
+                return self.plan_some(name, request, most)
+            except Refusal:
+                pass
+        return [], []
+
+    def plan_some(self, name: str, request: Sequence[bytes], most: int) -> tuple[list[bytes], list[bytes]]:
+        """The same for the first so many new keys; raises Refusal if they do not find room."""
         pool = self.pools[name]
         new = [key for key in request if key not in self.keys]
         if pool.quota is not None:
             new = new[: pool.quota - sum(key in pool.keys for key in request)]
+        new = new[:most]
         missing = len(new) - (self.capacity - len(self.keys))
         beyond = 0 if pool.quota is None else len(new) + len(pool.keys) - pool.quota
         may_go = {
@@ -406,13 +416,11 @@ class Match:
 
     def reserve(self, name: str, request: list[bytes], *, commit: bool) -> None:
         before = state(self.index)
-        try:
-            new, victims = self.model.plan(name, request)
-        except Refusal:
+        new, victims = self.model.plan(name, request)
+        if len(new) < sum(key not in self.model.keys for key in request):
             with pytest.raises(CapacityError):
                 self.index.reserve(request, name, all_or_nothing=True)
             assert state(self.index) == before
-            return
         priority = LEVELS[name].priority
         assert all(self.level(victim) <= priority for victim in victims), "the model itself is right"
         reservation = self.index.reserve(request, name)
@@ -471,10 +479,13 @@ def test_rules_of_quotas_and_priorities_hold_for_every_policy(policy: str, seed:
         kept = {key for lease in leases for key in lease.keys}
         before, snapshot = index.keys, state(index)
         try:
-            reservation = store(index, request, name)
+            reservation = index.reserve(request, name, all_or_nothing=True)
+            reservation.commit()
         except CapacityError:
             assert state(index) == snapshot
-            continue
+            reservation = store(index, request, name)
+            missing = [key for key in request if key not in before]
+            assert list(reservation.declined) == missing[len(reservation.keys) :], "the first ones are stored"
         stay = [key for key in before if key not in reservation.evicted and key not in kept and key not in request]
         for victim in reservation.evicted:
             assert victim not in kept

@@ -107,7 +107,9 @@ class Books:
     def store(self, request: Sequence[bytes], stored: Sequence[bytes], evicted: Sequence[bytes]) -> None:
         """What a cache that was asked to store has answered must have been possible."""
         missing = self.missing(request)
-        assert list(stored) == missing[: len(stored)] if self.may_decline else list(stored) == missing
+        most = min(len(missing), self.free + len(self.may_go(request)))
+        assert list(stored) == missing[: len(stored)]
+        assert len(stored) <= most if self.may_decline else len(stored) == most
         assert set(evicted) <= set(self.may_go(request)), "nothing in use was given up"
         assert len(set(evicted)) == len(evicted) == max(0, len(stored) - self.free), "as few as necessary"
         for name in evicted:
@@ -202,17 +204,21 @@ class IndexMachine(RuleBasedStateMachine):
         stub: Any = SimpleNamespace(_index=self.index, engine=idle)
         return cache_state(stub)
 
-    @rule(numbers=numbers)
-    def reserve(self, numbers: list[int]) -> None:
+    @rule(numbers=numbers, whole=st.booleans())
+    def reserve(self, numbers: list[int], whole: bool) -> None:
         request, before = keys(*numbers), self.state
         refuses = self.books.refuses(request)
-        try:
+        if whole:
+            try:
+                reservation = self.index.reserve(request, all_or_nothing=True)
+            except CapacityError:
+                assert refuses or self.books.may_decline
+                assert self.state == before
+                return
+            assert not refuses
+            assert not reservation.declined
+        else:
             reservation = self.index.reserve(request)
-        except CapacityError:
-            assert refuses
-            assert self.state == before
-            return
-        assert not refuses or self.books.may_decline
         assert list(reservation.present) == [name for name in request if name in self.books.here]
         assert reservation.keys == tuple(request[position] for position in reservation.positions)
         assert sorted((*reservation.keys, *reservation.declined, *reservation.present)) == sorted(request)
@@ -395,21 +401,29 @@ class CacheMachine(RuleBasedStateMachine):
 
     # filling
 
-    @rule(numbers=numbers, base=st.integers(0, 31), which=st.integers(0, 4), midway=st.integers(0, 5), fault=faults)
-    def store(self, numbers: list[int], base: int, which: int, midway: int, fault: Any) -> None:
+    @rule(
+        numbers=numbers,
+        base=st.integers(0, 31),
+        which=st.integers(0, 4),
+        midway=st.integers(0, 5),
+        fault=faults,
+        whole=st.booleans(),
+    )
+    def store(self, numbers: list[int], base: int, which: int, midway: int, fault: Any, whole: bool) -> None:
         request, blocks = keys(*numbers), [(base + place) % 32 for place in range(len(numbers))]
         refuses, before, ready = self.books.refuses(request), cache_state(self.cache), set(self.books.may_go(request))
-        call = partial(self.cache.store, request, blocks, after=self.stream(which))
+        call = partial(self.cache.store, request, blocks, after=self.stream(which), all_or_nothing=whole)
         try:
             job = self.submit(midway, fault, call)
         except CapacityError:
-            assert refuses
+            assert whole
+            assert refuses or self.books.may_decline
             assert cache_state(self.cache) == before
             return
         except DriverError:
             assert midway < 3 or cache_state(self.cache) == before
             return
-        assert not refuses or self.books.may_decline
+        assert not (whole and refuses)
         there = self.cache._index._state.table.of
         self.books.store(request, job.keys, [name for name in ready if name not in there])
         fill = Fill(None, job.jobs)
@@ -418,18 +432,19 @@ class CacheMachine(RuleBasedStateMachine):
         if job.jobs:
             self.fills.append(fill)
 
-    @rule(numbers=numbers)
-    def reserve(self, numbers: list[int]) -> None:
+    @rule(numbers=numbers, whole=st.booleans())
+    def reserve(self, numbers: list[int], whole: bool) -> None:
         """Reserve and write the slots by hand."""
         request, before = keys(*numbers), cache_state(self.cache)
         refuses = self.books.refuses(request)
         try:
-            reservation = self.cache.reserve(request)
+            reservation = self.cache.reserve(request, all_or_nothing=whole)
         except CapacityError:
-            assert refuses
+            assert whole
+            assert refuses or self.books.may_decline
             assert cache_state(self.cache) == before
             return
-        assert not refuses or self.books.may_decline
+        assert not (whole and refuses)
         self.books.store(request, reservation.keys, reservation.evicted)
         fill = Fill(reservation)
         values = dict[bytes, int]()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import Gate
+from kvoffload.cache.cache_job import CacheJob
 from replay_oracles import (
     Oracle,
     generated_trace,
@@ -18,7 +19,6 @@ from replay_oracles import (
 from replaying import TINY, replay, serve_overlapping
 
 import kvoffload
-from kvoffload.cache.cache_job import CacheJob
 from kvoffload.commands import main
 from kvoffload.replay.overlap import overlap
 from kvoffload.replay.verified import VerifiedCache

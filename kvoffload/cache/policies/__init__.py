@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-def make_policy(policy: PolicyChoice, capacity: int) -> Policy:
+def make_policy(policy: PolicyChoice | str, capacity: int) -> Policy:
     """A policy for so many keys: by name, the caller's own object, or what the caller's own function makes.
 
     Raises:

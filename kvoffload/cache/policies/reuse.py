@@ -40,6 +40,10 @@ def kind_of(uses: int, is_end: bool) -> int:
     return 2 * (uses - 1) + (not is_end)
 
 
+KIND_OF = [(0, 0), *((kind_of(uses, False), kind_of(uses, True)) for uses in range(1, MOST_USES + 1))]
+"""`kind_of(uses, is_end)` as a table."""
+
+
 class Survivors(NamedTuple):
     """Blocks that have not been asked for again so far."""
 
@@ -52,7 +56,7 @@ class ReuseModel:
     """Learns from observations; says what blocks are worth. Before it has learned, age and uses alone decide."""
 
     def __init__(self) -> None:
-        self._reused = _table()
+        self.reused_counts = _table()
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
         self._known = [False] * KINDS
@@ -61,7 +65,7 @@ class ReuseModel:
 
     def reused(self, kind: int, age: int, count: int = 1) -> None:
         """So many blocks of a kind were asked for again at that age."""
-        self._reused[kind][bisect_right(EDGES, age) - 1] += count
+        self.reused_counts[kind][bisect_right(EDGES, age) - 1] += count
 
     def lost(self, kind: int, age: int, count: int = 1) -> None:
         """So many blocks of a kind reached that age and will not be watched any longer."""
@@ -90,8 +94,8 @@ class ReuseModel:
         for kind, age, blocks in survivors:
             waiting[kind][bisect_right(EDGES, age) - 1] += blocks
         for kind in range(KINDS):
-            self._known[kind] |= _update(self._worth[kind], self._reused[kind], self._lost[kind], waiting[kind])
-            for table in (self._reused, self._lost):
+            self._known[kind] |= _update(self._worth[kind], self.reused_counts[kind], self._lost[kind], waiting[kind])
+            for table in (self.reused_counts, self._lost):
                 table[kind] = [_FADING * count for count in table[kind]]
         self._raise_claims()
 

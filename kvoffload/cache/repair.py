@@ -1,0 +1,66 @@
+"""An entry table after an exception: what is published is completed, what is derived is computed again and checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvoffload.cache.entries import EntryTable, Stage
+
+
+def rebuild(table: EntryTable) -> None:
+    """Finish records whose stage says that they are settled, then compute from the truth what is derived."""
+    of = table.of
+    for record in list(table.reservations):
+        if record.stage is Stage.ABORTED:
+            for key, index in zip(record.keys, record.indices, strict=True):
+                if of.get(key) == index:
+                    del of[key]
+        if record.stage is Stage.COMMITTED or (record.stage is Stage.ABORTED and record.transfers_ended):
+            table.reservations.discard(record)
+    for lease in list(table.leases):
+        if lease.released and lease.transfers_ended:
+            table.leases.discard(lease)
+    _derive(table)
+
+
+def check(table: EntryTable) -> None:
+    """Raise AssertionError unless what is derived agrees with the truth."""
+    used = [*table.of.values(), *table.doomed]
+    assert sorted(used + table.free) == list(range(len(table.keys))), "every entry is used, free or never used"
+    assert len(table.keys) <= table.capacity, "no more entries than capacity"
+    assert len(table.pool_of) == len(table.keys), "every used entry has a pool"
+    assert all(table.keys[index] is key for key, index in table.of.items()), "entries know their keys"
+    assert len(table.keys) - table.keys.count(None) == len(table.of), "no entry has a key that is gone"
+    assert all(count > 0 for count in table.holds.values()), "holders are counted"
+    assert table.doomed <= table.holds.keys(), "an entry without a key and a holder is free"
+    assert table.holds == _holders(table), "entries are held by reservations and leases alone"
+    assert all(record.stage in (Stage.OPEN, Stage.SETTLING, Stage.ABORTED) for record in table.reservations)
+    unsettled = [record for record in table.reservations if record.stage is not Stage.ABORTED]
+    mine = [(key, record) for record in unsettled for key in table.still_mine(record)]
+    assert dict(mine) == table.pending, "pending keys are those of unsettled reservations"
+    assert len(mine) == len(table.pending), "no key is in two reservations"
+    assert all(table.still_mine(record) == [] for record in table.reservations if record.stage is Stage.ABORTED)
+    opened = {index for record in unsettled if record.stage is Stage.OPEN for index in record.indices}
+    assert table.writable == opened, "the writable entries are those of open reservations"
+
+
+def _derive(table: EntryTable) -> None:
+    table.keys = [None] * len(table.pool_of)
+    for key, index in table.of.items():
+        table.keys[index] = key
+    unsettled = [record for record in table.reservations if record.stage is not Stage.ABORTED]
+    table.pending = {key: record for record in unsettled for key in table.still_mine(record)}
+    table.writable = {index for record in unsettled if record.stage is Stage.OPEN for index in record.indices}
+    table.holds = dict(_holders(table))
+    keyless = [index for index, key in enumerate(table.keys) if key is None]
+    table.doomed = {index for index in keyless if index in table.holds}
+    table.free = [index for index in reversed(keyless) if index not in table.holds]
+
+
+def _holders(table: EntryTable) -> Counter[int]:
+    holders: Counter[int] = Counter()
+    for reservation in table.reservations:
+        holders.update(reservation.indices)
+    for lease in table.leases:
+        holders.update(set(lease.indices))
+    return holders

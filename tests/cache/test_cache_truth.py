@@ -1,0 +1,405 @@
+"""What a cache says is there is there: after interrupts, raising policies, abandoned handles, and partial stores."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from cache_interrupts import Interrupt, count_points, interrupt
+from caching import caches, store
+from helpers import Rig, cache_state, keys, rig, simulated
+
+from kvoffload import (
+    NO_WAIT,
+    BlockCache,
+    CacheEvent,
+    CacheIndex,
+    CapacityError,
+    KVOffloadWarning,
+    Status,
+    Tenant,
+)
+from kvoffload.cache.policies import LRU, POLICIES, Policy
+
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def raising(policy: str, boom: list[str], made: list[Policy] | None = None) -> Callable[[int], Policy]:
+    """A function that makes a policy, which raises in the method that `boom` names, half way through its work."""
+
+    def make(capacity: int) -> Policy:
+        base: Any = POLICIES[policy]  # type: ignore[index]
+
+        class Raising(base):  # type: ignore[misc]
+            def _maybe(self, name: str) -> None:
+                if name in boom:
+                    boom.remove(name)
+                    raise LookupError(f"policy {name}")
+
+            def insert(self, names: Sequence[bytes]) -> None:
+                super().insert(names[:1])
+                self._maybe("insert")
+                super().insert(names[1:])
+
+            def remove(self, names: Sequence[bytes], evicted: bool) -> None:
+                super().remove(names[:1], evicted)
+                self._maybe("remove")
+                super().remove(names[1:], evicted)
+
+            def load(self, names: Sequence[bytes]) -> None:
+                super().load(names)
+                self._maybe("load")
+
+            def touch(self, names: Sequence[bytes]) -> None:
+                super().touch(names)
+                self._maybe("touch")
+
+            def victims(self, count: int, protected: Any) -> list[bytes] | None:
+                self._maybe("victims")
+                found: list[bytes] | None = super().victims(count, protected)
+                return found
+
+            def make_room(self, newcomers: Sequence[bytes], room: int, protected: Any) -> Any:
+                self._maybe("victims")
+                return super().make_room(newcomers, room, protected)
+
+        policy_made = Raising(capacity)
+        if made is not None:
+            made.append(policy_made)
+        return policy_made
+
+    return make
+
+
+# interrupts
+
+
+def bytes_are_right(bench: Rig, cache: BlockCache, values: dict[bytes, int]) -> None:
+    """Every key that can be loaded has the bytes of its block; block `b` holds `b + 1`."""
+    names = list(values)
+    for place, name in enumerate(names):
+        if cache.status([name]) == [Status.HIT]:
+            cache.load([name], [20 + place], after=NO_WAIT).wait(10)
+            assert (bench.block(20 + place) == values[name]).all(), name
+    cache.check()
+
+
+@every_policy
+@pytest.mark.parametrize("call", ["store", "reserve", "load", "store and reuse"])
+def test_pitfall_39_an_interrupted_call_of_a_block_cache_leaves_no_wrong_byte(
+    policy: Any, call: str, seed: int
+) -> None:
+    """Old keys do not hit over new bytes, and keys that nobody wrote are no hits; every few points of the cache."""
+    values = {name: number + 4 for number, name in enumerate(keys(*range(8)))}
+
+    def attempt(cache: BlockCache) -> object:
+        if call == "store":
+            return cache.store(keys(4, 5), [7, 8], after=NO_WAIT)
+        if call == "reserve":
+            return cache.reserve(keys(6, 7))
+        if call == "load":
+            return cache.load(keys(0, 1), [16, 17], after=NO_WAIT)
+        return cache.store(keys(0, 4, 5, 6), [3, 7, 8, 9], after=NO_WAIT)
+
+    def filled(cache: BlockCache) -> None:
+        cache.store(keys(0, 1, 2), [3, 4, 5], after=NO_WAIT).wait(10)
+        cache.touch(keys(0, 1, 2))
+
+    with caches(capacity=3, policy=policy) as (bench, cache):
+        filled(cache)
+        points = count_points(lambda: attempt(cache), "kvoffload/cache")
+        bench.engine.drain(10)
+    for nth in range(1 + seed % 6, points + 1, 6):
+        with caches(capacity=3, policy=policy) as (bench, cache):
+            bench.engine.slots[:] = 0xEE
+            filled(cache)
+            interrupt(lambda cache=cache: attempt(cache), nth, "kvoffload/cache")  # type: ignore[misc]
+            bytes_are_right(bench, cache, values)
+            bench.engine.drain(10)
+            bytes_are_right(bench, cache, values)
+            cache.store(keys(6, 7), [9, 10], after=NO_WAIT).wait(10)
+            bytes_are_right(bench, cache, values)
+            cache.clear()
+            assert len(cache.reserve(keys(1, 2, 3)).keys) == 3, "no entry is lost"
+
+
+def test_an_interrupted_store_keeps_its_slots_until_its_copies_have_ended() -> None:
+    with caches(capacity=2) as (bench, cache):
+        held = bench.stream()
+        gate = bench.gate(held)
+        submit = cache.engine.submit
+
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            submit(*arguments, **options)
+            raise Interrupt
+
+        cache.engine.submit = interrupted  # type: ignore[method-assign]
+        with pytest.raises(Interrupt):
+            cache.store(keys(0), [3], after=held)
+        cache.engine.submit = submit  # type: ignore[method-assign]
+        assert cache.status(keys(0)) == [Status.MISS]
+        assert len(cache.reserve(keys(1, 2)).keys) == 1, "the copy may still write the other slot"
+        gate.open()
+        bench.engine.drain(10)
+        assert len(cache.reserve(keys(1, 2)).keys) == 2
+        cache.check()
+
+
+# policies that raise
+
+
+@every_policy
+@pytest.mark.parametrize("where", ["insert", "remove", "load", "touch", "victims"])
+@pytest.mark.parametrize("own", [False, True])
+def test_pitfall_39_a_policy_that_raises_leaves_the_cache_whole(policy: str, where: str, own: bool) -> None:
+    boom: list[str] = []
+    make = raising(policy, boom)
+    index = CacheIndex(4, policy=make(4) if own else make)
+    store(index, keys(0, 1, 2))
+    index.touch(keys(0, 1, 2))
+    calls: dict[str, Callable[[], object]] = {
+        "insert": lambda: index.reserve(keys(5)),
+        "remove": lambda: index.remove(keys(0, 1)),
+        "load": lambda: index.load(keys(0, 1)),
+        "touch": lambda: index.touch(keys(0, 1)),
+        "victims": lambda: index.reserve(keys(5, 6, 7)),
+    }
+    boom.append(where)
+    with pytest.raises(LookupError, match=f"policy {where}"):
+        calls[where]()
+    assert boom == []
+    index.check()
+    left = keys(2) if where == "remove" else keys(0, 1, 2)
+    assert index.keys == left
+    assert [index.lookup([name]) for name in left] == [1] * len(left)
+    for number in range(10, 20):
+        store(index, keys(number, number + 1))
+        index.touch(keys(number, number + 1))
+        index.check()
+
+
+@every_policy
+def test_a_policy_that_raises_while_a_failed_store_is_settled(policy: str) -> None:
+    """The exception comes out of the call that settles it; the key is missing, and transfers go on."""
+    boom: list[str] = []
+    with caches(policy=raising(policy, boom)) as (bench, cache):
+        simulator: Any = bench.device.simulator
+        cache.store(keys(0), [3], after=NO_WAIT).wait(10)
+        simulator.faults.fail_call("cuMemcpy3DBatchAsync")
+        cache.store(keys(1), [4], after=NO_WAIT)
+        boom.append("remove")
+        bench.engine.drain(10)
+        with pytest.raises(LookupError):
+            cache.lookup(keys(1))
+        assert (cache.lookup(keys(0)), cache.lookup(keys(1))) == (1, 0)
+        cache.check()
+        cache.store(keys(1), [4], after=NO_WAIT).wait(10)
+        assert cache.lookup(keys(0, 1)) == 2
+
+
+def test_an_own_policy_that_cannot_be_reset_is_replaced() -> None:
+    class Broken(LRU):
+        def insert(self, keys: Sequence[bytes]) -> None:
+            super().insert(keys)
+            if len(self) > 2:
+                raise LookupError("never again")
+
+    index = CacheIndex(8, policy=Broken())
+    store(index, keys(0, 1))
+    with pytest.raises(LookupError):
+        index.reserve(keys(2))
+    with pytest.warns(KVOffloadWarning, match="LRU replaces it"):
+        assert index.lookup(keys(0, 1)) == 2
+    store(index, keys(2, 3, 4))
+    index.check()
+
+    class Forgetful(LRU):
+        def reset(self, keys: Sequence[bytes]) -> None:
+            del keys
+
+        def touch(self, keys: Sequence[bytes]) -> None:
+            self.remove(keys, evicted=False)
+            raise LookupError
+
+    index = CacheIndex(8, policy=Forgetful())
+    store(index, keys(0, 1))
+    with pytest.raises(LookupError):
+        index.touch(keys(0))
+    with pytest.warns(KVOffloadWarning, match="LRU replaces it"):
+        assert index.lookup(keys(0, 1)) == 2
+    index.touch(keys(0))
+    index.check()
+
+
+@pytest.mark.parametrize("wrong", ["unknown", "twice", "protected", "few"])
+def test_victims_are_checked_before_anything_changes(wrong: str) -> None:
+    class Wrong(LRU):
+        def victims(self, count: int, _: Any) -> list[bytes] | None:
+            named = {
+                "unknown": keys(*range(50, 50 + count)),
+                "twice": keys(1) * count,
+                "protected": keys(0, 1)[:count],
+                "few": keys(1),
+            }
+            return named[wrong]
+
+        def __repr__(self) -> str:
+            return "Wrong()"
+
+    index = CacheIndex(3, policy=Wrong())
+    store(index, keys(0, 1, 2))
+    lease = index.acquire(keys(0))
+    with pytest.raises(ValueError, match=r"the policy Wrong\(\)"):
+        index.reserve(keys(5, 6))
+    assert (index.lookup(keys(0, 1, 2)), index.keys) == (3, keys(0, 1, 2))
+    lease.release()
+    index.check()
+
+
+def test_a_policy_that_calls_the_cache_is_refused() -> None:
+    class Calling(LRU):
+        def insert(self, keys: Sequence[bytes]) -> None:
+            super().insert(keys)
+            index.lookup(keys)
+
+    index = CacheIndex(3, policy=Calling())
+    with pytest.raises(RuntimeError, match="in the middle of another call"):
+        index.reserve(keys(0))
+
+
+# abandoned handles
+
+
+def test_handles_that_become_garbage_give_their_entries_back() -> None:
+    index = CacheIndex(3, policy="lru")
+    store(index, keys(0))
+    index.reserve(keys(1))
+    lease = index.acquire(keys(0))
+    index.acquire(keys(0))
+    assert index.status(keys(1)) == [Status.MISS]
+    assert index.statistics().pinned == 1
+    assert not lease.released
+    del lease
+    assert (index.statistics().pinned, index.statistics().failed) == (0, 1)
+    cycle: list[Any] = [index.reserve(keys(1))]
+    cycle.append(cycle)
+    assert index.status(keys(1)) == [Status.PENDING]
+    del cycle
+    gc.collect()
+    assert index.status(keys(1)) == [Status.MISS]
+    index.check()
+
+
+def test_the_entries_of_an_abandoned_reservation_wait_for_transfers_in_flight() -> None:
+    with caches(capacity=2) as (bench, cache):
+        held = bench.stream()
+        gate = bench.gate(held)
+        reservation = cache.reserve(keys(0))
+        bench.engine.store([3], reservation.slots(), after=held)
+        old = reservation.indices
+        del reservation
+        again = cache.reserve(keys(0, 1))
+        assert len(again.keys) == 1
+        assert not set(again.indices) & set(old)
+        gate.open()
+        bench.engine.drain(10)
+        assert len(cache.reserve(keys(5, 6)).keys) == 1
+        cache.check()
+
+
+# partial stores
+
+
+@every_policy
+def test_a_tenant_of_low_priority_on_a_full_cache_is_never_refused(policy: Any, seed: int) -> None:
+    """2,000 requests in ordinary traffic; 0.1 refused 678 of them."""
+    events: list[CacheEvent] = []
+    index = CacheIndex(64, policy=policy, tenants={"batch": Tenant(priority=-1)}, on_event=events.append)
+    rng = np.random.default_rng(seed)
+    store(index, keys(*range(60)))
+    declined = 0
+    for turn in range(2_000):
+        tenant = "batch" if turn % 2 else ""
+        start, length = int(rng.integers(400)), int(rng.integers(1, 12))
+        request = keys(*range(1000 + start, 1000 + start + length))
+        reservation = store(index, request, tenant)
+        declined += len(reservation.declined)
+        assert list(reservation.keys) == [name for name in request if name in set(reservation.keys)]
+        index.touch(request)
+    index.check()
+    assert index.statistics().declined == declined > 0
+    assert declined == sum(len(event.keys) for event in events if event.kind == "declined")
+
+
+@every_policy
+def test_a_prompt_longer_than_the_cache_stores_its_beginning(policy: Any) -> None:
+    with caches(capacity=4, policy=policy) as (bench, cache):
+        request = keys(*range(10))
+        job = cache.store(request, list(range(10)), after=NO_WAIT)
+        job.wait(10)
+        assert job.keys == tuple(request[:4])
+        assert cache.lookup(request) == 4
+        assert cache.statistics().declined == 6
+        assert cache.store(request, list(range(10)), after=NO_WAIT).keys == ()
+        before = cache_state(cache)
+        with pytest.raises(CapacityError, match="6 keys find 0 entries free"):
+            cache.store(request, list(range(10)), after=NO_WAIT, all_or_nothing=True)
+        assert cache_state(cache) == before
+        assert len(bench.engine.poll()) == 0
+
+
+# who may write
+
+
+def test_a_store_into_slots_of_a_cache_is_refused() -> None:
+    with caches(capacity=3) as (bench, cache):
+        cache.store(keys(0), [3], after=NO_WAIT).wait(10)
+        for slot in range(3):
+            with pytest.raises(ValueError, match=rf"slots\[0\] is {slot}, which belongs to a BlockCache"):
+                bench.engine.store([5], [slot], after=NO_WAIT)
+        reservation = cache.reserve(keys(1))
+        reservation.commit(bench.engine.store([4], reservation.slots(), after=NO_WAIT))
+        with pytest.raises(ValueError, match="belongs to a BlockCache"):
+            bench.engine.store([5], reservation.slots(), after=NO_WAIT)
+        bench.engine.drain(10)
+        aborted = cache.reserve(keys(2))
+        aborted.abort()
+        with pytest.raises(ValueError, match="belongs to a BlockCache"):
+            bench.engine.store([5], aborted.slots(), after=NO_WAIT)
+        cache.load(keys(0, 1), [20, 21], after=NO_WAIT).wait(10)
+        assert [int(bench.block(block)[0]) for block in (20, 21)] == [4, 5]
+
+
+def test_unknown_tenants_are_refused() -> None:
+    with simulated() as device, rig(device, num_slots=4) as bench:
+        cache = BlockCache(bench.engine, tenants={"guests": Tenant(max_blocks=2)})
+        for call in (lambda: cache.store(keys(0), [1], tenant="guest"), lambda: cache.reserve(keys(0), "guest")):
+            with pytest.raises(ValueError, match="tenant must be one of '', 'guests', got 'guest'"):
+                call()
+        assert cache.store(keys(0), [1], tenant="guests").keys == tuple(keys(0))
+
+
+def test_residency_of_keys_that_come_back_after_remove() -> None:
+    """A removed key's entry goes to another key: its time counts from that key's own store."""
+    index = CacheIndex(2, policy="lru")
+    store(index, keys(0, 1))
+    index._state.recorder._stored_at[:] -= 1000.0
+    index.remove(keys(0))
+    store(index, keys(2))
+    index.touch(keys(1))
+    store(index, keys(3))
+    residency = index.statistics().residency_seconds
+    assert (sum(residency.counts), residency.total < 100) == (1, True)
+    index.remove(keys(1, 3))
+    store(index, keys(4))
+    assert sum(index.statistics().residency_seconds.counts) == 1, "removed keys are not evicted"
+
+
+@pytest.mark.parametrize("capacity", [2**33, 2**40, 2**64, 2**100])
+def test_capacities_beyond_memory_are_refused_at_once(capacity: int) -> None:
+    with pytest.raises((ValueError, CapacityError), match="capacity must be at most"):
+        CacheIndex(capacity)
