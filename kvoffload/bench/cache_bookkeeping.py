@@ -16,14 +16,9 @@ from random import Random
 from typing import Any
 
 from kvoffload.cache.index import CacheIndex
-<<<<<<< HEAD
 from kvoffload.cache.policies import POLICIES
 from kvoffload.terminal.console import Output
 from kvoffload.terminal.options import whole
-=======
-from kvoffload.cache.policies import POLICIES, make_policy
-from kvoffload.terminal.console import Output, whole
->>>>>>> h-a
 
 _KEY_BYTES = 16
 _COLUMNS = ("lookup_us", "reserve_commit_us", "touch_us", "bytes_per_block")

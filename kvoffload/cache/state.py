@@ -69,13 +69,8 @@ class CacheState:
     def refuse_nested(self) -> None:
         """Raise RuntimeError: a policy, a signal handler or a finalizer calls the cache in the middle of a call."""
         raise RuntimeError(
-<<<<<<< HEAD
-            "the cache was called in the middle of another call of it in the same thread, by a policy, a signal "
-            "handler or a finalizer: these must leave it alone"
-=======
             "the cache was called in the middle of another call of it in the same thread: a policy, a signal handler "
             "or a finalizer must leave it alone"
->>>>>>> h-a
         )
 
     def enter(self) -> None:

@@ -45,23 +45,15 @@ _COUNTED = {
     "declined": "Blocks that were not stored: not worth it, over a quota, or without room.",
     "removed": "Blocks removed by remove() and clear().",
 }
-<<<<<<< HEAD
 _COUNTED_BY_TENANT = ("stored", "failed", "declined")
-=======
-_BY_TENANT = ("stored", "failed", "declined")
->>>>>>> h-a
 _METRICS = {
     "kvoffload_cache_blocks": _Metric("Gauge", "Blocks in the cache; pinned ones are among the resident.", "state"),
     "kvoffload_cache_capacity_blocks": _Metric("Gauge", "Blocks that fit into the cache."),
     **{f"kvoffload_cache_{field}": _Metric("Counter", text) for field, text in _COUNTED.items()},
-<<<<<<< HEAD
     **{
         f"kvoffload_cache_tenant_{field}": _Metric("Counter", f"{_COUNTED[field][:-1]}; by tenant.", "tenant")
         for field in _COUNTED_BY_TENANT
     },
-=======
-    **{f"kvoffload_cache_tenant_{field}": _Metric("Counter", _COUNTED[field], "tenant") for field in _BY_TENANT},
->>>>>>> h-a
     "kvoffload_cache_residency_seconds": _Metric("Histogram", "How long evicted blocks had been in the cache."),
     "kvoffload_cache_reuse_distance_blocks": _Metric("Histogram", "Blocks touched between two touches of a block."),
     "kvoffload_transfer_bytes": _Metric("Counter", "Payload bytes of transfers that did not fail.", "direction"),
@@ -72,11 +64,7 @@ _METRICS = {
     "kvoffload_transfer_jobs_held": _Metric("Gauge", "Transfers in flight that wait on the host for the driver."),
     "kvoffload_pinned_bytes": _Metric("Gauge", "Pinned host memory of the slots."),
 }
-<<<<<<< HEAD
 _OWN_LABELS = {"state", "direction", "le", "tenant"}
-=======
-_OWN_LABELS = {"state", "tenant", "direction", "le"}
->>>>>>> h-a
 
 
 class CacheCollector:
@@ -199,11 +187,7 @@ def _cache_samples(statistics: CacheStatistics) -> Iterator[_Sample]:
     for field in _COUNTED:
         yield _Sample(f"kvoffload_cache_{field}", getattr(statistics, field))
     for tenant, counts in statistics.tenants:
-<<<<<<< HEAD
         for field in _COUNTED_BY_TENANT:
-=======
-        for field in _BY_TENANT:
->>>>>>> h-a
             yield _Sample(f"kvoffload_cache_tenant_{field}", getattr(counts, field), tenant)
     yield _Sample("kvoffload_cache_residency_seconds", statistics.residency_seconds)
     yield _Sample("kvoffload_cache_reuse_distance_blocks", statistics.reuse_distance_blocks)

@@ -201,7 +201,6 @@ class VerifiedCache:
             chunk = absent[start : start + self._batch]
             self._write(chunk, places[[position[key] for key in chunk]])
         where = places[[position[key] for key in unique]]
-<<<<<<< HEAD
         try:
             job = clock.call(self.cache.store, unique, self._per_group(where), after=NO_WAIT)
         except CapacityError:  # the rest is pinned by unfinished requests
@@ -212,12 +211,6 @@ class VerifiedCache:
         complete = self._may_decline or len(stored) == len(absent)
         assert complete or self._lanes > 1, "the cache stores all that it did not hold"
         if not complete:  # the rest found no room: other requests pin what could be evicted
-=======
-        job = clock.call(self.cache.store, unique, self._per_group(where), after=NO_WAIT)
-        stored = set(job.keys)
-        assert stored <= set(absent), "the cache stores nothing that it holds"
-        if len(stored) < len(absent) and not self._may_decline:  # the rest is pinned by requests under way
->>>>>>> h-a
             self.counts.requests_refused += 1
         yield job
         seconds, nbytes = _finish(job)

@@ -148,13 +148,8 @@ def test_an_engine_tells_which_planes_the_driver_keeps_apart(device: kvoffload.D
 
 
 def test_closed_engines_and_devices_can_be_shown(device: kvoffload.Device, engine: kvoffload.OffloadEngine) -> None:
-<<<<<<< HEAD
     engine.store([1], [1]).wait()
     cache = kvoffload.BlockCache(engine)
-=======
-    cache = kvoffload.BlockCache(engine)
-    engine.load([1], [1]).wait()
->>>>>>> h-a
     engine.close()
     assert "closed" in page(engine).texts
     assert row(page(engine), "pool") == "8 slots x 64 KiB, 512 KiB not pinned any more"

@@ -12,11 +12,7 @@ import pytest
 from programs import run_program
 
 from kvoffload.cache.statistics import CacheStatistics, Histogram, TenantCounts
-<<<<<<< HEAD
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
-=======
-from kvoffload.engine.metrics import DirectionTotals, EngineStatistics
->>>>>>> h-a
 from kvoffload.errors import CapabilityError, ClosedError
 from kvoffload.observability.prometheus import CacheCollector, register
 
@@ -145,15 +141,9 @@ def test_every_number_of_a_cache_is_there(client: Any, registry: Any) -> None:
     """A new field of the statistics needs its metric."""
     names = [field.name for field in dataclasses.fields(CacheStatistics) if field.name != "tenants"]
     histograms = ("residency_seconds", "reuse_distance_blocks")
-<<<<<<< HEAD
     counts = {name: 1000 + index for index, name in enumerate(names) if name not in histograms}
     by_tenant = {field.name: 2000 + index for index, field in enumerate(dataclasses.fields(TenantCounts))}
     cache = Stub(cache_statistics(**counts, tenants=(("batch", TenantCounts(**by_tenant)),)))
-=======
-    counts = {name: 1000 + index for index, name in enumerate(names) if name not in (*histograms, "tenants")}
-    tenants = (("", TenantCounts(stored=2001, failed=2002, declined=2003)), ("guests", TenantCounts(stored=2004)))
-    cache = Stub(cache_statistics(**counts, tenants=tenants))
->>>>>>> h-a
     register(cache, registry)
     text = lines(client, registry)
     values = {float(line.split()[-1]) for line in text}
@@ -208,11 +198,7 @@ def test_a_scrape_can_be_read_back(client: Any, registry: Any) -> None:
     """By the package's own parser, names and kinds and labels with odd values included."""
     from prometheus_client.parser import text_string_to_metric_families
 
-<<<<<<< HEAD
     cache = Stub(cache_statistics(tenants=(("t", TenantCounts()),)), Stub(engine_statistics()))
-=======
-    cache = Stub(cache_statistics(tenants=(("", TenantCounts()),)), Stub(engine_statistics()))
->>>>>>> h-a
     register(cache, registry, model='a "b"\n\\c', gpu="é")
     families = list(text_string_to_metric_families(client.generate_latest(registry).decode()))
     described = CacheCollector(cache, model="", gpu="").describe()

@@ -20,10 +20,6 @@ from replay_oracles import (
 from replaying import HYBRID, TINY, replay
 
 import kvoffload
-<<<<<<< HEAD
-=======
-from kvoffload.cache.reservations import CacheJob
->>>>>>> h-a
 from kvoffload.commands import main
 from kvoffload.replay.trace import read_trace
 from kvoffload.replay.verified import VerifiedCache
