@@ -25,12 +25,12 @@ SEGMENT_LIMIT = 380  # operations of a transfer queued together: two such segmen
 EVENT_COST = 2  # places that a segment's timing events may take
 
 
-class _NoWait:
+class NoWait:
     def __repr__(self) -> str:
         return "NO_WAIT"
 
 
-NO_WAIT: Final = _NoWait()  # after=NO_WAIT: the transfer waits for no stream of the caller's
+NO_WAIT: Final = NoWait()  # after=NO_WAIT: the transfer waits for no stream of the caller's
 
 
 class EventPool:

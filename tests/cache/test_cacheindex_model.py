@@ -32,7 +32,7 @@ from kvoffload import (
     Status,
     TransferError,
 )
-from kvoffload.cache.policies import POLICIES
+from kvoffload.cache.policies import POLICIES, PolicyName
 
 CAPACITY = 5
 numbers = st.lists(st.integers(0, 11), min_size=1, max_size=4, unique=True)
@@ -730,7 +730,7 @@ def _restless() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_restless")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_threads_with_their_own_ways_share_a_cache(policy: str, seed: int) -> None:
+def test_threads_with_their_own_ways_share_a_cache(policy: PolicyName, seed: int) -> None:
     """Now and then a copy fails. Nothing hangs, nothing stays behind, and nobody reads another key's bytes."""
     device = simulated(seed, "no-batch", deadlock_seconds=10)
     with device, rig(device, num_blocks=64, num_slots=10) as bench:

@@ -15,10 +15,10 @@ from helpers import ENGINE_STREAMS, LEVELS, Rig, copiers_in, held_by_process, no
 
 from kvoffload import NO_WAIT, CapacityError, Direction, TransferError
 from kvoffload.driver import functions
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName, CopyMethod
 
 
-def submit_gated(bench: Rig, count: int, blocks_each: int, copier: str | None) -> list[float]:
+def submit_gated(bench: Rig, count: int, blocks_each: int, copier: CopierName | None) -> list[float]:
     """Seconds that each of `count` submissions takes while the first waits for a gate; both directions in turn."""
     held = bench.stream()
     bench.gate(held)
