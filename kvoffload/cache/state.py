@@ -58,7 +58,7 @@ class CacheState:
         self.consistent = True
         self.storing: deque[ReservationRecord] = deque()
         self.loading: deque[LeaseRecord] = deque()
-        self.abandoned: deque[Watch | Record] = deque()
+        self.abandoned: deque[Watch | Record | None] = deque()
         self._awaited: dict[Record, None] = {}  # with transfers in any order; looked through by every `enter`
         self.owner: weakref.ref[object] | None = None  # the cache whose state this is
         self._in_flight = in_flight
