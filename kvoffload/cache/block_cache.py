@@ -150,9 +150,8 @@ class BlockCache:
 
         Raises:
             CapacityError: `all_or_nothing`, and a key would be declined; or the engine has no room for the transfer.
-            ValueError, LayoutError: bad arguments, or the policy names keys that must not be evicted. And what
-                `OffloadEngine.store` raises. Nothing has changed, unless the driver fails between two groups of one
-                call: then the keys evicted for it are gone.
+            ValueError, LayoutError, and what `OffloadEngine.store` raises. Nothing has changed, unless the driver fails
+                between two groups of one call: then the keys evicted for it are gone.
         """
         checked = check_keys(keys, repeats=False)
         per_group = self._block_ids(len(checked), blocks)
