@@ -438,7 +438,9 @@ def test_a_forgotten_device_that_cannot_be_freed_does_not_keep_the_next_one_from
     gc.collect()
     simulator.faults.fail_call("cuMemHostUnregister", error=cuda.CUresult.CUDA_ERROR_INVALID_VALUE)
     simulator.faults.fail_call("cuMemFree", after=True)
-    with warned(ENGINE_WARNING, "a resource whose owner is garbage could not be freed: cuMemFree returned", DEVICE_WARNING):
+    with warned(
+        ENGINE_WARNING, "a resource whose owner is garbage could not be freed: cuMemFree returned", DEVICE_WARNING
+    ):
         opened = kvoffload.open_device(backend="simulated")
     opened.close()
     assert left(simulator) == {}  # unpinning was tried again, and freeing had been done in spite of its error

@@ -64,7 +64,9 @@ def test_an_outcome_before_the_end_is_refused(device: kvoffload.Device) -> None:
         held = bench.stream()
         gate = bench.gate(held)
         job = bench.engine.store([1], [1], after=held)
-        with pytest.raises(RuntimeError, match=r"Job\(1, store, .*\) has not ended; call wait\(\), or ask done, before"):
+        with pytest.raises(
+            RuntimeError, match=r"Job\(1, store, .*\) has not ended; call wait\(\), or ask done, before"
+        ):
             job.outcome()
         gate.open()
         bench.engine.drain(10)
