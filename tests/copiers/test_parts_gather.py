@@ -30,7 +30,6 @@ from transfers import segments_of, transfer_of
 import kvoffload
 from kvoffload import NO_WAIT, CapabilityError, Direction, KVLayout, OffloadEngine, TransferError
 from kvoffload.copiers import gather
-from kvoffload.copiers.table_arena import TableArena
 from kvoffload.engine.job import Job
 from kvoffload.engine.tracker import Tracker
 from kvoffload.engine.transfer import Segment, Transfer
@@ -151,7 +150,7 @@ def test_every_part_is_a_launch_on_its_rows_and_all_read_one_table(bench: Rig, m
     assert blocks_hold(bench, range(8), range(100, 108))
 
 
-def test_two_ways_of_dividing_have_rows_of_their_own(bench: Rig) -> None:
+def test_two_divisions_have_rows_of_their_own(bench: Rig) -> None:
     with_gate = bench.gate(waiting := bench.stream())
     jobs = [
         load(bench, range(first, first + 4), range(first, first + 4), parts=parts, after=waiting)
@@ -403,13 +402,12 @@ def test_no_stream_passes_a_part_that_failed(bench: Rig) -> None:
 
 def interrupted_load(number: int) -> Outcome | int:
     """A load in parts with an interrupt at one of its points; for 0 how many points it has."""
-    with simulated(1) as device:
-        with rig(device, planes=PLANES, sm_limit=4) as bench:
-            gate = bench.gate(waiting := bench.stream())
-            work = partial(load_and_drain, bench, waiting, gate)
-            outcome = interrupt_at(number, work) if number else count_points(work)
-            check_after_interrupt(bench)
-            assert tables_out(bench) == 0
+    with simulated(1) as device, rig(device, planes=PLANES, sm_limit=4) as bench:
+        gate = bench.gate(waiting := bench.stream())
+        work = partial(load_and_drain, bench, waiting, gate)
+        outcome = interrupt_at(number, work) if number else count_points(work)
+        check_after_interrupt(bench)
+        assert tables_out(bench) == 0
     assert sum(leaks_of(device).values()) <= 1, "the handle that an interrupted driver call made"
     return outcome
 

@@ -249,7 +249,7 @@ def test_pitfall_06_a_load_follows_a_store_that_is_held(device: kvoffload.Device
 
 
 def test_pitfall_06_no_transfer_is_too_long(device: kvoffload.Device) -> None:
-    """Through every copier, and as its own choice: more operations than all queues hold, in pieces as room is made."""
+    """Through every copier, and as its own choice: more operations than all queues hold, queued as room is made."""
     many = 110_000
     planes = device.allocate_planes(4, block_bytes=1, num_blocks=4)
     layout, num_slots = KVLayout([planes], blocks_per_slot=4096), many // 4096 + 1

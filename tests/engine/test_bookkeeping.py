@@ -21,7 +21,7 @@ def rows() -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in fields["rows"]}
 
 
-def test_every_policy_is_measured_beside_the_dictionary(rows: dict[str, dict[str, Any]]) -> None:
+def test_every_policy_is_compared_with_the_dictionary(rows: dict[str, dict[str, Any]]) -> None:
     assert list(rows) == ["OrderedDict", "arc", "lru", "prefix", "s3fifo"]
     for row in rows.values():
         for what in ("lookup_us", "reserve_commit_us", "touch_us"):
@@ -35,7 +35,7 @@ def test_a_block_takes_less_than_300_bytes(rows: dict[str, dict[str, Any]], poli
 
 
 @pytest.mark.parametrize("policy", ["arc", "lru", "prefix", "s3fifo"])
-def test_what_a_request_costs_beside_a_dictionary(rows: dict[str, dict[str, Any]], policy: str) -> None:
+def test_what_a_request_costs_compared_with_a_dictionary(rows: dict[str, dict[str, Any]], policy: str) -> None:
     """The best of many, generously: machines differ, and so do the CPU's caches."""
     reference = rows["OrderedDict"]
     assert rows[policy]["lookup_us_best"] < 3 * reference["lookup_us_best"]

@@ -16,10 +16,10 @@ ORDERING_TESTS = [
     str(HERE / name)
     for name in (
         "test_ordering.py",
-        "test_ordering_pieces.py",
+        "test_ordering_segments.py",
         "test_ordering_split.py",
         "test_ordering_parts.py",
-        "test_relays.py",
+        "test_wait_streams.py",
     )
 ]
 SITES = wait_sites()

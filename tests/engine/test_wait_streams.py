@@ -10,8 +10,7 @@ import pytest
 from helpers import ORDERING_SEEDS, Rig, all_are, in_threads, levelled, release, settled_rig
 
 import kvoffload
-from kvoffload import NO_WAIT, KVLayout, OffloadEngine
-from kvoffload import CapacityError
+from kvoffload import NO_WAIT, CapacityError, KVLayout, OffloadEngine
 from kvoffload.engine import wait_streams
 from kvoffload.engine.wait_streams import MOST_WAIT_STREAMS, Array, as_sources
 from kvoffload.testing import leak_check

@@ -57,7 +57,6 @@ from kvoffload import (
     OffloadEngine,
     TransferError,
 )
-from kvoffload.copiers import StridedCopier
 from kvoffload.engine import launcher, stream_order
 from kvoffload.engine.job import Job
 from kvoffload.layout.fold import fold_group
@@ -435,7 +434,7 @@ def test_as_many_parts_as_the_queues_hold_and_more(device: kvoffload.Device) -> 
     bench.close()
 
 
-def test_closing_waits_for_every_part(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_every_part(device: kvoffload.Device) -> None:
     with rig(device, planes=PLANES) as bench:
         gate = hold_from(bench, 2)
         job = load(bench, range(6), range(6))
@@ -652,13 +651,12 @@ def test_a_part_that_faults_on_the_gpu_fails_the_load(nth: int, copier: str) -> 
 
 def interrupted_load(number: int) -> Outcome | int:
     """A load in parts with an interrupt at one of its points; for 0 how many points it has."""
-    with simulated(1) as device:
-        with rig(device, planes=PLANES) as bench:
-            held = bench.stream()
-            gate = bench.gate(held)
-            work = partial(load_and_drain, bench, held, gate)
-            outcome = interrupt_at(number, work) if number else count_points(work)
-            check_after_interrupt(bench)
+    with simulated(1) as device, rig(device, planes=PLANES) as bench:
+        held = bench.stream()
+        gate = bench.gate(held)
+        work = partial(load_and_drain, bench, held, gate)
+        outcome = interrupt_at(number, work) if number else count_points(work)
+        check_after_interrupt(bench)
     assert sum(leaks_of(device).values()) <= 1, "the handle that an interrupted driver call made"
     return outcome
 
@@ -680,7 +678,7 @@ def test_an_interrupted_load_in_parts_loses_no_job(monkeypatch: pytest.MonkeyPat
 # the cache
 
 
-def test_the_cache_loads_in_parts(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_loads_in_parts(device: kvoffload.Device) -> None:
     with rig(device, planes=PLANES) as bench:
         cache = BlockCache(bench.engine)
         cache.store(keys(1, 2, 3), [1, 2, 3]).wait(10)
@@ -710,9 +708,7 @@ def two_groups(device: kvoffload.Device) -> tuple[OffloadEngine, list[kvoffload.
     return OffloadEngine(layout, device=device, num_slots=8, **COPY_ENGINE_ONLY), planes
 
 
-def test_the_cache_loads_every_group_in_as_many_parts(
-    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_loads_every_group_in_as_many_parts(device: kvoffload.Device) -> None:
     engine, planes = two_groups(device)
     with engine:
         bench = Rig(device, engine, slab_of(planes), planes)
