@@ -361,8 +361,9 @@ class OffloadEngine(EngineLifecycle):
     ) -> PlanReport:
         """What such a transfer would be, and what would carry it; nothing is submitted. Raises what `store` raises."""
         copiers = self._parts.copiers
-        checked, wanted = Direction(direction), (group, first_sub_block, NO_WAIT, copier, "auto", None)
-        request = make_request(self.layout, self.num_slots, copiers.missing, checked, blocks, slots, *wanted)
+        pool = self.layout, self.num_slots, copiers.missing
+        checked = Direction(direction)
+        request = make_request(*pool, checked, blocks, slots, group, first_sub_block, NO_WAIT, copier, "auto", None)
         self.device.check_process()
         with self.lock:
             self.check_usable()
