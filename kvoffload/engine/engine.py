@@ -265,6 +265,8 @@ class OffloadEngine(EngineLifecycle):
 
         Call it before taking the lock. Raises what `store` raises for `after`.
         """
+        if after is NO_WAIT or (after is None and self.layout.on_default_stream):
+            return after
         sources = sources_of(after, self.layout)
         if not sources:
             return NO_WAIT
