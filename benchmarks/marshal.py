@@ -62,8 +62,8 @@ def measure(repeats: int) -> dict[str, Any]:
     driver = idle_driver()
     batch, folded = BatchCopier(driver), StridedCopier(driver, batched=True)
     flat, strided = _flat_plan(batch.segment_operations), _strided_plan(folded.segment_operations)
-    batch_ns = _rounds(lambda: batch.stage(flat, SourceOrder.STREAM).submit(_STREAM), repeats, len(flat))
-    strided_ns = _rounds(lambda: folded.stage(strided, SourceOrder.STREAM).submit(_STREAM), repeats, len(strided))
+    batch_ns = _rounds(lambda: batch.stage(flat, SourceOrder.STREAM).submit(_STREAM, None), repeats, len(flat))
+    strided_ns = _rounds(lambda: folded.stage(strided, SourceOrder.STREAM).submit(_STREAM, None), repeats, len(strided))
     fields: dict[str, Any] = {"descriptors": len(flat), "operations": len(strided), "repeats": repeats}
     for what, values in (("descriptor", batch_ns), ("operation", strided_ns)):
         fields[f"{what}_ns"] = statistics.median(values)
