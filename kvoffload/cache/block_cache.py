@@ -135,35 +135,29 @@ class BlockCache(HtmlRepresentation):
         *,
         all_or_nothing: bool = False,
     ) -> CacheJob:
-        """Store the blocks of those keys that are neither present nor pending; they can be loaded once it has ended.
+        """Store the blocks of those keys that are neither present nor pending; they are the job's `keys`, and
+        can be loaded once it has ended.
 
-        Entries that hold nothing are used first, then the policy names keys to evict. Keys among `keys`, keys being
-        stored and keys being loaded are not evicted. Of the missing keys, those may be declined that are worth less
-        than what they would displace, that were not looked up often enough, that are beyond a quota, or for which no
-        entry is free and none may be evicted: from the first missing key on, as many are stored as there can be.
+        Keys among `keys`, keys being stored and keys being loaded are not evicted for them. From the first missing key
+        on, as many are stored as find room; declined are also keys that are worth less than what they would displace,
+        that were not looked up often enough, or that are beyond a quota.
 
         Args:
             keys: bytes, no repeats, in the order of the request. May be a whole request's keys: what is present is
                 skipped, and kept.
-            blocks: source ids, `blocks_per_slot` per key in the order of the keys (for each group).
-            after: as for `OffloadEngine.store`.
+            blocks, after: as for `OffloadEngine.store`; `blocks_per_slot` ids per key in their order (for each group).
             tenant: whose quota and priority the keys have.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
 
-        Returns:
-            The job; its `keys` are those being stored.
-
         Raises:
             CapacityError: `all_or_nothing`, and a key would be declined; or the engine has no room for the transfer.
-            ValueError: the cache has no such tenant; or its policy names keys that must not be evicted.
-            LayoutError, and what `OffloadEngine.store` raises. Nothing has changed in any of these cases, but for one:
-                if the driver fails between two groups of one call, the keys evicted for it are gone.
+            ValueError, LayoutError, and what `OffloadEngine.store` raises. Nothing has changed, unless the driver fails
+                between two groups of one call: then the keys evicted for it are gone.
         """
         checked = check_keys(keys, repeats=False)
         per_group = self._block_ids(len(checked), blocks)
-        engine, state = self.engine, self._state
-        after = engine.resolve(after)
-        engine.advance()
+        state, after = self._state, self.engine.resolve(after)
+        self.engine.advance()
         record: ReservationRecord | None = None
         try:
             with state.lock:
@@ -173,15 +167,13 @@ class BlockCache(HtmlRepresentation):
                     state.working = True
                     state.enter()
                     record = state.propose(checked, tenant, all_or_nothing)
-                    engine.check_room(self._groups if record.keys else 0)
                     jobs = self._store(record, per_group, after)
                 finally:
                     state.working = False
             if state.recorder.untold:
                 state.recorder.tell()
         except BaseException:
-            if record is not None:
-                state.abandoned.append(record)  # ignored where it has come to its end
+            state.abandoned.append(record)  # ignored if it has not begun, or has come to its end
             raise
         return CacheJob(record.keys, jobs)
 
@@ -195,10 +187,12 @@ class BlockCache(HtmlRepresentation):
         4. Another exception: the same, as it is not known what was queued.
         """
         state, jobs = self._state, tuple[Job, ...]()
+        self.engine.check_room(self._groups if record.keys else 0)
         if not record.keys:
             if record.declined:
                 state.recorder.note("declined", record.declined, record.tenant)
             return jobs
+        submitted = self.engine.submitted
         state.publish(record)
         try:
             for group, ids in enumerate(self._chosen(record, per_group)):
@@ -207,7 +201,7 @@ class BlockCache(HtmlRepresentation):
         except _REFUSALS as error:
             if jobs:
                 state.fill(record)
-            elif not isinstance(error, TransferError):  # after that one, the context may be lost with copies queued
+            elif self._refused(error, submitted):
                 state.withdraw(record)
             raise
         state.fill(record)
@@ -231,10 +225,8 @@ class BlockCache(HtmlRepresentation):
             after: as for `OffloadEngine.load`.
             pending: also load keys whose store has been submitted and has not ended: the GPU waits for it, the host
                 does not. If such a store fails, so does the job's `wait`, and the loaded blocks must not be used.
-            parts: as for `OffloadEngine.load`, so that `job.order_before(stream, part=k)` need not wait for later ones.
-                With several groups only a number, for each of them. Their jobs follow each other, so part k of the last
-                group ends after all of those before it: for what needs one group,
-                `job.jobs[group].order_before(stream, part=k)`.
+            parts: as for `OffloadEngine.load`; with several groups only a number, for each of them. Their jobs follow
+                each other: to wait for one group, `job.jobs[group].order_before(stream, part=k)`.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
@@ -244,8 +236,7 @@ class BlockCache(HtmlRepresentation):
         per_group = self._block_ids(len(checked), blocks)
         if parts is not None:
             self._check_parts(parts)
-        engine, state = self.engine, self._state
-        after = engine.resolve(after)
+        engine, state, after = self.engine, self._state, self.engine.resolve(after)
         engine.advance()
         record: LeaseRecord | None = None
         try:
@@ -263,14 +254,13 @@ class BlockCache(HtmlRepresentation):
             if state.recorder.untold:
                 state.recorder.tell()
         except BaseException:
-            if record is not None:
-                state.abandoned.append(record)  # ignored where it has come to its end
+            state.abandoned.append(record)  # ignored if it has not begun, or has come to its end
             raise
         return CacheJob(checked, jobs, record.sources)
 
     def _load(self, record: LeaseRecord, per_group: list[Int64Array], after: Any, parts: Parts) -> tuple[Job, ...]:
         """Hold the entries and submit the transfer, under the lock; the cases are those of `_store`."""
-        state, jobs = self._state, tuple[Job, ...]()
+        state, jobs, submitted = self._state, tuple[Job, ...](), self.engine.submitted
         state.begin(record)
         try:
             for group, ids in enumerate(per_group):
@@ -278,7 +268,7 @@ class BlockCache(HtmlRepresentation):
                 ids = ids.reshape(-1)
                 jobs = (*jobs, self.engine.submit(Direction.LOAD, ids, slots, group=group, after=after, parts=parts))
         except _REFUSALS as error:
-            if not jobs and not isinstance(error, TransferError):
+            if not jobs and self._refused(error, submitted):
                 state.end(record)
             raise
         record.jobs = jobs
@@ -377,6 +367,10 @@ class BlockCache(HtmlRepresentation):
         if len(record.positions) == len(per_group[0]):
             return [ids.reshape(-1) for ids in per_group]
         return [ids[record.positions].reshape(-1) for ids in per_group]
+
+    def _refused(self, error: Exception, submitted: int) -> bool:
+        """Whether nothing has been queued: neither before the context was lost, nor before a signal handler raised."""
+        return not isinstance(error, TransferError) and self.engine.submitted == submitted
 
     def _slots(self, indices: list[int], group: int) -> Int64Array:
         slots = np.array(indices, dtype=np.int64)

@@ -192,8 +192,7 @@ class CacheIndex:
             if state.recorder.untold:
                 state.recorder.tell()
         except BaseException:
-            if record is not None:
-                state.abandoned.append(record)
+            state.abandoned.append(record)  # ignored if it has not begun
             raise
         return handle
 
@@ -243,8 +242,7 @@ class CacheIndex:
             if state.recorder.untold:
                 state.recorder.tell()
         except BaseException:
-            if record is not None:
-                state.abandoned.append(record)
+            state.abandoned.append(record)  # ignored if it has not begun
             raise
         return handle
 

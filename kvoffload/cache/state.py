@@ -4,8 +4,8 @@
        │         │         └──abort, abandoned, a transfer failed──> aborted
     refused   withdrawn
 
-Nothing calls back. Whoever holds the lock calls `enter` first, which brings the state up to date: it repairs what an
-exception has interrupted, aborts what was abandoned, and settles what has ended.
+Transfers call nothing back. A call takes the lock and then calls `enter`, which brings the state up to date: it repairs
+what an exception has interrupted, aborts what was abandoned, and settles what has ended.
 
 Exceptions. `consistent` is False from before the first change of an operation until after its last one. If an exception
 ends the operation in between, the next `enter` calls `repair`, which completes what was published in the truth (see
@@ -58,7 +58,7 @@ class CacheState:
         self.consistent = True
         self.storing: deque[ReservationRecord] = deque()
         self.loading: deque[LeaseRecord] = deque()
-        self.abandoned: deque[Watch | Record] = deque()
+        self.abandoned: deque[Watch | Record | None] = deque()
         self._awaited: dict[Record, None] = {}  # with transfers in any order; looked through by every `enter`
         self.owner: weakref.ref[object] | None = None  # the cache whose state this is
         self._in_flight = in_flight

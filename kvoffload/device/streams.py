@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Set as AbstractSet
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from kvoffload.driver import Driver
 from kvoffload.driver.core import DISABLE_TIMING, LEGACY_STREAM, NON_BLOCKING
-from kvoffload.errors import CapacityError, TransferError
+from kvoffload.errors import CapacityError, DriverError, TransferError
 
 STREAMS_PER_LANE = 4  # for copies
 KERNEL_STREAM = STREAMS_PER_LANE  # index of the lane's stream for kernels
 QUEUE_LIMIT = 768
 SEGMENT_LIMIT = 380  # operations of a transfer queued together: two such segments and their events fill a stream
 EVENT_COST = 2  # places that a segment's timing events may take
+_NOT_A_STREAM_HERE = frozenset({101, 201, 400})  # CUDA_ERROR_INVALID_DEVICE, _CONTEXT, _HANDLE
 
 
 class _NoWait:
@@ -164,8 +165,26 @@ def refuse_capturing(driver: Driver, handle: int, name: str) -> None:
 
     Asked before an event is recorded there: waiting on a captured event would pull our own stream into the capture.
     """
-    if driver.stream_is_capturing(handle):
+    try:
+        capturing = driver.stream_is_capturing(handle)
+    except DriverError as error:
+        raise_for_stream(error, handle, name)
+    if capturing:
         raise TransferError(
             f"{name}={handle:#x} is being captured into a graph; transfers cannot be part of one: end the capture "
             "first, or pass a stream that is not captured (after=kvoffload.NO_WAIT waits for none)"
         )
+
+
+def raise_for_stream(error: DriverError, handle: int, name: str) -> NoReturn:
+    """Raise ValueError if a driver error about a caller's stream says that this context does not know it, else `error`.
+
+    The message names the argument, `name`.
+    """
+    if error.code in _NOT_A_STREAM_HERE:
+        remedy = "wait for it yourself and pass NO_WAIT, or " if name.startswith("after") else ""
+        raise ValueError(
+            f"{name}={handle:#x} is no stream of this device's context ({error.name}): {remedy}open the device with "
+            "its context, open_device(context=...)"
+        ) from error
+    raise error

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from kvoffload.device.current import make_current
-from kvoffload.device.streams import NO_WAIT, refuse_capturing
+from kvoffload.device.streams import NO_WAIT, raise_for_stream, refuse_capturing
 from kvoffload.driver import SourceOrder
 from kvoffload.engine.job import Job
 from kvoffload.engine.lifecycle import EngineLifecycle
@@ -37,8 +37,6 @@ from kvoffload.errors import DriverError
 from kvoffload.internal.types import ArrayLike
 from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
 from kvoffload.tuning import CopierName, CopyMethod
-
-_NOT_A_STREAM_HERE = frozenset({101, 201, 400})  # CUDA_ERROR_INVALID_DEVICE, _CONTEXT, _HANDLE
 
 
 class OffloadEngine(EngineLifecycle):
@@ -225,8 +223,11 @@ class OffloadEngine(EngineLifecycle):
             if guard is not None:
                 guard.check_store(request.slots)
         for stream in streams:
-            if self._driver.stream_is_capturing(stream):
-                refuse_capturing(self._driver, stream, "after")
+            try:
+                if self._driver.stream_is_capturing(stream):
+                    refuse_capturing(self._driver, stream, "after")
+            except DriverError as error:
+                raise_for_stream(error, stream, "after")
         if in_flight.stores.transfers or in_flight.loads.transfers:
             self._parts.tracker.advance()
             self.check_usable()
@@ -346,12 +347,7 @@ class OffloadEngine(EngineLifecycle):
         try:
             self._driver.event_record(marker, stream)
         except DriverError as error:
-            if error.code in _NOT_A_STREAM_HERE:
-                raise ValueError(
-                    f"after={stream:#x} is no stream of this device's context ({error.name}): wait for it yourself and "
-                    "pass NO_WAIT, or open the device with its context, open_device(context=...)"
-                ) from error
-            raise
+            raise_for_stream(error, stream, "after")
 
     def plan(
         self,
@@ -364,20 +360,9 @@ class OffloadEngine(EngineLifecycle):
     ) -> PlanReport:
         """What such a transfer would be, and what would carry it; nothing is submitted. Raises what `store` raises."""
         copiers = self._parts.copiers
-        request = make_request(
-            self.layout,
-            self.num_slots,
-            copiers.missing,
-            Direction(direction),
-            blocks,
-            slots,
-            group,
-            first_sub_block,
-            NO_WAIT,
-            copier,
-            "auto",
-            None,
-        )
+        pool = self.layout, self.num_slots, copiers.missing
+        checked = Direction(direction)
+        request = make_request(*pool, checked, blocks, slots, group, first_sub_block, NO_WAIT, copier, "auto", None)
         self.device.check_process()
         with self.lock:
             self.check_usable()

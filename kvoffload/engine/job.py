@@ -207,7 +207,7 @@ class Job:
             part: of a load in parts: after this part has ended, and so all before it. None: after all of it.
 
         Raises:
-            ValueError: the transfer has no such part.
+            ValueError: the transfer has no such part; CUDA does not know the stream in this context.
             TransferError: the transfer has failed already, or the stream is being captured.
             CapacityError: the driver's queues are full, and for a second there was no room for the rest of the
                 transfer, or of the part.

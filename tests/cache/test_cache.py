@@ -394,6 +394,7 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
             def __init__(self) -> None:
                 self.lock = threading.RLock()
                 self.num_slots = self.max_in_flight = capacity
+                self.submitted = 0
                 self.layout = layout
                 self.device = SimpleNamespace(check_process=lambda: None)
 

@@ -288,4 +288,4 @@ def test_a_policy_of_ones_own() -> None:
         assert set(cache._index.keys) == set(keys(0, 2))
         cache.check()
         with pytest.raises(ValueError, match="policy must be one of arc, lru"):
-            BlockCache(bench.engine, policy="lfu")
+            BlockCache(bench.engine, policy="lfu")  # type: ignore[arg-type]

@@ -332,7 +332,7 @@ def test_pitfall_25_an_entry_that_comes_free_during_a_submission_is_not_lost(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pitfall_23_a_store_that_fails_while_its_load_is_being_submitted(
-    policy: str, monkeypatch: pytest.MonkeyPatch
+    policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The key is gone when the policy is told of its use."""
     with caches(policy=policy) as (bench, cache):
@@ -746,7 +746,7 @@ def test_open_reservations_leases_and_settlements_keep_the_slots() -> None:
         held = bench.stream()
         gate = bench.gate(held)
         reservation.commit(bench.engine.store([3], reservation.slots(), after=held))
-        index = reservation._index
+        index: Any = reservation._index
         del reservation
         assert refused(bench.engine), "a copy is still queued"
         gate.open()

@@ -403,3 +403,22 @@ def test_residency_of_keys_that_come_back_after_remove() -> None:
 def test_capacities_beyond_memory_are_refused_at_once(capacity: int) -> None:
     with pytest.raises((ValueError, CapacityError), match="capacity must be at most"):
         CacheIndex(capacity)
+
+
+def test_a_release_in_the_middle_of_a_call_is_left_to_the_next_one() -> None:
+    """As a finalizer does, which the garbage collector may start anywhere."""
+
+    class Releasing(LRU):
+        def touch(self, keys: Sequence[bytes]) -> None:
+            super().touch(keys)
+            lease.release()
+            reservation.abort()
+
+    index = CacheIndex(3, policy=Releasing())
+    store(index, keys(0))
+    lease, reservation = index.acquire(keys(0)), index.reserve(keys(1))
+    index.touch(keys(0))
+    assert index.statistics().pinned == 0
+    assert index.status(keys(1)) == [Status.MISS]
+    assert lease.released
+    index.check()

@@ -463,7 +463,7 @@ def test_lookup_many_asks_for_each(index: CacheIndex) -> None:
 # events
 
 
-def told(kind: str, *numbers: int, tenant: str = "") -> CacheEvent:
+def told(kind: Any, *numbers: int, tenant: str = "") -> CacheEvent:
     return CacheEvent(kind, tuple(keys(*numbers)), tenant)
 
 

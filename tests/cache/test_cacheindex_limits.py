@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -129,7 +129,7 @@ def test_hits_beyond_max_load_blocks_are_not_missing() -> None:
 
 
 @every_policy
-def test_a_quota_is_never_exceeded(policy: str) -> None:
+def test_a_quota_is_never_exceeded(policy: Any) -> None:
     index = CacheIndex(20, policy=policy, tenants={"tenant": Tenant(max_blocks=5)})
     store(index, names("other", 10))
     for start in range(0, 40, 3):
@@ -143,7 +143,7 @@ def test_a_quota_is_never_exceeded(policy: str) -> None:
 
 
 @every_policy
-def test_a_request_longer_than_the_quota_stores_its_beginning(policy: str) -> None:
+def test_a_request_longer_than_the_quota_stores_its_beginning(policy: Any) -> None:
     index = CacheIndex(20, policy=policy, tenants={"tenant": Tenant(max_blocks=5)})
     request = names("tenant", 8)
     with index.reserve(request, "tenant") as reservation:
@@ -157,7 +157,7 @@ def test_a_request_longer_than_the_quota_stores_its_beginning(policy: str) -> No
 
 
 @every_policy
-def test_a_request_that_grows_beyond_the_quota_keeps_what_it_has(policy: str) -> None:
+def test_a_request_that_grows_beyond_the_quota_keeps_what_it_has(policy: Any) -> None:
     """The turns of a conversation: others of its tenant make room, then its end is declined."""
     index = CacheIndex(20, policy=policy, tenants={"tenant": Tenant(max_blocks=6)})
     store(index, names("tenant-old", 3), "tenant")
@@ -171,7 +171,7 @@ def test_a_request_that_grows_beyond_the_quota_keeps_what_it_has(policy: str) ->
 
 
 @every_policy
-def test_keys_of_other_tenants_do_not_count(policy: str) -> None:
+def test_keys_of_other_tenants_do_not_count(policy: Any) -> None:
     """A key belongs to the tenant that stored it first."""
     index = CacheIndex(20, policy=policy, tenants={"tenant": Tenant(max_blocks=2)})
     store(index, keys(0, 1, 2))
@@ -182,7 +182,7 @@ def test_keys_of_other_tenants_do_not_count(policy: str) -> None:
 
 
 @every_policy
-def test_pitfall_24_a_quota_whose_keys_must_stay_refuses(policy: str) -> None:
+def test_pitfall_24_a_quota_whose_keys_must_stay_refuses(policy: Any) -> None:
     index = CacheIndex(20, policy=policy, tenants={"tenant": Tenant(max_blocks=3)})
     store(index, names("other", 2))
     store(index, names("tenant", 2), "tenant")
@@ -200,7 +200,7 @@ def test_pitfall_24_a_quota_whose_keys_must_stay_refuses(policy: str) -> None:
 
 
 @every_policy
-def test_quotas_may_add_up_to_more_than_the_cache(policy: str) -> None:
+def test_quotas_may_add_up_to_more_than_the_cache(policy: Any) -> None:
     quotas = {"a": Tenant(max_blocks=8), "b": Tenant(max_blocks=8), "c": Tenant(max_blocks=99)}
     index = CacheIndex(10, policy=policy, tenants=quotas)
     rng = np.random.default_rng(7)
@@ -232,7 +232,7 @@ def test_what_is_pending_or_removed_counts_as_it_should() -> None:
 
 
 @every_policy
-def test_keys_of_lower_priorities_go_first_and_none_of_higher_ones(policy: str) -> None:
+def test_keys_of_lower_priorities_go_first_and_none_of_higher_ones(policy: Any) -> None:
     levels = {"batch": Tenant(priority=-1), "chat": Tenant(priority=5), "top": Tenant(priority=9)}
     index = CacheIndex(8, policy=policy, tenants=levels)
     for name in ("chat", "", "batch", "top"):
@@ -463,7 +463,7 @@ def test_lru_with_quotas_and_priorities_against_a_plain_model(steps: list[tuple[
 
 
 @every_policy
-def test_rules_of_quotas_and_priorities_hold_for_every_policy(policy: str, seed: int) -> None:
+def test_rules_of_quotas_and_priorities_hold_for_every_policy(policy: Any, seed: int) -> None:
     """Random requests; what goes is never of a higher priority, nor of a higher one than something that stays."""
     index = CacheIndex(24, policy=policy, tenants=LEVELS)
     rng = np.random.default_rng(seed)

@@ -187,7 +187,7 @@ class Mirror:
 class IndexMachine(RuleBasedStateMachine):
     """A CacheIndex beside its books, and a mirror of it that hears its events only."""
 
-    policy = ""
+    policy: Any = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ class CacheMachine(RuleBasedStateMachine):
     from 32 on are targets, the others keep what they have; a key's bytes say which store they come from.
     """
 
-    policy = ""
+    policy: Any = ""
 
     @initialize(seed=st.integers(0, 1000))
     def start(self, seed: int) -> None:
@@ -621,7 +621,7 @@ class CacheMachine(RuleBasedStateMachine):
         return bool((self.bench.slot(index) == value).all())
 
 
-def machine(base: type[RuleBasedStateMachine], policy: str, examples: int, steps: int) -> Any:
+def machine(base: type[RuleBasedStateMachine], policy: Any, examples: int, steps: int) -> Any:
     """The tests of a machine with a policy."""
     made: Any = type(f"{policy}{base.__name__}", (base,), {"policy": policy})
     made = made.TestCase
@@ -730,7 +730,7 @@ def _restless() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_restless")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_threads_with_their_own_ways_share_a_cache(policy: str, seed: int) -> None:
+def test_threads_with_their_own_ways_share_a_cache(policy: Any, seed: int) -> None:
     """Now and then a copy fails. Nothing hangs, nothing stays behind, and nobody reads another key's bytes."""
     device = simulated(seed, "no-batch", deadlock_seconds=10)
     with device, rig(device, num_blocks=64, num_slots=10) as bench:

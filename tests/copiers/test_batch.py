@@ -138,7 +138,7 @@ def test_a_prelude_or_a_first_chunk_that_fails_fails_the_load(device: kvoffload.
         assert (bench.block(1) == 101).all()
 
 
-def test_loads_of_several_pieces_begin_each_with_a_prelude(
+def test_loads_of_several_segments_begin_each_with_a_prelude(
     device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them may find its stream idle."""

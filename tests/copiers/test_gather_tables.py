@@ -47,7 +47,7 @@ def test_what_finds_no_room_for_its_table_waits_on_the_host(monkeypatch: pytest.
         whole(bench.engine)
         gather = bench.engine._parts.copiers._kernels
         assert gather is not None
-        assert [arena.in_use for arena in gather.arenas.values()] == [0, 0]
+        assert [arena.in_use for arena in gather.arenas] == [0, 0]
 
 
 # tables

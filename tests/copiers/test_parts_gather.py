@@ -150,7 +150,7 @@ def test_every_part_is_a_launch_on_its_rows_and_all_read_one_table(bench: Rig, m
     assert blocks_hold(bench, range(8), range(100, 108))
 
 
-def test_two_ways_of_dividing_have_rows_of_their_own(bench: Rig) -> None:
+def test_two_divisions_have_rows_of_their_own(bench: Rig) -> None:
     with_gate = bench.gate(waiting := bench.stream())
     jobs = [
         load(bench, range(first, first + 4), range(first, first + 4), parts=parts, after=waiting)

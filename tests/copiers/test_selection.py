@@ -136,7 +136,7 @@ def test_known_cases_on_an_h200() -> None:
     assert method(shape(4 * KIB, 64, folds=False), "overlap", 0) == CopyMethod("batch")
 
 
-def test_of_ways_near_the_fastest_the_least_slow_down_wins() -> None:
+def test_of_methods_near_the_fastest_the_least_slow_down_wins() -> None:
     slow = {"gather 4": 1.3, "gather 3": 1.25, "gather 2": 1.2, "batch": 1.0, "strided": 1.015}
     profile = profile_of(slow, gather4=1.0e-4, gather3=1.02e-4, gather2=1.05e-4, batch=1.2e-4)
     assert choose(shape(4096, 8, folds=False), ALL, profile, "latency", 4).method.label == "gather 4"
@@ -144,7 +144,7 @@ def test_of_ways_near_the_fastest_the_least_slow_down_wins() -> None:
     assert choose(shape(4096, 8, folds=False), {"gather"}, profile, "overlap", 2).method.label == "gather 2"
 
 
-def test_of_ways_alike_in_slow_down_the_one_that_is_cheap_to_submit_wins_and_then_the_fastest() -> None:
+def test_of_methods_alike_in_slow_down_the_one_that_is_cheap_to_submit_wins_and_then_the_fastest() -> None:
     """Slow-downs 0.02 apart are the same: measured again, they may be the other way round."""
     profile = profile_of({"batch": 1.0, "strided": 1.015, "loop": 1.0}, strided=1.09e-4, batch=1.0e-4, loop=1.01e-4)
     assert choose(shape(4096, 8), ALL, profile, "overlap", 0).method.copier == "strided"
@@ -152,7 +152,7 @@ def test_of_ways_alike_in_slow_down_the_one_that_is_cheap_to_submit_wins_and_the
     assert choose(shape(4096, 8), ALL, profile, "latency", 0).method.copier == "batch"
 
 
-def test_where_nothing_was_measured_there_is_a_way_nevertheless() -> None:
+def test_where_nothing_was_measured_there_is_a_method_nevertheless() -> None:
     profile = profile_of({})
     for available, copier in ((ALL, "strided"), ({"batch", "loop"}, "batch"), ({"loop"}, "loop")):
         for prefer in PREFERENCES:
@@ -169,7 +169,7 @@ def test_a_profile_of_nothing_but_zeros_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("copier", sorted(ALL))
-def test_of_one_copier_its_best_way(copier: str) -> None:
+def test_of_one_copier_its_best_method(copier: str) -> None:
     """What a copier that is forced by name leaves open."""
     for where in (shape(4096, 64), shape(4096, 64, folds=False), shape(4096, 1)):
         method = choose(where, (copier,), H200, "latency", 4).method

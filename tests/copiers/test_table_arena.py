@@ -102,7 +102,7 @@ def test_a_full_ring_has_no_room_until_its_oldest_table_is_back() -> None:
     assert again.start == 0
 
 
-def test_releasing_twice_takes_nobody_elses_room() -> None:
+def test_releasing_twice_takes_no_other_tables_room() -> None:
     arena, _ = make_arena()
     first = arena.take(100)
     assert first is not None

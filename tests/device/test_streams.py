@@ -249,7 +249,7 @@ def test_pitfall_06_a_load_follows_a_store_that_is_held(device: kvoffload.Device
 
 
 def test_pitfall_06_no_transfer_is_too_long(device: kvoffload.Device) -> None:
-    """Through every copier, and as its own choice: more operations than all queues hold, in pieces as room is made."""
+    """Through every copier, and as its own choice: more operations than all queues hold, queued as room is made."""
     many = 110_000
     planes = device.allocate_planes(4, block_bytes=1, num_blocks=4)
     layout, num_slots = KVLayout([planes], blocks_per_slot=4096), many // 4096 + 1
@@ -403,7 +403,15 @@ def test_pitfall_07_the_legacy_stream_counts_as_captured_while_a_blocking_stream
 
 
 def test_other_failures_of_the_question_are_passed_on(driver: Driver, device: kvoffload.Device) -> None:
-    device.simulator.faults.fail_call("cuStreamIsCapturing", error=cuda.CUresult.CUDA_ERROR_INVALID_HANDLE)
-    with pytest.raises(kvoffload.DriverError, match="cuStreamIsCapturing returned CUDA_ERROR_INVALID_HANDLE"):
+    device.simulator.faults.fail_call("cuStreamIsCapturing", error=cuda.CUresult.CUDA_ERROR_INVALID_VALUE)
+    with pytest.raises(kvoffload.DriverError, match="cuStreamIsCapturing returned CUDA_ERROR_INVALID_VALUE"):
         refuse_capturing(driver, LEGACY, "after")
     refuse_capturing(driver, LEGACY, "after")
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("after", "pass NO_WAIT, or open"), ("stream", "HANDLE[)]: open")])
+def test_a_handle_that_cuda_does_not_know_is_named(driver: Driver, name: str, remedy: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{name}=0x1e240 is no stream of this device's context .*{remedy} the device"
+    ):
+        refuse_capturing(driver, 123456, name)

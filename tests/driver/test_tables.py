@@ -35,6 +35,7 @@ def test_source_orders_are_cudas() -> None:
 @pytest.mark.parametrize("order", SourceOrder)
 def test_a_3d_operation_reads_as_the_bindings_structure(order: SourceOrder) -> None:
     table = StridedTable(4, batched=True)
+    table.make_objects()
     given = columns(3)
     table.fill(in_order(given), order)
     for index, operation in enumerate(table.objects[:3]):
@@ -57,6 +58,7 @@ def test_a_3d_operation_reads_as_the_bindings_structure(order: SourceOrder) -> N
 
 def test_a_2d_operation_reads_as_the_bindings_structure() -> None:
     table = StridedTable(4, batched=False)
+    table.make_objects()
     given = columns(3)
     table.fill(in_order(given), SourceOrder.STREAM)
     unified = cuda.CUmemorytype.CU_MEMORYTYPE_UNIFIED
@@ -107,6 +109,7 @@ def test_what_the_bindings_write_reads_as_our_rows() -> None:
 
 def test_strided_objects_are_made_once_and_follow_the_rows() -> None:
     table = StridedTable(4, batched=True)
+    table.make_objects()
     table.fill(in_order(columns(4)), SourceOrder.STREAM)
     before = table.objects[:4]
     table.fill(in_order({name: column + np.uint64(8) for name, column in columns(2).items()}), SourceOrder.ANY)

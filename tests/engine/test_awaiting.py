@@ -42,6 +42,14 @@ class Called:
             assert self._left.acquire(timeout=10)
 
 
+def wait_for_the_thread() -> None:
+    """Until it has called what there was to call, and has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "kvoffload-callbacks":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 def test_several_jobs_are_awaited_together(bench: Rig) -> None:
     held = bench.stream()
     gate = bench.gate(held)
@@ -151,6 +159,7 @@ def test_a_callback_that_raises_is_logged_and_stops_no_other(bench: Rig, caplog:
         job.add_done_callback(called)
         gate.open()
         called.wait()
+        wait_for_the_thread()
     (record,) = caplog.records
     assert record.getMessage() == f"a done callback of {job!r} raised"
     assert record.exc_info is not None
@@ -179,7 +188,4 @@ def test_the_thread_ends_when_nothing_is_awaited(bench: Rig) -> None:
     called = Called(1)
     bench.engine.store([1], [1]).add_done_callback(called)
     called.wait()
-    for thread in threading.enumerate():
-        if thread.name == "kvoffload-callbacks":
-            thread.join(10)
-            assert not thread.is_alive()
+    wait_for_the_thread()

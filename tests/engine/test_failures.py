@@ -327,7 +327,7 @@ def test_pitfall_19_a_pool_that_cannot_be_pinned_is_rolled_back(monkeypatch: pyt
                 progress=lambda done, _: seen.append(done),
                 **COPY_ENGINE_ONLY,
             )
-        assert len(seen) == 5, "five pieces were pinned before the sixth failed"
+        assert len(seen) == 5, "five ranges were pinned before the sixth failed"
         assert device.simulator is not None
         assert device.simulator.leaks()["registered_ranges"] == 0
         with OffloadEngine(layout, device=device, num_slots=40, **COPY_ENGINE_ONLY) as engine:

@@ -159,7 +159,7 @@ def test_a_forgotten_engine_gives_everything_back_and_is_told_of(sm_limit: int, 
     assert leaks_of(device) == {}
 
 
-def test_an_engine_that_nobody_holds_is_garbage_at_once() -> None:
+def test_an_engine_without_references_is_garbage_at_once() -> None:
     """No cycle keeps it until the collector comes, and with it gigabytes of pinned memory."""
     with simulated(1) as device:
         layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=4)])

@@ -33,7 +33,7 @@ def test_a_lost_context_poisons_the_engine_with_one_exception(how: str) -> None:
         elif how == "operation":
             simulator.faults.sticky()
         else:
-            simulator.faults.sticky(at_call=3)  # the first two find no context current, and push this one
+            simulator.faults.sticky(at_call=3)  # the first two make the context current
         gate.open()
         for job in running:
             with pytest.raises(TransferError):

@@ -18,11 +18,11 @@ ORDERING_TESTS = [
     str(HERE / name)
     for name in (
         "test_ordering.py",
-        "test_ordering_pieces.py",
+        "test_ordering_segments.py",
         "test_ordering_split.py",
         "test_ordering_parts.py",
-        "test_relays.py",
         "test_mutation_targets.py",
+        "test_wait_streams.py",
     )
 ]
 SITES = wait_sites()

@@ -164,7 +164,7 @@ def test_order_before_holds_a_reader_back_until_a_load_has_written(bench: Rig, k
 
 
 @pytest.mark.usefixtures("changing_streams")
-def test_order_before_covers_every_piece(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_before_covers_every_segment(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_segments(monkeypatch, bench.engine)
     held, writer = bench.stream(), bench.stream()
     bench.gate(held)
@@ -249,7 +249,7 @@ def test_store_follows_a_load_into_its_blocks(bench: Rig) -> None:
     assert all_are(bench.slot(6), 100)
 
 
-def test_a_transfer_waits_only_for_rivals(bench: Rig) -> None:
+def test_a_transfer_waits_only_for_conflicting_ones(bench: Rig) -> None:
     held = bench.stream()
     bench.gate(held)
     store = bench.engine.store([3], [0], after=held)
@@ -259,7 +259,7 @@ def test_a_transfer_waits_only_for_rivals(bench: Rig) -> None:
     release(bench, store)
 
 
-def test_the_latest_of_several_rivals_counts(bench: Rig) -> None:
+def test_the_latest_of_several_conflicting_transfers_counts(bench: Rig) -> None:
     first, second = bench.stream(), bench.stream()
     gates = bench.gate(first), bench.gate(second)
     bench.engine.store([3], [0], after=first)

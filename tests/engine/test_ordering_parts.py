@@ -66,9 +66,9 @@ def bench(device: kvoffload.Device, copier: str | None, monkeypatch: pytest.Monk
         whole(made.engine)
 
 
-@pytest.fixture(params=["one stream", "pieces on many streams"])
+@pytest.fixture(params=["one stream", "segments on many streams"])
 def cut(request: pytest.FixtureRequest, bench: Rig, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether each part is in several pieces, each on another stream than the one before."""
+    """Whether each part is in several segments, each on another stream than the one before."""
     several = bool(request.param != "one stream")
     if several:
         change_streams(monkeypatch)
@@ -76,7 +76,7 @@ def cut(request: pytest.FixtureRequest, bench: Rig, monkeypatch: pytest.MonkeyPa
     return several
 
 
-def test_a_part_is_at_least_a_piece_and_no_piece_is_of_two(bench: Rig, cut: bool, copier: str | None) -> None:
+def test_a_part_is_at_least_a_segment_and_no_segment_is_of_two(bench: Rig, cut: bool, copier: str | None) -> None:
     """Else the tests below would be about something else."""
     held = bench.stream()
     bench.gate(held)
@@ -91,9 +91,7 @@ def test_a_part_is_at_least_a_piece_and_no_piece_is_of_two(bench: Rig, cut: bool
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("ordered", [True, False], ids=["", "without order_before"])
-def test_what_needs_a_part_waits_for_it_and_for_no_later_one(
-    bench: Rig, monkeypatch: pytest.MonkeyPatch, part: int, ordered: bool
-) -> None:
+def test_what_needs_a_part_waits_for_it_and_for_no_later_one(bench: Rig, part: int, ordered: bool) -> None:
     """Of planes 2k and 2k + 1, which are part k: the readers of earlier parts run while part k is held back."""
     hold_from(bench, part)
     job = load(bench, range(6), range(6))
@@ -115,9 +113,7 @@ def test_what_needs_a_part_waits_for_it_and_for_no_later_one(
 
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("named", [None, *BY_ENGINE])
-def test_a_part_has_landed_after_all_parts_before_it(
-    bench: Rig, monkeypatch: pytest.MonkeyPatch, copier: str | None, named: str | None
-) -> None:
+def test_a_part_has_ended_after_all_parts_before_it(bench: Rig, copier: str | None, named: str | None) -> None:
     named = named if named in (None, *copiers_in(bench.engine)) else "loop"
     hold_from(bench, 0)
     job = load(bench, range(6), range(6), copier=named or copier)
@@ -129,7 +125,7 @@ def test_a_part_has_landed_after_all_parts_before_it(
     assert [reader.value for reader in readers] == [103] * PLANES
 
 
-def test_the_planes_of_a_part_are_those_that_were_listed(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planes_of_a_part_are_those_that_were_listed(bench: Rig) -> None:
     """Layers from the last to the first, K and V half the planes apart."""
     parts = [[3, 7], [2, 6], [1, 5], [0, 4]]
     hold_from(bench, 2)
@@ -142,7 +138,7 @@ def test_the_planes_of_a_part_are_those_that_were_listed(bench: Rig, monkeypatch
 
 
 @pytest.mark.usefixtures("cut")
-def test_the_whole_job_is_ordered_behind_its_last_part(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_job_is_ordered_behind_its_last_part(bench: Rig) -> None:
     hold_from(bench, PARTS - 1)
     job = load(bench, range(6), range(6))
     reader = Reader(bench)
@@ -154,7 +150,7 @@ def test_the_whole_job_is_ordered_behind_its_last_part(bench: Rig, monkeypatch: 
     assert reader.value == 104
 
 
-def test_a_part_that_has_landed_is_not_waited_for(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_has_ended_is_not_waited_for(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     hold_from(bench, 2)
     job = load(bench, range(6), range(6))
     bench.settle()
@@ -205,7 +201,7 @@ def test_parts_follow_the_store_into_their_slots(bench: Rig) -> None:
 
 
 @pytest.mark.usefixtures("cut")
-def test_a_store_out_of_the_blocks_follows_every_part(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_out_of_the_blocks_follows_every_part(bench: Rig) -> None:
     hold_from(bench, PARTS - 1)
     load(bench, range(6), range(6))
     store = bench.engine.store(range(6), range(8, 14), after=NO_WAIT)
@@ -215,9 +211,7 @@ def test_a_store_out_of_the_blocks_follows_every_part(bench: Rig, monkeypatch: p
 
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("parts", [PARTS, None])
-def test_loads_follow_every_part_of_the_one_before(
-    bench: Rig, monkeypatch: pytest.MonkeyPatch, parts: int | None
-) -> None:
+def test_loads_follow_every_part_of_the_one_before(bench: Rig, parts: int | None) -> None:
     hold_from(bench, PARTS - 1, most=1)
     load(bench, range(6), range(6))
     job = load(bench, range(8, 14), range(6), parts=parts)

@@ -1,4 +1,4 @@
-"""Order between the pieces of transfers, behind failed ones, and of reads of a source.
+"""Order between the segments of transfers, behind failed ones, and of reads of a source.
 
 As in test_ordering.py: a gate holds a stream back, everything else runs, the gate opens, and bytes are compared.
 """
@@ -51,12 +51,12 @@ def changing_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     change_streams(monkeypatch)
 
 
-# transfers in pieces
+# transfers in segments
 
 
 @pytest.mark.usefixtures("changing_streams")
 @pytest.mark.parametrize("copier", COPIERS)
-def test_every_piece_of_a_store_waits(bench: Rig, monkeypatch: pytest.MonkeyPatch, copier: str) -> None:
+def test_every_segment_of_a_store_waits(bench: Rig, monkeypatch: pytest.MonkeyPatch, copier: str) -> None:
     copier = copier if copier in copiers_in(bench.engine) else "loop"
     cut_segments(monkeypatch, bench.engine)
     held = bench.stream()
@@ -69,7 +69,7 @@ def test_every_piece_of_a_store_waits(bench: Rig, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("changing_streams")
-def test_every_piece_of_a_load_waits(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_segment_of_a_load_waits(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_segments(monkeypatch, bench.engine)
     held = bench.stream()
     scratch = bench.device.allocate(4 * 64)
@@ -82,7 +82,7 @@ def test_every_piece_of_a_load_waits(bench: Rig, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("changing_streams")
-def test_a_job_of_pieces_ends_with_its_last_piece(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_segments_ends_with_its_last_one(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_segments(monkeypatch, bench.engine)
     held = bench.stream()
     bench.gate(held)

@@ -109,7 +109,7 @@ def test_both_parts_wait_for_the_transfer_before(bench: Rig, before: CopyMethod 
 
 
 @pytest.mark.parametrize("before", [GATHER, HALF, "strided"], ids=["gather", "split", "strided"])
-def test_both_parts_wait_for_a_rival(bench: Rig, before: CopyMethod | str) -> None:
+def test_both_shares_wait_for_a_conflicting_transfer(bench: Rig, before: CopyMethod | str) -> None:
     held = bench.stream()
     bench.gate(held)
     submit(bench, Direction.STORE, 0, 0, copier=before, after=held)
@@ -157,7 +157,7 @@ def test_what_follows_waits_for_both_parts(
         assert [int(bench.block(block)[0]) for block in range(8, 16)] == list(range(1, 9))
 
 
-def test_every_piece_of_both_parts_is_waited_for(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_segment_of_both_shares_is_waited_for(bench: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_segments(monkeypatch, bench.engine)
     held, writer = bench.stream(), bench.stream()
     bench.gate(held)

@@ -180,7 +180,7 @@ def test_pitfall_16_many_descriptors_go_in_capped_calls_over_several_streams(
         engine.load(slots, blocks, after=NO_WAIT, copier=copier).wait(60)
         calls = copies_by_call(simulator)
         simulator.faults.calls = None
-        if copier == "batch":  # a prelude before every piece, between two buffers on the device
+        if copier == "batch":  # a prelude before every segment, between two buffers on the device
             preludes = [call for call in calls if call[0] == "cuMemcpy2DAsync"]
             assert len(preludes) == -(-100 * num_blocks // 4096)
             calls = [call for call in calls if call not in preludes]
@@ -193,8 +193,8 @@ def test_pitfall_16_many_descriptors_go_in_capped_calls_over_several_streams(
     check_clean_close(device)
 
 
-def test_pieces_of_one_transfer_run_in_order_between_two_others(any_device: kvoffload.Device) -> None:
-    """More operations than one queue holds: a later transfer over the same slots must follow every piece."""
+def test_segments_of_one_transfer_run_in_order_between_two_others(any_device: kvoffload.Device) -> None:
+    """More operations than one queue holds: a later transfer over the same slots must follow every segment."""
     layout, buffers = separate_planes(any_device, 40, 30)
     with OffloadEngine(layout, device=any_device, num_slots=30, **COPY_ENGINE_ONLY) as engine:
         poison(engine.slots)

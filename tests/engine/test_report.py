@@ -70,7 +70,7 @@ def test_nothing_is_submitted_or_reserved(device: kvoffload.Device, engine: Offl
     assert engine.store([1, 2], [0]).wait().job_id == 1
 
 
-def test_alternatives_are_the_other_ways_with_their_times(engine: OffloadEngine) -> None:
+def test_alternatives_are_the_other_methods_with_their_times(engine: OffloadEngine) -> None:
     report = engine.plan("load", range(8), range(4))
     assert report.method == CopyMethod("strided")
     names = [method.copier for method, _ in report.alternatives]
@@ -118,7 +118,7 @@ def test_it_shows_what_it_holds(engine: OffloadEngine) -> None:
     assert [text for text in methods if text in ("batch", "loop", "chosen")] == ["chosen", "batch", "loop"]
 
 
-def test_a_way_that_was_not_measured(engine: OffloadEngine) -> None:
+def test_a_method_that_was_not_measured(engine: OffloadEngine) -> None:
     report = replace(engine.plan("store", [4, 9], [0]), seconds=inf, simulated=False, profile="<b>mine</b>")
     shown = page(report)
     assert row(shown, "strided") == "not measured"

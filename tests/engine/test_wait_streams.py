@@ -258,7 +258,9 @@ def test_what_is_neither_a_stream_nor_an_array_is_refused(bench: Rig, after: Any
 def test_a_deleted_array_is_refused(bench: Rig) -> None:
     array: Any = Produced(bench, 0, kind=1)
     array.is_deleted = lambda: True
-    with pytest.raises(ValueError, match="after was deleted, or donated to a computation: pass what took its place"):
+    with pytest.raises(
+        ValueError, match="after was deleted, or donated to a computation: pass the array that took its place"
+    ):
         bench.engine.store([3], [0], after=array)
     assert array.asked == []
 
@@ -295,7 +297,7 @@ def test_planes_that_the_default_stream_does_not_order_refuse_after_none(device:
             with pytest.raises(ValueError, match=r"after=None stands for the legacy default stream.*pass after=array"):
                 call()
         assert (engine.submitted, len(cache)) == (0, 0)
-        engine.store([0], [0], after=NO_WAIT).wait(10)
+        engine.load([0], [0], after=NO_WAIT).wait(10)
 
 
 # closing
@@ -324,7 +326,7 @@ def test_an_array_may_submit_transfers_when_it_is_asked(bench: Rig) -> None:
 def test_a_cache_asks_an_array_once_and_without_a_lock(bench: Rig) -> None:
     class Busy(Produced):
         def __dlpack__(self, *, stream: int | None = None) -> object:
-            in_threads(lambda: bench.engine.store([5], [15], after=NO_WAIT).wait(10))
+            in_threads(lambda: bench.engine.load([5], [15], after=NO_WAIT).wait(10))
             return super().__dlpack__(stream=stream)
 
     cache = kvoffload.BlockCache(bench.engine)

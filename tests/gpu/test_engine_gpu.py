@@ -1,4 +1,4 @@
-"""The engine on a GPU: order with real streams, with CuPy's, between transfers, between pieces."""
+"""The engine on a GPU: order with real streams, with CuPy's, between transfers, between segments."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_order_before_in_both_directions(bench: Rig) -> None:
 
 
 @pytest.mark.parametrize("copier", ["strided", "gather", "split", "loop"])
-def test_pieces_on_several_streams(bench: Rig, copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_on_several_streams(bench: Rig, copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change_streams(monkeypatch)
     cut_segments(monkeypatch, bench.engine, 4)
     held = bench.stream()

@@ -684,7 +684,7 @@ def test_an_error_of_a_launch_is_a_driver_error(device: kvoffload.Device) -> Non
         kernel.close()
 
 
-def test_a_kernel_can_be_loaded_while_somebody_captures_a_stream(device: kvoffload.Device) -> None:
+def test_a_kernel_can_be_loaded_while_a_stream_is_captured(device: kvoffload.Device) -> None:
     capture_table = _capture_verdicts(device, READ_WORD, relaxed=True)
     assert set(capture_table.values()) == {"CUDA_SUCCESS"}
 

@@ -434,7 +434,7 @@ def test_as_many_parts_as_the_queues_hold_and_more(device: kvoffload.Device) -> 
     bench.close()
 
 
-def test_closing_waits_for_every_part(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_every_part(device: kvoffload.Device) -> None:
     with rig(device, planes=PLANES) as bench:
         gate = hold_from(bench, 2)
         job = load(bench, range(6), range(6))
@@ -678,7 +678,7 @@ def test_an_interrupted_load_in_parts_loses_no_job(monkeypatch: pytest.MonkeyPat
 # the cache
 
 
-def test_the_cache_loads_in_parts(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_loads_in_parts(device: kvoffload.Device) -> None:
     with rig(device, planes=PLANES) as bench:
         cache = BlockCache(bench.engine)
         cache.store(keys(1, 2, 3), [1, 2, 3]).wait(10)
@@ -708,9 +708,7 @@ def two_groups(device: kvoffload.Device) -> tuple[OffloadEngine, list[kvoffload.
     return OffloadEngine(layout, device=device, num_slots=8, **COPY_ENGINE_ONLY), planes
 
 
-def test_the_cache_loads_every_group_in_as_many_parts(
-    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_loads_every_group_in_as_many_parts(device: kvoffload.Device) -> None:
     engine, planes = two_groups(device)
     with engine:
         bench = Rig(device, engine, slab_of(planes), planes)

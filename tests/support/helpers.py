@@ -40,7 +40,7 @@ LANE_STREAMS = streams.STREAMS_PER_LANE + 1  # those for copies, and one for ker
 ENGINE_STREAMS = 2 * LANE_STREAMS
 ORDERING_SEEDS = range(int(os.environ.get("KVOFFLOAD_ORDERING_SEEDS", "20")))
 BLOCKING, NON_BLOCKING = 0, 1
-# Of engines in tests about streams, order, pieces and faults: without a kernel, those go the copy engine's way on every
+# Of engines in tests about streams, order, segments and faults: without a kernel, those take the copy engine on every
 # run, and cost nothing: interpreting one takes 4 ms, and 2 ms more for each of its tiles.
 COPY_ENGINE_ONLY: dict[str, Any] = {"sm_limit": 0}
 
@@ -269,7 +269,7 @@ def settled_rig(device: kvoffload.Device) -> Iterator[Rig]:
 
 
 def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every piece of every transfer queued on another stream than the one before it in its direction.
+    """Have every segment of every transfer queued on another stream than the one before it in its direction.
 
     Kernels have the one stream of their lane.
     """
@@ -286,9 +286,9 @@ def change_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cut_segments(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngine, operations: int = 1) -> None:
     """At most so many operations at a time, of a kernel so many blocks."""
-    made = engine._parts.copiers
+    copiers = engine._parts.copiers
     monkeypatch.setattr(gather, "_MAX_TABLE_BLOCKS", operations)  # for gather copiers that are made later
-    for copier in (made._strided, made._batch, made._loop, *made._gather.values()):
+    for copier in (copiers._strided, copiers._batch, copiers._loop, *copiers._gather.values()):
         monkeypatch.setattr(copier, "segment_operations", operations)
 
 

@@ -19,7 +19,7 @@ WITH_KERNELS = (CopyMethod("gather", 2, 1.0), CopyMethod("split", 1, 0.4))
 
 
 def several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pieces, each on another stream, so that a few transfers use several streams and the links between them."""
+    """Small segments on changing streams, so that a few transfers use several streams and the links between them."""
     change_streams(monkeypatch)
     monkeypatch.setattr(strided.StridedCopier, "segment_operations", 2)
     monkeypatch.setattr(loop.LoopCopier, "segment_operations", 4)

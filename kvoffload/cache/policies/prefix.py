@@ -2,7 +2,7 @@
 
 Keys of one request that have been used equally often form a *run*; it knows when they were used, and lies in the queue
 of its kind (see `reuse.py`) in the order of time. So the oldest of each kind stand at the heads of eleven queues,
-whatever is given up comes from the head with the lowest claim, and within a run the deepest key goes first:
+the next victim comes from the head with the lowest claim, and within a run the deepest key goes first:
 
     kind 0   run(t=310: e) run(t=402: j) ...        used once, the end of a request
     kind 1   run(t=310: b c d) run(t=402: g h i)    used once           <- goes from d to b
@@ -48,7 +48,7 @@ class _Run:
 
 
 class Prefix(Policy):
-    """Gives up the key that is worth least together with all that needs it; O(1) amortised.
+    """Evicts the key that is worth least together with all that needs it; O(1) amortised.
 
     Of new keys it admits those that are worth more than what they would displace, and those that it knows nothing of.
 
@@ -190,17 +190,17 @@ class Prefix(Policy):
         for run, count in self._gone.survivors():
             yield Survivors(run.kind, self._now - run.time, count)
 
-    # giving up ----------------------------------------------------------------------------------------------------
+    # evicting -----------------------------------------------------------------------------------------------------
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """As all policies do; `room` may be negative: so many have to go besides."""
+        """As all policies do; if `room` is negative, so many more are evicted."""
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers)
         heads = self._heads(protected)
         while admitted - room > len(victims):
             head = min(heads, key=self._claim, default=None)
-            rival = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
-            while admitted and worths[admitted - 1] <= rival and admitted - room > len(victims):
+            displaced = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
+            while admitted and worths[admitted - 1] <= displaced and admitted - room > len(victims):
                 admitted -= 1
             if admitted - room <= len(victims):
                 break
@@ -212,7 +212,7 @@ class Prefix(Policy):
         return Room(admitted, victims)
 
     def _worths(self, newcomers: Sequence[bytes]) -> list[float]:
-        """What newcomers are worth on arrival; the last is the end of its request."""
+        """What newcomers are worth on ardisplaced; the last is the end of its request."""
         if not newcomers:
             return []
         known = self._gone.glance(newcomers)

@@ -83,13 +83,13 @@ class ReuseModel:
         """The worth of a block together with all that may need it.
 
         What needs it was last used at the same time or earlier and not more often, so this is the highest worth of its
-        kind and lower ones at its age and above. Whoever takes the lowest claim, and of equal claims the lowest kind,
-        takes a block only after those that need it.
+        kind and lower ones at its age and above. Evicting the lowest claim first, and of equal claims the lowest kind,
+        evicts a block only after those that need it.
         """
         return self._claims[kind][bisect_right(EDGES, age) - 1]
 
     def learn(self, survivors: Iterable[Survivors]) -> None:
-        """Draw conclusions from what was observed, and let it fade."""
+        """Estimate worths from what was observed; older observations weigh less from now on."""
         waiting = _table()
         for kind, age, blocks in survivors:
             waiting[kind][bisect_right(EDGES, age) - 1] += blocks
