@@ -222,7 +222,7 @@ class BareGather(BareSubmission):
         )  # of no blocks: it copies nothing
         self._launch = recorder.arguments
         lab.driver.stream_synchronize(self._stream)
-        self._tile_rows = spec.constant("ROWS")
+        self._tile_rows = spec.constant("FRAGMENTS")
 
     def _fragment_table(self, setup: TransferSetup, row_bytes: int) -> Int64Array:
         """See `kvoffload.kernels.gather`: int64, (5, rows)."""
