@@ -260,7 +260,7 @@ class OffloadEngine(EngineLifecycle):
         finally:
             self._following.discard(token)
 
-    def resolve(self, after: After) -> Followed | NoWait:
+    def resolve(self, after: After) -> Followed | NoWait | None:
         """What stands for `after` in several transfers, so that its arrays are asked for their producers once.
 
         Call it before taking the lock. Raises what `store` raises for `after`.
