@@ -53,6 +53,8 @@ class Driver:
     def _bind(self) -> None:
         # Called in every transfer, so without `call` between: a Python call costs more than some of these functions.
         self._current_context = self._functions["cuCtxGetCurrent"]
+        self._push_context = self._functions["cuCtxPushCurrent"]
+        self._pop_context = self._functions["cuCtxPopCurrent"]
         self._exchange_capture_mode = self._functions["cuThreadExchangeStreamCaptureMode"]
         self._event_record = self._functions["cuEventRecord"]
         self._event_query = self._functions["cuEventQuery"]
@@ -128,10 +130,14 @@ class Driver:
     # contexts -----------------------------------------------------------------------------------------------------
 
     def context_push(self, context: int) -> None:
-        self.call("cuCtxPushCurrent", context)
+        code = self._push_context(context)[0]
+        if code:
+            raise DriverError("cuCtxPushCurrent", code.name, int(code))
 
     def context_pop(self) -> None:
-        self.call("cuCtxPopCurrent")
+        code = self._pop_context()[0]
+        if code:
+            raise DriverError("cuCtxPopCurrent", code.name, int(code))
 
     def current_context(self) -> int:
         """The calling thread's context, 0 for none."""

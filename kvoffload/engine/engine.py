@@ -260,11 +260,13 @@ class OffloadEngine(EngineLifecycle):
         finally:
             self._following.discard(token)
 
-    def resolve(self, after: After) -> Followed | NoWait:
+    def resolve(self, after: After) -> Followed | NoWait | None:
         """What stands for `after` in several transfers, so that its arrays are asked for their producers once.
 
         Call it before taking the lock. Raises what `store` raises for `after`.
         """
+        if after is NO_WAIT or (after is None and self.layout.on_default_stream):
+            return after
         sources = sources_of(after, self.layout)
         if not sources:
             return NO_WAIT

@@ -37,10 +37,11 @@ class Launcher:
         Raises:
             DriverError: the CUDA context is lost.
         """
+        stores, loads = self._in_flight.both
         progress = True
-        while progress:  # again: a transfer of one direction may have waited for one of the other
-            progress = False
-            for queue in self._in_flight.both:
+        while progress and (stores.waiting or loads.waiting):
+            progress = False  # another round: a transfer of one direction may have waited for one of the other
+            for queue in (stores, loads):
                 while queue.waiting and self._enqueue(queue, queue.waiting[0]):
                     queue.waiting.popleft()
                     progress = True

@@ -99,48 +99,32 @@ class Transfer:
         error: why it failed.
     """
 
-    __slots__ = (
-        *(
-            "conflict",
-            "direction",
-            "end",
-            "engine",
-            "enqueued",
-            "error",
-            "id",
-            "markers",
-            "method",
-            "nbytes",
-            "num_parts",
-        ),
-        *("ordered", "part", "query_failures", "queued", "reason", "seconds", "segments", "sequence", "share"),
-        *("shares", "simulated", "source_order", "start", "state", "submitting"),
-    )
+    # What most transfers have when they are made stays in the class: assigning it to each would take 1 us.
+    simulated = False
+    source_order = SourceOrder.STREAM
+    method: CopyMethod | None = None
+    reason = "nothing to copy"
+    state = State.NEW
+    sequence = 0
+    shares: tuple[Share, ...] = ()
+    engine: object = None
+    conflict: Transfer | None = None
+    start: int | None = None
+    end: int | None = None
+    share = part = queued = 0
+    ordered = enqueued = False
+    submitting = True
+    query_failures = 0
+    seconds = 0.0
+    error: TransferError | None = None
 
     def __init__(self, number: int, direction: Direction, nbytes: int, num_parts: int) -> None:
         self.id = number
         self.direction = direction
         self.nbytes = nbytes
         self.num_parts = num_parts
-        self.simulated = False
-        self.source_order = SourceOrder.STREAM
-        self.method: CopyMethod | None = None
-        self.reason = "nothing to copy"
-        self.state = State.NEW
-        self.sequence = 0
-        self.shares: tuple[Share, ...] = ()
-        self.engine: object = None
-        self.conflict: Transfer | None = None
         self.markers: list[int] = []
-        self.start: int | None = None
-        self.end: int | None = None
         self.segments: deque[Segment] = deque()
-        self.share = self.part = self.queued = 0
-        self.ordered = self.enqueued = False
-        self.submitting = True
-        self.query_failures = 0
-        self.seconds = 0.0
-        self.error: TransferError | None = None
 
     def step(self, event: Event) -> None:
         """Move along the table; an event that is not in it raises AssertionError and changes nothing."""

@@ -11,6 +11,7 @@ from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.types import Ids, Int64Array
 
+_FEW = 32
 _INT = frozenset((int,))
 
 
@@ -45,8 +46,11 @@ def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
         if not values.size:
             return np.empty(0, dtype=np.int64)
         copied = values.astype(np.int64, order="C")
-    # As unsigned numbers, negative ids are huge ones.
-    if len(copied) and np.maximum.reduce(copied.view(np.uint64)) >= limit:
+    if 0 < len(copied) <= _FEW:  # Python compares these sooner than numpy
+        listed = copied.tolist()
+        if min(listed) < 0 or max(listed) >= limit:
+            _refuse_outside(name, values, limit)
+    elif len(copied) and int(np.maximum.reduce(copied.view(np.uint64))) >= limit:  # unsigned, negative ids are huge
         _refuse_outside(name, values, limit)
     return copied
 

@@ -144,7 +144,7 @@ def test_pitfall_05_tables_belong_to_a_transfer_until_its_end(
     small_tables(monkeypatch, blocks=8)
     with rig(gpu_device, planes=4, block_bytes=16 * KIB, num_blocks=64, num_slots=64, sm_limit=4) as bench:
         run_every_kernel(bench)
-        starts = overwrite_on_release(monkeypatch, 0, bench.engine._memory.address)
+        starts = overwrite_on_release(monkeypatch, 0, bench.engine._parts.memory.address)
         held = bench.stream()
         gate = bench.gate(held)
         mirror = Mirror(bench.engine, [bench.slab])

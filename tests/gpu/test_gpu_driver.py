@@ -16,9 +16,11 @@ from kvoffload import NO_WAIT, Direction, DriverError, KVLayout, LayoutError, Of
 from kvoffload.copiers import BatchCopier, Copier, LoopCopier, StridedCopier
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable, address_of
+from kvoffload.driver.tables import Columns
 from kvoffload.layout.fold import fold
 from kvoffload.planning.transfer_plan import build
 from kvoffload.testing import leak_check, scramble
+from kvoffload.tuning import CopierName
 
 pytestmark = pytest.mark.gpu
 
@@ -54,19 +56,35 @@ def bench(gpu_device: kvoffload.Device) -> Iterator[Bench]:
         made.close()
 
 
-def columns(**values: int | list[int]) -> dict[str, Any]:
-    return {name: np.atleast_1d(np.array(value, dtype=np.uint64)) for name, value in values.items()}
+def columns(
+    *,
+    source: int | list[int],
+    target: int | list[int],
+    source_pitch: int,
+    target_pitch: int,
+    width: int,
+    height: int | list[int],
+) -> Columns:
+    """In the order of `StridedTable.fill`. A single number holds for all operations."""
+    return (
+        np.atleast_1d(np.array(source, dtype=np.uint64)),
+        np.atleast_1d(np.array(target, dtype=np.uint64)),
+        np.array([source_pitch], dtype=np.uint64),
+        np.array([target_pitch], dtype=np.uint64),
+        np.array([width], dtype=np.uint64),
+        np.atleast_1d(np.array(height, dtype=np.uint64)),
+    )
 
 
-def to_device(bench: Bench) -> dict[str, Any]:
+def to_device(bench: Bench) -> Columns:
     """Two operations of rows from host to device."""
     host, device = bench.pinned.address, bench.buffer.address
     return columns(
         source=[host, host + 8 * HOST_PITCH],
         target=[device + 7, device + 7 + 8 * DEVICE_PITCH],
-        source_pitch=[HOST_PITCH] * 2,
-        target_pitch=[DEVICE_PITCH] * 2,
-        width=[WIDTH] * 2,
+        source_pitch=HOST_PITCH,
+        target_pitch=DEVICE_PITCH,
+        width=WIDTH,
         height=[HEIGHT, HEIGHT - 2],
     )
 
@@ -136,8 +154,10 @@ def test_the_flat_batch_arrays_are_read_as_written(bench: Bench, order: SourceOr
 def test_a_2d_copy_of_one_row_needs_a_pitch_of_its_width(bench: Bench) -> None:
     """Why single-row operations get a pitch too; the simulated driver refuses the same."""
     table = StridedTable(1, batched=False)
-    one = {"source": bench.pinned.address, "target": bench.buffer.address, "width": 100, "height": 1}
-    table.fill(columns(**one, source_pitch=50, target_pitch=50), SourceOrder.STREAM)
+    one = columns(
+        source=bench.pinned.address, target=bench.buffer.address, source_pitch=50, target_pitch=50, width=100, height=1
+    )
+    table.fill(one, SourceOrder.STREAM)
     with pytest.raises(DriverError, match="INVALID_VALUE"):
         bench.driver.copy_strided(table, 0, bench.stream)
 
@@ -160,7 +180,7 @@ def test_pitfall_37_the_driver_refuses_rows_that_cross_allocations(bench: Bench,
 
 
 @pytest.mark.parametrize("copier", ["strided", "batch", "loop"])
-def test_pitfall_37_an_engine_does_not_fold_there(gpu_device: kvoffload.Device, copier: str) -> None:
+def test_pitfall_37_an_engine_does_not_fold_there(gpu_device: kvoffload.Device, copier: CopierName) -> None:
     if copier == "batch" and not gpu_device.capabilities.flat_batch:
         pytest.skip("no batch calls here")
     # allocations of 2 MiB lie side by side: planes at a perfect constant stride
@@ -237,7 +257,7 @@ def test_pitfall_15_a_bad_pointer_raises_with_every_copier_and_the_context_lives
 def submit(copier: Copier, work: Any, stream: int) -> None:
     staged = copier.stage(work, SourceOrder.STREAM)
     assert staged is not None
-    staged.submit(stream)
+    staged.submit(stream, None)
 
 
 # contexts
