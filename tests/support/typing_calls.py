@@ -93,6 +93,9 @@ def transfers(layout: KVLayout, device: Device) -> list[TransferResult]:
         layers.wait(timeout=10.0)
         assert_type(engine.slots, npt.NDArray[np.uint8])
         engine.store([1], [7], group=0, first_sub_block=1, after=Stream(), copier="loop")
+        waited: list[Stream] = [Stream(), Stream()]
+        engine.store((1, 2), [np.int64(7)], after=waited).wait(timeout=10.0)
+        engine.store(range(2), np.array([7], dtype=np.uint32), after=[0, Stream()]).wait(timeout=10.0)
         engine.drain(timeout=10.0)
         assert_type(engine.statistics().store.nbytes, int)
         report = engine.plan("load", [3, 4, 5], range(4, 6), copier="loop")

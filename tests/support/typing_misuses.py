@@ -5,6 +5,8 @@ The mark is the comment `wrong`. `test_typing` gives this file to mypy and to py
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvoffload import (
     NO_WAIT,
     BlockCache,
@@ -66,9 +68,13 @@ def stores(engine: OffloadEngine) -> None:
     engine.store([0], [0.5])  # wrong
     engine.store(0, [0])  # wrong
     engine.store([0], None)  # wrong
+    engine.store(["0"], [0])  # wrong
+    engine.store(np.zeros(2), [0, 1])  # wrong
     engine.store([0], [0], group="0")  # wrong
     engine.store([0], [0], after="stream")  # wrong
     engine.store([0], [0], after=1.5)  # wrong
+    engine.store([0], [0], after=[0, "stream"])  # wrong
+    engine.store([0], [0], after=[NO_WAIT])  # wrong
     engine.store([0], [0], after=engine)  # wrong
     engine.store([0], [0], copier="stride")  # wrong
     engine.store([0], [0], copier=1)  # wrong
@@ -84,6 +90,11 @@ def loads(engine: OffloadEngine) -> None:
     engine.load([0], [0], parts=[["0"]])  # wrong
     engine.load([0], [0], part=2)  # wrong
     engine.plan("copy", [0], [0])  # wrong
+    engine.plan("store", "0", [0])  # wrong
+    engine.submit("copy", [0], [0])  # wrong
+    engine.submit("load", [0], [0], after=engine)  # wrong
+    engine.load([0], 0)  # wrong
+    engine.load([0], [0], copier="fast")  # wrong
     engine.drain("soon")  # wrong
     engine.poll(1)  # wrong
     engine.statistics().stores  # noqa: B018  # wrong
@@ -118,6 +129,9 @@ def cached(cache: BlockCache) -> None:
     cache.store([b"key"], "0")  # wrong
     cache.store([b"key"], [0], after="stream")  # wrong
     cache.store([b"key"])  # wrong
+    cache.store([b"key"], [0.5])  # wrong
+    cache.load([b"key"], "0")  # wrong
+    cache.load([b"key"], [0], after=cache)  # wrong
     cache.load([b"key"], [0], pending="yes")  # wrong
     cache.load([b"key"], [0], parts="2")  # wrong
     cache.touch(1)  # wrong
