@@ -20,10 +20,10 @@ from kvoffload.internal.cachefiles import warn_once
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import BlockPlan, Direction
-from kvoffload.tuning import CopyMethod, Profile, Shape
+from kvoffload.tuning import CopierName, CopyMethod, Profile, Shape
 
 _KERNELS = ("gather", "split")
-NAMES = ("strided", "gather", "split", "batch", "loop")
+NAMES: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop")
 
 
 def why_not(capabilities: Capabilities, sm_limit: int = 1) -> dict[str, str | None]:

@@ -24,6 +24,7 @@ from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
+from kvoffload.errors import CapacityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
 from kvoffload.internal.types import Int64Array, UInt8Array

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from random_programs import JaxProgram, run_random_program
+from random_programs import JaxProgram, jax_on, run_random_program
 
 import kvoffload
 from kvoffload import KVLayout, OffloadEngine
@@ -30,8 +31,9 @@ def test_caches_of_jaxs_take_arrays_of_jaxs(device: kvoffload.Device, make: Any)
 
 
 @pytest.fixture
-def jax() -> Any:
-    return pytest.importorskip("jax")
+def jax(device: kvoffload.Device) -> Iterator[Any]:
+    with jax_on(device) as module:
+        yield module
 
 
 @pytest.mark.parametrize("kind", ["owned", "staged"])

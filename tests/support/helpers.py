@@ -24,6 +24,7 @@ from kvoffload.driver import address_of
 from kvoffload.driver.functions import RAW
 from kvoffload.engine import launcher
 from kvoffload.simulator import SimulatedDriver
+from kvoffload.tuning import CopierName
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -204,7 +205,7 @@ def paint(rig: Rig) -> None:
     rig.engine.slots[:] = (100 + np.arange(rig.engine.num_slots)).astype(np.uint8)[:, np.newaxis]
 
 
-def copiers_in(engine: kvoffload.OffloadEngine) -> list[str]:
+def copiers_in(engine: kvoffload.OffloadEngine) -> list[CopierName]:
     """The copiers that an engine has."""
     return [name for name in COPIERS if name not in engine.missing_copiers]
 
