@@ -19,7 +19,7 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierName, CopyMethod
 
 PREFERENCES = ("overlap", "latency")
-COPY_ENGINE = ("strided", "batch", "loop")
+COPY_ENGINE: tuple[CopierName, ...] = ("strided", "batch", "loop")
 METHODS = (
     CopyMethod("gather", 4, 1.0),
     CopyMethod("gather", 3, 1.0),

@@ -87,7 +87,7 @@ def test_threads_share_a_cache(bench: Rig, policy: PolicyName) -> None:
 def test_overlapping_requests_of_made_traffic_are_right(
     capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]
 ) -> None:
-    options = ("--model", "qwen2.5-7b", "--slots", "2000", "--requests", "300", "--in-flight", "8", "--json")
+    options = ("--model", "qwen2.5-7b", "--slots", "2000", "--requests", "300", "--in-flight", "8", *on_gpu, "--json")
     assert main(["replay", "--workload", "documents", *options]) == 0
     fields = json.loads(capsys.readouterr().out)
     print(fields)

@@ -117,6 +117,15 @@ def test_arrays_of_the_cpu_are_no_planes(jax: Any) -> None:
         KVLayout.from_stacked(cpu)
 
 
+def test_a_staged_cache_refuses_an_array_that_is_elsewhere(
+    jax: Any, device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = jax.numpy.zeros((2, 4, 8))
+    monkeypatch.setattr(type(array), "__dlpack_device__", lambda _: (2, 0))
+    with pytest.raises(kvoffload.LayoutError, match=r'array is on .*; put it on jax.devices\("cpu"\)\[0\], since'):
+        StagedCache(device, array)
+
+
 def test_a_staged_cache_takes_any_axes_and_more_blocks_than_its_stage(jax: Any, device: kvoffload.Device) -> None:
     jnp = jax.numpy
     content = np.arange(12 * 3 * 5, dtype=np.float32).reshape(12, 3, 5)
