@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import POLICIES, make_policy
+from kvoffload.cache.policies import POLICIES, PolicyName
 from kvoffload.terminal.console import Output
 from kvoffload.terminal.options import whole
 
@@ -94,8 +94,8 @@ class _Dictionary:
 
 
 class _Cache:
-    def __init__(self, capacity: int, policy: str) -> None:
-        self._index = CacheIndex(capacity, policy=make_policy(policy, capacity))
+    def __init__(self, capacity: int, policy: PolicyName) -> None:
+        self._index = CacheIndex(capacity, policy=policy)
         self.lookup = self._index.lookup
         self.touch = self._index.touch
 

@@ -16,7 +16,7 @@ from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierName, CopyMethod
+from kvoffload.tuning import CopierChoice, CopyMethod
 
 PREFERENCES = ("overlap", "latency")
 COPY_ENGINE: tuple[CopierName, ...] = ("strided", "batch", "loop")
@@ -148,15 +148,11 @@ class Measurer:
         repeats = setup.lab.repeats * (_MORE_ROUNDS if short else 1)
         return measurement_of(setup, direction, time_rounds(scenarios, repeats), chosen)
 
-    def _wanted(
-        self, setup: TransferSetup, direction: Direction
-    ) -> dict[str, tuple[CopierName | CopyMethod | None, str]]:
+    def _wanted(self, setup: TransferSetup, direction: Direction) -> dict[str, tuple[CopierChoice, str]]:
         """By name: the copier that the engine is given, and the preference."""
         missing = setup.missing
         self.not_run |= {name: reason for name, reason in missing.items() if reason is not None}
-        wanted: dict[str, tuple[CopierName | CopyMethod | None, str]] = {
-            choice(prefer): (None, prefer) for prefer in PREFERENCES
-        }
+        wanted: dict[str, tuple[CopierChoice, str]] = {choice(prefer): (None, prefer) for prefer in PREFERENCES}
         wanted |= {name: (name, PREFERENCES[0]) for name in COPY_ENGINE if missing[name] is None}
         return wanted | {
             method.label: (method, PREFERENCES[0])
@@ -178,7 +174,7 @@ def time_engine(
     direction: Direction,
     name: str,
     chosen: dict[str, str],
-    copier: CopierName | CopyMethod | None,
+    copier: CopierChoice,
     prefer: str,
 ) -> float:
     """One transfer; seconds on the GPU clock. The reason of the engine's own choice goes to `chosen[name]`."""
@@ -191,11 +187,7 @@ def time_engine(
 
 
 def warm_engine(
-    small_setup: TransferSetup,
-    setup: TransferSetup,
-    direction: Direction,
-    copier: CopierName | CopyMethod | None,
-    prefer: str,
+    small_setup: TransferSetup, setup: TransferSetup, direction: Direction, copier: CopierChoice, prefer: str
 ) -> float:
     """A small transfer with the copy method that the next one on `setup` will have."""
     return small_setup.seconds(small_setup.submit(direction, copier or setup.chosen_method(direction, prefer)))

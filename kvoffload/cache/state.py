@@ -324,7 +324,7 @@ class CacheState:
             self.table.leases.discard(lease)
             self.table.release(set(lease.indices))
             if loaded:
-                self.recorder.note_loaded(len(lease.keys))
+                self.recorder.loaded += len(lease.keys)
         else:
             self._awaited[lease] = None
         self.consistent = True

@@ -20,7 +20,7 @@ EventKind = Literal["hit", "miss", "stored", "evicted", "declined", "failed", "r
 
 _RESIDENCY_SECONDS = tuple(float(4**power) for power in range(-5, 12))  # 1 ms to 48 days
 _REUSE_DISTANCES = tuple(float(2**power) for power in range(6, 31))
-_COUNTED = ("lookups", "hits", "stored", "loaded", "evicted", "failed", "declined", "removed")
+_COUNTED = ("lookups", "hits", "stored", "evicted", "failed", "declined", "removed")
 _BY_TENANT = ("stored", "failed", "declined")
 
 
@@ -133,6 +133,7 @@ class StatisticsRecorder:
         self.untold = deque[CacheEvent]()
         self._lock = threading.Lock()
         self._teller: object | None = None  # stands for the call of `tell` that calls the hook now
+        self.loaded = 0  # blocks
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._by_tenant: dict[str, dict[str, int]] = {}
         self._touched_blocks = 0
@@ -165,9 +166,6 @@ class StatisticsRecorder:
             self._announce("hit", keys[:found])
             self._announce("miss", keys[found:])
 
-    def note_loaded(self, count: int) -> None:
-        self._counts["loaded"] += count
-
     def note_stored(self, keys: Sequence[bytes], entries: list[int], tenant: str) -> None:
         self._stored_at[entries] = time.monotonic()
         self.note("stored", keys, tenant)
@@ -192,6 +190,7 @@ class StatisticsRecorder:
             residency_seconds=self._residency.snapshot(),
             reuse_distance_blocks=self._distances.snapshot(),
             tenants=tuple((name, TenantCounts(**counts)) for name, counts in sorted(self._by_tenant.items())),
+            loaded=self.loaded,
             **self._counts,
         )
 

@@ -80,7 +80,7 @@ class BatchCopier:
             loads
             and count >= _PRELUDE_MIN_COPIES
             and self._preludes is not None
-            and int(np.minimum.reduce(work.width)) < _CPU_COPY_BYTES
+            and int(work.width[0] if len(work.width) == 1 else np.minimum.reduce(work.width)) < _CPU_COPY_BYTES
         )
         return Staged(partial(self._submit, count, order, prelude))
 

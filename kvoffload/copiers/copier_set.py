@@ -20,7 +20,7 @@ from kvoffload.internal.cachefiles import warn_once
 from kvoffload.internal.teardown import run_all
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import BlockPlan, Direction
-from kvoffload.tuning import CopierName, CopyMethod, Profile, Shape
+from kvoffload.tuning import CopierChoice, CopierName, CopyMethod, Profile, Shape
 
 _KERNELS = ("gather", "split")
 NAMES: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop")
@@ -52,7 +52,7 @@ def check_copier(name: Any, missing: Mapping[str, str | None]) -> None:
         raise CapabilityError(f"copier={name!r} cannot run here: {missing[name]}; the loop copier works")
 
 
-def check_carries_parts(name: str | CopyMethod | None) -> None:
+def check_carries_parts(name: CopierChoice) -> None:
     """Raise ValueError if `name` names a copier that cannot copy a load in parts."""
     if (name.copier if isinstance(name, CopyMethod) else name) == "split":
         raise ValueError(
@@ -136,7 +136,7 @@ class CopierSet:
         able = tuple(name for name in NAMES if self.missing[name] is None)
         return _without_kernels(able) if self._interpreted else able
 
-    def select(self, plan: BlockPlan, wanted: str | CopyMethod | None, profile: Profile, prefer: str) -> Selection:
+    def select(self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str) -> Selection:
         """The copy method for a plan, and why: `wanted` (see `check_copier`), completed; or the profile's choice.
 
         Remembered for all plans of the same shape.
@@ -159,7 +159,7 @@ class CopierSet:
             self._selected[key] = found
         return found
 
-    def _select(self, plan: BlockPlan, wanted: str | CopyMethod | None, profile: Profile, prefer: str) -> Selection:
+    def _select(self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str) -> Selection:
         shape = shape_of(plan)
         if isinstance(wanted, CopyMethod):
             self._check_parts(wanted.copier, plan)

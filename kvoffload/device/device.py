@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer, check_shape
 from kvoffload.device.context import DeviceContext
@@ -30,6 +30,9 @@ from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 
+if TYPE_CHECKING:
+    from kvoffload.simulator import SimulatedDriver
+
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _ALLOCATION_ALIGNMENT = 512  # what cuMemAlloc aligns to, at least; planes of a slab keep it
 
@@ -40,7 +43,7 @@ _garbage: deque[Watch] = deque()  # of devices that are garbage and were not clo
 def open_device(
     index: int = 0,
     *,
-    backend: Literal["cuda", "simulated", "auto"] | Any = "cuda",
+    backend: Literal["cuda", "simulated", "auto"] | SimulatedDriver = "cuda",
     context: Any = None,
     seed: int | None = None,
     driver_version: tuple[int, int] | None = None,

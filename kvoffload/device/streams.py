@@ -26,12 +26,12 @@ EVENT_COST = 2  # places that a segment's timing events may take
 _NOT_A_STREAM_HERE = frozenset({101, 201, 400})  # CUDA_ERROR_INVALID_DEVICE, _CONTEXT, _HANDLE
 
 
-class _NoWait:
+class NoWait:
     def __repr__(self) -> str:
         return "NO_WAIT"
 
 
-NO_WAIT: Final = _NoWait()  # after=NO_WAIT: the transfer waits for no stream of the caller's
+NO_WAIT: Final = NoWait()  # after=NO_WAIT: the transfer waits for no stream of the caller's
 
 
 class EventPool:

@@ -114,6 +114,7 @@ class FlatTable:
         self._indices_address = address_of(self._indices)
         self._objects: _FlatObjects | None = None
         self._size_list: list[int] = []
+        self._given_sizes = self._sizes[:0]
         self._slices: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
 
     def fill(
@@ -126,7 +127,7 @@ class FlatTable:
         count = len(targets)
         self._targets[:count] = targets
         self._sources[:count] = sources
-        self._sizes[:count] = sizes
+        self._given_sizes = sizes
         self._size_list = sizes.tolist() * count if len(sizes) == 1 else sizes.tolist()
 
     def lists(self, start: int, stop: int) -> tuple[list[Any], list[Any], list[int]]:
@@ -159,6 +160,8 @@ class FlatTable:
 
     def raw_arrays(self, start: int) -> tuple[int, int, int]:
         """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""
+        if start == 0:
+            self._sizes[: len(self._size_list)] = self._given_sizes
         targets, sources, sizes = self._addresses
         return targets + 8 * start, sources + 8 * start, sizes + 8 * start
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from kvoffload.device.current import make_current
-from kvoffload.device.streams import NO_WAIT, raise_for_stream, refuse_capturing
+from kvoffload.device.streams import NO_WAIT, NoWait, raise_for_stream, refuse_capturing
 from kvoffload.driver import SourceOrder
 from kvoffload.engine.job import Job
 from kvoffload.engine.lifecycle import EngineLifecycle
@@ -32,9 +32,9 @@ from kvoffload.engine.request import (
     sources_of,
 )
 from kvoffload.engine.transfer import Event, Transfer
-from kvoffload.engine.wait_streams import Followed, Source
+from kvoffload.engine.wait_streams import After, Followed, Source
 from kvoffload.errors import DriverError
-from kvoffload.internal.types import ArrayLike
+from kvoffload.internal.types import Ids
 from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
 from kvoffload.tuning import CopierName, CopyMethod
 
@@ -74,11 +74,11 @@ class OffloadEngine(EngineLifecycle):
 
     def store(
         self,
-        blocks: ArrayLike,
-        slots: ArrayLike,
+        blocks: Ids,
+        slots: Ids,
         group: int = 0,
         first_sub_block: int = 0,
-        after: Any = None,
+        after: After = None,
         copier: CopierName | CopyMethod | None = None,
     ) -> Job:
         """Copy blocks from the device to slots. Returns when the copies are queued; where the driver's queues have no
@@ -88,7 +88,7 @@ class OffloadEngine(EngineLifecycle):
         `f = layout.blocks_per_slot`. What a slot's other sub-blocks hold stays as it is.
 
         Args:
-            blocks: source ids, anything that numpy turns into a 1-D integer array. Repeats are legal.
+            blocks: source ids, ints, or anything that numpy turns into a 1-D integer array. Repeats are legal.
             slots: target ids, `layout.slots_for(len(blocks), first_sub_block)` of them, no repeats. If a BlockCache
                 owns the engine's slots, they must be of an open reservation of its own.
             group: which group's block table `blocks` refers to.
@@ -119,11 +119,11 @@ class OffloadEngine(EngineLifecycle):
 
     def load(
         self,
-        slots: ArrayLike,
-        blocks: ArrayLike,
+        slots: Ids,
+        blocks: Ids,
         group: int = 0,
         first_sub_block: int = 0,
-        after: Any = None,
+        after: After = None,
         copier: CopierName | CopyMethod | None = None,
         source_order: SourceOrderName = "auto",
         parts: int | Sequence[Sequence[int]] | None = None,
@@ -150,11 +150,11 @@ class OffloadEngine(EngineLifecycle):
     def submit(
         self,
         direction: Direction | Literal["store", "load"],
-        blocks: ArrayLike,
-        slots: ArrayLike,
+        blocks: Ids,
+        slots: Ids,
         group: int = 0,
         first_sub_block: int = 0,
-        after: Any = None,
+        after: After = None,
         copier: CopierName | CopyMethod | None = None,
         source_order: SourceOrderName = "auto",
         parts: int | Sequence[Sequence[int]] | None = None,
@@ -167,11 +167,11 @@ class OffloadEngine(EngineLifecycle):
     def _submit(
         self,
         direction: Direction,
-        blocks: ArrayLike,
-        slots: ArrayLike,
+        blocks: Ids,
+        slots: Ids,
         group: int,
         first_sub_block: int,
-        after: Any,
+        after: After,
         copier: CopierName | CopyMethod | None,
         source_order: SourceOrderName,
         parts: int | Sequence[Sequence[int]] | None,
@@ -260,11 +260,13 @@ class OffloadEngine(EngineLifecycle):
         finally:
             self._following.discard(token)
 
-    def resolve(self, after: Any) -> Any:
+    def resolve(self, after: After) -> Followed | NoWait:
         """What stands for `after` in several transfers, so that its arrays are asked for their producers once.
 
         Call it before taking the lock. Raises what `store` raises for `after`.
         """
+        if after is NO_WAIT or (after is None and self.layout.on_default_stream):
+            return after
         sources = sources_of(after, self.layout)
         if not sources:
             return NO_WAIT
@@ -352,8 +354,8 @@ class OffloadEngine(EngineLifecycle):
     def plan(
         self,
         direction: Direction | Literal["store", "load"],
-        blocks: ArrayLike,
-        slots: ArrayLike,
+        blocks: Ids,
+        slots: Ids,
         group: int = 0,
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,

@@ -121,10 +121,12 @@ class EngineLifecycle(HtmlRepresentation):
 
         `poll`, `wait`, `done` and every submission do it too.
         """
-        self.device.check_process()
+        if os.getpid() != self._process:
+            self.device.check_process()
         with self.lock:
             in_flight = self._parts.in_flight
-            if self._closed or (in_flight.consistent and not in_flight.count):
+            idle = not in_flight.stores.transfers and not in_flight.loads.transfers
+            if self._closed or (idle and in_flight.consistent):
                 return
         try:
             with self.device.current(), self.lock:
@@ -181,9 +183,11 @@ class EngineLifecycle(HtmlRepresentation):
     @property
     def submitted(self) -> int:
         """How many transfers have been submitted so far."""
-        self.device.check_process()
+        if os.getpid() != self._process:
+            self.device.check_process()
         with self.lock:
-            return sum(queue.submitted for queue in self._parts.in_flight.both)
+            in_flight = self._parts.in_flight
+            return in_flight.stores.submitted + in_flight.loads.submitted
 
     def statistics(self) -> EngineStatistics:
         """Counts and totals since the engine was made."""
@@ -242,14 +246,18 @@ class EngineLifecycle(HtmlRepresentation):
         """Raise ClosedError or TransferError unless transfers can be submitted."""
         if self._closed or self._closing:
             raise ClosedError("the engine is closed" if self._closed else "the engine is being closed")
-        self._parts.tracker.check_alive()
+        if self._parts.in_flight.lost is not None:
+            self._parts.tracker.check_alive()
 
     def check_room(self, jobs: int) -> None:
         """Raise CapacityError unless so many more jobs may be in flight, and ClosedError if the engine is closed."""
-        self.device.check_process()
+        if os.getpid() != self._process:
+            self.device.check_process()
         with self.lock:
             self.check_usable()
-            self._parts.tracker.check_room(jobs)
+            in_flight = self._parts.in_flight
+            if len(in_flight.stores.transfers) + len(in_flight.loads.transfers) + jobs > self.max_in_flight:
+                self._parts.tracker.check_room(jobs)
 
     def jobs_in_flight(self) -> tuple[Job, ...]:
         """A job for each transfer that has not ended."""

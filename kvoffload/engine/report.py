@@ -9,7 +9,7 @@ from kvoffload.copiers import CopierSet, shape_of
 from kvoffload.copiers.selection import rank
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.planning.transfer_plan import BlockPlan, Direction
-from kvoffload.tuning import CopyMethod, Profile
+from kvoffload.tuning import CopierChoice, CopyMethod, Profile
 
 
 class Selecting(Protocol):
@@ -64,7 +64,7 @@ class PlanReport(HtmlRepresentation):
 
 
 def make_report(
-    engine: Selecting, plan: BlockPlan, copier: str | CopyMethod | None, copiers: CopierSet, *, simulated: bool
+    engine: Selecting, plan: BlockPlan, copier: CopierChoice, copiers: CopierSet, *, simulated: bool
 ) -> PlanReport:
     """What an engine would do with a plan, and what else could carry it. Asks nothing of the driver."""
     profile = engine.profile

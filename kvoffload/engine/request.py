@@ -11,9 +11,9 @@ import numpy as np
 from kvoffload.copiers import check_carries_parts, check_copier
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver.core import LEGACY_STREAM
-from kvoffload.engine.wait_streams import Followed, Source, as_sources
+from kvoffload.engine.wait_streams import After, Followed, Source, as_sources
 from kvoffload.errors import LayoutError
-from kvoffload.internal.types import ArrayLike, Int64Array
+from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import Parts, as_parts
@@ -59,11 +59,11 @@ def make_request(
     num_slots: int,
     missing_copiers: dict[str, str | None],
     direction: Direction,
-    blocks: ArrayLike,
-    slots: ArrayLike,
+    blocks: Ids,
+    slots: Ids,
     group: int,
     first_sub_block: int,
-    after: Any,
+    after: After,
     copier: CopierName | CopyMethod | None,
     source_order: SourceOrderName,
     parts: int | Sequence[Sequence[int]] | None,
@@ -114,7 +114,7 @@ def _checked_parts(parts: Any, direction: Direction, num_planes: int) -> Parts |
     return as_parts(parts, num_planes)
 
 
-def sources_of(after: Any, layout: KVLayout) -> tuple[Source, ...]:
+def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:
     """What `after` names; None only where the default stream orders the planes."""
     if isinstance(after, Followed):
         return after.streams

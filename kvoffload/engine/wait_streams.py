@@ -11,12 +11,14 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
-from kvoffload.device.streams import NO_WAIT, refuse_capturing, stream_handle
+from kvoffload.device.streams import NO_WAIT, NoWait, refuse_capturing, stream_handle
 from kvoffload.driver import Driver
 from kvoffload.driver.core import DISABLE_TIMING, LEGACY_STREAM, NON_BLOCKING
 from kvoffload.errors import CapacityError
+from kvoffload.internal.types import GpuArray, StreamLike
 from kvoffload.layout.dlpack import CPU, CUDA_HOST
 
 MOST_WAIT_STREAMS = 64
@@ -47,7 +49,11 @@ class Followed:
         self.streams = streams
 
 
-def as_sources(after: Any) -> tuple[Source, ...]:
+After: TypeAlias = StreamLike | GpuArray | Sequence[StreamLike | GpuArray] | NoWait | Followed | None
+"""What a transfer is to follow. A sequence must be a list or a tuple."""
+
+
+def as_sources(after: After) -> tuple[Source, ...]:
     """What `after` names: a stream, an array, or a list or tuple of these; nothing for NO_WAIT.
 
     None is the legacy default stream.

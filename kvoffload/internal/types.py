@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -12,6 +13,7 @@ __all__ = [
     "ArrayLike",
     "DTypeLike",
     "GpuArray",
+    "Ids",
     "Int64Array",
     "StreamLike",
     "SupportsCudaArray",
@@ -48,6 +50,12 @@ class SupportsDLPack(Protocol):
     def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 
+class SupportsIntegers(Protocol):
+    """An array of another library that numpy can read, of integers as far as its type says."""
+
+    def __array__(self) -> npt.NDArray[np.integer[Any]]: ...
+
+
 class SupportsItemsize(Protocol):
     """A type of elements of a library whose types numpy does not know, such as `torch.bfloat16`."""
 
@@ -56,5 +64,6 @@ class SupportsItemsize(Protocol):
 
 
 StreamLike: TypeAlias = int | SupportsCudaStream  # a CUstream handle as an int, 0 for the legacy default stream
+Ids: TypeAlias = Sequence[int | np.integer[Any]] | npt.NDArray[np.integer[Any]] | SupportsIntegers  # 1-D
 GpuArray: TypeAlias = SupportsCudaArray | SupportsDLPack
 DTypeLike: TypeAlias = npt.DTypeLike | SupportsItemsize

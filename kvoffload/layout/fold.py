@@ -21,6 +21,7 @@ import numpy as np
 from kvoffload.internal.types import Int64Array, UInt64Array
 from kvoffload.layout.planes import Group
 
+ONE = np.ones(1, dtype=np.uint64)  # the height of operations of a single row
 MAX_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far; larger ones are not promised to work
 
 
@@ -71,6 +72,7 @@ class FoldClass(NamedTuple):
     part_folds: Int64Array
     columns: tuple[UInt64Array, UInt64Array, UInt64Array]
     width_column: UInt64Array
+    stride_column: Int64Array
 
 
 class FoldedGroup(NamedTuple):
@@ -156,12 +158,15 @@ def _fold_class(key: tuple[int, int], members: list[tuple[PlaneFold, int]], num_
         part_folds=np.bincount(parts, minlength=num_parts),
         columns=(_column(rows), _column(device_pitch), _column(host_pitch)),
         width_column=np.array([width], dtype=np.uint64),
+        stride_column=np.array([block_stride], dtype=np.int64),
     )
 
 
 def _column(values: Int64Array) -> UInt64Array:
     flat = values.reshape(-1).astype(np.uint64)
-    return flat[:1] if (flat == flat[0]).all() else flat
+    if not (flat == flat[0]).all():
+        return flat
+    return ONE if flat[0] == 1 else flat[:1]
 
 
 def _find_folds(points: list[tuple[int, int]], block_bytes: int) -> list[PlaneFold]:

@@ -9,12 +9,13 @@ import numpy as np
 
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
-from kvoffload.internal.types import ArrayLike, Int64Array
+from kvoffload.internal.types import Ids, Int64Array
 
+_FEW = 32
 _INT = frozenset((int,))
 
 
-def as_ids(name: str, ids: ArrayLike, limit: int) -> Int64Array:
+def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
     """A copy of `ids`: int64, (n,), C-contiguous, every value in `[0, limit)`; n may be 0.
 
     The result shares no memory with `ids`, of whatever type: a transfer may read it long after the call that was given
@@ -45,8 +46,11 @@ def as_ids(name: str, ids: ArrayLike, limit: int) -> Int64Array:
         if not values.size:
             return np.empty(0, dtype=np.int64)
         copied = values.astype(np.int64, order="C")
-    # As unsigned numbers, negative ids are huge ones.
-    if len(copied) and np.maximum.reduce(copied.view(np.uint64)) >= limit:
+    if 0 < len(copied) <= _FEW:  # Python compares these sooner than numpy
+        listed = copied.tolist()
+        if min(listed) < 0 or max(listed) >= limit:
+            _refuse_outside(name, values, limit)
+    elif len(copied) and int(np.maximum.reduce(copied.view(np.uint64))) >= limit:  # unsigned, negative ids are huge
         _refuse_outside(name, values, limit)
     return copied
 
@@ -63,7 +67,7 @@ def _of_range(name: str, ids: range, limit: int) -> Int64Array:
     return np.arange(ids.start, ids.stop, ids.step, dtype=np.int64)
 
 
-def _of_others(name: str, ids: ArrayLike) -> np.ndarray[Any, Any]:
+def _of_others(name: str, ids: Ids) -> np.ndarray[Any, Any]:
     """An array of whatever numpy can convert, except where it would take masked values or booleans for ids."""
     if isinstance(ids, np.ma.MaskedArray):
         raise LayoutError(

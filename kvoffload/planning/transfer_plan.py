@@ -16,10 +16,9 @@ import enum
 import numpy as np
 
 from kvoffload.internal.types import Int64Array, UInt64Array
+from kvoffload.layout.fold import ONE as _ONE
 from kvoffload.layout.fold import FoldClass, FoldedGroup
 from kvoffload.layout.layout import KVLayout
-
-_ONE = np.ones(1, dtype=np.uint64)
 
 
 class Direction(enum.StrEnum):
@@ -107,6 +106,10 @@ class BlockPlan:
         """The six columns of a plan for the folds of one class: fold after fold, blocks ascending in each."""
         blocks, slot_address, sub_block = self.blocks, self.slot_address, self.sub_block
         width = folds.width_column
+        if sub_block is None and len(folds.address) == 1:  # what most transfers are: few numpy calls, no reshaping
+            device = blocks * folds.stride_column + folds.address[0]
+            host = slot_address + folds.host_offset[0]
+            return [device.view(np.uint64), host.view(np.uint64), width, *folds.columns]
         if sub_block is not None:
             slot_address = slot_address + sub_block * folds.width
             if folds.mergeable:
@@ -220,7 +223,7 @@ class TransferPlan:
     @property
     def is_flat(self) -> bool:
         """Whether every operation is a single row."""
-        return bool(np.logical_and.reduce(self.height == 1))
+        return self.height is _ONE or bool(np.logical_and.reduce(self.height == 1))
 
     def cut(self, start: int, stop: int) -> TransferPlan:
         """Operations `[start, stop)` as a plan of their own, of one part, sharing memory."""

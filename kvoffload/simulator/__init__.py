@@ -3,7 +3,7 @@
 `SimulatedDriver` takes the real argument types and returns the real tuples, so every line of a program that calls the
 driver runs on a machine without a GPU. It is lazy, seeded and strict:
 
-- Nothing happens when work is submitted. A seeded scheduler lets streams advance, only while some driver call runs; a
+- Nothing happens when work is submitted. A seeded scheduler advances streams, and only during a driver call; a
   copy reads its source when it executes, or at any earlier moment since its submission if its access order is ANY.
 - Kernels are Triton kernels, run by Triton's interpreter; every address that they touch is checked.
 - Memory is exact, guarded and poisoned. Wrong addresses get the driver's error; what CUDA leaves undefined (overlapping
@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvoffload.internal.checks import at_least
 from kvoffload.simulator import space
 from kvoffload.simulator.calls import SUCCESS, Needs, Version
 from kvoffload.simulator.copy_calls import CopyCalls
@@ -46,8 +45,8 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
     """One simulated driver: what a process sees when it loads CUDA.
 
     Args:
-        seed: an integer; decides every choice that CUDA leaves open, so that the same calls from one thread go the
-            same way.
+        seed: an integer; decides every choice that CUDA leaves open, so that the same calls from one thread have the
+            same results in the same order.
         driver_version: below (12, 8) there are no batch calls; the 13.x bindings need (13, 0) for them.
         bindings_version: below (13, 0) batch calls return a fail index and cuCtxCreate takes two arguments;
             from (13, 5) on there is `raw`.
@@ -69,7 +68,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
         attributes: device attributes by number; tests may change them.
         staged_copies: whether cuMemcpyHtoD returns before the device has the bytes of pageable memory, as CUDA may.
         raw: None, or the raw-address calls of the 13.5 bindings.
-        device_ordinal_works, pools_tell_their_device: see `OutsideCalls`.
+        device_ordinal_works, pools_report_their_device: see `OutsideCalls`.
     """
 
     simulated = True
@@ -97,7 +96,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
         self.attributes = default_attributes()
         self.left_in_contexts: dict[str, int] = {}
         self.device_ordinal_works = False
-        self.pools_tell_their_device = True
+        self.pools_report_their_device = True
         self._primaries = {}
         self._pools, self._pool_of, self._retained, self._outside = {}, {}, {}, {}
         self.raw = self._raw_namespace() if bindings_version >= (13, 5) else None
@@ -170,7 +169,7 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
             for region in self.memory.live():
                 if not region.guards_intact():
                     self.violate(
-                        f"bytes beside the {region.kind.value} allocation at {region.base:#x} were overwritten"
+                        f"bytes next to the {region.kind.value} allocation at {region.base:#x} were overwritten"
                     )
 
     def leaks(self) -> dict[str, int]:
@@ -225,4 +224,5 @@ def _check_numbers(seed: Any, driver_version: Any, bindings_version: Any, device
         pair = isinstance(version, tuple) and [type(number) for number in version] == [int, int]
         if not pair:
             raise TypeError(f"{name} must be two integers such as (13, 0), got {version!r:.80}")
-    at_least("device_count", device_count, 1)
+    if isinstance(device_count, bool) or not hasattr(device_count, "__index__") or device_count < 1:
+        raise ValueError(f"device_count must be an integer of at least 1, got {device_count!r:.80}")

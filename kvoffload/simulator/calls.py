@@ -12,19 +12,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from cuda.bindings import driver as cuda
 
 from kvoffload.simulator.capture import Captures
-from kvoffload.simulator.contexts import LEGACY, PER_THREAD, Context, Event, HandleTable, Stream
+from kvoffload.simulator.contexts import LEGACY, PER_THREAD, Context, Event, Operation, Stream
 from kvoffload.simulator.errors import DeadlockError, RefusedError, SimulatorError
 from kvoffload.simulator.faults import Faults
+from kvoffload.simulator.handles import INVALID_HANDLE, HandleTable
 from kvoffload.simulator.kernels import Function, Module
 from kvoffload.simulator.memory import MemoryTable, Region
-from kvoffload.simulator.operations import Operation
 from kvoffload.simulator.scheduler import Scheduler
 
 SUCCESS = cuda.CUresult.CUDA_SUCCESS
 NOT_INITIALIZED = cuda.CUresult.CUDA_ERROR_NOT_INITIALIZED
 INVALID_CONTEXT = cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT
 INVALID_VALUE = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
-INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 CONTEXT_IS_DESTROYED = cuda.CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED
 
 Version = tuple[int, int]
@@ -143,7 +142,7 @@ class Core:
         """How many values the batch calls return: the 12.x bindings have a fail index."""
         return 1 if self.bindings_version < (13, 0) else 0
 
-    # The way of every call
+    # What every call goes through
 
     def perform(
         self, name: str, needs: Needs, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -155,7 +154,7 @@ class Core:
         with self.lock:
             fault = self.faults.next_call(name, args)
             if fault is not None and fault.sticky and (context := self.current_context()) is not None:
-                self.scheduler.lose(context, fault.error)
+                self.scheduler.fail_context(context, fault.error)
             elif fault is not None and not fault.after:
                 return fault.error, ()
             status, values = self._answer(name, needs, body, args, kwargs)
@@ -173,7 +172,7 @@ class Core:
         except RefusedError as refused:
             return refused.status, ()
         if context is not None and context.error is not None:
-            return context.error, ()  # lost while the call let work run
+            return context.error, ()  # lost while work ran during the call
         if result is None:
             return SUCCESS, ()
         return (SUCCESS, result) if isinstance(result, tuple) else (result, ())
@@ -257,7 +256,7 @@ class Core:
         return self.scheduler.submit(stream, operation)
 
     def finish(self, stream: Stream, serial: int, what: str) -> None:
-        """Let work run until a stream has done its operation number `serial`."""
+        """Advance streams until one has done its operation number `serial`."""
         self._wait(lambda: stream.completed >= serial, what)
 
     def _has_room(self, stream: Stream, operation: Operation) -> bool:
@@ -292,5 +291,5 @@ class Core:
         if region.pending:
             self.violate(f"freed while a queued copy uses it: {region.nbytes} bytes at {region.base:#x}")
         if not region.guards_intact():
-            self.violate(f"bytes beside the {region.kind.value} allocation at {region.base:#x} were overwritten")
+            self.violate(f"bytes next to the {region.kind.value} allocation at {region.base:#x} were overwritten")
         self.memory.remove(region)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NoReturn
+from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from kvoffload.simulator.contexts import Stream
+from kvoffload.simulator.contexts import Capture, Stream
 from kvoffload.simulator.errors import RefusedError
 
 _MODE = cuda.CUstreamCaptureMode
@@ -15,7 +15,6 @@ GLOBAL = _MODE.CU_STREAM_CAPTURE_MODE_GLOBAL
 THREAD_LOCAL = _MODE.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 RELAXED = _MODE.CU_STREAM_CAPTURE_MODE_RELAXED
 UNSUPPORTED = cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-INVALIDATED = cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
 
 # What CUDA calls "potentially unsafe API calls", of those that there are here.
 UNSAFE = frozenset(
@@ -32,29 +31,6 @@ UNSAFE = frozenset(
         "cuStreamSynchronize",
     }
 )
-
-
-class Capture:
-    """One graph capture: the stream it began on, and the streams that joined it by waiting for its events."""
-
-    def __init__(self, origin: Stream, mode: Any) -> None:
-        self.origin = origin
-        self.mode = mode
-        self.thread = threading.get_ident()
-        self.streams = [origin]
-        self.unjoined: set[Stream] = set()  # drawn in, and not yet waited for by another of the capture's streams
-        self.node_count = 0
-        self.invalidated = False
-
-    def check(self) -> None:
-        """Raise RefusedError if it is invalidated: its streams and events are of no use until it is ended."""
-        if self.invalidated:
-            raise RefusedError(INVALIDATED)
-
-    def refuse(self, status: Any) -> NoReturn:
-        """A call that cannot be part of it fails and invalidates it."""
-        self.invalidated = True
-        raise RefusedError(status)
 
 
 class Captures:

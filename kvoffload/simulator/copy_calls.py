@@ -12,7 +12,7 @@ from cuda.bindings import driver as cuda
 from kvoffload.simulator import copies, space
 from kvoffload.simulator.calls import FAIL_INDEX, INVALID_VALUE, Core, driver_call, integer, size
 from kvoffload.simulator.capture import UNSUPPORTED
-from kvoffload.simulator.contexts import LEGACY, Stream
+from kvoffload.simulator.contexts import LEGACY, Operation, Stream
 from kvoffload.simulator.copies import Batch
 from kvoffload.simulator.errors import FunctionNotFoundError, RefusedError
 from kvoffload.simulator.memory import Indices, Region
@@ -25,7 +25,6 @@ from kvoffload.simulator.operations import (
     Descriptors,
     FillOperation,
     LinearCopy,
-    Operation,
 )
 
 

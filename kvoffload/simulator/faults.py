@@ -60,7 +60,7 @@ class Faults:
             self._plan(_ANY, at_call, cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, sticky=True)
 
     def fail_operation(self, nth: int = 1) -> None:
-        """Make the nth executed copy fault half way through; its context is lost, as with `sticky`."""
+        """Make the nth executed copy fault in the middle; its context is lost, as with `sticky`."""
         self._copy_countdown = nth
 
     def delay(self, name: str, seconds: float) -> None:
@@ -114,7 +114,7 @@ class Faults:
         return lost
 
     def next_copy(self) -> bool:
-        """Whether the copy about to execute faults half way."""
+        """Whether the copy about to execute faults."""
         if not self._copy_countdown:
             return False
         self._copy_countdown -= 1

@@ -10,8 +10,9 @@ import numpy as np
 from cuda.bindings import driver as cuda
 
 from kvoffload.simulator import interpreter, space
-from kvoffload.simulator.calls import INVALID_HANDLE, INVALID_VALUE, Core, driver_call, integer
+from kvoffload.simulator.calls import INVALID_VALUE, Core, driver_call, integer
 from kvoffload.simulator.errors import RefusedError
+from kvoffload.simulator.handles import INVALID_HANDLE
 from kvoffload.simulator.kernels import Code, Function, LaunchOperation, Module
 
 _R = cuda.CUresult

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvoffload.simulator import interpreter
-from kvoffload.simulator.contexts import Context
+from kvoffload.simulator.contexts import Context, Operation
 from kvoffload.simulator.memory import MemoryTable, Region
 from kvoffload.simulator.operations import (
     BYTES_PER_MICROSECOND,
     MICROSECONDS_PER_COPY,
     DeviceFaultError,
-    Operation,
 )
 
 MAGIC = b"kvoffload simulated kernel\n"

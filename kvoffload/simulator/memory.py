@@ -177,7 +177,7 @@ class MemoryTable:
 
     def reachable(self, addresses: Indices, nbytes: int, device: int) -> bool:
         """Whether a kernel on a device may touch `nbytes` at each address: its own memory, or pinned host memory."""
-        region = self.at(int(addresses.min()))  # mostly all are in one region, or each row is: their ends tell
+        region = self.at(int(addresses.min()))  # mostly all are in one region, or each row is: their ends show it
         if region is not None and int(addresses.max()) + nbytes <= region.end:
             return region.serves(device)
         table = self._table()

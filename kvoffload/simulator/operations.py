@@ -14,14 +14,13 @@ import numpy as np
 from cuda.bindings import driver as cuda
 
 from kvoffload.simulator import space
-from kvoffload.simulator.contexts import Record, Stream
+from kvoffload.simulator.contexts import MICROSECONDS_PER_MARKER, Operation, Record
 from kvoffload.simulator.errors import RefusedError
 from kvoffload.simulator.memory import Indices, MemoryTable, Region
 
 BYTES_PER_MICROSECOND = 50_000
 FLAT_COPIES_PER_PLACE = 23
 MICROSECONDS_PER_COPY = 1.0
-MICROSECONDS_PER_MARKER = 0.25
 EVENT_RESOLUTION = 0.5  # microseconds
 
 ILLEGAL_ADDRESS = cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
@@ -32,8 +31,6 @@ STREAM = int(_ORDER.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
 DURING_API_CALL = int(_ORDER.CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL)
 ANY = int(_ORDER.CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
 
-Dependency = tuple[Stream, int]
-
 
 class DeviceFaultError(Exception):
     """The operation used an address that it may not use: its context is lost, and every call in it returns `status`."""
@@ -41,34 +38,6 @@ class DeviceFaultError(Exception):
     def __init__(self, text: str, status: Any = ILLEGAL_ADDRESS) -> None:
         super().__init__(text)
         self.status = status
-
-
-class Operation:
-    """An entry of a stream's queue. It runs once all `dependencies`, (stream, operation number) pairs, are done.
-
-    `places` is what it takes of the queue's depth. As measured on driver 580 with CUDA 13.0: waits and records of plain
-    events none, records of timing events one, every operation of a strided batch one, about 23 copies of a flat batch
-    one. (There, all streams of a context share four queues for each direction; here, each stream has its own.)
-    """
-
-    __slots__ = ("dependencies", "regions")
-    is_copy = False
-    places = 1
-
-    def __init__(self, regions: Sequence[Region] = ()) -> None:
-        self.dependencies: list[Dependency] = []
-        self.regions = regions
-
-    def open(self) -> bool:
-        """Whether the operation waits for no word in memory."""
-        return True
-
-    def run(self) -> float:
-        """Do the work; the microseconds that it took."""
-        return MICROSECONDS_PER_MARKER
-
-    def end(self) -> None:
-        """The operation has left its queue, whether it ran or was dropped."""
 
 
 class WaitEventOperation(Operation):

@@ -1,4 +1,4 @@
-"""Memory that other allocators of the process made, and the driver calls that tell on which GPU it is."""
+"""Memory that other allocators of the process made, and the driver calls that say on which GPU it is."""
 
 # ruff: noqa: N802, N803 (names and signatures are CUDA's)
 
@@ -25,7 +25,7 @@ class Allocator(Enum):
     DEFAULT_POOL = "default pool"  # cuMemAllocAsync
     OWN_POOL = "own pool"  # cuMemPoolCreate and cuMemAllocFromPoolAsync
     MAPPED = "mapped"  # cuMemCreate and cuMemMap
-    UNKNOWN = "unknown"  # such as cuMemAllocManaged: the driver tells neither context nor pool
+    UNKNOWN = "unknown"  # such as cuMemAllocManaged: the driver reports neither context nor pool
 
 
 class Pool(NamedTuple):
@@ -40,12 +40,12 @@ class OutsideCalls(Core):
     Attributes:
         device_ordinal_works: whether CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL is right; False: 0, as several releases of
             the bindings answer for all memory.
-        pools_tell_their_device: whether pools have the attributes CU_MEMPOOL_ATTR_LOCATION_TYPE and _ID, of CUDA 13.
+        pools_report_their_device: whether pools have the attributes CU_MEMPOOL_ATTR_LOCATION_TYPE and _ID, of CUDA 13.
     """
 
     device_count: int
     device_ordinal_works: bool
-    pools_tell_their_device: bool
+    pools_report_their_device: bool
     _pools: dict[int, Pool]
     _pool_of: dict[int, int]
     _retained: dict[int, Region]
@@ -89,7 +89,7 @@ class OutsideCalls(Core):
     # driver calls
 
     def pointer_attribute(self, attribute: Any, region: Region) -> Any:
-        """The attributes of a pointer that tell where its memory is."""
+        """The attributes of a pointer that say where its memory is."""
         names = cuda.CUpointer_attribute
         if attribute == names.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
             return (region.context.device if self.device_ordinal_works else 0,)
@@ -134,9 +134,9 @@ class OutsideCalls(Core):
     def cuMemPoolGetAttribute(self, pool: Any, attr: Any) -> Any:
         found = self._pool(pool)
         names = cuda.CUmemPool_attribute
-        if self.pools_tell_their_device and attr == getattr(names, "CU_MEMPOOL_ATTR_LOCATION_TYPE", None):
+        if self.pools_report_their_device and attr == getattr(names, "CU_MEMPOOL_ATTR_LOCATION_TYPE", None):
             return (int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE),)
-        if self.pools_tell_their_device and attr == getattr(names, "CU_MEMPOOL_ATTR_LOCATION_ID", None):
+        if self.pools_report_their_device and attr == getattr(names, "CU_MEMPOOL_ATTR_LOCATION_ID", None):
             return (found.device,)
         return INVALID_VALUE
 

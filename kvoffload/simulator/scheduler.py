@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvoffload.simulator.contexts import Context, Stream, StreamState
+from kvoffload.simulator.contexts import Context, Operation, Stream, StreamState
 from kvoffload.simulator.errors import DeadlockError
 from kvoffload.simulator.faults import Faults
-from kvoffload.simulator.operations import ANY, DURING_API_CALL, Copy, DeviceFaultError, Operation
+from kvoffload.simulator.operations import ANY, DURING_API_CALL, Copy, DeviceFaultError
 
 LONGEST_BURST = 6  # operations that one stream may advance in one step
-DRIFT_PROBABILITY = 0.125  # that a submission lets something run before it returns
+DRIFT_PROBABILITY = 0.125  # that an operation is done before a submission returns
 GATE_POLL_PROBABILITY = 0.3
 EARLY_READ_STEPS = 32  # the longest time, in steps, between a submission and an early read of its source
 STALL_SECONDS = 0.001
@@ -91,12 +91,12 @@ class Scheduler:
     # Progress
 
     def drift(self) -> None:
-        """Now and then let something run: work may start as soon as it is submitted."""
+        """With `drift_probability`, do one operation: work may start as soon as it is submitted."""
         if self.pending and self.chance.random() < self.drift_probability:
             self.step()
 
     def poll(self) -> None:
-        """Let a little happen, perhaps nothing; but every fourth poll something, if anything can."""
+        """Do 0 to 2 operations; at least one in every fourth poll, if any is ready."""
         self._idle_polls += 1
         steps = int(self.chance.random() * 3)
         if not steps and self._idle_polls >= 4:
@@ -121,7 +121,7 @@ class Scheduler:
         return True
 
     def run_until(self, done: Callable[[], bool], what: str) -> None:
-        """Step until `done`. When nothing can move, give other threads `deadlock_seconds` to change that.
+        """Step until `done`. When nothing can move, wait `deadlock_seconds` for other threads to change that.
 
         Raises SimulatorError where a real program would hang for ever.
         """
@@ -134,7 +134,7 @@ class Scheduler:
             stalled_since = stalled_since if stalled_since is not None else now
             if now - stalled_since >= self.deadlock_seconds:
                 raise DeadlockError(f"deadlock: {what} can never finish; waiting: {self._gated or 'nothing queued'}")
-            self._condition.wait(STALL_SECONDS)  # gives up the lock, however often this thread has taken it
+            self._condition.wait(STALL_SECONDS)  # releases the lock, however often this thread has taken it
 
     def run_all(self) -> None:
         while self.step():
@@ -170,7 +170,7 @@ class Scheduler:
             self.microseconds += operation.run()
         except DeviceFaultError as fault:
             self.device_faults.append(str(fault))
-            self.lose(stream.context, fault.status)
+            self.fail_context(stream.context, fault.status)
         finally:
             self._finish(stream, operation)
 
@@ -222,7 +222,7 @@ class Scheduler:
 
     # Loss
 
-    def lose(self, context: Context, error: Any) -> None:
+    def fail_context(self, context: Context, error: Any) -> None:
         """Make an error sticky in a context: its queued work never happens, and nothing waits for it."""
         context.error = context.error or error
         for stream in context.all_streams():

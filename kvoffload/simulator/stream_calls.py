@@ -9,13 +9,13 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from kvoffload.simulator.calls import INVALID_HANDLE, INVALID_VALUE, Core, Needs, driver_call, integer, word
-from kvoffload.simulator.capture import INVALIDATED, RELAXED, UNSUPPORTED
-from kvoffload.simulator.contexts import LEGACY, Event, Record, Stream
+from kvoffload.simulator.calls import INVALID_VALUE, Core, Needs, driver_call, integer, word
+from kvoffload.simulator.capture import RELAXED, UNSUPPORTED
+from kvoffload.simulator.contexts import INVALIDATED, LEGACY, Event, Operation, Record, Stream
 from kvoffload.simulator.errors import RefusedError
+from kvoffload.simulator.handles import INVALID_HANDLE
 from kvoffload.simulator.memory import Region
 from kvoffload.simulator.operations import (
-    Operation,
     RecordOperation,
     WaitEventOperation,
     WaitValueOperation,

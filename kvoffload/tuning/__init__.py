@@ -9,7 +9,7 @@
 Nothing here touches a device.
 """
 
-from kvoffload.tuning.costs import CopierName, CopyMethod, Shape
+from kvoffload.tuning.costs import CopierChoice, CopierName, CopyMethod, Shape
 from kvoffload.tuning.profile import (
     Deviation,
     Profile,
@@ -26,6 +26,7 @@ from kvoffload.tuning.profile import (
 )
 
 __all__ = [
+    "CopierChoice",
     "CopierName",
     "CopyMethod",
     "Deviation",

@@ -54,6 +54,9 @@ class CopyMethod(NamedTuple):
         return f"{self.copier} with {self.programs} program{'s' if self.programs > 1 else ''}"
 
 
+CopierChoice: TypeAlias = CopierName | CopyMethod | None  # None: the profile's choice
+
+
 class Shape(NamedTuple):
     """The size of a transfer, in the numbers that its cost depends on. All are at least 1.
 

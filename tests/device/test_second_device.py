@@ -86,7 +86,7 @@ def test_bindings_that_answer_rightly_are_believed(machine: Machine, allocator: 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_pool_that_one_device_can_access_is_on_that_one(machine: Machine, index: int) -> None:
-    machine.simulator.pools_tell_their_device = False
+    machine.simulator.pools_report_their_device = False
     machine.round_trip(machine.layout("own pool", index), index)
     with pytest.raises(LayoutError, match=f"memory of device {index}"):
         OffloadEngine(machine.layout("own pool", index), device=machine.devices[1 - index], num_slots=4)
@@ -103,7 +103,7 @@ def test_a_pool_that_one_device_can_access_is_on_that_one(machine: Machine, inde
 def test_memory_whose_device_cannot_be_known_is_accepted_with_the_reason(
     machine: Machine, allocator: str, readers: tuple[int, ...], reason: str, index: int
 ) -> None:
-    machine.simulator.pools_tell_their_device = False
+    machine.simulator.pools_report_their_device = False
     layout = machine.layout(allocator, index, readers)
     text = rf"groups\[0\]\[0\]: the device of .* cannot be determined: {reason} \(2 such planes\)"
     with pytest.warns(KVOffloadWarning, match=text):
@@ -119,7 +119,7 @@ def test_bindings_without_a_call_leave_memory_accepted(missing: str) -> None:
 
     machine = Machine(type("Older", (SimulatedDriver,), {missing: property(absent)}))
     assert not machine.devices[0].driver.has(missing)
-    machine.simulator.pools_tell_their_device = False
+    machine.simulator.pools_report_their_device = False
     for allocator in KNOWN:
         layout = machine.layout(allocator, 1)
         with warnings.catch_warnings():

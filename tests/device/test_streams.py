@@ -26,6 +26,7 @@ from kvoffload.device.streams import (
 from kvoffload.driver import Driver, address_of
 from kvoffload.engine.launcher import stream_with_room
 from kvoffload.testing import scramble
+from kvoffload.tuning import CopierName
 
 LEGACY, PER_THREAD = 1, 2
 
@@ -199,7 +200,7 @@ class Held:
 
 @pytest.mark.parametrize("copier", ["strided", "batch", "loop"])
 def test_pitfall_06_what_finds_no_room_is_held_on_the_host_and_ends_in_order(
-    device: kvoffload.Device, copier: str
+    device: kvoffload.Device, copier: CopierName
 ) -> None:
     """Far more work than the driver's queues hold, behind a gate: no call blocks, and all of it is done in the end."""
     planes = device.allocate_planes(1, block_bytes=16, num_blocks=1024)

@@ -22,6 +22,7 @@ from kvoffload import (
     TransferError,
 )
 from kvoffload.simulator import SimulatedDriver
+from kvoffload.tuning import CopierName
 
 
 @pytest.fixture(params=LEVELS)
@@ -142,7 +143,7 @@ def test_empty_transfers_are_done_at_once(bench: Rig) -> None:
 
 
 @pytest.mark.parametrize("copier", ["strided", "batch", "loop"])
-def test_a_copier_asked_for_by_name_is_used_or_refused(bench: Rig, copier: str) -> None:
+def test_a_copier_asked_for_by_name_is_used_or_refused(bench: Rig, copier: CopierName) -> None:
     if copier == "batch" and not bench.device.capabilities.flat_batch:
         with pytest.raises(CapabilityError, match="cannot run here"):
             bench.engine.store([1], [1], copier=copier)
@@ -155,7 +156,7 @@ def test_a_copier_asked_for_by_name_is_used_or_refused(bench: Rig, copier: str) 
 
 @pytest.mark.parametrize("copier", ["gather", "split"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_copier_with_a_kernel_is_used_where_kernels_are_allowed(level: str, copier: str) -> None:
+def test_a_copier_with_a_kernel_is_used_where_kernels_are_allowed(level: str, copier: CopierName) -> None:
     with simulated(11, level) as device, rig(device, sm_limit=2) as bench:
         job = bench.engine.store(range(8), range(8), copier=copier)
         assert (job.wait(10).copier, job.copier, job.reason) == (copier, copier, "asked for by name")
@@ -168,7 +169,7 @@ def test_a_copier_with_a_kernel_is_used_where_kernels_are_allowed(level: str, co
 
 
 @pytest.mark.parametrize("copier", ["gather", "split"])
-def test_a_copier_with_a_kernel_is_refused_where_kernels_are_forbidden(bench: Rig, copier: str) -> None:
+def test_a_copier_with_a_kernel_is_refused_where_kernels_are_forbidden(bench: Rig, copier: CopierName) -> None:
     before = busy(bench)
     with pytest.raises(CapabilityError, match=f"copier='{copier}' cannot run here: sm_limit=0 forbids kernels"):
         bench.engine.store([1], [1], copier=copier)

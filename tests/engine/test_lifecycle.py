@@ -15,6 +15,7 @@ from helpers import in_threads, leaks_of, no_leaks, rig, shuttles, simulated, wh
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, ClosedError, KVLayout, OffloadEngine
 from kvoffload.engine import launcher
+from kvoffload.tuning import CopierName
 
 # closing
 
@@ -142,7 +143,7 @@ def test_closing_from_two_threads_at_once() -> None:
 
 
 @pytest.mark.parametrize(("sm_limit", "copier"), [(0, "strided"), (4, "gather"), (4, "split")])
-def test_a_forgotten_engine_gives_everything_back_and_is_told_of(sm_limit: int, copier: str) -> None:
+def test_a_forgotten_engine_gives_everything_back_and_is_told_of(sm_limit: int, copier: CopierName) -> None:
     with simulated(1) as device:
         planes = device.allocate_planes(2, block_bytes=64, num_blocks=4)
         engine = OffloadEngine(KVLayout([planes]), device=device, num_slots=4, sm_limit=sm_limit)
@@ -179,7 +180,7 @@ def test_an_engine_without_references_is_garbage_at_once() -> None:
 
 
 @pytest.mark.parametrize(("sm_limit", "copier"), [(0, "strided"), (4, "gather"), (4, "split")])
-def test_a_forgotten_device_is_freed_by_the_next_one_and_is_told_of(sm_limit: int, copier: str) -> None:
+def test_a_forgotten_device_is_freed_by_the_next_one_and_is_told_of(sm_limit: int, copier: CopierName) -> None:
     device = simulated(1)
     simulator = device.simulator
     assert simulator is not None

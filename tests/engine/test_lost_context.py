@@ -114,7 +114,7 @@ def _lose_at(device: kvoffload.Device, call: str) -> None:
     """Have the context lost by the next call of that name; a push finds it lost."""
     simulator: Any = device.simulator
     if call == "cuCtxPushCurrent":
-        simulator.scheduler.lose(simulator.contexts.get(device.context), ILLEGAL_ADDRESS)
+        simulator.scheduler.fail_context(simulator.contexts.get(device.context), ILLEGAL_ADDRESS)
     else:
         simulator.faults._plan(call, 1, ILLEGAL_ADDRESS, sticky=True)
 

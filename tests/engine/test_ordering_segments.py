@@ -27,6 +27,7 @@ from transfers import segments_of
 import kvoffload
 from kvoffload import NO_WAIT, TransferError
 from kvoffload.driver import SourceOrder
+from kvoffload.tuning import CopierName
 
 COPIERS = ("strided", "batch", "loop")
 
@@ -188,7 +189,7 @@ def _orders(spy: OrderSpy, direction: str) -> set[int]:
 
 
 @pytest.mark.parametrize("copier", ["strided", "batch"])
-def test_pitfall_03_stores_read_in_stream_order(copier: str, seed: int) -> None:
+def test_pitfall_03_stores_read_in_stream_order(copier: CopierName, seed: int) -> None:
     level = ("batch", "fail-index", "raw")[seed % 3]
     with simulated(seed, level) as device, rig(device) as bench:
         spy = OrderSpy(device)
@@ -208,7 +209,7 @@ def test_pitfall_03_stores_read_in_stream_order(copier: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("copier", ["strided", "batch"])
-def test_pitfall_04_a_load_behind_an_unfinished_store_reads_in_stream_order(copier: str, seed: int) -> None:
+def test_pitfall_04_a_load_behind_an_unfinished_store_reads_in_stream_order(copier: CopierName, seed: int) -> None:
     level = ("batch", "fail-index", "raw")[seed % 3]
     with simulated(seed, level) as device, rig(device) as bench:
         spy = OrderSpy(device)

@@ -26,6 +26,7 @@ from kvoffload.testing import (
     poison,
     scramble,
 )
+from kvoffload.tuning import CopierName
 
 EXAMPLES = 100  # at each of five levels
 
@@ -165,7 +166,7 @@ def copies_by_call(simulator: Any) -> list[tuple[str, int, int]]:
     ],
 )
 def test_pitfall_16_many_descriptors_go_in_capped_calls_over_several_streams(
-    bindings: tuple[int, int], copier: str, num_blocks: int
+    bindings: tuple[int, int], copier: CopierName, num_blocks: int
 ) -> None:
     driver = (12, 4) if bindings < (13, 0) else (13, 0)
     device = kvoffload.open_device(backend="simulated", driver_version=driver, bindings_version=bindings)
@@ -344,7 +345,7 @@ def test_pitfall_14_without_the_batch_entry_points_other_calls_copy_the_same_byt
 
 
 @pytest.mark.parametrize("copier", ["strided", "batch", "loop"])
-def test_pitfall_15_a_bad_pointer_fails_the_job_with_every_copier(device: kvoffload.Device, copier: str) -> None:
+def test_pitfall_15_a_bad_pointer_fails_the_job_with_every_copier(device: kvoffload.Device, copier: CopierName) -> None:
     """The memory goes while the engine lives, which no check at construction can see."""
     buffer = device.allocate(4096)
     layout = KVLayout([[Plane(buffer.address, block_bytes=64, num_blocks=64)]])

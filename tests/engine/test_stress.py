@@ -15,10 +15,10 @@ from helpers import ENGINE_STREAMS, LEVELS, Rig, copiers_in, held_by_process, no
 
 from kvoffload import NO_WAIT, CapacityError, Direction, TransferError
 from kvoffload.driver import functions
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName, CopyMethod
 
 
-def submit_gated(bench: Rig, count: int, blocks_each: int, copier: str | None) -> list[float]:
+def submit_gated(bench: Rig, count: int, blocks_each: int, copier: CopierName | None) -> list[float]:
     """Seconds that each of `count` submissions takes while the first waits for a gate; both directions in turn."""
     held = bench.stream()
     bench.gate(held)
@@ -38,7 +38,7 @@ def submit_gated(bench: Rig, count: int, blocks_each: int, copier: str | None) -
     ("level", "copier"),
     [("batch", None), ("raw", "batch"), ("no-batch", None), ("no-batch", "loop"), ("batch", "loop")],
 )
-def test_pitfall_06_submission_never_meets_a_full_queue(level: str, copier: str | None) -> None:
+def test_pitfall_06_submission_never_meets_a_full_queue(level: str, copier: CopierName | None) -> None:
     """2000 transfers behind a gate: the driver's queues must not fill, or each submission would wait for the GPU."""
     with simulated(1, level, queue_depth=1022) as device, rig(device) as bench:
         simulator: Any = device.simulator

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from helpers import Gate
-from kvoffload.cache.cache_job import CacheJob
 from replay_oracles import (
     Oracle,
     generated_trace,
@@ -19,6 +18,7 @@ from replay_oracles import (
 from replaying import TINY, replay, serve_overlapping
 
 import kvoffload
+from kvoffload.cache.reservations import CacheJob
 from kvoffload.commands import main
 from kvoffload.replay.overlap import overlap
 from kvoffload.replay.verified import VerifiedCache

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvoffload.cache.cache_job import CacheJob
 from replay_oracles import (
     generated_trace,
     keys_of,
@@ -17,6 +16,7 @@ from replay_oracles import (
 from replaying import HYBRID, TINY, replay
 
 import kvoffload
+from kvoffload.cache.reservations import CacheJob
 from kvoffload.driver import address_of
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.testing import check_clean_close

@@ -74,11 +74,11 @@ def _in_simulator(frame: FrameType | None) -> bool:
 
 
 @contextmanager
-def engines() -> Iterator[OffloadEngine]:
-    """An engine over planes in one slab, for 16 slots."""
+def engines(num_slots: int = 16) -> Iterator[OffloadEngine]:
+    """An engine over planes in one slab."""
     with kvoffload.open_device(backend="simulated", seed=1) as device:
         planes = device.allocate_planes(PLANES, block_bytes=BLOCK_BYTES, num_blocks=64)
-        with OffloadEngine(KVLayout([planes]), device=device, num_slots=16, sm_limit=0) as engine:
+        with OffloadEngine(KVLayout([planes]), device=device, num_slots=num_slots, sm_limit=0) as engine:
             yield engine
 
 
@@ -104,7 +104,14 @@ KEYS = [[b"%d-%d" % (turn, number) for number in range(BLOCKS)] for turn in rang
 
 
 def cache_store() -> Calls:
-    """Of keys that displace others."""
+    """Of new keys, for which there is room."""
+    with engines(num_slots=BLOCKS * (WARM + 1)) as engine:
+        cache = BlockCache(engine)
+        return _counted(lambda turn: cache.store(KEYS[turn], range(BLOCKS), after=NO_WAIT))
+
+
+def cache_store_evicting() -> Calls:
+    """Of new keys that displace others, by the default policy, which then looks for what is worth least."""
     with engines() as engine:
         cache = BlockCache(engine)
         return _counted(lambda turn: cache.store(KEYS[turn], range(BLOCKS), after=NO_WAIT))
@@ -121,6 +128,7 @@ MEASURED: dict[str, Callable[[], Calls]] = {
     "engine.store": engine_store,
     "engine.load": engine_load,
     "cache.store": cache_store,
+    "cache.store, evicting": cache_store_evicting,
     "cache.load": cache_load,
 }
 
