@@ -16,7 +16,7 @@ from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierChoice, CopyMethod
+from kvoffload.tuning import CopierChoice, CopierName, CopyMethod
 
 PREFERENCES = ("overlap", "latency")
 COPY_ENGINE: tuple[CopierName, ...] = ("strided", "batch", "loop")
