@@ -140,7 +140,8 @@ class CupyArrays:
 
         self._setup, self._cupy = setup, cupy
         self._right = _right(setup)
-        self._stream = _foreign_stream(cupy, setup.lab.timer.stream)
+        with setup.lab.device.current():  # CuPy takes a stream for one of its current device
+            self._stream = _foreign_stream(cupy, setup.lab.timer.stream)
         num_blocks = setup.groups[0].planes[0].num_blocks
         with setup.lab.device.current(), self._stream:
             self._ids = cupy.asarray(setup.groups[0].blocks)
