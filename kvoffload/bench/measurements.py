@@ -16,10 +16,10 @@ from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierChoice, CopyMethod
+from kvoffload.tuning import CopierChoice, CopierName, CopyMethod
 
 PREFERENCES = ("overlap", "latency")
-COPY_ENGINE = ("strided", "batch", "loop")
+COPY_ENGINE: tuple[CopierName, ...] = ("strided", "batch", "loop")
 METHODS = (
     CopyMethod("gather", 4, 1.0),
     CopyMethod("gather", 3, 1.0),

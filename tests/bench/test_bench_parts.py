@@ -19,6 +19,7 @@ from kvoffload.bench.tools import SMALL
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
 from kvoffload.testing import check_clean_close
+from kvoffload.tuning import CopierName
 
 SIMULATED = ("bench", "parts", "--backend", "simulated")
 TIMES = ("call_us", "first_us", "all_us", "gpu_us", "gb_per_s")
@@ -110,7 +111,7 @@ def test_times_are_medians_of_the_counted_rounds(pretending: Lab, monkeypatch: p
         ordered.append(part)
         order_before(job, stream, part)
 
-    def noted(setup: TransferSetup, count: int, copier: str | None) -> kvoffload.Job:
+    def noted(setup: TransferSetup, count: int, copier: CopierName | None) -> kvoffload.Job:
         seen.append((count, "setup" if len(setup.groups[0].blocks) == 20 else "small_setup"))
         return load(setup, count, copier)
 
@@ -132,9 +133,8 @@ def test_times_are_medians_of_the_counted_rounds(pretending: Lab, monkeypatch: p
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("gpu_device")
-def test_bench_parts_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    fields = run_json(capsys, "bench", "parts", "--repeats", "3", "--backend", "cuda")
+def test_bench_parts_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]) -> None:
+    fields = run_json(capsys, "bench", "parts", "--repeats", "3", *on_gpu)
     assert (fields["simulated"], fields["wrong_rows"]) == (False, 0)
     assert [(row["blocks"], row["parts"]) for row in fields["parts"]] == [(n, c) for n in (32, 256) for c in COUNTS]
     for row in fields["parts"]:

@@ -166,7 +166,7 @@ def test_cupys_stream_follows_our_loads_and_the_host_waits_for_our_stores(
     followed: list[tuple[kvoffload.Job, object]] = []
     order_before = kvoffload.Job.order_before
 
-    def noted(job: kvoffload.Job, stream: object) -> None:
+    def noted(job: kvoffload.Job, stream: Any) -> None:
         followed.append((job, stream))
         order_before(job, stream)
 

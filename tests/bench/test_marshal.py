@@ -45,7 +45,7 @@ def test_the_idle_driver_is_given_every_descriptor() -> None:
         seen.append(given[:4])
         return (0,)
 
-    driver._functions["cuMemcpyBatchAsync"] = keep
+    driver.intercept("cuMemcpyBatchAsync", lambda _: keep)
     table = FlatTable(8)
     targets, sources, sizes = np.arange(24, dtype=np.uint64).reshape(3, 8)
     table.fill(targets, sources, sizes)

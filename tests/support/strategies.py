@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import kvoffload
 from kvoffload import Direction, KVLayout, OffloadEngine, Plane
-from kvoffload.copiers import why_not
+from kvoffload.copiers import NAMES, why_not
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.testing import scramble
+from kvoffload.tuning import CopierName
 
 Draw = Callable[[st.SearchStrategy[int]], int]
 
@@ -208,9 +209,10 @@ def slab_of(planes: list[Plane]) -> DeviceBuffer:
     return owner
 
 
-def copiers_of(device: kvoffload.Device) -> list[str]:
+def copiers_of(device: kvoffload.Device) -> list[CopierName]:
     """The copiers that can run on a device."""
-    return [name for name, missing in why_not(device.capabilities).items() if missing is None]
+    missing = why_not(device.capabilities)
+    return [name for name in NAMES if missing[name] is None]
 
 
 def engine_on(device: kvoffload.Device, **options: Any) -> OffloadEngine:
