@@ -222,7 +222,7 @@ class BareGather(BareSubmission):
         )  # of no blocks: it copies nothing
         self._launch = recorder.arguments
         lab.driver.stream_synchronize(self._stream)
-        self._tile_rows = spec.constant("FRAGMENTS")
+        self._tile_fragments = spec.constant("FRAGMENTS")
 
     def _fragment_table(self, setup: TransferSetup, row_bytes: int) -> Int64Array:
         """See `kvoffload.kernels.gather`: int64, (5, rows)."""
@@ -245,6 +245,6 @@ class BareGather(BareSubmission):
 
     def _copy(self, count: int, stream: int) -> tuple[Any, ...]:  # noqa: ARG002
         launch = self._launch
-        launch[1] = min(_GATHER_PROGRAMS, -(-self._rows[1] * count // self._tile_rows))
+        launch[1] = min(_GATHER_PROGRAMS, -(-self._rows[1] * count // self._tile_fragments))
         result: tuple[Any, ...] = self._api.cuLaunchKernel(*launch)
         return result

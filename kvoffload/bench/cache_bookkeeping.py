@@ -10,7 +10,7 @@ import statistics
 import time
 import tracemalloc
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure(policies: list[str], blocks: int, keys: int, repeats: int) -> dict[str, Any]:
+def measure(policies: Sequence[PolicyName], blocks: int, keys: int, repeats: int) -> dict[str, Any]:
     """Medians, best and bytes: of the OrderedDict first, then of each policy."""
     records = [_measure("OrderedDict", partial(_Dictionary, blocks), blocks, keys, repeats)]
     records += [_measure(name, partial(_Cache, blocks, name), blocks, keys, repeats) for name in policies]

@@ -19,10 +19,9 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
-from kvoffload.device.streams import NoWait
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
-from kvoffload.engine.wait_streams import After, Followed
+from kvoffload.engine.wait_streams import After
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Ids, Int64Array
@@ -30,7 +29,6 @@ from kvoffload.layout.ids import as_ids
 from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 
-_Resolved = Followed | NoWait
 Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
@@ -180,7 +178,7 @@ class BlockCache(HtmlRepresentation):
             raise
         return CacheJob(record.keys, jobs)
 
-    def _store(self, record: ReservationRecord, per_group: list[Int64Array], after: _Resolved) -> tuple[Job, ...]:
+    def _store(self, record: ReservationRecord, per_group: list[Int64Array], after: After) -> tuple[Job, ...]:
         """Carry a proposal out and submit its transfer, under the lock. There are four cases:
 
         1. All groups are submitted: the record is settled when they have ended.
@@ -261,9 +259,7 @@ class BlockCache(HtmlRepresentation):
             raise
         return CacheJob(checked, jobs, record.sources)
 
-    def _load(
-        self, record: LeaseRecord, per_group: list[Int64Array], after: _Resolved, parts: Parts
-    ) -> tuple[Job, ...]:
+    def _load(self, record: LeaseRecord, per_group: list[Int64Array], after: After, parts: Parts) -> tuple[Job, ...]:
         """Hold the entries and submit the transfer, under the lock; the cases are those of `_store`."""
         state, jobs, submitted = self._state, tuple[Job, ...](), self.engine.submitted
         state.begin(record)

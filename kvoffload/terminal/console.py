@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from kvoffload.device.device import Device, open_device
 from kvoffload.errors import CapabilityError, DriverError
@@ -167,7 +167,7 @@ def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0) -
                 return open_device(arguments.device, backend="cuda")
             except (CapabilityError, DriverError) as error:
                 output.note(f"kvoffload: no GPU to use ({error})")
-        backend = "cuda" if arguments.backend == "cuda" else "simulated"
+        backend: Literal["cuda", "simulated"] = "cuda" if arguments.backend == "cuda" else "simulated"
         device = open_device(arguments.device, backend=backend, seed=seed if backend == "simulated" else None)
     except ValueError as error:
         raise CommandError(f"--device {arguments.device}: {error}") from error

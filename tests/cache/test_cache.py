@@ -140,7 +140,7 @@ def test_bad_arguments_change_nothing(pair: tuple[Rig, BlockCache]) -> None:
         (lambda: cache.load(keys(0), [99]), LayoutError, "99"),
         (lambda: cache.load(keys(0, 1), [5, 5]), LayoutError, "repeats"),
         (lambda: cache.load(keys(0, 7), [5, 6]), MissingKeyError, "not in the cache"),
-        (lambda: cache.store(keys(2), [1], after="x"), TypeError, "after"),
+        (lambda: cache.store(keys(2), [1], after="x"), TypeError, "after"),  # type: ignore[arg-type]
     ]
     for call, error, text in bad:
         with pytest.raises(error, match=text):

@@ -202,7 +202,7 @@ def test_a_refusal_of_the_engine_changes_nothing(pair: tuple[Rig, BlockCache], m
     cache.store(keys(0, 1, 2, 3), [0, 1, 2, 3]).wait(10)
     bench.engine.poll()
     before = cache_state(cache)
-    monkeypatch.setattr(bench.engine._flights, "_max_in_flight", 0)
+    monkeypatch.setattr(bench.engine._parts.in_flight, "max_in_flight", 0)
     with pytest.raises(CapacityError):
         cache.store(keys(5), [5], all_or_nothing=True)
     with pytest.raises(CapacityError):
@@ -253,10 +253,10 @@ def test_pitfall_25_a_job_completes_once(pair: tuple[Rig, BlockCache]) -> None:
         bench.engine.poll()
         bench.engine.drain(10)
     assert cache.statistics() == before
-    bench.engine._flights._land(job.jobs[0])
+    bench.engine.advance()
     assert cache.statistics() == before
     assert bench.engine.statistics().store.jobs == 1
-    assert job.jobs[0].state is job.jobs[0].state.DONE
+    assert job.jobs[0].finished
 
 
 def test_keys_of_the_request_are_not_evicted_for_it(pair: tuple[Rig, BlockCache]) -> None:

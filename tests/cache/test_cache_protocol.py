@@ -514,8 +514,8 @@ def test_pitfall_23_a_load_of_a_store_that_fails(when: str, monkeypatch: pytest.
     with caches() as (bench, cache):
         gate = failing_store(bench, cache, 0, 3)
         job = cache.load(keys(0), [20], after=NO_WAIT, pending=True)
-        flights = bench.engine._flights
-        has_ended = flights._has_ended
+        tracker = bench.engine._parts.tracker
+        has_ended = tracker._has_ended
 
         def late(asked: Any) -> bool:
             ended = has_ended(asked)
@@ -524,7 +524,7 @@ def test_pitfall_23_a_load_of_a_store_that_fails(when: str, monkeypatch: pytest.
             return ended
 
         if when == "between":
-            monkeypatch.setattr(flights, "_has_ended", late)
+            monkeypatch.setattr(tracker, "_has_ended", late)
         else:
             gate.open()
             bench.settle()

@@ -28,14 +28,14 @@ from kvoffload.copiers import check_copier, why_not
 from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal import cachefiles
 from kvoffload.testing import Mirror, SimulatedDriver, scramble
-from kvoffload.tuning import CopyMethod, default_profile
+from kvoffload.tuning import CopierName, CopyMethod, default_profile
 
 A = cuda.CUdevice_attribute
 THREADS = int(A.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
 SHARED = int(A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 MAJOR = int(A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
 OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-NAMES = ["strided", "gather", "split", "batch", "loop"]
+NAMES: list[CopierName] = ["strided", "gather", "split", "batch", "loop"]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,8 @@ def use_every_copier(engine: OffloadEngine, planes: list[kvoffload.Plane]) -> No
     """Store and load by each copier of an engine, and by its choice; compare every byte."""
     scramble(slab_of(planes), 1)
     mirror = Mirror(engine, [slab_of(planes)])
-    for copier in [*(name for name in NAMES if name not in engine.missing_copiers), None]:
+    copiers: list[CopierName | None] = [*(name for name in NAMES if name not in engine.missing_copiers), None]
+    for copier in copiers:
         ids = np.random.default_rng(2).permutation(engine.num_slots)
         engine.store(ids, ids[::-1], after=NO_WAIT, copier=copier).wait(10)
         mirror.expect("store", ids.tolist(), ids[::-1].tolist())
@@ -206,7 +207,7 @@ def test_sm_limit_is_a_number_of_multiprocessors(device: kvoffload.Device, wrong
 
 
 def test_names_of_copiers_are_checked() -> None:
-    missing = {**dict.fromkeys(NAMES), "batch": "no such call"}
+    missing: dict[str, str | None] = {**dict.fromkeys(NAMES), "batch": "no such call"}
     for right in (None, "strided", "loop", CopyMethod("gather", 2, 1.0)):
         check_copier(right, missing)
     for wrong in ("Strided", "", 3, b"loop", CopyMethod("none")):  # type: ignore[arg-type]

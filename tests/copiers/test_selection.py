@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -272,7 +273,7 @@ def test_a_choice_takes_microseconds() -> None:
 @pytest.mark.parametrize(
     ("prefer", "copier"), [("latency", "batch"), ("overlap", "strided")], ids=["the fastest", "the cheapest to submit"]
 )
-def test_an_engine_chooses_by_its_profile_and_preference(device: kvoffload.Device, prefer: str, copier: str) -> None:
+def test_an_engine_chooses_by_its_profile_and_preference(device: kvoffload.Device, prefer: Any, copier: str) -> None:
     profile = profile_of({}, batch=1e-4, loop=1.0, strided=1.05e-4)
     planes = device.allocate_planes(4, block_bytes=256, num_blocks=8)
     layout = kvoffload.KVLayout([planes])
@@ -294,7 +295,7 @@ def test_a_simulated_engine_goes_by_the_default_for_an_unknown_gpu(device: kvoff
 def test_an_engine_refuses_other_preferences(device: kvoffload.Device) -> None:
     planes = device.allocate_planes(4, block_bytes=256, num_blocks=8)
     with pytest.raises(ValueError, match="prefer must be"):
-        kvoffload.OffloadEngine(kvoffload.KVLayout([planes]), device=device, prefer="throughput")
+        kvoffload.OffloadEngine(kvoffload.KVLayout([planes]), device=device, prefer="throughput")  # type: ignore[arg-type]
 
 
 def test_without_batch_calls_there_is_still_a_choice(seed: int) -> None:

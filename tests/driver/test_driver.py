@@ -198,7 +198,7 @@ def test_why_not_names_what_is_needed_and_what_is_there() -> None:
         with pytest.raises(
             ValueError, match="copier must be one of strided, gather, split, batch, loop or None, got 'fast'"
         ):
-            engine.store([0], [0], copier="fast")
+            engine.store([0], [0], copier="fast")  # type: ignore[arg-type]
     check_clean_close(device)
 
 

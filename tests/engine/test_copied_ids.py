@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,10 +91,12 @@ def test_ids_of_loads_are_copied(bench: Rig, parts: int | None) -> None:
 class Guard:
     """Owns the slots below 4."""
 
+    busy = True
+
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
 
-    def check_store(self, slots: np.ndarray) -> None:  # type: ignore[type-arg]
+    def check_store(self, slots: np.ndarray[Any, Any]) -> None:
         self.asked.append(slots.tolist())
         if slots.min() < 4:
             raise ValueError("slots below 4 are taken")

@@ -107,7 +107,7 @@ def test_conformance_suite_finds_a_copier_that_copies_too_little(
 
 @pytest.mark.parametrize("copier", ["gather", "split"])
 def test_conformance_suite_finds_a_kernel_that_leaves_a_row_out(
-    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch, copier: str
+    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch, copier: CopierName
 ) -> None:
     fragment_table = gather.fragment_table
 
@@ -362,7 +362,8 @@ def test_pitfall_15_a_fallback_that_fails_half_way_fails_the_job() -> None:
     device = open_level("driver12.4-bindings12.9", 0)
     planes = device.allocate_planes(8, block_bytes=64, num_blocks=8)
     with OffloadEngine(KVLayout([planes]), device=device, num_slots=8, **COPY_ENGINE_ONLY) as engine:
-        for copier, name in (("loop", "cuMemcpyAsync"), ("strided", "cuMemcpy2DAsync")):
+        failing: dict[CopierName, str] = {"loop": "cuMemcpyAsync", "strided": "cuMemcpy2DAsync"}
+        for copier, name in failing.items():
             device.simulator.faults.fail_call(name, nth=3)
             with pytest.raises(kvoffload.TransferError, match=f"{name} returned CUDA_ERROR_UNKNOWN"):
                 engine.store(range(8), range(8), after=NO_WAIT, copier=copier).wait(10)

@@ -28,9 +28,8 @@ class Malformed:
 
 @pytest.mark.parametrize("given", [(), (0,), (0, 1, 2), 7, None, "ab", [0]], ids=repr)
 def test_a_malformed_cuda_stream_is_named(bench: Rig, given: Any) -> None:
-    for call in (lambda: bench.engine.store([1], [1], after=Malformed(given)),):
-        with pytest.raises(TypeError, match=r"after: __cuda_stream__ of .* must give \(version, handle\), got "):
-            call()
+    with pytest.raises(TypeError, match=r"after: __cuda_stream__ of .* must give \(version, handle\), got "):
+        bench.engine.store([1], [1], after=Malformed(given))
     job = bench.engine.store([1], [1])
     with pytest.raises(TypeError, match=r"stream: __cuda_stream__ of "):
         job.order_before(Malformed(given))

@@ -15,7 +15,7 @@ from helpers import ENGINE_STREAMS, LEVELS, Rig, copiers_in, held_by_process, no
 
 from kvoffload import NO_WAIT, CapacityError, Direction, TransferError
 from kvoffload.driver import functions
-from kvoffload.tuning import CopierName, CopyMethod
+from kvoffload.tuning import CopierChoice, CopierName, CopyMethod
 
 
 def submit_gated(bench: Rig, count: int, blocks_each: int, copier: CopierName | None) -> list[float]:
@@ -147,7 +147,7 @@ def test_a_mixed_load_gives_the_bytes_of_doing_one_after_the_other(level: str, k
     rng = np.random.default_rng(seed)
     with simulated(seed, level) as device, rig(device, sm_limit=2 if kernels else 0) as bench:
         blocks, slots = np.arange(1, 17), np.arange(100, 116)
-        copiers: list[str | CopyMethod | None] = [*copiers_in(bench.engine), None]
+        copiers: list[CopierChoice] = [*copiers_in(bench.engine), None]
         if kernels:
             copiers = [CopyMethod("gather", 2, 1.0), CopyMethod("split", 1, 0.4), "strided", None]
         streams = [bench.stream(), bench.stream(), 0, 2]

@@ -13,6 +13,7 @@ import kvoffload
 from kvoffload import NO_WAIT, CapacityError, KVLayout, OffloadEngine
 from kvoffload.engine import wait_streams
 from kvoffload.engine.wait_streams import MOST_WAIT_STREAMS, Array, as_sources
+from kvoffload.internal.types import GpuArray, StreamLike
 from kvoffload.testing import leak_check
 
 
@@ -113,7 +114,12 @@ def test_a_load_follows_all_of_a_list(bench: Rig) -> None:
     for stream, target in zip(streams, scratch, strict=True):
         bench.gate(stream)
         bench.copy_block(stream, target.address, 5)
-    after = [streams[0], Stream(streams[1]), Produced(bench, streams[2]), Interface(streams[3])]
+    after: list[StreamLike | GpuArray] = [
+        streams[0],
+        Stream(streams[1]),
+        Produced(bench, streams[2]),
+        Interface(streams[3]),
+    ]
     job = bench.engine.load([2], [5], after=after)
     release(bench, job)
     for stream, target in zip(streams, scratch, strict=True):

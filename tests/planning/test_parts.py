@@ -63,9 +63,9 @@ from kvoffload.layout.fold import fold_group
 from kvoffload.planning.layer_groups import Parts, as_parts
 from kvoffload.planning.transfer_plan import TransferPlan, build
 from kvoffload.testing import Mirror, check_clean_close, scramble
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName, CopyMethod
 
-BY_ENGINE = ("strided", "batch", "loop")
+BY_ENGINE: tuple[CopierName, ...] = ("strided", "batch", "loop")
 NUM_SLOTS = 6
 
 

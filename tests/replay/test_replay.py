@@ -169,11 +169,14 @@ def test_a_bad_option_is_refused(
     assert said in captured.err
 
 
-def test_more_memory_than_there_is_is_an_error_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("slots", "text"), [(10**8, "cannot pin"), (10**9, "more than any machine has")])
+def test_more_memory_than_there_is_is_an_error_that_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], slots: int, text: str
+) -> None:
     path = write_trace(tmp_path / "trace.jsonl", [[1]])
-    options = ["--model", "llama-3.1-70b", "--slots", str(10**9), "--backend", "simulated", "--json"]
+    options = ["--model", "llama-3.1-70b", "--slots", str(slots), "--backend", "simulated", "--json"]
     assert main(["replay", str(path), *options]) == 2
-    assert "cannot pin" in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 def test_keys_are_the_ids_as_fixed_width_bytes(tmp_path: Path) -> None:

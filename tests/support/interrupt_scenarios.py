@@ -78,27 +78,37 @@ def _and_wait(call: Callable[[], Any]) -> Call:
     return lambda: call().wait(SECONDS)
 
 
-for _copier in ("strided", "batch", "loop", "gather", "split"):
-    for _direction in ("store", "load"):
+def _transfer_and_wait(world: World, direction: str) -> Call:
+    return _and_wait(_transfer(world, direction))
+
+
+def _after_stream(world: World, direction: str) -> Call:
+    return _transfer(world, direction, after=world.stream())
+
+
+def _after_held_stream(world: World, direction: str) -> Call:
+    return _transfer(world, direction, after=world.held_stream())
+
+
+def _conflicting(world: World, direction: str) -> Call:
+    world.busy.store([1, 2], [0, 1], after=NO_WAIT)
+    world.busy.load([2, 3], [1, 2], after=NO_WAIT)
+    return _transfer(world, direction)
+
+
+for _direction in ("store", "load"):
+    for _copier in ("strided", "batch", "loop", "gather", "split"):
         _limit = 1 if _copier in ("gather", "split") else 0
         scenario(f"engine.{_direction}.{_copier}", World, sm_limit=_limit)(
-            lambda world, direction=_direction, copier=_copier: _transfer(world, direction, copier=copier)
+            functools.partial(_transfer, direction=_direction, copier=_copier)
         )
-for _direction in ("store", "load"):
-    scenario(f"engine.{_direction}", World)(lambda world, direction=_direction: _and_wait(_transfer(world, direction)))
-    scenario(f"engine.{_direction}.after_stream", World)(
-        lambda world, direction=_direction: _transfer(world, direction, after=world.stream())
-    )
-    scenario(f"engine.{_direction}.after_held_stream", World)(
-        lambda world, direction=_direction: _transfer(world, direction, after=world.held_stream())
-    )
-    scenario(f"engine.{_direction}.conflicting", World)(
-        lambda world, direction=_direction: (
-            world.busy.store([1, 2], [0, 1], after=NO_WAIT),
-            world.busy.load([2, 3], [1, 2], after=NO_WAIT),
-            _transfer(world, direction),
-        )[-1]
-    )
+    for _ending, _prepare in (
+        ("", _transfer_and_wait),
+        (".after_stream", _after_stream),
+        (".after_held_stream", _after_held_stream),
+        (".conflicting", _conflicting),
+    ):
+        scenario(f"engine.{_direction}{_ending}", World)(functools.partial(_prepare, direction=_direction))
 
 
 def on_progress(*_: int) -> None:
