@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import POLICIES
+from kvoffload.cache.policies import POLICIES, make_policy
 from kvoffload.terminal.console import Output
 from kvoffload.terminal.options import whole
 

@@ -99,7 +99,7 @@ class BlockCache(HtmlRepresentation):
         self._state = self._index._state
         self._state.owner = weakref.ref(self)
         self._tenants = dict(tenants or {})
-        engine.claim_slots(self._state)
+        engine.guard_slots(self._state)
 
     # asking -------------------------------------------------------------------------------------------------------
 
