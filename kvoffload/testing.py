@@ -15,11 +15,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from kvoffload.copiers import why_not
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
@@ -29,7 +28,7 @@ from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.simulator import Faults, SimulatedDriver, SimulatorError
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName, CopyMethod
 
 __all__ = [
     "POISON",
@@ -238,7 +237,7 @@ class ConformanceCase(NamedTuple):
 
 
 def check_copier_conformance(
-    device: Device, copiers: Sequence[str] | None = None, seed: int = 0
+    device: Device, copiers: Sequence[CopierName] | None = None, seed: int = 0
 ) -> list[ConformanceCase]:
     """Store and load through every copier, over layouts of every kind, and compare every byte with a naive loop.
 
@@ -267,22 +266,22 @@ def check_copier_conformance(
 
 
 # Kernels by as many programs as no default has, and a split of which both parts are there; others take no kernel.
-_METHODS = {"gather": CopyMethod("gather", 3, 1.0), "split": CopyMethod("split", 2, 0.4)}
+_METHODS: dict[CopierName, CopyMethod] = {"gather": CopyMethod("gather", 3, 1.0), "split": CopyMethod("split", 2, 0.4)}
 
 
-def _copiers_of(device: Device) -> list[str]:
+def _copiers_of(device: Device) -> list[CopierName]:
     """Whether a kernel can run is known for certain when an engine has loaded one."""
     with device.allocate(64) as buffer:
         layout = KVLayout([[Plane(buffer.address, block_bytes=64, num_blocks=1, owner=buffer)]])
         with OffloadEngine(layout, device=device, num_slots=1) as engine:
-            return [name for name in why_not(device.capabilities) if name not in engine.missing_copiers]
+            return [name for name in get_args(CopierName) if name not in engine.missing_copiers]
 
 
 def _check_copier(
     device: Device,
     make: Callable[[Device], tuple[list[Plane], list[DeviceBuffer]]],
     factor: int,
-    copier: str,
+    copier: CopierName,
     seed: int,
 ) -> int:
     chance = np.random.default_rng(seed)
@@ -291,7 +290,7 @@ def _check_copier(
         scramble(buffer, seed)
     layout = KVLayout([planes], blocks_per_slot=factor)
     num_slots = 16
-    method = _METHODS.get(copier, copier)
+    method: CopierName | CopyMethod = _METHODS.get(copier, copier)
     with OffloadEngine(layout, device=device, num_slots=num_slots, sm_limit=4 if copier in _METHODS else 0) as engine:
         poison(engine.slots)
         mirror = Mirror(engine, buffers)

@@ -13,7 +13,7 @@ from kvoffload.bench.setup import TransferSetup
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.job import Job
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName, CopyMethod
 
 
 def _queued(lab: Lab) -> int:
@@ -45,7 +45,7 @@ class Background(Protocol):
 class EngineBackground:
     """Transfers through an engine; `copier` as for `TransferSetup.submit`."""
 
-    def __init__(self, setup: TransferSetup, direction: Direction, copier: str | CopyMethod | None) -> None:
+    def __init__(self, setup: TransferSetup, direction: Direction, copier: CopierName | CopyMethod | None) -> None:
         self._setup, self._direction, self._copier = setup, direction, copier
         self.nbytes = setup.nbytes
         self.seconds: list[float] = []

@@ -9,7 +9,8 @@ import numpy as np
 from kvoffload.bench.rounds import Scenario
 from kvoffload.bench.tools import POISON, BenchTools
 from kvoffload.device.buffers import DeviceBuffer
-from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory, UInt8Array
+from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
+from kvoffload.internal.types import UInt8Array
 from kvoffload.planning.transfer_plan import Direction
 
 CONTIGUOUS_COPY = "contiguous copy"

@@ -22,6 +22,7 @@ from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, CommandError, Output
 from kvoffload.terminal.options import model, numbers
+from kvoffload.tuning import CopierName
 
 _MODEL = "llama-3.1-8b"
 _BLOCKS = [32, 256]
@@ -104,7 +105,7 @@ class _Watch:
             self._stack = stack.pop_all()
 
     def load(
-        self, setup: TransferSetup, parts: int, copier: str | None, spent: _Spent, copiers: dict[int, str]
+        self, setup: TransferSetup, parts: int, copier: CopierName | None, spent: _Spent, copiers: dict[int, str]
     ) -> float:
         """One load; seconds on the GPU clock, without what it waited for."""
         with self._device.current():
@@ -134,13 +135,13 @@ class _Watch:
             self._stack.close()
 
 
-def load(setup: TransferSetup, parts: int, copier: str | None) -> Job:
+def load(setup: TransferSetup, parts: int, copier: CopierName | None) -> Job:
     (group,) = setup.groups
     return setup.engine.load(group.slots, group.blocks, after=NO_WAIT, copier=copier, parts=parts)
 
 
 def _measure(
-    setup: TransferSetup, small_setup: TransferSetup, watch: _Watch, counts: Sequence[int], copier: str | None
+    setup: TransferSetup, small_setup: TransferSetup, watch: _Watch, counts: Sequence[int], copier: CopierName | None
 ) -> Iterator[dict[str, Any]]:
     spent = {count: _Spent([], [], []) for count in counts}
     copiers: dict[int, str] = {}

@@ -16,10 +16,10 @@ from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopyMethod
+from kvoffload.tuning import CopierName, CopyMethod
 
 PREFERENCES = ("overlap", "latency")
-COPY_ENGINE = ("strided", "batch", "loop")
+COPY_ENGINE: tuple[CopierName, ...] = ("strided", "batch", "loop")
 METHODS = (
     CopyMethod("gather", 4, 1.0),
     CopyMethod("gather", 3, 1.0),
@@ -148,11 +148,13 @@ class Measurer:
         repeats = setup.lab.repeats * (_MORE_ROUNDS if short else 1)
         return measurement_of(setup, direction, time_rounds(scenarios, repeats), chosen)
 
-    def _wanted(self, setup: TransferSetup, direction: Direction) -> dict[str, tuple[str | CopyMethod | None, str]]:
+    def _wanted(
+        self, setup: TransferSetup, direction: Direction
+    ) -> dict[str, tuple[CopierName | CopyMethod | None, str]]:
         """By name: the copier that the engine is given, and the preference."""
         missing = setup.missing
         self.not_run |= {name: reason for name, reason in missing.items() if reason is not None}
-        wanted: dict[str, tuple[str | CopyMethod | None, str]] = {
+        wanted: dict[str, tuple[CopierName | CopyMethod | None, str]] = {
             choice(prefer): (None, prefer) for prefer in PREFERENCES
         }
         wanted |= {name: (name, PREFERENCES[0]) for name in COPY_ENGINE if missing[name] is None}
@@ -176,7 +178,7 @@ def time_engine(
     direction: Direction,
     name: str,
     chosen: dict[str, str],
-    copier: str | CopyMethod | None,
+    copier: CopierName | CopyMethod | None,
     prefer: str,
 ) -> float:
     """One transfer; seconds on the GPU clock. The reason of the engine's own choice goes to `chosen[name]`."""
@@ -189,7 +191,11 @@ def time_engine(
 
 
 def warm_engine(
-    small_setup: TransferSetup, setup: TransferSetup, direction: Direction, copier: str | CopyMethod | None, prefer: str
+    small_setup: TransferSetup,
+    setup: TransferSetup,
+    direction: Direction,
+    copier: CopierName | CopyMethod | None,
+    prefer: str,
 ) -> float:
     """A small transfer with the copy method that the next one on `setup` will have."""
     return small_setup.seconds(small_setup.submit(direction, copier or setup.chosen_method(direction, prefer)))

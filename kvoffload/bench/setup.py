@@ -26,7 +26,7 @@ from kvoffload.internal.types import Int64Array, UInt8Array, UInt64Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopyMethod, Shape
+from kvoffload.tuning import CopierName, CopyMethod, Shape
 
 _MAX_SPARE_POOL_BYTES = 512 << 20
 _WARM_UP_SLOTS = 8  # enough for both copiers of a split
@@ -222,7 +222,7 @@ class TransferSetup:
     def submit(
         self,
         direction: Direction,
-        copier: str | CopyMethod | None = None,
+        copier: CopierName | CopyMethod | None = None,
         *,
         prefer: str = "overlap",
         after: Any = NO_WAIT,
@@ -241,7 +241,7 @@ class TransferSetup:
         return sum(job.wait().seconds for job in jobs)
 
     def transfer_seconds(
-        self, direction: Direction, copier: str | CopyMethod | None, prefer: str, note: Callable[[Job], object]
+        self, direction: Direction, copier: CopierName | CopyMethod | None, prefer: str, note: Callable[[Job], object]
     ) -> float:
         """One transfer on the GPU clock. Of one group: the time of its job. Of several groups: from the first call to
         the end of the last job, which includes some host time, since an engine times each job by itself.

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import numpy as np
 
 from kvoffload.bench.tools import POISON, BenchTools
-from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory, UInt8Array
+from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import FlatTable, SourceOrder, address_of
-from kvoffload.internal.types import UInt64Array
+from kvoffload.internal.types import UInt8Array, UInt64Array
 
 _FLAT_COPIES = 4096  # of one driver call; a call with 51,828 has crashed a driver
 

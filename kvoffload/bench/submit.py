@@ -25,6 +25,7 @@ from kvoffload.engine.job import Job
 from kvoffload.internal.types import Int64Array
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output
+from kvoffload.tuning import CopierName
 
 _PLANES, _BLOCK_BYTES = 64, 32 << 10
 _SIMULATED_PLANES = 4
@@ -58,7 +59,7 @@ class _Layout(NamedTuple):
 
     name: str
     placement: Placement
-    copier: str
+    copier: CopierName
     bare: type[BareSubmission]
 
 
@@ -149,7 +150,7 @@ class _Submitter(Protocol):
 class _EngineSubmission:
     """Submits transfers through an engine; a copier of None leaves the choice to it."""
 
-    def __init__(self, setup: TransferSetup, direction: Direction, copier: str | None) -> None:
+    def __init__(self, setup: TransferSetup, direction: Direction, copier: CopierName | None) -> None:
         self._engine, self._copier, self._before = setup.engine, copier, setup.lab.timer.stream
         self._call = self._engine.store if direction is Direction.STORE else self._engine.load
         self._stores = direction is Direction.STORE
