@@ -28,6 +28,7 @@ from kvoffload.layout.ids import as_ids
 from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 
+Ids = ArrayLike | Sequence[ArrayLike]  # with several groups of planes a list for each
 Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
@@ -127,13 +128,7 @@ class BlockCache(HtmlRepresentation):
     # moving bytes -------------------------------------------------------------------------------------------------
 
     def store(
-        self,
-        keys: Sequence[bytes],
-        blocks: ArrayLike | Sequence[ArrayLike],
-        after: Any = None,
-        tenant: str = "",
-        *,
-        all_or_nothing: bool = False,
+        self, keys: Sequence[bytes], blocks: Ids, after: Any = None, tenant: str = "", *, all_or_nothing: bool = False
     ) -> CacheJob:
         """Store the blocks of those keys that are neither present nor pending; they can be loaded once it has ended.
 
@@ -143,15 +138,13 @@ class BlockCache(HtmlRepresentation):
         entry is free and none may be evicted: from the first missing key on, as many are stored as there can be.
 
         Args:
-            keys: bytes, no repeats, in the order of the request. May be a whole request's keys: what is present is
-                skipped, and kept.
+            keys: bytes, no repeats, in the order of the request; may be all of its keys: what is present is kept.
             blocks: source ids, `blocks_per_slot` per key in the order of the keys (for each group).
             after: as for `OffloadEngine.store`.
             tenant: whose quota and priority the keys have.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
 
-        Returns:
-            The job; its `keys` are those being stored.
+        Returns the job; its `keys` are those being stored.
 
         Raises:
             CapacityError: `all_or_nothing`, and a key would be declined; or the engine has no room for the transfer.
@@ -177,8 +170,8 @@ class BlockCache(HtmlRepresentation):
                     jobs = self._store(record, per_group, after)
                 finally:
                     state.working = False
-            if state.recorder.untold:
-                state.recorder.tell()
+            if state.recorder.unreported:
+                state.recorder.notify()
         except BaseException:
             if record is not None:
                 state.abandoned.append(record)  # ignored where it has come to its end
@@ -190,7 +183,7 @@ class BlockCache(HtmlRepresentation):
 
         1. All groups are submitted: the record is settled when they have ended.
         2. The engine refuses the first group: nothing was queued, and nothing has changed.
-        3. It refuses a later group: copies into the entries may be under way. The caller abandons the record, so that
+        3. It refuses a later group: copies into the entries may be queued. The caller abandons the record, so that
            its keys become missing, and its entries free when the copies have ended.
         4. Another exception: the same, as it is not known what was queued.
         """
@@ -215,13 +208,7 @@ class BlockCache(HtmlRepresentation):
         return jobs
 
     def load(
-        self,
-        keys: Sequence[bytes],
-        blocks: ArrayLike | Sequence[ArrayLike],
-        after: Any = None,
-        *,
-        pending: bool = False,
-        parts: Parts = None,
+        self, keys: Sequence[bytes], blocks: Ids, after: Any = None, *, pending: bool = False, parts: Parts = None
     ) -> CacheJob:
         """Load the blocks of keys that are all present and ready. Until it has ended they are not evicted.
 
@@ -260,8 +247,8 @@ class BlockCache(HtmlRepresentation):
                     jobs = self._load(record, per_group, after, parts) if checked else ()
                 finally:
                     state.working = False
-            if state.recorder.untold:
-                state.recorder.tell()
+            if state.recorder.unreported:
+                state.recorder.notify()
         except BaseException:
             if record is not None:
                 state.abandoned.append(record)  # ignored where it has come to its end
@@ -329,7 +316,7 @@ class BlockCache(HtmlRepresentation):
     # looking ------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> CacheStatistics:
-        """Counts now and since the cache was made."""
+        """Counts now and since the cache was created."""
         self.engine.advance()
         return self._index.statistics()
 

@@ -156,7 +156,7 @@ class LeaseRecord:
     Attributes:
         keys, indices: see `Lease`.
         sources: records of the reservations that were filling them.
-        released: nobody reads the entries any more, but for `jobs`.
+        released: nothing reads the entries any more, but for `jobs`.
         jobs: transfers that read them.
         watch: the weak reference to the handle, if there is one and the record is not released.
     """

@@ -4,8 +4,8 @@
        │         │         └──abort, abandoned, a transfer failed──> aborted
     refused   withdrawn
 
-Nothing calls back. Whoever holds the lock calls `enter` first, which brings the state up to date: it repairs what an
-exception has interrupted, aborts what was abandoned, and settles what has ended.
+Nothing calls back. A caller that holds the lock calls `enter` first, which brings the state up to date: it repairs what
+an exception has interrupted, aborts what was abandoned, and settles what has ended.
 
 Exceptions. `consistent` is False from before the first change of an operation until after its last one. If an exception
 ends the operation in between, the next `enter` calls `repair`, which completes what was published in the truth (see
@@ -34,7 +34,7 @@ class CacheState:
     """The state behind a `CacheIndex`. All methods are called with the lock held, between `enter` and its release.
 
     Attributes:
-        working: a call is under way in the thread that holds the lock; see `refuse_nested`.
+        working: a call has not returned in the thread that holds the lock; see `refuse_nested`.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
     """
@@ -195,7 +195,7 @@ class CacheState:
         """Complete what `publish` has begun."""
         self.table.fill(record)
         if record.victims:
-            self._tell_evicted(record)
+            self._note_evicted(record)
         pool = record.pool
         if record.keys:
             pool.stale = True
@@ -206,7 +206,7 @@ class CacheState:
             self.recorder.note("declined", record.declined, record.tenant)
         self.consistent = True
 
-    def _tell_evicted(self, record: ReservationRecord) -> None:
+    def _note_evicted(self, record: ReservationRecord) -> None:
         begin = 0
         for pool, victims in record.victims:
             pool.stale = True

@@ -1,4 +1,4 @@
-"""Recency and frequency, balanced by what was given up too early."""
+"""Recency and frequency, balanced by what was evicted too early."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvoffload.cache.policies.base import Policy, Protected, Room
 
 
 class ARC(Policy):
-    """Keeps keys used once beside keys used more often, and learns how much room each deserve.
+    """Keeps keys used once and keys used more often, and learns how much room each deserve.
 
     Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003), with its names: T1 has the
-    resident keys used once, T2 the others, B1 and B2 remember what was given up from T1 and T2, and p is the size that
+    resident keys used once, T2 the others, B1 and B2 remember what was evicted from T1 and T2, and p is the size that
     T1 should have. A key that comes back while B1 remembers it raises p, one that B2 remembers lowers it. One scan of
     new keys goes through T1 and leaves T2 as it is.
 
-    Where a request brings many keys at once, `make_room` gives up what the paper would, had they come one by one. p is
+    Where a request brings many keys at once, `make_room` evicts what the paper would, had they come one by one. p is
     kept in whole keys, and keys that have to stay are passed over. O(1) amortised, plus the keys passed over.
 
     Args:

@@ -10,7 +10,7 @@ from kvoffload.cache.policies.base import Policy, Protected
 
 
 class LRU(Policy):
-    """Gives up the least recently used key, in O(1) plus the keys passed over because they are protected."""
+    """Evicts the least recently used key, in O(1) plus the keys passed over because they are protected."""
 
     declines_with_room = False
 

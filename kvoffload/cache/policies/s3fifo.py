@@ -11,11 +11,11 @@ from kvoffload.cache.policies.base import Policy, Protected, Room
 
 _SMALL_SHARE = 10  # the small queue: one for so many of the capacity
 _MOST_USES = 3
-_COUNTED = 4  # beside the uses in a queue's values: the use by a request under way is counted already
+_COUNTED = 4  # a flag above the uses in a queue's values: the use by an unfinished request is counted already
 
 
 class _Plan(NamedTuple):
-    """What giving up `victims` does besides."""
+    """What evicting `victims` changes besides."""
 
     victims: tuple[bytes, ...]
     ghosts: list[bytes]  # those of them that leave from the small queue
@@ -26,13 +26,13 @@ class S3FIFO(Policy):
     """A small queue that newcomers must survive, before a main queue.
 
     Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023). New keys enter the
-    small queue. At its end a key that has been used more than once moves on to the main queue; others are given up, and
+    small queue. At its end a key that has been used more than once moves on to the main queue; others are evicted, and
     enter the main queue if they come back while they are remembered. At the end of the main queue a key that has been
     used gets another round for every use, up to three. Uses are only counted and move nothing.
 
     Looking for victims moves keys from queue to queue, but `victims` and `make_room` must not. So the search works on
     the queues as they are, and puts what it would move into a queue of its own, which follows the main queue. These
-    moves are carried out when exactly those victims are given up before anything else has changed; otherwise they are
+    moves are carried out when exactly those victims are evicted before anything else has changed; otherwise they are
     dropped. Keys that have to stay are passed over and keep their places. O(1) amortised, plus the keys passed over.
 
     Args:
@@ -171,5 +171,5 @@ def _uses(value: int) -> int:
 
 
 def _used(value: int) -> int:
-    """The value after another use, which nobody has counted ahead."""
+    """The value after another use that was not counted in advance."""
     return min(_uses(value) + 1, _MOST_USES)
