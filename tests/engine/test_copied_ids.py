@@ -84,7 +84,7 @@ def test_ids_of_loads_are_copied(bench: Rig, parts: int | None) -> None:
     assert wrong == []
 
 
-# what owns the slots is asked before anything happens ------------------------------------------------------------------
+# what owns the slots is asked before anything happens -----------------------------------------------------------------
 
 
 class Guard:
