@@ -161,7 +161,7 @@ class _EngineSubmission:
         self.jobs.append(self._call(*ends, after=self._before, copier=self._copier))
 
     def check(self) -> None:
-        """The jobs tell of failures when they are waited for."""
+        """The jobs raise their failures when they are waited for."""
 
     def wait(self) -> None:
         for job in self.jobs:
