@@ -63,7 +63,7 @@ def pattern(key: object, nbytes: int) -> UInt8Array:
 
 
 def poison(array: UInt8Array, value: int = POISON) -> None:
-    """Overwrite a host array, so that bytes which nobody writes afterwards are recognised."""
+    """Overwrite a host array, so that bytes which no transfer writes afterwards are recognised."""
     array[...] = value
 
 
@@ -121,7 +121,7 @@ def _device_bytes(memory: Mapping[int, UInt8Array], address: int, nbytes: int) -
 class Mirror:
     """Host copies of an engine's slots and of device memory, to which `naive_transfer` does what the engine does.
 
-    Made while the engine is idle. `expect` after (or before) each transfer, `check` when the engine is idle again:
+    Created while the engine is idle. `expect` after (or before) each transfer, `check` when the engine is idle again:
     every byte is compared, padding and guard bytes included.
 
     Args:
@@ -181,8 +181,8 @@ def _check_same(what: str, actual: UInt8Array, expected: UInt8Array) -> None:
 def leak_check(device: Device) -> Iterator[None]:
     """Fail if there is more of anything after the block than before it.
 
-    Counted: what the device owns, open file descriptors (where /proc tells), threads; on a simulated device also
-    streams, events, allocations, registered ranges and contexts. Engines made inside the block must be closed or
+    Counted: what the device owns, open file descriptors (where /proc lists them), threads; on a simulated device also
+    streams, events, allocations, registered ranges and contexts. Engines created inside the block must be closed or
     garbage by its end.
 
     Raises:

@@ -78,6 +78,20 @@ def gpu_device() -> Iterator[kvoffload.Device]:
 
 
 @pytest.fixture
+def on_gpu(gpu_device: kvoffload.Device) -> tuple[str, ...]:
+    """The options with which a command uses the GPU under test."""
+    return ("--backend", "cuda", "--device", str(gpu_device.index))
+
+
+@pytest.fixture
+def only_gpu(gpu_device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New processes see the GPU under test alone, as number 0."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else list(map(str, range(gpu_device.index + 1)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names[gpu_device.index])
+
+
+@pytest.fixture
 def cupy(gpu_device: kvoffload.Device) -> Iterator[Any]:
     """CuPy, whose current device is the GPU under test."""
     module = pytest.importorskip("cupy")

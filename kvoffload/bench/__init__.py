@@ -12,7 +12,7 @@ The benchmarks, each with `add_parser(benches)`:
     cache         bookkeeping of the prefix cache        cache_bookkeeping.py
     plot          figures of saved results               plots.py
 
-What they are made of, lower files first:
+What they use, lower files first:
 
     clock, rounds, tools, contiguous, lab    a device with a clock, interleaved rounds, comparison, the contiguous copy
     setup, setup_bytes                       planes, pool and addresses of a transfer, and the right bytes

@@ -46,7 +46,7 @@ class EngineBackground:
     """Transfers through an engine; `copier` as for `TransferSetup.submit`."""
 
     def __init__(self, setup: TransferSetup, direction: Direction, copier: CopierChoice) -> None:
-        self._bed, self._direction, self._copier = setup, direction, copier
+        self._setup, self._direction, self._copier = setup, direction, copier
         self.nbytes = setup.nbytes
         self.seconds: list[float] = []
         self.reason = ""
@@ -54,14 +54,14 @@ class EngineBackground:
 
     def submit(self, after: int | None = None) -> None:
         order: Any = NO_WAIT if after is None else after
-        jobs = self._bed.submit(self._direction, self._copier, after=order)
+        jobs = self._setup.submit(self._direction, self._copier, after=order)
         self.reason = jobs[0].reason
         self._jobs += jobs
 
     def top_up(self) -> None:
         while self._jobs and self._jobs[0].done:
             self._retire()
-        while len(self._jobs) < _queued(self._bed.lab):
+        while len(self._jobs) < _queued(self._setup.lab):
             self.submit()
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
 """The driver calls that every submission of a transfer needs, called directly: a floor for the engine's host time.
 
 Every submission pushes the context, computes addresses from block and slot numbers into arrays, records a marker on the
-caller's stream and lets the copy stream wait for it, makes one copy call between two timing events, and pops the
+caller's stream and makes the copy stream wait for it, makes one copy call between two timing events, and pops the
 context. The copy call is one of
 
     batch     cuMemcpyBatchAsync with one copy a block, of planes that interleave
@@ -87,7 +87,7 @@ class BareSubmission(ABC):
 
     @abstractmethod
     def _fill(self, index: int, blocks: Int64Array, slots: Int64Array) -> None:
-        """Write the addresses of a transfer; `index` tells apart the transfers that may be unfinished at a time."""
+        """Write the addresses of a transfer; `index` distinguishes the transfers that may be unfinished at a time."""
 
     @abstractmethod
     def _copy(self, count: int, stream: int) -> tuple[Any, ...]:

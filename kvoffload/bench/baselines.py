@@ -1,6 +1,6 @@
 """Other copy methods on the addresses of a setup: bare driver calls, and a grid-stride kernel.
 
-    bare strided     the operations of the strided copier, made once, in one cuMemcpy3DBatchAsync
+    bare strided     the operations of the strided copier, built once, in one cuMemcpy3DBatchAsync
     flat batch       one cuMemcpyBatchAsync with a descriptor per row, on an idle stream
     copy loop        cuMemcpyAsync, row by row
     grid-stride N    a kernel of N programs of 4 warps that copies one row at a time in 8-byte words; three arrays, of
@@ -83,7 +83,7 @@ def _operation(source: tuple[int, int], target: tuple[int, int], width: int, hei
 
 
 def flat_batch(setup: TransferSetup, direction: Direction) -> TimedCopy:
-    """One copy a row; the descriptors are made as the batch copier makes them, before the clock starts."""
+    """One copy a row; the descriptors are built as the batch copier builds them, before the clock starts."""
     source, target = setup.ends(direction)
     table, driver, timer = FlatTable(len(source)), setup.lab.driver, setup.lab.timer
     table.fill(target, source, np.array([setup.row_bytes], dtype=np.uint64))

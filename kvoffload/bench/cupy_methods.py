@@ -269,7 +269,7 @@ class _Pageable:
         self.elements = self._data.right.copy()
 
     def poison(self) -> None:
-        """What the next store gets may be the memory that this one gives back."""
+        """What the next store gets may be the memory that this one frees."""
         self.elements[...] = POISON_ELEMENT
         self.elements = np.empty((0, 0, 0), dtype=np.uint16)
 

@@ -138,9 +138,10 @@ class CupyArrays:
     def __init__(self, setup: TransferSetup) -> None:
         import cupy
 
-        self._bed, self._cupy = setup, cupy
+        self._setup, self._cupy = setup, cupy
         self._right = _right(setup)
-        self._stream = _foreign_stream(cupy, setup.lab.timer.stream)
+        with setup.lab.device.current():  # CuPy takes a stream for one of its current device
+            self._stream = _foreign_stream(cupy, setup.lab.timer.stream)
         num_blocks = setup.groups[0].planes[0].num_blocks
         with setup.lab.device.current(), self._stream:
             self._ids = cupy.asarray(setup.groups[0].blocks)
@@ -160,13 +161,13 @@ class CupyArrays:
         return Scenario(
             lambda: self._timed(work),
             lambda: self._run(poison),
-            lambda: _wrong(self._bed, found(), self._right),
+            lambda: _wrong(self._setup, found(), self._right),
             self._right.nbytes,
         )
 
     def _timed(self, work: Callable[[], object]) -> float:
-        with self._bed.lab.device.current(), self._stream:
-            return self._bed.lab.timer.seconds(work)
+        with self._setup.lab.device.current(), self._stream:
+            return self._setup.lab.timer.seconds(work)
 
     def _run(self, work: Callable[[], object]) -> None:
         self._timed(work)
@@ -189,7 +190,7 @@ class CupyArrays:
         return self._host
 
     def _found_cache(self) -> Elements:
-        with self._bed.lab.device.current(), self._stream:
+        with self._setup.lab.device.current(), self._stream:
             found: Elements = self._cache[:, self._ids].get()
         return found
 
@@ -206,7 +207,7 @@ class JaxArrays:
         import jax
         import jax.numpy as jnp
 
-        self._bed, self._jax = setup, jax
+        self._setup, self._jax = setup, jax
         self._right = _right(setup)
         gpu = jax.devices("gpu")[setup.lab.device.index]
         self._on_gpu = jax.sharding.SingleDeviceSharding(gpu, memory_kind="device")
@@ -256,7 +257,7 @@ class JaxArrays:
         self._cache.block_until_ready()
 
     def _wrong(self, found: Any) -> int:
-        return _wrong(self._bed, np.asarray(found), self._right)
+        return _wrong(self._setup, np.asarray(found), self._right)
 
     def close(self) -> None:
         for array in (self._cache, self._host, self._poison, self._ids, self._stored):

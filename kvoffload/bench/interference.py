@@ -134,12 +134,12 @@ class _Timed:
         *,
         looped: bool,
     ) -> None:
-        self._bed, self._direction, self._grid = setup, direction, grid
+        self._setup, self._direction, self._grid = setup, direction, grid
         self._computation, self._effort, self._looped = computation, effort, looped
 
     def records(self, name: str) -> list[dict[str, Any]]:
         """A record for each copy method; slow-downs are relative to the median of the computation alone."""
-        setup = self._bed
+        setup = self._setup
         setup.prepare(self._direction)
         with ExitStack() as stack:
             contiguous = setup.lab.contiguous
@@ -166,7 +166,7 @@ class _Timed:
         return records
 
     def _backgrounds(self, stack: ExitStack, contiguous: ContiguousCopy) -> dict[str, Background]:
-        setup, direction, lab = self._bed, self._direction, self._bed.lab
+        setup, direction, lab = self._setup, self._direction, self._setup.lab
 
         def bare(background: StreamBackground) -> StreamBackground:
             return stack.enter_context(closing(background))
@@ -184,7 +184,7 @@ class _Timed:
         return found
 
     def _scenario(self, background: Background, method: str, contiguous: ContiguousCopy) -> Scenario:
-        setup, direction = self._bed, self._direction
+        setup, direction = self._setup, self._direction
         if method == CONTIGUOUS_COPY:
             copy = contiguous.scenario(direction)
             return Scenario(lambda: self._execute(background), copy.poison, copy.wrong, copy.nbytes)
@@ -212,7 +212,7 @@ class _Timed:
 
     def _loop(self, background: Background | None) -> float:
         """A step starts while the stores of earlier steps are unfinished."""
-        device, driver, stream = self._bed.lab.device, self._bed.lab.driver, self._computation.stream
+        device, driver, stream = self._setup.lab.device, self._setup.lab.driver, self._computation.stream
         with device.current(), ExitStack() as stack:
             start, end = (driver.event_create(timing=True) for _ in range(2))
             stack.callback(driver.event_destroy, start)

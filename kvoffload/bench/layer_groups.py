@@ -82,7 +82,7 @@ def _records(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Iter
 
 
 class _Spent(NamedTuple):
-    """Seconds of each load: of the call; on the GPU clock from just before it until part 0 and until all has landed."""
+    """Seconds of each load: of the call; on the GPU clock from just before it until part 0 and until all has ended."""
 
     call: list[float]
     first: list[float]

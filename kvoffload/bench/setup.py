@@ -151,7 +151,7 @@ class TransferSetup:
             self._all.append(GroupBlocks(planes, starts, blocks, slots[index * slot_count : (index + 1) * slot_count]))
 
     def take(self, slots: int) -> None:
-        """Let the following transfers copy the first `slots` slots of each group only."""
+        """Make the following transfers copy the first `slots` slots of each group only."""
         self.groups = [
             GroupBlocks(
                 group.planes, group.starts[:slots], group.blocks[: slots * self.blocks_per_slot], group.slots[:slots]

@@ -38,7 +38,7 @@ class SetupBytes:
         self._mirror = self._pinned.array[: words.nbytes].reshape(self._right.shape)
 
     def take(self, slots: int) -> None:
-        """Let `expected` be of the first `slots` slots of each group."""
+        """Make `expected` hold the first `slots` slots of each group."""
         self.expected = [slot for group in self._right for slot in group[:slots]]
         self._found = [slot for group in self._mirror for slot in group[:slots]]
 

@@ -37,7 +37,7 @@ _UNCOUNTED = _BURST
 _LINK_ROUNDS = 10
 _DONE_BLOCKS = 2
 _DONE_BAR_US = 120.0
-_SUBMISSIONS = 200
+_SUBMISSIONS = 100
 _DESCRIPTION = f"""\
 Host time of one submission, for transfers of {", ".join(map(str, _BLOCKS))} blocks of 64 planes of 32 KiB, in both
 directions: of store() and load(), and of the bare driver calls that a transfer needs (push and pop the context, fill
@@ -161,7 +161,7 @@ class _EngineSubmission:
         self.jobs.append(self._call(*ends, after=self._before, copier=self._copier))
 
     def check(self) -> None:
-        """The jobs tell of failures when they are waited for."""
+        """The jobs raise their failures when they are waited for."""
 
     def wait(self) -> None:
         for job in self.jobs:

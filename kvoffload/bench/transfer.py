@@ -32,7 +32,7 @@ _METHODS = (CopyMethod("gather", 4, 1.0), CopyMethod("split", 2), CopyMethod("sp
 _DESCRIPTION = """\
 Copy random, non-adjacent blocks between planes and random slots of the pinned pool, in both directions: by the engine's
 choice (prefer "overlap" and "latency"), by each of its copiers ("gather 4": with 4 programs), and by other methods:
-"bare strided", the same operations made once and given to cuMemcpy3DBatchAsync; "flat batch", one cuMemcpyBatchAsync on
+"bare strided", these operations, built once, given to cuMemcpy3DBatchAsync; "flat batch", one cuMemcpyBatchAsync on
 an idle stream; "copy loop", cuMemcpyAsync; "grid-stride 12", a kernel of 12 programs of 4 warps, with three address
 arrays that are copied to the GPU at each call, from ordinary or from pinned memory; "contiguous copy", one pinned copy
 of 256 MiB. All methods of a line use the same addresses, in interleaved rounds; figures are medians on the GPU clock.

@@ -29,6 +29,7 @@ from kvoffload.layout.ids import as_ids
 from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 
+BlockIds = Ids | Sequence[Ids]  # with several groups of planes a list for each
 Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
@@ -100,7 +101,7 @@ class BlockCache(HtmlRepresentation):
         self._state = self._index._state
         self._state.owner = weakref.ref(self)
         self._tenants = dict(tenants or {})
-        engine.claim_slots(self._state)
+        engine.guard_slots(self._state)
 
     # asking -------------------------------------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class BlockCache(HtmlRepresentation):
     def store(
         self,
         keys: Sequence[bytes],
-        blocks: Ids | Sequence[Ids],
+        blocks: BlockIds,
         after: After = None,
         tenant: str = "",
         *,
@@ -144,11 +145,13 @@ class BlockCache(HtmlRepresentation):
         that were not looked up often enough, or that are beyond a quota.
 
         Args:
-            keys: bytes, no repeats, in the order of the request. May be a whole request's keys: what is present is
-                skipped, and kept.
-            blocks, after: as for `OffloadEngine.store`; `blocks_per_slot` ids per key in their order (for each group).
+            keys: bytes, no repeats, in the order of the request; may be all of its keys: what is present is kept.
+            blocks: source ids, `blocks_per_slot` per key in the order of the keys (for each group).
+            after: as for `OffloadEngine.store`.
             tenant: whose quota and priority the keys have.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
+
+        Returns the job; its `keys` are those being stored.
 
         Raises:
             CapacityError: `all_or_nothing`, and a key would be declined; or the engine has no room for the transfer.
@@ -171,8 +174,8 @@ class BlockCache(HtmlRepresentation):
                     jobs = self._store(record, per_group, after)
                 finally:
                     state.working = False
-            if state.recorder.untold:
-                state.recorder.tell()
+            if state.recorder.unreported:
+                state.recorder.notify()
         except BaseException:
             state.abandoned.append(record)  # ignored if it has not begun, or has come to its end
             raise
@@ -183,7 +186,7 @@ class BlockCache(HtmlRepresentation):
 
         1. All groups are submitted: the record is settled when they have ended.
         2. The engine refuses the first group: nothing was queued, and nothing has changed.
-        3. It refuses a later group: copies into the entries may be under way. The caller abandons the record, so that
+        3. It refuses a later group: copies into the entries may be queued. The caller abandons the record, so that
            its keys become missing, and its entries free when the copies have ended.
         4. Another exception: the same, as it is not known what was queued.
         """
@@ -212,7 +215,7 @@ class BlockCache(HtmlRepresentation):
     def load(
         self,
         keys: Sequence[bytes],
-        blocks: Ids | Sequence[Ids],
+        blocks: BlockIds,
         after: After = None,
         *,
         pending: bool = False,
@@ -252,8 +255,8 @@ class BlockCache(HtmlRepresentation):
                     jobs = self._load(record, per_group, after, parts) if checked else ()
                 finally:
                     state.working = False
-            if state.recorder.untold:
-                state.recorder.tell()
+            if state.recorder.unreported:
+                state.recorder.notify()
         except BaseException:
             state.abandoned.append(record)  # ignored if it has not begun, or has come to its end
             raise
@@ -320,7 +323,7 @@ class BlockCache(HtmlRepresentation):
     # looking ------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> CacheStatistics:
-        """Counts now and since the cache was made."""
+        """Counts now and since the cache was created."""
         self.engine.advance()
         return self._index.statistics()
 

@@ -33,7 +33,7 @@ _R = TypeVar("_R")
 
 
 def _entry(method: Callable[Concatenate[CacheIndex, _P], _R]) -> Callable[Concatenate[CacheIndex, _P], _R]:
-    """A call of the index: the lock is taken, the state brought up to date, and events are told at the end."""
+    """A call of the index: the lock is taken, the state brought up to date, and events are reported at the end."""
 
     @wraps(method)
     def call(self: CacheIndex, *args: _P.args, **options: _P.kwargs) -> _R:
@@ -48,8 +48,8 @@ def _entry(method: Callable[Concatenate[CacheIndex, _P], _R]) -> Callable[Concat
                 result = method(self, *args, **options)
             finally:
                 state.working = False
-        if state.recorder.untold:
-            state.recorder.tell()
+        if state.recorder.unreported:
+            state.recorder.notify()
         return result
 
     return call  # type: ignore[return-value]  # wraps() forgets that `self` may be passed by position
@@ -189,8 +189,8 @@ class CacheIndex:
                     state.reserve(record)
                 finally:
                     state.working = False
-            if state.recorder.untold:
-                state.recorder.tell()
+            if state.recorder.unreported:
+                state.recorder.notify()
         except BaseException:
             state.abandoned.append(record)  # ignored if it has not begun
             raise
@@ -239,8 +239,8 @@ class CacheIndex:
                     state.begin(record)
                 finally:
                     state.working = False
-            if state.recorder.untold:
-                state.recorder.tell()
+            if state.recorder.unreported:
+                state.recorder.notify()
         except BaseException:
             state.abandoned.append(record)  # ignored if it has not begun
             raise
@@ -271,7 +271,7 @@ class CacheIndex:
 
     @_entry
     def statistics(self) -> CacheStatistics:
-        """Counts now and since the cache was made."""
+        """Counts now and since the cache was created."""
         table = self._state.table
         pinned = {index for lease in table.leases for index in lease.indices}
         return self._state.recorder.statistics(

@@ -46,10 +46,10 @@ class Pool:
         """Make the policy know exactly these resident keys, after an exception.
 
         There are three cases:
-        1. No call was under way. It is told what it has not been told yet, if there is anything.
-        2. A call was under way, and the pool can make a policy: a new one is told the keys.
-        3. A call was under way, and the policy is the caller's own object: it is reset.
-        A policy that cannot be made, or does not know the keys afterwards, is replaced by LRU, with a warning.
+        1. No call was interrupted: what the policy does not know yet is inserted or removed.
+        2. A call was interrupted, and the pool can create a policy: a new one gets the keys.
+        3. A call was interrupted, and the policy is the caller's own object: it is reset.
+        A policy that cannot be created, or does not know the keys afterwards, is replaced by LRU, with a warning.
         """
         if not self.stale:
             known, mine = set(self.policy), set(keys)

@@ -60,7 +60,7 @@ def _check_victims(table: EntryTable, victims: Victims, present: set[bytes]) -> 
         for key in keys:
             index = table.of.get(key)
             if index is None or table.pool_of[index] != pool.number:
-                wrong = "is not among the resident keys that it was told"
+                wrong = "is not among its resident keys"
             elif key in present or index in table.holds:
                 wrong = "has to stay: `protected` says so"
             elif key in seen:

@@ -34,7 +34,7 @@ class CacheState:
     """The state behind a `CacheIndex`. All methods are called with the lock held, between `enter` and its release.
 
     Attributes:
-        working: a call is under way in the thread that holds the lock; see `refuse_nested`.
+        working: a call has not returned in the thread that holds the lock; see `refuse_nested`.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
     """
@@ -195,7 +195,7 @@ class CacheState:
         """Complete what `publish` has begun."""
         self.table.fill(record)
         if record.victims:
-            self._tell_evicted(record)
+            self._note_evicted(record)
         pool = record.pool
         if record.keys:
             pool.stale = True
@@ -206,7 +206,7 @@ class CacheState:
             self.recorder.note("declined", record.declined, record.tenant)
         self.consistent = True
 
-    def _tell_evicted(self, record: ReservationRecord) -> None:
+    def _note_evicted(self, record: ReservationRecord) -> None:
         begin = 0
         for pool, victims in record.victims:
             pool.stale = True

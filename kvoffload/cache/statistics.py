@@ -41,7 +41,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class TenantCounts:
-    """What a cache has done for one tenant since it was made, in blocks of the cache, one per key.
+    """What a cache has done for one tenant since it was created, in blocks of the cache, one per key.
 
     Attributes:
         stored, failed, declined: as in `CacheStatistics`.
@@ -121,7 +121,7 @@ class Tally:
 
 
 class StatisticsRecorder:
-    """Counts at once; keeps events in order until `tell` calls the hook, which happens outside all locks.
+    """Counts at once; keeps events in order until `notify` calls the hook, which happens outside all locks.
 
     A call that an exception has interrupted may be missing from the counts and events.
     """
@@ -130,10 +130,10 @@ class StatisticsRecorder:
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event must be a function of a CacheEvent, got {on_event!r:.80}")
         self._on_event = on_event
-        self.untold = deque[CacheEvent]()
+        self.unreported = deque[CacheEvent]()
         self._lock = threading.Lock()
-        self._teller: object | None = None  # stands for the call of `tell` that calls the hook now
         self.loaded = 0  # blocks
+        self._notifier: object | None = None  # stands for the call of `notify` that calls the hook now
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._by_tenant: dict[str, dict[str, int]] = {}
         self._touched_blocks = 0
@@ -194,29 +194,29 @@ class StatisticsRecorder:
             **self._counts,
         )
 
-    def tell(self) -> None:
-        """Call the hook for every event that has not been told; an Exception that it raises becomes a warning.
+    def notify(self) -> None:
+        """Call the hook for every event that has not been reported; an Exception that it raises becomes a warning.
 
-        No lock may be held. Events are told one at a time and in their order. If another call of `tell` is under way,
-        in another thread or further up in this one, that call tells these events, too.
+        No lock may be held. The hook gets one event at a time, in their order. If another call of `notify` has not
+        returned, in another thread or further up in this one, that call reports these events, too.
         """
-        while self.untold:
+        while self.unreported:
             mine = object()
             try:
                 with self._lock:
-                    if self._teller is None:
-                        self._teller = mine
-                if self._teller is not mine:
+                    if self._notifier is None:
+                        self._notifier = mine
+                if self._notifier is not mine:
                     return
-                self._tell_all()
+                self._notify_all()
             finally:
-                if self._teller is mine:
-                    self._teller = None
+                if self._notifier is mine:
+                    self._notifier = None
 
-    def _tell_all(self) -> None:
-        while self.untold:
-            event = self.untold[0]
-            del self.untold[0]  # not popleft(): an interrupt after that call would lose the event
+    def _notify_all(self) -> None:
+        while self.unreported:
+            event = self.unreported[0]
+            del self.unreported[0]  # not popleft(): an interrupt after that call would lose the event
             try:
                 self._on_event(event)  # type: ignore[misc]
             except Exception as error:
@@ -224,4 +224,4 @@ class StatisticsRecorder:
 
     def _announce(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
         if keys:
-            self.untold.append(CacheEvent(kind, tuple(keys), tenant))
+            self.unreported.append(CacheEvent(kind, tuple(keys), tenant))

@@ -170,7 +170,7 @@ def kernel_spec(product: Product, tile: ProductTile, *, half: bool) -> KernelSpe
 
 
 def _fill(buffer: DeviceBuffer, random: np.random.Generator, *, half: bool) -> None:
-    """Normally distributed elements, repeated every 32 MiB: zeros would let the GPU clock higher."""
+    """Normally distributed elements, repeated every 32 MiB: with zeros the GPU would clock higher."""
     values = random.standard_normal(min(buffer.nbytes, _CHUNK_BYTES) // 2, dtype=np.float32)
     bits = values.astype(np.float16).view(np.uint16) if half else (values.view(np.uint32) >> 16).astype(np.uint16)
     for offset in range(0, buffer.nbytes, bits.nbytes):

@@ -39,9 +39,9 @@ class TrialSet(NamedTuple):
 
     def shape(self, direction: Direction, blocks: int) -> Shape:
         """The shape of a transfer of `blocks` blocks, one a slot."""
-        pieces = blocks * self.planes
-        operations = blocks if self.folds else pieces
-        return Shape(direction, blocks, pieces, operations, pieces, pieces * self.block_bytes)
+        copies = blocks * self.planes
+        operations = blocks if self.folds else copies
+        return Shape(direction, blocks, copies, operations, copies, copies * self.block_bytes)
 
     @property
     def most_blocks(self) -> int:
@@ -227,7 +227,7 @@ def _shapes(scale: Scale, trial_set: TrialSet, direction: Direction, blocks: tup
 
 
 def check_sets(scale: Scale, missing: Mapping[str, str], costs: Mapping[Direction, Costs]) -> Iterator[TrialSet]:
-    """Sizes and counts between those that `costs` were made from."""
+    """Sizes and counts between those that `costs` were fitted to."""
     apart = [CopyMethod("gather", programs, 1.0) for programs in scale.gather_programs]
     apart += [] if "batch" in missing else [CopyMethod("batch")]
     together = [CopyMethod("strided"), *(CopyMethod("split", programs) for programs in scale.split_programs)]

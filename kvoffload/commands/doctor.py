@@ -209,7 +209,7 @@ def _gpu_lines(fields: dict[str, Any]) -> list[tuple[str, str]]:
         ("copy engines", str(fields["copy_engines"])),
         ("link now", f"{link}, at {fields['pci_address']}; an idle GPU may show less than it has"),
         ("link at most", most),
-        ("NUMA node", "Linux does not tell" if node is None else f"{node} ({fields['numa_cpus'] or 0} usable CPUs)"),
+        ("NUMA node", "Linux does not say" if node is None else f"{node} ({fields['numa_cpus'] or 0} usable CPUs)"),
     ]
 
 

@@ -1,12 +1,12 @@
-"""Ways of carrying a plan out.
+"""The copiers: each submits the copies of a plan by another call of the driver.
 
 strided   one operation per block for all planes that fold: cuMemcpy3DBatchAsync, else cuMemcpy2DAsync in a loop
 gather    a kernel, for what does not fold or is too small for the copy engine
-split     strided for a part of the blocks and gather for the rest, at the same time
+split     strided for some of the blocks and gather for the rest, at the same time
 batch     flat copies in chunks: cuMemcpyBatchAsync
 loop      flat copies one by one: cuMemcpyAsync; works with every driver
 
-Which of them carries a transfer is chosen in choice.py.
+Which of them copies a transfer is chosen in selection.py, the copiers of an engine are in copier_set.py.
 """
 
 from kvoffload.copiers.base import Copier, Share, Staged, Submit, Work

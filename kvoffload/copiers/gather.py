@@ -35,10 +35,10 @@ from kvoffload.planning.transfer_plan import BlockPlan, Direction
 _FRAGMENT_BYTES = 2048
 _WORDS_PER_THREAD = 8
 _UNALIGNED_WORDS_PER_THREAD = 4  # each is then of a fragment of its own, whose addresses take registers
-# Threads of a program, of which each has 8 words under way at a time. Two programs of 1024 fill PCIe Gen5 x16 with
-# loads. Stores of several such programs are more than the link takes; what it does not take backs up on the way of
-# other programs to their memory. Measured on an H200, GB/s alone, and how many times as long a bf16 matrix product
-# takes beside them: 2 of 1024 threads, loads 50, 1.03; stores 51, 1.3 to 1.6; 4 of 256 threads, stores 51, 1.12; 1 of
+# Threads of a program, of which each has 8 words in flight at a time. Two programs of 1024 fill PCIe Gen5 x16 with
+# loads. Stores of several such programs are more than the link takes; what it does not take delays other
+# programs' access to memory. Measured on an H200, GB/s alone, and how many times as long a bf16 matrix product
+# takes meanwhile: 2 of 1024 threads, loads 50, 1.03; stores 51, 1.3 to 1.6; 4 of 256 threads, stores 51, 1.12; 1 of
 # 1024, stores 35, 1.02. (Waiting for the stores of each tile, membar.sys, came to 33 GB/s with 4 of 1024.)
 _WARPS = 32
 _WARPS_OF_SEVERAL_STORING = 8
@@ -49,7 +49,7 @@ _MAX_TABLE_BLOCKS = 16384
 _ARENA_BYTES = 1 << 20  # for each direction
 _MAX_ITEMS = (1 << 31) - (1 << 22)  # fragments of one launch: the kernel counts them in 32 bits, and one step beyond
 _LAUNCH_PLACES = 2
-_MOST_DIVISIONS = 64  # ways of dividing a group into parts; their fragments stay until the engine is closed
+_MOST_DIVISIONS = 64  # divisions of a group into parts; their fragments stay until the engine is closed
 _DIVISIONS_BYTES = 4 << 20  # of device memory for these fragments, at most
 
 
@@ -224,7 +224,7 @@ class GatherKernels:
             count = of.fragments.num_fragments
             return f"its blocks have {count} fragments of {of.shape.fragment_bytes} bytes, more than {most}"
         if parts not in divided and len(divided) == len(of.room):
-            return f"there is room on the GPU for {len(of.room)} ways of dividing its planes, and it is taken"
+            return f"there is room on the GPU for {len(of.room)} divisions of its planes into parts, and it is taken"
         return None
 
     def in_parts(self, group: int, parts: Parts) -> PartFragments:

@@ -1,4 +1,4 @@
-"""Which way a transfer is carried, from what each is expected to take and how much it slows a computation.
+"""Selects a transfer's copy method, by the seconds expected of each method and by how much it slows computation.
 
 Nothing is measured here, and nothing is near a device. A choice is made for a *class* of transfers, those that differ
 by a few percent in their number of blocks, and kept: every transfer of a class is carried alike, whichever came first.
@@ -14,25 +14,25 @@ from typing import Any, NamedTuple
 from kvoffload.tuning import CopierName, CopyMethod, Profile, Shape
 
 PREFERENCES = ("overlap", "latency")
-TOLERANCE = 1.1  # "overlap" takes what slows computation least among the ways within this factor of the fastest
+TOLERANCE = 1.1  # "overlap" takes what slows computation least among the methods within this factor of the fastest
 _ALIKE = 0.02  # slow-downs nearer to each other than that are one: about what measuring them again changes
 _GATHER_PROGRAMS = (1, 2, 3, 4)
 _MOST_PROGRAMS = 8  # 2 to 4 fill the link; more only slow the computation
 _SPLIT_PROGRAMS = (1, 2)
-_LINK_BOUND = 1.15  # times what a big copy takes
+_LINK_BOUND = 1.15  # times what a contiguous copy takes
 _MANTISSA_BITS = 5
 # Seconds that each further part of a load adds to what its copies and bytes take. By the copy engine, 32 blocks of 64
 # planes x 32 KiB in 2 to 16 parts on an H200: 30 us, in which the driver takes in the next copies. Launches of a kernel
-# are queued well ahead; between two of them the link idles until the first words of the next are under way: 8 us, over
+# are queued well ahead; between two of them the link idles until the first words of the next arrive: 8 us, over
 # 32 parts.
 _PART_SECONDS = {"gather": 8e-6}
 _PART_SECONDS_BY_ENGINE = 30e-6
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
-_BY_DEFAULT = ("strided", "batch", "loop", "gather", "split")  # where no way was measured
+_BY_DEFAULT = ("strided", "batch", "loop", "gather", "split")  # where no method was measured
 
 
 class Choice(NamedTuple):
-    """A way, and why.
+    """A copy method, and why it is selected.
 
     Attributes:
         reason: a sentence with figures.
@@ -45,11 +45,11 @@ class Choice(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a way would take.
+    """What a copy method is expected to take.
 
     Attributes:
-        slowdown: how many times as long a matrix product takes beside it; 1.0 for the copy engine, whose ways differ
-            in that only as much as in bandwidth.
+        slowdown: how many times as long a matrix product takes concurrently with it; 1.0 for the copy engine,
+            whose methods differ in that only as much as in bandwidth.
         cautious: seconds, and more by the copier's median error where the link is not what bounds it. So a copier that
             is as fast as the host happens to be must promise more.
     """
@@ -72,15 +72,15 @@ def check_prefer(prefer: Any) -> str:
 def choose(
     shape: Shape, available: Collection[str], profile: Profile, prefer: str, sm_limit: int, parts: int = 1
 ) -> Choice:
-    """The way for a transfer.
+    """Select the copy method of a transfer.
 
     Args:
         shape: of the transfer.
-        available: names of copiers that can carry it; not empty. With one name: the best way of that copier.
+        available: names of copiers that can carry it; not empty. With one name: the best method of that copier.
         profile: what they cost.
-        prefer: "latency": the fastest; "overlap": of the ways within 1.1x of the fastest, the one that slows
+        prefer: "latency": the fastest; "overlap": of the methods within 1.1x of the fastest, the one that slows
             computation least; of those alike in that, one that the host need not submit copy by copy, and the fastest.
-            For this, a way whose bound is not the link counts as slower by its copier's median error.
+            For this, a method whose bound is not the link counts as slower by its copier's median error.
         sm_limit: programs of a kernel at most.
         parts: in which it is carried, one after the other; the copies of the shape are those of all parts.
     """
@@ -118,7 +118,7 @@ def _choose(
 def rank(
     shape: Shape, available: Collection[str], profile: Profile, prefer: str, sm_limit: int, parts: int = 1
 ) -> list[Expected]:
-    """All ways, the best first; at least one. Arguments as for `choose`."""
+    """All methods, the best first; at least one. Arguments as for `choose`."""
     found = [_expect(method, shape, profile, parts) for method in _methods(shape, available, profile, sm_limit)]
     if all(each.seconds == inf for each in found):
         return sorted(found, key=lambda each: _BY_DEFAULT.index(each.method.copier))
@@ -135,7 +135,7 @@ def _expect(method: CopyMethod, shape: Shape, profile: Profile, parts: int) -> E
 
 
 def _least_disturbing_first(found: list[Expected], shape: Shape) -> list[Expected]:
-    """Of ways by time: those near the fastest by what they cost the computation, then the host; then the others."""
+    """Sort again: methods near the fastest, by what they cost the computation and then the host; then the others."""
     near = [each for each in found if each.cautious <= TOLERANCE * found[0].cautious]
     ordered = []
     rest = near
@@ -153,7 +153,7 @@ def _is_submitted_by_copy(method: CopyMethod, shape: Shape) -> bool:
 
 
 def _methods(shape: Shape, available: Collection[str], profile: Profile, sm_limit: int) -> list[CopyMethod]:
-    """What could carry a transfer; at least one way."""
+    """The methods that could copy a transfer; at least one."""
     folds = shape.rows > shape.operations
     contiguous: tuple[CopierName, ...] = ("batch", "loop")
     flat = [name for name in contiguous if name in available]
@@ -181,11 +181,11 @@ def _programs(usual: tuple[int, ...], sm_limit: int) -> list[int]:
 
 def _explain(best: Expected, others: list[Expected], shape: Shape) -> str:
     if best.seconds == inf:
-        return f"{best.method}: no way was measured, see `kvoffload tune`"
+        return f"{best.method}: no method was measured, see `kvoffload tune`"
     text = f"{best.method}: {_rate(best, shape)} expected"
     known = [each for each in others if each.seconds < inf]
     if not known:
-        return f"{text}, the only way"
+        return f"{text}, the only method"
     fastest = min(known, key=lambda each: each.seconds)
     if best.seconds <= fastest.seconds:
         return f"{text}, the fastest; next is {fastest.method} with {_rate(fastest, shape)}"

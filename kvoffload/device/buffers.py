@@ -42,7 +42,7 @@ class DeviceBuffer:
         addresses: list[Any] = []  # the truth about what must be freed
         self.device = device
         self.nbytes = nbytes
-        self._copying: list[bool] = []  # not empty: a `copy_from` is under way, or was interrupted
+        self._copying: list[bool] = []  # not empty: a `copy_from` has not ended, or was interrupted
         with device.current():
             self._resource = device.adopt(self, partial(_free, device.driver, addresses, self._copying))
             try:

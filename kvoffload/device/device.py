@@ -122,7 +122,7 @@ class Device(DeviceContext):
 
     Attributes:
         capabilities: what driver, bindings and GPU can do.
-        pci: its PCIe link and NUMA node, as far as Linux tells.
+        pci: its PCIe link and NUMA node, as far as Linux reports it.
     """
 
     capabilities: Capabilities

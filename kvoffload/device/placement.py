@@ -31,7 +31,7 @@ def device_of(driver: Driver, address: int, device_count: int) -> int:
     """The GPU that holds `address`, as CUDA counts them; a context must be current.
 
     Raises:
-        UnknownPlaceError: neither the driver nor the bindings tell.
+        UnknownPlaceError: neither the driver nor the bindings report it.
         DriverError: the context is lost.
     """
     if device_count == 1:

@@ -36,7 +36,7 @@ class Driver:
         api: offers the names in `functions.REQUIRED`; those in `OPTIONAL` may be missing.
         raw: offers the names in `functions.RAW`, or None: the calls that take addresses of arrays.
         bindings_version: of the bindings behind `api`, for example `(13, 3)`.
-        simulated: whether times and bandwidths are made up.
+        simulated: whether times and bandwidths are simulated.
     """
 
     def __init__(self, api: Any, *, raw: Any, bindings_version: tuple[int, int], simulated: bool) -> None:
@@ -147,7 +147,7 @@ class Driver:
         return int(context)
 
     def relax_capture_mode(self) -> Any:
-        """Let this thread make any call while streams are captured; the mode before, for `restore_capture_mode`."""
+        """Allow this thread any call while streams are captured; the mode before, for `restore_capture_mode`."""
         if self._relaxed is None:
             from cuda.bindings.driver import CUstreamCaptureMode
 
@@ -276,7 +276,7 @@ class Driver:
         )
 
     def function_allow_shared(self, function: int, nbytes: int) -> None:
-        """Let launches of the function ask for up to `nbytes` of shared memory; without it 48 KiB are the most."""
+        """Allow launches of the function to ask for up to `nbytes` of shared memory; without it 48 KiB are the most."""
         from cuda.bindings.driver import CUfunction_attribute
 
         attribute = CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -1,4 +1,4 @@
-"""The calls that tell on which GPU the memory of a pointer is. A context must be current.
+"""The calls that say on which GPU the memory of a pointer is. A context must be current.
 
 All of them are `functions.OPTIONAL`. Where one is missing, and for an attribute that the bindings do not know, they
 raise CapabilityError; where the driver has no answer, DriverError.

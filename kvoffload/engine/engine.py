@@ -97,7 +97,7 @@ class OffloadEngine(EngineLifecycle):
                 `__cuda_stream__`: CuPy, cuda.core, Numba), or an array's producer (anything with `__dlpack__`, which is
                 asked to make a stream of the engine's wait, or with `__cuda_array_interface__`), or a list of these. Of
                 an array, what else reads or writes it is not waited for; a CuPy array stands for CuPy's current stream.
-                None: the legacy default stream, what CuPy uses unless told otherwise. `NO_WAIT`: nothing.
+                None: the legacy default stream, what CuPy uses by default. `NO_WAIT`: nothing.
             copier: "strided", "gather", "split", "batch" or "loop", or a `CopyMethod`, which also says how many
                 programs a kernel gets, and its share of the blocks in a split (0: what the profile says). None: the
                 profile's choice.
@@ -203,11 +203,11 @@ class OffloadEngine(EngineLifecycle):
                     transfer.conflict = self._conflict(request)
                     transfer.method, transfer.reason = method, reason
                     transfer.shares = copiers.shares(method, plan)
-                    # 5. enqueue: what there is room for; the rest waits on the host
+                    # 5. enqueue: as much as there is room for; the rest waits on the host
                     self._enqueue(request, transfer, streams)
                     return Job(self, transfer)
         except DriverError as error:
-            self._lose(error)
+            self._mark_lost(error)
             raise
 
     def _check_submission(self, request: Request, streams: tuple[int, ...]) -> None:
@@ -312,7 +312,7 @@ class OffloadEngine(EngineLifecycle):
         return queue.unfinished(max(on_slots, hazards.latest_on_blocks(other, request.group, request.blocks)))
 
     def _enqueue(self, request: Request, transfer: Transfer, streams: tuple[int, ...]) -> None:
-        """Put a transfer in flight and queue what there is room for. If it raises, the transfer is not in flight.
+        """Put a transfer in flight and queue what has room of it. If it raises, the transfer is not in flight.
 
         It is in flight from when it is in its queue. An interrupt before that leaves events, which the next call finds
         idle; an interrupt after that fails the transfer, see `Tracker.repair`.
@@ -336,7 +336,7 @@ class OffloadEngine(EngineLifecycle):
         try:
             self._parts.launcher.launch()
         except DriverError as error:  # the context is lost, and every transfer has failed
-            self._parts.tracker.lose(error)
+            self._parts.tracker.mark_lost(error)
         transfer.submitting = False
         in_flight.consistent = True
 

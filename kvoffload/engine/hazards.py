@@ -19,7 +19,7 @@ class HazardTable:
     """Sequence numbers by slot, and by block for each group; 0 means never touched.
 
     Groups over the same planes share one table (a hybrid model's groups often do, with block tables of their own).
-    Groups whose memory overlaps in any other way share a single entry: waits that are not needed, never one too few.
+    Groups whose memory overlaps otherwise share a single entry: waits that are not needed, never one too few.
     """
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:

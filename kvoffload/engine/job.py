@@ -188,11 +188,11 @@ class Job:
             if not ended.done():  # the task may have been cancelled
                 ended.set_result(None)
 
-        def tell_loop(_: Job) -> None:
+        def notify_loop(_: Job) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(wake)
 
-        self.add_done_callback(tell_loop)
+        self.add_done_callback(notify_loop)
         yield from ended
         return self.wait()
 

@@ -150,8 +150,8 @@ class Launcher:
         There are two cases:
 
         1. All of it was queued: its end implies the end of those before it.
-        2. Its submission failed half-way. It has no end, and may not follow its predecessor: then each segment that was
-           queued is waited for, and the predecessor, which may be of the same kind.
+        2. Its submission failed after some of it. It has no end, and may not follow its predecessor: then each segment
+           that was queued is waited for, and the predecessor, which may be of the same kind.
         """
         queue = self._in_flight.of(transfer.direction)
         last: Transfer | None = transfer
@@ -195,7 +195,7 @@ class Launcher:
             raise error
         transfer.fail(error)
         if transfer.segments and transfer.segments[-1].event is None:
-            try:  # so that its end can be told from that of later work on the stream
+            try:  # so that its end is known apart from that of later work on the stream
                 transfer.segments[-1].event = self._mark(transfer.segments[-1].stream)
             except KVOffloadError:
                 pass  # then it has ended when the stream is idle

@@ -1,4 +1,4 @@
-"""An engine from its making to its end: everything but the submission of transfers."""
+"""An engine from its creation to its end: everything but the submission of transfers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SlotGuard(Protocol):
 class EngineLifecycle(HtmlRepresentation):
     """What `OffloadEngine` is besides submitting transfers; its docstring has the arguments.
 
-    For caches and integrations: `lock`, `number`, `advance`, `submitted`, `touches`, `check_room`, `claim_slots`,
+    For caches and integrations: `lock`, `number`, `advance`, `submitted`, `touches`, `check_room`, `guard_slots`,
     `jobs_in_flight`, `order_all_before` and `wait_stream`.
 
     Attributes:
@@ -72,12 +72,7 @@ class EngineLifecycle(HtmlRepresentation):
         stream_priority: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        if not isinstance(layout, KVLayout):
-            raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
-        if not isinstance(device, Device):
-            raise TypeError(f"device must be a Device from open_device(), got {device!r:.80}")
-        if profile is not None and not isinstance(profile, Profile):
-            raise TypeError(f"profile must be a kvoffload.tuning.Profile or None, got {profile!r:.80}")
+        _check_types(layout, device, profile)
         self.layout = layout
         self.device = device
         self.num_slots = _checked_slots(num_slots, layout)
@@ -117,7 +112,7 @@ class EngineLifecycle(HtmlRepresentation):
     # results ------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Take note of transfers that have ended, and queue what there is room for. Never blocks.
+        """Take note of transfers that have ended, and queue as many segments as there is room for. Never blocks.
 
         `poll`, `wait`, `done` and every submission do it too.
         """
@@ -136,14 +131,14 @@ class EngineLifecycle(HtmlRepresentation):
             if not error.sticky:
                 raise
             with self.lock:  # every transfer in flight has failed: that is what there was to find out
-                self._parts.tracker.lose(error)
+                self._parts.tracker.mark_lost(error)
 
     def _repair(self) -> None:
         """If a call was interrupted, put the engine in order. Under the lock, with the context current."""
         if not self._parts.in_flight.consistent:
             self._parts.tracker.repair()
 
-    def _lose(self, error: DriverError) -> None:
+    def _mark_lost(self, error: DriverError) -> None:
         """If the error says so, the CUDA context is lost, and every transfer in flight has failed.
 
         Raises:
@@ -151,7 +146,7 @@ class EngineLifecycle(HtmlRepresentation):
         """
         if error.sticky:
             with self.lock:
-                self._parts.tracker.lose(error)
+                self._parts.tracker.mark_lost(error)
                 self._parts.tracker.check_alive()
 
     def poll(self) -> list[TransferResult]:
@@ -227,7 +222,7 @@ class EngineLifecycle(HtmlRepresentation):
                 self._parts.tracker.check_alive()
                 self._parts.order.wait_for(transfer, stream, part)
         except DriverError as error:
-            self._lose(error)
+            self._mark_lost(error)
             raise
 
     def wait_stream(self) -> int:
@@ -266,7 +261,7 @@ class EngineLifecycle(HtmlRepresentation):
             in_flight = self._parts.in_flight.both
             return tuple(Job(self, transfer) for queue in in_flight for transfer in queue.transfers)
 
-    def claim_slots(self, guard: SlotGuard) -> None:
+    def guard_slots(self, guard: SlotGuard) -> None:
         """From now on ask `guard` before every store. It is referred to weakly.
 
         Raises:
@@ -332,7 +327,7 @@ class EngineLifecycle(HtmlRepresentation):
         except DriverError as error:
             if not error.sticky:
                 raise
-            self._parts.tracker.lose(error)
+            self._parts.tracker.mark_lost(error)
             self._resource.free()
 
     def __enter__(self) -> Self:
@@ -367,6 +362,15 @@ class EngineLifecycle(HtmlRepresentation):
 
     def _html_options(self) -> dict[str, Any]:
         return {"folded": self._folds.groups, "copiers": self._parts.copiers.missing, "closed": self._closed}
+
+
+def _check_types(layout: object, device: object, profile: object) -> None:
+    if not isinstance(layout, KVLayout):
+        raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
+    if not isinstance(device, Device):
+        raise TypeError(f"device must be a Device from open_device(), got {device!r:.80}")
+    if profile is not None and not isinstance(profile, Profile):
+        raise TypeError(f"profile must be a kvoffload.tuning.Profile or None, got {profile!r:.80}")
 
 
 def _checked_slots(num_slots: Any, layout: KVLayout) -> int:

@@ -21,7 +21,7 @@ class Selecting(Protocol):
 
 
 class Alternative(NamedTuple):
-    """Another way of carrying a transfer; `seconds` are expected on the GPU's clock, infinity if unknown."""
+    """Another copy method; `seconds` are expected on the GPU's clock, infinity if unknown."""
 
     method: CopyMethod
     seconds: float
@@ -32,14 +32,14 @@ class PlanReport(HtmlRepresentation):
     """What `OffloadEngine.store` or `load` would do, from `OffloadEngine.plan`; nothing is submitted or reserved.
 
     Attributes:
-        direction: which way.
+        direction: store or load.
         blocks: how many.
         nbytes: payload bytes.
         operations: strided operations; adjacent blocks of a slot are merged.
         rows: of these operations; as many copies would a flat batch take.
-        way, reason: what would carry it, and why; `way` is None where there is nothing to copy.
+        method, reason: the copy method, and why it is selected; `method` is None where there is nothing to copy.
         seconds: expected on the GPU's clock, without what it would wait for; infinity if unknown.
-        alternatives: the other ways that could be chosen, the best first.
+        alternatives: the other methods that could be selected, the best first.
         profile: where the expected times come from. On a simulated device: from another, a real one.
         simulated: whether the device is.
     """

@@ -90,11 +90,7 @@ def make_request(
         )
     if copier is not None:
         check_copier(copier, missing_copiers)
-    planes = None
-    if parts is not None:
-        planes = _checked_parts(parts, direction, len(layout.groups[group].planes))
-        if planes is not None:
-            check_carries_parts(copier)
+    planes = None if parts is None else _checked_parts(parts, direction, len(layout.groups[group].planes), copier)
     sources: tuple[Any, ...]
     if after is None and layout.on_default_stream:
         sources = _DEFAULT_SOURCES
@@ -108,10 +104,15 @@ def make_request(
     )
 
 
-def _checked_parts(parts: Any, direction: Direction, num_planes: int) -> Parts | None:
+def _checked_parts(
+    parts: Any, direction: Direction, num_planes: int, copier: CopierName | CopyMethod | None
+) -> Parts | None:
     if direction is Direction.STORE:
         raise ValueError(f"parts={parts!r:.80} is for loads; a store takes all planes together: leave parts out")
-    return as_parts(parts, num_planes)
+    planes = as_parts(parts, num_planes)
+    if planes is not None:
+        check_carries_parts(copier)
+    return planes
 
 
 def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:

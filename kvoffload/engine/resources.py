@@ -17,7 +17,7 @@ from kvoffload.layout.layout import KVLayout
 
 
 class EngineResources:
-    """Made empty, then opened, so that `release` frees what there is wherever `open` was interrupted.
+    """Made empty, then opened, so that `release` frees all that exists, wherever `open` was interrupted.
 
     Attributes:
         memory: the pinned pool.

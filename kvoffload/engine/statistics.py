@@ -26,12 +26,12 @@ class EngineStatistics:
     """What an engine holds and has done.
 
     Attributes:
-        simulated: whether `seconds` are made up.
+        simulated: whether `seconds` are simulated.
         in_flight: jobs that have not ended.
         held: those of them that wait on the host, wholly or in part, for room in the driver's queues.
         unreported: ended jobs that `poll` will report.
-        dropped_reports: jobs whose result nobody took before 65,536 newer ones ended.
-        streams, streams_in_use, events, events_in_use: made, and busy now.
+        dropped_reports: jobs whose result was not taken (see `poll`) before 65,536 newer ones ended.
+        streams, streams_in_use, events, events_in_use: created, and busy now.
         pinned_bytes: of the slot pool.
     """
 

@@ -53,7 +53,7 @@ class Tracker:
             raise CapacityError(f"{count} jobs are unfinished (max_in_flight={most}); poll() until some end")
 
     def advance(self) -> None:
-        """Complete every transfer that has ended, and queue what there is room for."""
+        """Complete every transfer that has ended, and queue as many segments as there is room for."""
         in_flight = self._in_flight
         in_flight.consistent = False
         try:
@@ -63,7 +63,7 @@ class Tracker:
             if in_flight.stores.waiting or in_flight.loads.waiting:
                 self._launcher.launch()
         except DriverError as error:  # of a lost context; all others have failed a transfer
-            self.lose(error)
+            self.mark_lost(error)
         in_flight.consistent = True
 
     def _has_ended(self, transfer: Transfer) -> bool:
@@ -152,7 +152,7 @@ class Tracker:
         reports, self.reports = self.reports, {}
         return list(map(result_of, reports.values()))
 
-    def lose(self, error: Exception) -> None:
+    def mark_lost(self, error: Exception) -> None:
         """The context is lost: nothing runs any more, nothing can be freed, every transfer in flight has failed."""
         in_flight = self._in_flight
         in_flight.lost = in_flight.lost or error
@@ -161,7 +161,7 @@ class Tracker:
             while queue.transfers:
                 transfer = queue.transfers[0]
                 if not transfer.finished:
-                    transfer.lose(in_flight.lost)
+                    transfer.mark_lost(in_flight.lost)
                 transfer.conflict = transfer.engine = None
                 transfer.shares = ()
                 self._report(queue, transfer)
@@ -176,7 +176,7 @@ class Tracker:
         """
         in_flight = self._in_flight
         if in_flight.lost is not None:
-            self.lose(in_flight.lost)
+            self.mark_lost(in_flight.lost)
         used: set[int] = set()
         tables = []
         for queue in in_flight.both:
@@ -206,7 +206,7 @@ class Tracker:
                     try:
                         self._launcher.fail(transfer, KeyboardInterrupt("its submission was interrupted"))
                     except DriverError as error:
-                        self.lose(error)
+                        self.mark_lost(error)
                         return
                     transfer.submitting = False
             queue.waiting = deque(transfer for transfer in queue.transfers if not transfer.enqueued)

@@ -148,7 +148,7 @@ class Transfer:
         if self.state is State.RUNNING:
             self.step(Event.ERROR)
 
-    def lose(self, cause: BaseException) -> None:
+    def mark_lost(self, cause: BaseException) -> None:
         """The context is lost, so nothing of it runs any more: it has failed now."""
         self._note(cause)
         self.enqueued = True

@@ -1,1 +1,11 @@
-"""What every floor may use: checks of arguments, names of types, files in the cache folder, facts about the host."""
+"""What every floor may use. Nothing here knows of a device.
+
+at_least, shown       checks of arguments, and values in messages            checks.py
+Int64Array, ...       names of types                                         types.py
+run_all               steps of which each may fail, and all are tried        teardown.py
+HtmlRepresentation    objects that notebooks show as cards                   representation.py
+KeyPatterns           bytes that follow from a key, to verify copies         patterns.py
+MODELS, find_model    KV geometries of models                                models.py
+cache_folder          files of compiled kernels and measured profiles        cachefiles.py
+available_bytes, ...  memory, NUMA nodes and PCIe slots, from /proc, /sys    hostinfo.py
+"""

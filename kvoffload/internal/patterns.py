@@ -79,7 +79,7 @@ class KeyPatterns:
         return np.array([word_of(key, group) for key in keys], dtype=np.uint64)[:, np.newaxis]
 
     def _spread(self, work: Callable[[slice], _T], count: int) -> Iterable[_T]:
-        """`work` on every chunk of slots; numpy lets other threads run meanwhile."""
+        """`work` on every chunk of slots; numpy releases the GIL meanwhile."""
         step = self._slots_per_chunk
         chunks = [slice(start, min(start + step, count)) for start in range(0, count, step)]
         if self._threads < 2 or len(chunks) < 2:

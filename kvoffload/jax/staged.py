@@ -14,7 +14,7 @@ from kvoffload.errors import LayoutError
 from kvoffload.internal.types import Int64Array
 from kvoffload.jax.imports import follow, from_device, import_jax
 from kvoffload.layout.arrays import is_jax_array
-from kvoffload.layout.dlpack import view_dlpack
+from kvoffload.layout.dlpack import CPU, CUDA, view_dlpack
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
 
@@ -42,7 +42,7 @@ class StagedCache:
 
     Args:
         device: of the engine.
-        array: on one GPU. Set `array` to the result of every update.
+        array: on the GPU of `device`; on the CPU if that is simulated. Set `array` to the result of every update.
         stage_blocks: the most blocks that are copied at a time.
         plane_axis, block_axis: which axes of the array count planes and blocks.
         options: as for `KVLayout`; `blocks_per_slot` must stay 1.
@@ -52,7 +52,7 @@ class StagedCache:
         stage: the staging array, a `DeviceArray` of shape (planes, stage_blocks, ...).
 
     Raises:
-        LayoutError: `array` is no `jax.Array`, or an axis is wrong.
+        LayoutError: `array` is no `jax.Array`, or not where it must be, or an axis is wrong.
         CapacityError: as `Device.empty`.
     """
 
@@ -70,6 +70,7 @@ class StagedCache:
         if options.get("blocks_per_slot", 1) != 1:
             raise LayoutError(f"blocks_per_slot must be 1 here, got {options['blocks_per_slot']}")
         shape = np.moveaxis(np.broadcast_to(False, array.shape), (plane_axis, block_axis), (0, 1)).shape
+        _check_place(device, array)
         self._arrays = [array]  # one; see `load`
         self.device = device
         self.num_blocks = shape[1]
@@ -170,6 +171,19 @@ class StagedCache:
 
     def __repr__(self) -> str:
         return f"StagedCache({tuple(self.array.shape)}, {self.array.dtype}, stage_blocks={self.stage.shape[1]})"
+
+
+def _check_place(device: Device, array: Any) -> None:
+    """Raise LayoutError unless the array is on this device alone."""
+    wanted = (CPU, 0) if device.simulated else (CUDA, device.index)
+    try:
+        kind, index = array.__dlpack_device__()
+        if (int(kind), int(index)) == wanted:
+            return
+    except BufferError:  # it is on several devices
+        pass
+    target = 'jax.devices("cpu")[0], since the device is simulated' if device.simulated else f"GPU {device.index}"
+    raise LayoutError(f"array is on {array.sharding}; put it on {target}: jax.device_put(array, ...)")
 
 
 def _programs(plane_axis: int, block_axis: int) -> tuple[Any, Any]:

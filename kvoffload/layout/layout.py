@@ -39,7 +39,7 @@ class KVLayout(HtmlRepresentation):
         dtype: of the cache's elements; a description that keys depend on, never used to interpret bytes.
         tokens_per_block: a description that keys depend on.
         on_default_stream: whether the legacy default stream orders the kernels that compute on the planes, so that
-            transfers may follow that stream when they are not told what to follow (`after=None`). False for JAX.
+            transfers may follow that stream when the caller does not say what to follow (`after=None`). False for JAX.
 
     Attributes:
         groups: tuple of `Group`.

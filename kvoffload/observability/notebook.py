@@ -52,7 +52,7 @@ class Markup(str):
 
 
 class Band(NamedTuple):
-    """One of the lengths that a bar is made of; `text` is its legend, "" for none."""
+    """One of the lengths that a bar consists of; `text` is its legend, "" for none."""
 
     text: str
     amount: int

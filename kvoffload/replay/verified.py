@@ -24,7 +24,6 @@ from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.errors import CapacityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
 from kvoffload.internal.types import Int64Array, UInt8Array
@@ -202,11 +201,7 @@ class VerifiedCache:
             chunk = absent[start : start + self._batch]
             self._write(chunk, places[[position[key] for key in chunk]])
         where = places[[position[key] for key in unique]]
-        try:
-            job = clock.call(self.cache.store, unique, self._per_group(where), after=NO_WAIT)
-        except CapacityError:  # the rest is pinned by unfinished requests
-            self.counts.requests_refused += 1
-            return
+        job = clock.call(self.cache.store, unique, self._per_group(where), after=NO_WAIT)
         stored = set(job.keys)
         assert stored <= set(absent), "the cache stores nothing that it holds"
         complete = self._may_decline or len(stored) == len(absent)

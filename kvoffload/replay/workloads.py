@@ -112,7 +112,7 @@ WORKLOADS: dict[str, Workload] = {
     "agents": Workload("long sessions whose every turn sends the whole history", (agents,)),
     "evaluation": Workload("the same prompts again and again, in order", (evaluation,)),
     "no-reuse": Workload("nothing is asked for twice", (no_reuse,)),
-    "change": Workload("documents, and from half way on agents", (documents, agents)),
+    "change": Workload("documents, and from the middle on agents", (documents, agents)),
 }
 
 

@@ -2,7 +2,7 @@
 
 Costs add up: a transfer has a price, each of its copies has one, and each byte. So everything between measured points
 is linear, in bytes and in counts: exact wherever one price rules, too high only near a bend. (On logarithms, 10 us plus
-0.1 us a copy would come out 12% too high half-way between 64 and 512 copies.)
+0.1 us a copy would come out 12% too high midway between 64 and 512 copies.)
 
     batch, loop, gather   a curve over the number of copies for each of several sizes of a copy; linear between sizes
     strided               fixed + operations x a(row bytes) + rows x b(row bytes), fitted; a and b linear between sizes

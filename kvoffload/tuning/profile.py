@@ -30,7 +30,7 @@ _H200_CLASS = ("H100", "H200", "H800", "GH200", "B100", "B200", "B300")
 
 
 class ProfileKey(NamedTuple):
-    """The machine that a profile was measured on and is valid for; None where Linux does not tell.
+    """The machine that a profile was measured on and is valid for; None where Linux does not say.
 
     Attributes:
         driver, bindings: for example "13.0" and "13.3".

@@ -142,9 +142,8 @@ def test_bench_transfer_refuses_bad_options(capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu_device")
-def test_bench_transfer_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--model", "qwen2.5-0.5b", "gpt-oss-120b-tp4", "--repeats", "3", "--no-frameworks", "--backend", "cuda")
+def test_bench_transfer_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]) -> None:
+    options = ("--model", "qwen2.5-0.5b", "gpt-oss-120b-tp4", "--repeats", "3", "--no-frameworks", *on_gpu)
     fields = run_json(capsys, "bench", "transfer", *options)
     assert fields["simulated"] is False
     assert fields["wrong_rows"] == 0

@@ -103,9 +103,8 @@ def test_the_simulated_device_shows_no_times_and_draws_none(capsys: pytest.Captu
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu_device")
-def test_bench_sweep_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--sizes", "8192,18432", "--counts", "128,4096", "--repeats", "3", "--backend", "cuda")
+def test_bench_sweep_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]) -> None:
+    options = ("--sizes", "8192,18432", "--counts", "128,4096", "--repeats", "3", *on_gpu)
     fields = run_json(capsys, "bench", "sweep", *options)
     assert fields["wrong_rows"] == 0
     assert len(fields["transfers"]) == 2 * 2 * 2 * 2
@@ -266,9 +265,8 @@ def test_a_background_waits_for_the_stream_that_it_follows(lab: Lab) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu_device")
-def test_bench_interference_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    fields = run_json(capsys, "bench", "interference", "--repeats", "3", "--backend", "cuda")
+def test_bench_interference_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]) -> None:
+    fields = run_json(capsys, "bench", "interference", "--repeats", "3", *on_gpu)
     assert fields["wrong_rows"] == 0
     alone = [row for row in fields["interference"] if row["method"] == "alone"]
     assert [row["slowdown"] for row in alone] == [1.0] * 5

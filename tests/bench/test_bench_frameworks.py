@@ -25,12 +25,12 @@ class FakeArrays:
     copies = True
 
     def __init__(self, setup: TransferSetup) -> None:
-        self._bed = setup
+        self._setup = setup
         self.right = frameworks._right(setup)
         self.found = self.right.copy()
 
     def scenario(self, direction: Direction) -> Scenario:  # noqa: ARG002
-        return Scenario(self._run, self._poison, lambda: frameworks._wrong(self._bed, self.found, self.right), 1)
+        return Scenario(self._run, self._poison, lambda: frameworks._wrong(self._setup, self.found, self.right), 1)
 
     def _run(self) -> float:
         if self.copies:

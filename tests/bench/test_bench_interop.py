@@ -196,10 +196,9 @@ def test_bench_interop_refuses_bad_options(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("gpu_device")
-def test_bench_interop_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_interop_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]) -> None:
     options = ("--model", "qwen2.5-0.5b", "--blocks", "8", "--repeats", "2")
-    fields = run_json(capsys, "bench", "interop", *options, "--backend", "cuda")
+    fields = run_json(capsys, "bench", "interop", *options, *on_gpu)
     assert fields["wrong_rows"] == 0
     assert set(fields["not_run"]) <= {"CuPy", "JAX"}, "what is installed works, all of it"
     for row in fields["methods"]:

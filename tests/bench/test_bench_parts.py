@@ -133,9 +133,8 @@ def test_times_are_medians_of_the_counted_rounds(pretending: Lab, monkeypatch: p
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("gpu_device")
-def test_bench_parts_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    fields = run_json(capsys, "bench", "parts", "--repeats", "3", "--backend", "cuda")
+def test_bench_parts_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]) -> None:
+    fields = run_json(capsys, "bench", "parts", "--repeats", "3", *on_gpu)
     assert (fields["simulated"], fields["wrong_rows"]) == (False, 0)
     assert [(row["blocks"], row["parts"]) for row in fields["parts"]] == [(n, c) for n in (32, 256) for c in COUNTS]
     for row in fields["parts"]:

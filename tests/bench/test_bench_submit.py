@@ -161,9 +161,8 @@ def test_the_bars() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu_device")
-def test_bench_submit_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    fields = run_json(capsys, "bench", "submit", "--repeats", "20", "--backend", "cuda")
+def test_bench_submit_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]) -> None:
+    fields = run_json(capsys, "bench", "submit", "--repeats", "20", *on_gpu)
     assert fields["wrong_rows"] == 0
     assert len(fields["submissions"]) == 36
     for each in fields["submissions"]:

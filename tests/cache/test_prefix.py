@@ -209,7 +209,7 @@ def test_kinds_rise_along_a_chain() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_claims_cover_what_may_need_a_block(seed: int) -> None:
+def test_chain_worths_cover_what_may_need_a_block(seed: int) -> None:
     chance = random.Random(seed)
     model = ReuseModel()
     for _ in range(200):
@@ -219,4 +219,4 @@ def test_claims_cover_what_may_need_a_block(seed: int) -> None:
     for kind in range(KINDS):
         for age in EDGES:
             needing = [model.worth(low, old) for low in range(kind + 1) for old in EDGES if old >= age]
-            assert model.claim(kind, age) == max(needing)
+            assert model.chain_worth(kind, age) == max(needing)

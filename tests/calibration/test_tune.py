@@ -224,9 +224,11 @@ def test_show_has_nothing_to_write(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 @pytest.mark.gpu
-def test_a_profile_is_measured_and_kept(gpu_device: kvoffload.Device, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_is_measured_and_kept(
+    gpu_device: kvoffload.Device, on_gpu: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     """`kvoffload tune` prints how long that took and how far the profile is from the measured times."""
-    assert main(["tune", "--json"]) == 0
+    assert main(["tune", *on_gpu, "--json"]) == 0
     fields = json.loads(capsys.readouterr().out)
     profile = load_profile(key_of(gpu_device))
     assert profile.source.startswith("measured on")

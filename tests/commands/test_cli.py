@@ -251,11 +251,10 @@ def test_the_parser_names_every_command() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("gpu_device")
-def test_demo_and_doctor_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    fields = run_json(capsys, "demo", "--backend", "cuda")
+def test_demo_and_doctor_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]) -> None:
+    fields = run_json(capsys, "demo", *on_gpu)
     assert (fields["simulated"], fields["corrupt_blocks"]) == (False, 0)
     assert fields["store_gb_per_s"] > 0
-    fields = run_json(capsys, "doctor", "--backend", "cuda")
+    fields = run_json(capsys, "doctor", *on_gpu)
     assert fields["gpus"]
     assert fields["problem"] is None

@@ -293,7 +293,7 @@ def test_tables_that_nothing_refers_to_are_free_after_a_repair(bench: Rig) -> No
     assert blocks_hold(bench, range(8), range(100, 108))
 
 
-# as many ways of dividing as there is room for
+# as many divisions as there is room for
 
 
 @pytest.mark.usefixtures("kernels_do_nothing")
@@ -317,7 +317,7 @@ def test_the_copy_engine_carries_what_the_kernel_has_no_rows_for(bench: Rig, mon
         assert job.copier in ("strided", "batch", "loop")
         with pytest.raises(CapabilityError, match="copier='gather' cannot carry these parts: there is room on the GPU"):
             divided(number)
-        with pytest.raises(CapabilityError, match="for 64 ways of dividing its planes, and it is taken"):
+        with pytest.raises(CapabilityError, match="for 64 divisions of its planes into parts, and it is taken"):
             bench.engine.submit(
                 Direction.LOAD,
                 [1],

@@ -109,7 +109,7 @@ if child == 0:
         store=lambda: engine.store([1], [1]), load=lambda: engine.load([1], [1]), poll=engine.poll,
         done=lambda: job.done, wait=lambda: job.wait(1), order=lambda: job.order_before(1),
         submitted=lambda: engine.submitted, jobs=engine.jobs_in_flight, plan=lambda: engine.plan("load", [1], [1]),
-        advance=engine.advance, order_all=lambda: engine.order_all_before(1), claim=lambda: engine.claim_slots(cache),
+        advance=engine.advance, order_all=lambda: engine.order_all_before(1), claim=lambda: engine.guard_slots(cache),
         wait_stream=engine.wait_stream, resolve=lambda: engine.resolve(1), forget=lambda: engine.forget_report(1),
         callback=lambda: job.add_done_callback(print),
         drain=lambda: engine.drain(1), statistics=engine.statistics, room=lambda: engine.check_room(1),

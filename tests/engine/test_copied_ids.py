@@ -104,7 +104,7 @@ class Guard:
 
 def test_the_owner_of_the_slots_is_asked_before_anything_happens(bench: Rig) -> None:
     engine, guard, simulator = bench.engine, Guard(), bench.device.simulator
-    engine.claim_slots(guard)
+    engine.guard_slots(guard)
     before, calls = engine.statistics(), simulator.faults.call_count.copy()
     for wait in (NO_WAIT, None):
         with pytest.raises(ValueError, match="slots below 4 are taken"):
@@ -118,7 +118,7 @@ def test_the_owner_of_the_slots_is_asked_before_anything_happens(bench: Rig) -> 
     engine.load([3], [9]).wait(10)
     assert guard.asked[2:] == [[5]], "loads write no slot"
     with pytest.raises(CapacityError, match="belong to another BlockCache"):
-        engine.claim_slots(Guard())
+        engine.guard_slots(Guard())
     del guard
     engine.store([1], [3]).wait(10)
-    engine.claim_slots(Guard())
+    engine.guard_slots(Guard())

@@ -53,7 +53,7 @@ def test_the_first_error_is_the_one_that_is_kept() -> None:
     assert "first" in str(transfer.error)
     assert transfer.error.__cause__ is first
     assert not transfer.finished
-    transfer.lose(second)
+    transfer.mark_lost(second)
     assert transfer.finished
     assert result_of(transfer).error is transfer.error
     assert transfer.error.__cause__ is first

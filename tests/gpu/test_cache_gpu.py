@@ -10,7 +10,7 @@ from helpers import Rig, all_are, in_threads, keys, release, rig, warm_up, whole
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Status
-from kvoffload.cache.policies import POLICIES
+from kvoffload.cache.policies import POLICIES, PolicyName
 from kvoffload.commands import main
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -61,7 +61,7 @@ def test_a_reader_of_pending_slots_is_ordered_on_the_gpu(bench: Rig) -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_threads_share_a_cache(bench: Rig, policy: str) -> None:
+def test_threads_share_a_cache(bench: Rig, policy: PolicyName) -> None:
     cache = BlockCache(bench.engine, policy)
 
     def work(number: int) -> None:
@@ -84,9 +84,10 @@ def test_threads_share_a_cache(bench: Rig, policy: str) -> None:
     cache.check()
 
 
-@pytest.mark.usefixtures("gpu_device")
-def test_overlapping_requests_of_made_traffic_are_right(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--model", "qwen2.5-7b", "--slots", "2000", "--requests", "300", "--in-flight", "8", "--json")
+def test_overlapping_requests_of_made_traffic_are_right(
+    capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]
+) -> None:
+    options = ("--model", "qwen2.5-7b", "--slots", "2000", "--requests", "300", "--in-flight", "8", *on_gpu, "--json")
     assert main(["replay", "--workload", "documents", *options]) == 0
     fields = json.loads(capsys.readouterr().out)
     print(fields)

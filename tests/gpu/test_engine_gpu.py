@@ -26,10 +26,11 @@ from helpers import (
 
 import kvoffload
 from kvoffload import NO_WAIT
+from kvoffload.tuning import CopierName
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-COPIERS = ("strided", "gather", "split", "batch", "loop")
+COPIERS: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop")
 KIB = 1024
 
 
@@ -53,7 +54,7 @@ def stream_of(bench: Rig, kind: str) -> int:
 
 @pytest.mark.parametrize("copier", COPIERS)
 @pytest.mark.parametrize("kind", ["own", "blocking", "legacy", "per-thread"])
-def test_pitfall_01_store_waits_for_the_writer(bench: Rig, kind: str, copier: str) -> None:
+def test_pitfall_01_store_waits_for_the_writer(bench: Rig, kind: str, copier: CopierName) -> None:
     stream = stream_of(bench, kind)
     bench.gate(stream or LEGACY)
     bench.fill(stream or LEGACY, 77)
@@ -64,7 +65,7 @@ def test_pitfall_01_store_waits_for_the_writer(bench: Rig, kind: str, copier: st
 
 @pytest.mark.parametrize("copier", COPIERS)
 @pytest.mark.parametrize("kind", ["own", "blocking", "legacy", "per-thread"])
-def test_pitfall_02_load_waits_for_the_reader(bench: Rig, kind: str, copier: str) -> None:
+def test_pitfall_02_load_waits_for_the_reader(bench: Rig, kind: str, copier: CopierName) -> None:
     stream = stream_of(bench, kind)
     scratch = bench.device.allocate(16 * 64 * KIB)
     bench.gate(stream or LEGACY)
@@ -141,7 +142,7 @@ def test_transfers_keep_their_order(bench: Rig, short: bool, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("copier", COPIERS)
-def test_a_chain_through_both_directions(bench: Rig, copier: str) -> None:
+def test_a_chain_through_both_directions(bench: Rig, copier: CopierName) -> None:
     held = bench.stream()
     bench.gate(held)
     bench.fill(held, 61, block=3)
@@ -182,7 +183,7 @@ def test_order_before_in_both_directions(bench: Rig) -> None:
 
 
 @pytest.mark.parametrize("copier", ["strided", "gather", "split", "loop"])
-def test_segments_on_several_streams(bench: Rig, copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_on_several_streams(bench: Rig, copier: CopierName, monkeypatch: pytest.MonkeyPatch) -> None:
     change_streams(monkeypatch)
     cut_segments(monkeypatch, bench.engine, 4)
     held = bench.stream()

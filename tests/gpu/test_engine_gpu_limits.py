@@ -16,10 +16,11 @@ from programs import run_program
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine
+from kvoffload.tuning import CopierName
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-COPIERS = ("strided", "gather", "split", "batch", "loop")
+COPIERS: tuple[CopierName, ...] = ("strided", "gather", "split", "batch", "loop")
 KIB = 1024
 
 
@@ -37,7 +38,7 @@ def small(gpu_device: kvoffload.Device) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("copier", COPIERS)
-def test_pitfall_06_no_submission_waits_for_a_full_queue(small: Rig, copier: str) -> None:
+def test_pitfall_06_no_submission_waits_for_a_full_queue(small: Rig, copier: CopierName) -> None:
     """2000 transfers of 3 blocks behind a gate. A full driver queue would block a submission until the gate opens."""
     engine, held = small.engine, small.stream()
     gate = small.gate(held)
@@ -124,7 +125,7 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.De
 
 
 @pytest.mark.parametrize("copier", ["strided", "batch", "gather", "split"])
-def test_engines_and_buffers_give_their_memory_back(gpu_device: kvoffload.Device, copier: str) -> None:
+def test_engines_and_buffers_give_their_memory_back(gpu_device: kvoffload.Device, copier: CopierName) -> None:
     sm_limit = 2 if copier in ("gather", "split") else 0
 
     def use() -> None:
@@ -143,7 +144,8 @@ def test_pitfall_36_any_thread_and_any_context(small: Rig) -> None:
     def work(own: bool) -> None:
         context: Any = None
         if own:
-            arguments = (0, 0) if small.device.driver.bindings_version < (13, 0) else (None, 0, 0)
+            index = small.device.index
+            arguments = (0, index) if small.device.driver.bindings_version < (13, 0) else (None, 0, index)
             status, context = cuda.cuCtxCreate(*arguments)
             assert not status, status
         small.engine.store([1], [1], after=NO_WAIT).wait(30)
@@ -162,7 +164,8 @@ def test_pitfall_36_any_thread_and_any_context(small: Rig) -> None:
 def test_a_stream_of_another_context_is_refused_and_nothing_happens(small: Rig) -> None:
     from cuda.bindings import driver as cuda
 
-    arguments = (0, 0) if small.device.driver.bindings_version < (13, 0) else (None, 0, 0)
+    index = small.device.index
+    arguments = (0, index) if small.device.driver.bindings_version < (13, 0) else (None, 0, index)
     status, context = cuda.cuCtxCreate(*arguments)
     assert not status, status
     stream = int(cuda.cuStreamCreate(1)[1])
@@ -188,7 +191,7 @@ def llama_bytes() -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 @pytest.mark.parametrize("copier", [*COPIERS, None])
-def test_llama_blocks_there_and_back(gpu_device: kvoffload.Device, llama_bytes: Any, copier: str | None) -> None:
+def test_llama_blocks_there_and_back(gpu_device: kvoffload.Device, llama_bytes: Any, copier: CopierName | None) -> None:
     planes = gpu_device.allocate_planes(64, block_bytes=32 * KIB, num_blocks=128)
     slab: Any = planes[0].owner
     slab.copy_from(llama_bytes)
@@ -224,8 +227,8 @@ def test_submissions_return_while_the_gpu_is_held(gpu_device: kvoffload.Device, 
 # the process
 
 
-def test_pitfall_31_a_process_that_ends_with_work_in_flight(gpu_device: kvoffload.Device) -> None:
-    assert not gpu_device.closed
+@pytest.mark.usefixtures("only_gpu")
+def test_pitfall_31_a_process_that_ends_with_work_in_flight() -> None:
     run_program(
         """
         import kvoffload

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from random_programs import ELEMENTS, PLANES, SHAPE, JaxProgram, jax_on_gpu, run_random_program
+from random_programs import ELEMENTS, PLANES, SHAPE, JaxProgram, jax_on, run_random_program
 
 import kvoffload
 from kvoffload import KVLayout, OffloadEngine
@@ -16,8 +17,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(autouse=True)
-def jax(gpu_device: kvoffload.Device) -> Any:  # noqa: ARG001
-    return jax_on_gpu()
+def jax(gpu_device: kvoffload.Device) -> Iterator[Any]:
+    with jax_on(gpu_device) as module:
+        yield module
 
 
 @pytest.mark.parametrize("kind", ["owned", "adopted", "callback", "staged"])

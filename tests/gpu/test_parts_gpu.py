@@ -1,4 +1,4 @@
-"""Loads in parts on a GPU: every byte, and parts that land, and are used, while later ones are still copied."""
+"""Loads in parts on a GPU: every byte, and parts that end, and are used, while later ones are still copied."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
 from kvoffload.engine.job import Job, wait_until
 from kvoffload.testing import Mirror, scramble
+from kvoffload.tuning import CopierName
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 KIB = 1 << 10
 PLANES, PARTS = 64, 32
 LAYERS = [[layer, layer + PARTS] for layer in range(PARTS)]  # all of K, then all of V
-BY_NAME = ("strided", "gather", "batch", "loop")
-COPIERS = (None, *BY_NAME)
+BY_NAME: tuple[CopierName, ...] = ("strided", "gather", "batch", "loop")
+COPIERS: tuple[CopierName | None, ...] = (None, *BY_NAME)
 
 
 @pytest.mark.parametrize("copier", COPIERS)
 @pytest.mark.parametrize(("block_bytes", "factor"), [(32 * KIB, 1), (4 * KIB, 1), (1000, 2)])
 @pytest.mark.parametrize("parts", [PARTS, LAYERS, [[*range(60)], [63], [60, 62], [61]]], ids=["32", "layers", "four"])
 def test_parts_move_the_bytes_of_a_naive_loop_and_no_others(
-    gpu_device: kvoffload.Device, parts: Any, block_bytes: int, factor: int, copier: str | None
+    gpu_device: kvoffload.Device, parts: Any, block_bytes: int, factor: int, copier: CopierName | None
 ) -> None:
     planes = gpu_device.allocate_planes(PLANES, block_bytes=block_bytes, num_blocks=64)
     layout = KVLayout([planes], blocks_per_slot=factor)
@@ -77,10 +78,11 @@ def events(bench: Rig, count: int) -> Iterator[list[int]]:
         yield made
 
 
-def ends_of_parts(bench: Rig, copier: str) -> list[float]:
+def ends_of_parts(bench: Rig, copier: CopierName) -> list[float]:
     """Load every block in a part for each layer: when each part has ended, in seconds on the GPU clock from the start
     of the first. The host may be late: what it has not submitted cannot end."""
-    driver, begun = bench.device.driver, []
+    driver = bench.device.driver
+    begun: list[int] = []
     with events(bench, PARTS + 1) as (begin, *ends):
 
         def timed(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -88,7 +90,8 @@ def ends_of_parts(bench: Rig, copier: str) -> list[float]:
             assert transfer is not None
             segment = transfer.segments[-1]
             if not begun:
-                begun.append(driver.event_record(begin, segment.stream.handle))
+                driver.event_record(begin, segment.stream.handle)
+                begun.append(begin)
             answer = function(*arguments)
             driver.event_record(ends[segment.part], segment.stream.handle)  # a part's last copy is the last to record
             return answer
@@ -100,20 +103,19 @@ def ends_of_parts(bench: Rig, copier: str) -> list[float]:
 
 
 @pytest.mark.parametrize("copier", ["strided", "gather", "batch"])
-def test_the_parts_of_a_large_load_end_in_order(bench: Rig, copier: str) -> None:
+def test_the_parts_of_a_large_load_end_in_order(bench: Rig, copier: CopierName) -> None:
     """512 MiB in 32 parts. How early part 0 ends is printed by `kvoffload bench parts`."""
     if copier not in copiers_in(bench.engine):
         pytest.skip(bench.engine.missing_copiers[copier])
-    for _ in range(2):  # the first one makes tables and brings rows
-        landed = ends_of_parts(bench, copier)
-    print([f"{seconds * 1e3:.2f} ms" for seconds in landed])
-    assert landed == sorted(landed)
+    for _ in range(2):  # the first one makes tables and loads kernels
+        ended = ends_of_parts(bench, copier)
+    assert ended == sorted(ended)
     assert blocks_hold(bench, (0, 64, 127), (100, 164, 227))
 
 
 def test_streams_behind_parts_of_a_large_load_go_on_in_the_order_of_the_parts(bench: Rig) -> None:
     """Of a load by the kernel: all of it is queued in a fraction of its time, and then the stream is made to wait. The
-    copy engine's copies take the host nearly as long as the GPU, so there part 0 has landed before."""
+    copy engine's copies take the host nearly as long as the GPU, so there part 0 has ended before."""
     if "gather" not in copiers_in(bench.engine):
         pytest.skip(bench.engine.missing_copiers["gather"])
     driver, looked_at = bench.device.driver, (0, PARTS // 2, PARTS - 1, None)
@@ -135,7 +137,7 @@ def test_streams_behind_parts_of_a_large_load_go_on_in_the_order_of_the_parts(be
     assert last <= end + step
 
 
-def test_rows_of_a_new_way_of_dividing_do_not_wait_for_the_gpu(bench: Rig) -> None:
+def test_fragments_of_new_parts_do_not_wait_for_the_gpu(bench: Rig) -> None:
     """The first load in such parts, while the caller holds its stream and the default stream: the call returns."""
     if "gather" not in copiers_in(bench.engine):
         pytest.skip(bench.engine.missing_copiers["gather"])
@@ -157,7 +159,7 @@ def test_rows_of_a_new_way_of_dividing_do_not_wait_for_the_gpu(bench: Rig) -> No
 
 
 @pytest.mark.parametrize("copier", ["strided", "gather"])
-def test_a_stream_behind_part_0_runs_while_later_parts_are_held_back(bench: Rig, copier: str) -> None:
+def test_a_stream_behind_part_0_runs_while_later_parts_are_held_back(bench: Rig, copier: CopierName) -> None:
     if copier not in copiers_in(bench.engine):
         pytest.skip(bench.engine.missing_copiers[copier])
     reader, late = Reader(bench), Reader(bench)
@@ -178,8 +180,8 @@ def test_a_stream_behind_part_0_runs_while_later_parts_are_held_back(bench: Rig,
 
 @pytest.mark.parametrize("copier", ["strided", "gather"])
 @pytest.mark.parametrize("part", [0, 15, 31])
-def test_what_needs_a_part_waits_for_it(bench: Rig, part: int, copier: str) -> None:
-    """The caller's stream is held: no part may land, and no reader pass."""
+def test_what_needs_a_part_waits_for_it(bench: Rig, part: int, copier: CopierName) -> None:
+    """The caller's stream is held: no part may begin, and no reader pass."""
     if copier not in copiers_in(bench.engine):
         pytest.skip(bench.engine.missing_copiers[copier])
     held, readers = bench.stream(), [Reader(bench) for _ in LAYERS[part]]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from random_programs import JaxProgram, run_random_program
+from random_programs import JaxProgram, jax_on, run_random_program
 
 import kvoffload
 from kvoffload import KVLayout, OffloadEngine
@@ -30,8 +31,9 @@ def test_caches_of_jaxs_take_arrays_of_jaxs(device: kvoffload.Device, make: Any)
 
 
 @pytest.fixture
-def jax() -> Any:
-    return pytest.importorskip("jax")
+def jax(device: kvoffload.Device) -> Iterator[Any]:
+    with jax_on(device) as module:
+        yield module
 
 
 @pytest.mark.parametrize("kind", ["owned", "staged"])
@@ -113,6 +115,15 @@ def test_arrays_of_the_cpu_are_no_planes(jax: Any) -> None:
     cpu = jax.device_put(np.zeros((2, 4, 8)), jax.devices("cpu")[0])
     with pytest.raises(kvoffload.LayoutError, match="array is not in GPU memory"):
         KVLayout.from_stacked(cpu)
+
+
+def test_a_staged_cache_refuses_an_array_that_is_elsewhere(
+    jax: Any, device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = jax.numpy.zeros((2, 4, 8))
+    monkeypatch.setattr(type(array), "__dlpack_device__", lambda _: (2, 0))
+    with pytest.raises(kvoffload.LayoutError, match=r'array is on .*; put it on jax.devices\("cpu"\)\[0\], since'):
+        StagedCache(device, array)
 
 
 def test_a_staged_cache_takes_any_axes_and_more_blocks_than_its_stage(jax: Any, device: kvoffload.Device) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from interrupts import Signals, interrupt_at
-from random_programs import jax_on_gpu
+from random_programs import jax_on
 
 import kvoffload
 from kvoffload import OffloadEngine
@@ -22,8 +22,15 @@ PLANES, BLOCKS, WIDTH = 2, 6, 8
 
 
 @pytest.fixture
-def jax() -> Any:
-    return pytest.importorskip("jax")
+def jax(device: kvoffload.Device) -> Iterator[Any]:
+    with jax_on(device) as module:
+        yield module
+
+
+@pytest.fixture
+def gpu_jax(gpu_device: kvoffload.Device) -> Iterator[Any]:
+    with jax_on(gpu_device) as module:
+        yield module
 
 
 class InTheCaches(Signals):
@@ -108,9 +115,9 @@ def test_an_owned_cache_recovers_when_the_result_of_a_step_is_lost(jax: Any, dev
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_what_a_lost_step_wrote_is_stored_on_a_gpu(gpu_device: kvoffload.Device) -> None:
+def test_what_a_lost_step_wrote_is_stored_on_a_gpu(gpu_jax: Any, gpu_device: kvoffload.Device) -> None:
     """The step still runs when its result is lost, so reading the array has to wait for it."""
-    jax = jax_on_gpu()
+    jax = gpu_jax
     slow = jax.jit(
         lambda c, a: c.at[:].set(jax.lax.fori_loop(0, 60, lambda _, x: x @ x * 1e-4, a)[0, 0] * 0 + 3), donate_argnums=0
     )

@@ -232,11 +232,8 @@ def test_a_timeline_has_all_that_ran(paged: Any, device: kvoffload.Device, tmp_p
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "framework"), list(zip(BOTH, ("cupy", "jax"), strict=True)))
+@pytest.mark.usefixtures("only_gpu")
 def test_on_a_gpu(name: str, framework: str, tmp_path: Path) -> None:
-    try:
-        kvoffload.open_device(0).close()
-    except kvoffload.KVOffloadError as error:
-        pytest.skip(f"no GPU: {error}")
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     figure = tmp_path / "timeline.png"

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import kvoffload
-
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -37,11 +35,8 @@ def test_embedded_runtime() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("only_gpu")
 def test_cupy_offload() -> None:
     if importlib.util.find_spec("cupy") is None:
         pytest.skip("cupy is not installed")
-    try:
-        kvoffload.open_device(0).close()
-    except kvoffload.KVOffloadError as error:
-        pytest.skip(f"no GPU: {error}")
     assert "every byte came back" in run("cupy_offload.py")

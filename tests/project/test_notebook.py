@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-import kvoffload
-
 NOTEBOOK = Path(__file__).parent.parent.parent / "examples" / "offload_tour.ipynb"
 PACKAGES = ("nbclient", "nbformat", "ipykernel", "matplotlib")
 HEAD = """\
@@ -141,12 +139,8 @@ def test_the_notebook_runs_again_and_again_and_leaks_nothing(tmp_path: Path, mon
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("_jupyter")
+@pytest.mark.usefixtures("_jupyter", "only_gpu")
 def test_the_notebook_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        kvoffload.open_device(0).close()
-    except kvoffload.KVOffloadError as error:
-        pytest.skip(f"no GPU: {error}")
     cells = read().cells
     out = execute([code(HEAD), *copies(cells), code(COUNT), *copies(cells), code(COUNT)], tmp_path, monkeypatch, "gpu")
     once = out[1 : len(out) // 2]  # the cells between HEAD and COUNT

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-import kvoffload
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -65,12 +66,17 @@ def test_links_lead_to_files_and_headings(document: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "expected"), [("cupy", "TransferResult"), ("jax", "True TransferResult")])
-def test_snippets_on_a_gpu(name: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        kvoffload.open_device(0).close()
-    except kvoffload.KVOffloadError as error:
-        pytest.skip(f"no GPU: {error}")
+@pytest.mark.usefixtures("only_gpu")
+def test_snippets_on_a_gpu(name: str, expected: str) -> None:
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
-    run(name)
-    assert expected in capsys.readouterr().out
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", snippet(name)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout

@@ -224,10 +224,11 @@ def test_the_start_of_the_real_trace(real_trace: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("gpu_device")
-def test_2000_requests_of_the_real_trace_on_a_gpu(real_trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_2000_requests_of_the_real_trace_on_a_gpu(
+    real_trace: Path, capsys: pytest.CaptureFixture[str], on_gpu: tuple[str, ...]
+) -> None:
     options = ["--model", "llama-3.1-8b", "--slots", "16384", "--requests", "2000", "--policy", "lru"]
-    options += ["--backend", "cuda", "--json"]
+    options += [*on_gpu, "--json"]
     assert main(["replay", str(real_trace), *options]) == 0
     fields = json.loads(capsys.readouterr().out)
     assert fields["simulated"] is False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -143,11 +144,17 @@ class JaxProgram:
         return found
 
 
-def jax_on_gpu() -> Any:
-    """JAX; skips without one, or if it has no GPU."""
+@contextmanager
+def jax_on(device: kvoffload.Device) -> Iterator[Any]:
+    """JAX, which by default computes on the same GPU as the device; for a simulated device, on the CPU.
+
+    Skips without JAX, or if it has no such device.
+    """
     jax = pytest.importorskip("jax")
+    platform, index = ("cpu", 0) if device.simulated else ("gpu", device.index)
     try:
-        jax.devices("gpu")
-    except RuntimeError as error:
-        pytest.skip(f"this JAX has no GPU: {str(error).splitlines()[0]}")
-    return jax
+        chosen = jax.devices(platform)[index]
+    except (RuntimeError, IndexError) as error:
+        pytest.skip(f"this JAX has no device {platform}:{index}: {str(error).splitlines()[0]}")
+    with jax.default_device(chosen):
+        yield jax

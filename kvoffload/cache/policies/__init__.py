@@ -53,9 +53,9 @@ def make_policy(policy: PolicyChoice | str, capacity: int) -> Policy:
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, a Policy or a function, got {policy!r}")
         policy = POLICIES[policy]
-    made = policy if isinstance(policy, Policy) or not callable(policy) else policy(capacity)
-    if not isinstance(made, Policy):
+    found = policy if isinstance(policy, Policy) or not callable(policy) else policy(capacity)
+    if not isinstance(found, Policy):
         raise TypeError(
-            f"policy must be a name, a kvoffload.cache.policies.Policy or a function that makes one, got {made!r:.80}"
+            f"policy must be a name, a kvoffload.cache.policies.Policy or a function that makes one, got {found!r:.80}"
         )
-    return made
+    return found

@@ -29,12 +29,12 @@ class Policy(ABC):
 
         load(keys found)   insert(keys stored)   ...   touch(all of its keys, once, at its end)
 
-    One request is one use of a key, and the first two are told early so that nothing in use looks old. So `touch`
+    One request is one use of a key, and the first two are reported early so that nothing in use looks old. So `touch`
     counts as a use for those keys only that were neither inserted nor loaded since their last `touch`; for the others
     it renews their place. Among keys of one call the first counts as the most recently used: what needs it goes first.
 
     A method that raises leaves no wrong key in the cache. The exception reaches the caller of the cache, and before the
-    next call the policy is made anew (`reset`, where the cache was given an object and not a name or a function).
+    next call the policy is created anew (`reset`, where the cache was given an object and not a name or a function).
 
     Attributes:
         declines_with_room: whether `make_room` may admit fewer keys than there is room for. Where it is False the cache

@@ -2,7 +2,7 @@
 
 Keys of one request that have been used equally often form a *run*; it knows when they were used, and lies in the queue
 of its kind (see `reuse.py`) in the order of time. So the oldest of each kind stand at the heads of eleven queues,
-the next victim comes from the head with the lowest claim, and within a run the deepest key goes first:
+what is evicted comes from the head with the lowest chain worth, and within a run the deepest key goes first:
 
     kind 0   run(t=310: e) run(t=402: j) ...        used once, the end of a request
     kind 1   run(t=310: b c d) run(t=402: g h i)    used once           <- goes from d to b
@@ -11,8 +11,9 @@ the next victim comes from the head with the lowest claim, and within a run the 
 
 A key that is used again moves to a new run; the old one forgets it when it comes to its turn.
 
-Assumptions: uses depend on how often and how long ago a block was used before, in a way that changes slowly; nothing is
-assumed about how. What a request does not share with any other is not worth storing once the model has seen that.
+Assumptions: uses depend on how often and how long ago a block was used before, by a rule that changes slowly; nothing
+else is assumed of the rule. What a request does not share with any other is not worth storing once the model has seen
+that.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Run:
         self.uses = uses
         self.kind = kind
         self.time = time
-        self.counted = counted  # whether the use by the request under way is among `uses`
+        self.counted = counted  # whether the use by the unfinished request is among `uses`
         self.keys: list[bytes] = []
         self.live = 0  # those of `keys` that are resident and have not moved on
 
@@ -84,8 +85,8 @@ class Prefix(Policy):
         self._leave(Counter(runs))
 
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
-        made = self.make_room((), -count, protected)
-        return None if made is None else made.victims
+        space = self.make_room((), -count, protected)
+        return None if space is None else space.victims
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.victims(len(self), lambda _: False) or ())
@@ -99,7 +100,7 @@ class Prefix(Policy):
     # uses ---------------------------------------------------------------------------------------------------------
 
     def _use(self, keys: Sequence[bytes], *, counted: bool, ends: bool) -> None:
-        """Move keys to runs of this moment. `counted`: a request under way uses them; else one has ended.
+        """Move keys to runs of this moment. `counted`: an unfinished request uses them; else one has ended.
 
         With `ends` the last key is the end of a request. Keys that are not resident become so if `counted`.
         """
@@ -198,9 +199,9 @@ class Prefix(Policy):
         worths = self._worths(newcomers)
         heads = self._heads(protected)
         while admitted - room > len(victims):
-            head = min(heads, key=self._claim, default=None)
-            displaced = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
-            while admitted and worths[admitted - 1] <= displaced and admitted - room > len(victims):
+            head = min(heads, key=self._chain_worth, default=None)
+            displaced_worth = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
+            while admitted and worths[admitted - 1] <= displaced_worth and admitted - room > len(victims):
                 admitted -= 1
             if admitted - room <= len(victims):
                 break
@@ -212,7 +213,7 @@ class Prefix(Policy):
         return Room(admitted, victims)
 
     def _worths(self, newcomers: Sequence[bytes]) -> list[float]:
-        """What newcomers are worth on ardisplaced; the last is the end of its request."""
+        """What newcomers are worth on ardisplaced_worth; the last is the end of its request."""
         if not newcomers:
             return []
         known = self._gone.glance(newcomers)
@@ -224,9 +225,9 @@ class Prefix(Policy):
         heads = [_Head(queue, self._run_of, protected) for queue in self._queues if queue]
         return [head for head in heads if head.advance()]
 
-    def _claim(self, head: _Head) -> tuple[float, int]:
+    def _chain_worth(self, head: _Head) -> tuple[float, int]:
         run = head.run
-        return self._model.claim(run.kind, self._now - run.time), run.kind
+        return self._model.chain_worth(run.kind, self._now - run.time), run.kind
 
 
 class _Ghosts:

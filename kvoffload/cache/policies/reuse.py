@@ -22,7 +22,7 @@ MOST_USES = 6  # blocks used so often or more often are of one kind
 KINDS = 2 * (MOST_USES - 1) + 1
 _FIRST_AGE = 128
 _RANGES_PER_DOUBLING = 3
-_DOUBLINGS = 33  # beyond a capacity of 2**40 blocks no ages are told apart
+_DOUBLINGS = 33  # beyond a capacity of 2**40 blocks ages are not distinguished
 _FADING = 0.8  # what an observation weighs after another round of learning
 _FEWEST = 8.0  # observations below which nothing is concluded
 
@@ -60,8 +60,8 @@ class ReuseModel:
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
         self._known = [False] * KINDS
-        self._claims: list[list[float]] = []
-        self._raise_claims()
+        self._chain_worths: list[list[float]] = []
+        self._compute_chain_worths()
 
     def reused(self, kind: int, age: int, count: int = 1) -> None:
         """So many blocks of a kind were asked for again at that age."""
@@ -79,17 +79,17 @@ class ReuseModel:
         """What a block of a kind is worth on arrival; more than any other as long as nothing is known of the kind."""
         return self._worth[kind][0] if self._known[kind] else inf
 
-    def claim(self, kind: int, age: int) -> float:
+    def chain_worth(self, kind: int, age: int) -> float:
         """The worth of a block together with all that may need it.
 
         What needs it was last used at the same time or earlier and not more often, so this is the highest worth of its
-        kind and lower ones at its age and above. Evicting the lowest claim first, and of equal claims the lowest kind,
-        evicts a block only after those that need it.
+        kind and lower ones at its age and above. A policy that evicts the lowest chain worth, and of
+        equal ones the lowest kind, evicts a block only after those that need it.
         """
-        return self._claims[kind][bisect_right(EDGES, age) - 1]
+        return self._chain_worths[kind][bisect_right(EDGES, age) - 1]
 
     def learn(self, survivors: Iterable[Survivors]) -> None:
-        """Estimate worths from what was observed; older observations weigh less from now on."""
+        """Estimate worths from what was observed, and weigh it less from now on."""
         waiting = _table()
         for kind, age, blocks in survivors:
             waiting[kind][bisect_right(EDGES, age) - 1] += blocks
@@ -97,18 +97,18 @@ class ReuseModel:
             self._known[kind] |= _update(self._worth[kind], self.reused_counts[kind], self._lost[kind], waiting[kind])
             for table in (self.reused_counts, self._lost):
                 table[kind] = [_FADING * count for count in table[kind]]
-        self._raise_claims()
+        self._compute_chain_worths()
 
-    def _raise_claims(self) -> None:
-        self._claims = []
+    def _compute_chain_worths(self) -> None:
+        self._chain_worths = []
         below = [0.0] * len(EDGES)
         for worths in self._worth:
-            claims, highest = below[:], 0.0
+            chain_worths, highest = below[:], 0.0
             for index in reversed(range(len(EDGES))):
                 highest = max(highest, worths[index], below[index])
-                claims[index] = highest
-            self._claims.append(claims)
-            below = claims
+                chain_worths[index] = highest
+            self._chain_worths.append(chain_worths)
+            below = chain_worths
 
 
 def _table() -> list[list[float]]:

@@ -11,11 +11,11 @@ from kvoffload.cache.policies.base import Policy, Protected, Room
 
 _SMALL_SHARE = 10  # the small queue: one for so many of the capacity
 _MOST_USES = 3
-_COUNTED = 4  # added to the uses in a queue's values: the use by a request under way is counted already
+_COUNTED = 4  # a flag above the uses in a queue's values: the use by an unfinished request is counted already
 
 
 class _Plan(NamedTuple):
-    """What evicting `victims` changes, apart from them."""
+    """What evicting `victims` changes besides."""
 
     victims: tuple[bytes, ...]
     ghosts: list[bytes]  # those of them that leave from the small queue
@@ -171,5 +171,5 @@ def _uses(value: int) -> int:
 
 
 def _used(value: int) -> int:
-    """The value after another use, which was not counted ahead."""
+    """The value after another use that was not counted in advance."""
     return min(_uses(value) + 1, _MOST_USES)
