@@ -177,7 +177,7 @@ class BlockCache(HtmlRepresentation):
         except BaseException:
             state.abandoned.append(record)  # ignored if it has not begun, or has come to its end
             raise
-        return CacheJob(record.keys, jobs)
+        return CacheJob(tuple(record.keys), jobs)
 
     def _store(self, record: ReservationRecord, per_group: list[Int64Array], after: After) -> tuple[Job, ...]:
         """Carry a proposal out and submit its transfer, under the lock. There are four cases:
@@ -258,7 +258,7 @@ class BlockCache(HtmlRepresentation):
         except BaseException:
             state.abandoned.append(record)  # ignored if it has not begun, or has come to its end
             raise
-        return CacheJob(checked, jobs, record.sources)
+        return CacheJob(tuple(checked), jobs, record.sources)
 
     def _load(self, record: LeaseRecord, per_group: list[Int64Array], after: After, parts: Parts) -> tuple[Job, ...]:
         """Hold the entries and submit the transfer, under the lock; the cases are those of `_store`."""

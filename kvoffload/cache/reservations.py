@@ -8,6 +8,7 @@ to a queue of the index, and the next call of the index aborts the reservation, 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -183,6 +184,7 @@ class Lease:
         return f"Lease({len(self.keys)} keys, {'released' if self.released else 'held'})"
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class CacheJob:
     """The transfers of one `BlockCache.store` or `load`: one job per group, none if there was nothing to copy.
 
@@ -191,10 +193,9 @@ class CacheJob:
         jobs: the engine's jobs.
     """
 
-    def __init__(self, keys: list[bytes], jobs: tuple[Job, ...], sources: tuple[ReservationRecord, ...] = ()) -> None:
-        self.keys = tuple(keys)
-        self.jobs = jobs
-        self._sources = sources  # what was pending when it was loaded
+    keys: tuple[bytes, ...]
+    jobs: tuple[Job, ...]
+    _sources: tuple[ReservationRecord, ...] = ()  # what was pending when it was loaded
 
     @property
     def done(self) -> bool:
