@@ -213,7 +213,7 @@ class Prefix(Policy):
         return Room(admitted, victims)
 
     def _worths(self, newcomers: Sequence[bytes]) -> list[float]:
-        """What newcomers are worth on ardisplaced_worth; the last is the end of its request."""
+        """What newcomers are worth on arrival; the last is the end of its request."""
         if not newcomers:
             return []
         known = self._gone.glance(newcomers)
