@@ -150,8 +150,6 @@ class BlockCache(HtmlRepresentation):
             tenant: whose quota and priority the keys have.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
 
-        Returns the job; its `keys` are those being stored.
-
         Raises:
             CapacityError: `all_or_nothing`, and a key would be declined; or the engine has no room for the transfer.
             ValueError, LayoutError, and what `OffloadEngine.store` raises. Nothing has changed, unless the driver fails
