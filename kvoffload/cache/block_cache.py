@@ -137,8 +137,7 @@ class BlockCache(HtmlRepresentation):
         *,
         all_or_nothing: bool = False,
     ) -> CacheJob:
-        """Store the blocks of those keys that are neither present nor pending; they are the job's `keys`, and
-        can be loaded once it has ended.
+        """Store those keys that are neither present nor pending: the job's `keys`, ready to load once it has ended.
 
         Keys among `keys`, keys being stored and keys being loaded are not evicted for them. From the first missing key
         on, as many are stored as find room; declined are also keys that are worth less than what they would displace,

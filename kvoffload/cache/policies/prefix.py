@@ -18,14 +18,13 @@ that.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, filterfalse, groupby, islice
 from typing import Any
 
 from kvoffload.cache.policies.base import Policy, Protected, Room
-from kvoffload.cache.policies.reuse import EDGES, KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
+from kvoffload.cache.policies.reuse import KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
 _FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # one for so many of the capacity, in a large cache
@@ -130,7 +129,7 @@ class Prefix(Policy):
                 else:
                     self._remember(same, run)
         for old, count in reused.items():
-            self._model.reused_counts[old.kind][bisect_right(EDGES, self._now - old.time) - 1] += count
+            self._model.reused(old.kind, self._now - old.time, count)
         self._leave(left)
         self._queue(fresh.values())
         self._pass(asked)
@@ -213,7 +212,7 @@ class Prefix(Policy):
         return Room(admitted, victims)
 
     def _worths(self, newcomers: Sequence[bytes]) -> list[float]:
-        """What newcomers are worth on ardisplaced_worth; the last is the end of its request."""
+        """What newcomers are worth on arrival; the last is the end of its request."""
         if not newcomers:
             return []
         known = self._gone.glance(newcomers)
