@@ -152,14 +152,15 @@ class Driver:
             from cuda.bindings.driver import CUstreamCaptureMode
 
             self._relaxed = CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        return self.restore_capture_mode(self._relaxed)
-
-    def restore_capture_mode(self, mode: Any) -> Any:
-        """Set this thread's capture mode; the mode before."""
-        code, before = self._exchange_capture_mode(mode)
+        code, before = self._exchange_capture_mode(self._relaxed)
         if code:
             raise DriverError("cuThreadExchangeStreamCaptureMode", code.name, int(code))
         return before
+
+    def restore_capture_mode(self, mode: Any) -> None:
+        code = self._exchange_capture_mode(mode)[0]
+        if code:
+            raise DriverError("cuThreadExchangeStreamCaptureMode", code.name, int(code))
 
     # streams and events -------------------------------------------------------------------------------------------
 

@@ -160,8 +160,9 @@ class FlatTable:
 
     def raw_arrays(self, start: int) -> tuple[int, int, int]:
         """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""
-        if start == 0:
+        if len(self._given_sizes):  # since the last fill
             self._sizes[: len(self._size_list)] = self._given_sizes
+            self._given_sizes = self._sizes[:0]
         targets, sources, sizes = self._addresses
         return targets + 8 * start, sources + 8 * start, sizes + 8 * start
 

@@ -251,7 +251,7 @@ class EngineLifecycle(HtmlRepresentation):
         with self.lock:
             self.check_usable()
             in_flight = self._parts.in_flight
-            if len(in_flight.stores.transfers) + len(in_flight.loads.transfers) + jobs > self.max_in_flight:
+            if len(in_flight.stores.transfers) + len(in_flight.loads.transfers) + jobs > in_flight.max_in_flight:
                 self._parts.tracker.check_room(jobs)
 
     def jobs_in_flight(self) -> tuple[Job, ...]:

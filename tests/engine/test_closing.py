@@ -470,7 +470,7 @@ def test_the_clean_close_check_finds_what_it_should() -> None:
     beside = space.view(buffer.address + 64, 1)
     before = int(beside[0])
     beside[:] = before ^ 255
-    with pytest.raises(SimulatorError, match="bytes beside the device allocation"):
+    with pytest.raises(SimulatorError, match="bytes next to the device allocation"):
         check_clean_close(device)
     beside[:] = before
     device.simulator.violations.clear()

@@ -102,7 +102,7 @@ def test_on_a_simulated_device_the_times_are_of_a_real_one_and_it_says_which(eng
     assert report.simulated
     assert report.profile == default_profile(None).source == engine.profile.source
     shown = page(report)
-    assert "simulated: the times are of another device" in shown.texts
+    assert "simulated: times are those of another device" in shown.texts
     assert row(shown, "expected from") == report.profile
     assert report.profile in repr(report)
 

@@ -100,14 +100,14 @@ MUTATIONS = (
         "engine/engine.py",
         'if request.direction is Direction.STORE or request.source_order == "stream":',
         'if request.source_order == "stream":',
-        (ORDERING, "tests/engine/test_ordering_pieces.py"),
+        (ORDERING, "tests/engine/test_ordering_segments.py"),
     ),
     Mutation(
         "loads-read-slots-that-are-being-stored",
         "engine/engine.py",
         "if stores.unfinished(latest) is None:",
         "if True:",
-        (ORDERING, "tests/engine/test_ordering_pieces.py"),
+        (ORDERING, "tests/engine/test_ordering_segments.py"),
     ),
     # what is copied
     Mutation(
@@ -185,8 +185,8 @@ MUTATIONS = (
     Mutation(
         "a-slot-is-free-before-its-store-has-ended",
         "cache/entries.py",
-        "        if index in self.holds:\n            self._doomed.add(index)",
-        "        if False:\n            self._doomed.add(index)",
+        "        if index in self.holds:\n            self.doomed.add(index)",
+        "        if False:\n            self.doomed.add(index)",
         (f"{CACHE}::test_a_slot_is_not_given_away_before_its_store_has_ended",),
     ),
     Mutation(
@@ -219,8 +219,8 @@ MUTATIONS = (
     ),
     Mutation(
         "anything-may-write-the-slots-of-a-cache",
-        "cache/index.py",
-        "if not writable.issuperset(entries):",
+        "cache/state.py",
+        "if not self.table.writable.issuperset(entries):",
         "if False:",
         (f"{CACHE}::test_only_an_open_reservation_may_be_written",),
     ),
