@@ -150,8 +150,6 @@ def test_every_number_of_a_cache_is_there(client: Any, registry: Any) -> None:
     assert {name for name, value in (counts | by_tenant).items() if value not in values} == set()
     assert all(any(f"kvoffload_cache_{name}_bucket" in line for line in text) for name in histograms)
     assert set(counts) | set(histograms) == set(names)
-    assert {2001.0, 2002.0, 2003.0, 2004.0} <= values
-    assert sum('tenant="guests"' in line for line in text) == 3
 
 
 def test_tenants_are_a_label(client: Any, registry: Any) -> None:
