@@ -177,9 +177,10 @@ class OffloadEngine(EngineLifecycle):
         parts: int | Sequence[Sequence[int]] | None,
     ) -> Job:
         """A transfer in its five steps."""
-        wanted = (group, first_sub_block, after, copier, source_order, parts)
         copiers = self._parts.copiers
-        request = make_request(self.layout, self.num_slots, copiers.missing, direction, blocks, slots, *wanted)
+        request = make_request(
+            self._limits, direction, blocks, slots, group, first_sub_block, after, copier, source_order, parts
+        )
         if self._closed or os.getpid() != self._process:  # what follows needs the device's context
             self.device.check_process()
             self.check_usable()
@@ -362,9 +363,9 @@ class OffloadEngine(EngineLifecycle):
     ) -> PlanReport:
         """What such a transfer would be, and what would carry it; nothing is submitted. Raises what `store` raises."""
         copiers = self._parts.copiers
-        pool = self.layout, self.num_slots, copiers.missing
-        checked = Direction(direction)
-        request = make_request(*pool, checked, blocks, slots, group, first_sub_block, NO_WAIT, copier, "auto", None)
+        request = make_request(
+            self._limits, Direction(direction), blocks, slots, group, first_sub_block, NO_WAIT, copier, "auto", None
+        )
         self.device.check_process()
         with self.lock:
             self.check_usable()

@@ -12,12 +12,14 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 
 from kvoffload.copiers.selection import check_prefer
+from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import stream_handle
 from kvoffload.engine.callbacks import Callbacks
 from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.job import Job, TransferResult, wait_until
+from kvoffload.engine.request import Limits
 from kvoffload.engine.resources import EngineResources
 from kvoffload.engine.statistics import EngineStatistics
 from kvoffload.engine.stream_order import as_part, await_queueing
@@ -106,6 +108,7 @@ class EngineLifecycle(HtmlRepresentation):
             except BaseException:
                 self._resource.free()
                 raise
+            self._limits = Limits(layout, self.num_slots, self._parts.copiers.missing)
             self._slots = self._parts.memory.array.reshape(self.num_slots, layout.slot_bytes)
             device.register_engine(self)
 
@@ -124,7 +127,7 @@ class EngineLifecycle(HtmlRepresentation):
             if self._closed or (idle and in_flight.consistent):
                 return
         try:
-            with self.device.current(), self.lock:
+            with make_current(self._driver, self._context), self.lock:
                 self._repair()
                 self._parts.tracker.advance()
         except DriverError as error:

@@ -54,10 +54,16 @@ class Request(NamedTuple):
         return 1 if self.parts is None else len(self.parts)
 
 
+class Limits(NamedTuple):
+    """What the arguments of an engine's transfers are checked against: its layout, slots, and missing copiers."""
+
+    layout: KVLayout
+    num_slots: int
+    missing_copiers: dict[str, str | None]
+
+
 def make_request(
-    layout: KVLayout,
-    num_slots: int,
-    missing_copiers: dict[str, str | None],
+    limits: Limits,
     direction: Direction,
     blocks: Ids,
     slots: Ids,
@@ -74,6 +80,7 @@ def make_request(
         LayoutError, ValueError, TypeError: the message names the argument, the value and what is right.
         CapabilityError: the copier asked for cannot run here.
     """
+    layout, num_slots, missing_copiers = limits
     if source_order not in SOURCE_ORDERS:
         raise ValueError(f"source_order must be one of {', '.join(SOURCE_ORDERS)}, got {source_order!r:.80}")
     if group.__class__ is not int or not 0 <= group < len(layout.groups):

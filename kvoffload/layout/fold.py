@@ -58,6 +58,8 @@ class FoldClass(NamedTuple):
         columns: height, device pitch and host pitch as the columns of a plan: uint64, (1,) where all folds have one
             value, else (folds,).
         width_column: `width` as such a column.
+        stride_column, first_address, first_offset: of the first fold, int64, (1,): numpy adds arrays sooner than ints.
+        has_offset: whether `first_offset` is not 0.
     """
 
     width: int
@@ -73,6 +75,9 @@ class FoldClass(NamedTuple):
     columns: tuple[UInt64Array, UInt64Array, UInt64Array]
     width_column: UInt64Array
     stride_column: Int64Array
+    first_address: Int64Array
+    first_offset: Int64Array
+    has_offset: bool
 
 
 class FoldedGroup(NamedTuple):
@@ -159,6 +164,9 @@ def _fold_class(key: tuple[int, int], members: list[tuple[PlaneFold, int]], num_
         columns=(_column(rows), _column(device_pitch), _column(host_pitch)),
         width_column=np.array([width], dtype=np.uint64),
         stride_column=np.array([block_stride], dtype=np.int64),
+        first_address=address[0].copy(),
+        first_offset=host_offset[0].copy(),
+        has_offset=bool(host_offset[0, 0]),
     )
 
 

@@ -99,7 +99,8 @@ class BlockPlan:
         """
         classes = self.group.classes
         if len(classes) == 1 and self.group.num_parts == 1:
-            return TransferPlan(self.direction, *self._columns(classes[0]))
+            device, host, width, height, device_pitch, host_pitch = self._columns(classes[0])
+            return TransferPlan(self.direction, device, host, width, height, device_pitch, host_pitch)
         return self._operations_of_several()
 
     def _columns(self, folds: FoldClass) -> list[UInt64Array]:
@@ -107,9 +108,10 @@ class BlockPlan:
         blocks, slot_address, sub_block = self.blocks, self.slot_address, self.sub_block
         width = folds.width_column
         if sub_block is None and len(folds.address) == 1:  # what most transfers are: few numpy calls, no reshaping
-            device = blocks * folds.stride_column + folds.address[0]
-            host = slot_address + folds.host_offset[0]
-            return [device.view(np.uint64), host.view(np.uint64), width, *folds.columns]
+            device = blocks * folds.stride_column + folds.first_address
+            host = slot_address + folds.first_offset if folds.has_offset else slot_address
+            height, device_pitch, host_pitch = folds.columns
+            return [device.view(np.uint64), host.view(np.uint64), width, height, device_pitch, host_pitch]
         if sub_block is not None:
             slot_address = slot_address + sub_block * folds.width
             if folds.mergeable:
