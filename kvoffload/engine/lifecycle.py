@@ -36,6 +36,26 @@ from kvoffload.tuning import Profile, profile_for
 Prefer = Literal["overlap", "latency"]
 _MOST_POOL_BYTES = 1 << 50
 _numbers = itertools.count(1)
+_FOR_INTEGRATIONS = frozenset(
+    [
+        "advance",
+        "check_room",
+        "check_usable",
+        "forget_report",
+        "guard_slots",
+        "in_flight",
+        "jobs_in_flight",
+        "lock",
+        "number",
+        "order_all_before",
+        "order_job_before",
+        "resolve",
+        "submitted",
+        "touches",
+        "wait_stream",
+        "when_done",
+    ]
+)
 
 
 class SlotGuard(Protocol):
@@ -332,6 +352,10 @@ class EngineLifecycle(HtmlRepresentation):
                 raise
             self._parts.tracker.mark_lost(error)
             self._resource.free()
+
+    def __dir__(self) -> list[str]:
+        """Without the names that are for caches and integrations, so that completion shows users theirs."""
+        return sorted(set(super().__dir__()) - _FOR_INTEGRATIONS)
 
     def __enter__(self) -> Self:
         return self

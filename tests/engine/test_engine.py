@@ -437,3 +437,12 @@ def test_a_device_in_a_context_of_the_callers() -> None:
         assert (bench.slot(1) == 2).all()
     leaks = driver.leaks()
     assert (leaks.pop("contexts"), sum(leaks.values())) == (1, 0), "the caller's context is the caller's to destroy"
+
+
+def test_completion_shows_users_what_is_theirs(device: kvoffload.Device) -> None:
+    with rig(device) as bench:
+        shown = {name for name in dir(bench.engine) if not name.startswith("_")}
+        assert shown == {
+            *("close", "device", "drain", "layout", "load", "max_in_flight", "missing_copiers", "num_slots", "plan"),
+            *("poll", "prefer", "profile", "slots", "sm_limit", "statistics", "store", "submit"),
+        }
