@@ -38,22 +38,9 @@ _MOST_POOL_BYTES = 1 << 50
 _numbers = itertools.count(1)
 _FOR_INTEGRATIONS = frozenset(
     [
-        "advance",
-        "check_room",
-        "check_usable",
-        "forget_report",
-        "guard_slots",
-        "in_flight",
-        "jobs_in_flight",
-        "lock",
-        "number",
-        "order_all_before",
-        "order_job_before",
-        "resolve",
-        "submitted",
-        "touches",
-        "wait_stream",
-        "when_done",
+        *("advance", "check_room", "check_usable", "forget_report", "guard_slots", "in_flight", "jobs_in_flight"),
+        *("lock", "number", "order_all_before", "order_job_before", "resolve", "submitted", "touches"),
+        *("wait_stream", "when_done"),
     ]
 )
 
