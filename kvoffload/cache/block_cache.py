@@ -308,7 +308,10 @@ class BlockCache(HtmlRepresentation):
         return self._index.acquire(keys, pending=pending)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Remove keys; how many were there. They are missing at once; slots in use are free when that has ended."""
+        """Remove keys, which are missing at once; how many were there.
+
+        A slot that a transfer or a lease uses becomes free when that use has ended.
+        """
         self.engine.advance()
         return self._index.remove(keys)
 

@@ -31,7 +31,10 @@ from kvoffload.internal.types import Int64Array
 
 
 class CacheState:
-    """The state behind a `CacheIndex`. All methods are called with the lock held, between `enter` and its release.
+    """The state behind a `CacheIndex`.
+
+    A caller takes the lock, calls `enter`, calls other methods, and releases the lock. `refuse_nested` comes before
+    `enter`. The engine calls `busy` and `check_store` under the same lock; these call `enter` themselves where needed.
 
     Attributes:
         working: a call has not returned in the thread that holds the lock; see `refuse_nested`.

@@ -106,8 +106,10 @@ class OffloadEngine(EngineLifecycle):
             The job. A driver error while it is queued, now or later, fails the job; it does not raise here.
 
         Raises:
-            LayoutError, ValueError, TypeError: bad arguments.
-            CapacityError: `max_in_flight` jobs are unfinished, or a cache owns the slots.
+            LayoutError, ValueError, TypeError: bad arguments; ValueError also if a BlockCache owns the slots and no
+                open reservation of it has them.
+            CapacityError: `max_in_flight` jobs are unfinished, or for a second no wait stream for the arrays in `after`
+                was free.
             CapabilityError: the copier asked for cannot run here.
             ClosedError: the engine is closed.
             TransferError: `after` is being captured, or the CUDA context is lost.

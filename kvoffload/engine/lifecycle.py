@@ -236,7 +236,7 @@ class EngineLifecycle(HtmlRepresentation):
             raise
 
     def wait_stream(self) -> int:
-        """A stream for importers of device memory to wait for. Only transfers are ever waited for on it."""
+        """The export stream: importers of device memory wait for it, and it waits for transfers alone."""
         with self.device.current():
             return self._parts.wait_streams.exported()
 

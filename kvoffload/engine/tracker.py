@@ -171,8 +171,9 @@ class Tracker:
         """A call was interrupted: compute everything anew from the transfers in flight. May be interrupted itself.
 
         1. A transfer that is finished and still in its queue has been completed but for leaving it.
-        2. Places, idle events and tables follow from what the others refer to.
-        3. A transfer that was being submitted, or queued, fails: how much of it the GPU was given is known by segments.
+        2. Places, idle events and tables are computed from what the remaining transfers refer to.
+        3. A transfer that a call was submitting, or whose segments it was queueing, fails. Its segments say what the
+           GPU may still be doing for it.
         """
         in_flight = self._in_flight
         if in_flight.lost is not None:

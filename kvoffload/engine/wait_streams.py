@@ -114,7 +114,9 @@ class WaitStreams:
         return len(self._handles) + len(self._exported)
 
     def follow(self, sources: tuple[Source, ...]) -> Followed:
-        """Streams that stand for all sources: those given, and a wait stream for the arrays. The host does not wait.
+        """Streams that stand for all sources: those given, and a wait stream for the arrays.
+
+        The host waits up to a second if all wait streams are busy, and not otherwise.
 
         Raises:
             TypeError: an array in host memory (on a simulated device: one that is not).
