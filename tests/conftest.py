@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 from collections.abc import Iterator
@@ -18,6 +19,12 @@ from kvoffload.testing import check_clean_close
 
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
 settings.load_profile("kvoffload")
+
+
+def pytest_collection_finish() -> None:
+    """Have a garbage collection look at what tests made, and not at the thousands of tests that pytest has found."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from interrupts import Point, interrupt_at
@@ -120,15 +120,6 @@ def one_try(name: str, number: int) -> tuple[Point | None, str]:
     ):
         return outcome.point, f"{outcome.point}: the primary context is retained"
     return outcome.point, ""
-
-
-@pytest.fixture(autouse=True)
-def _fast_collection() -> Iterator[None]:
-    """Have `gc.collect` look at what a try made, and not at all that pytest has loaded."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.timeout(120)
