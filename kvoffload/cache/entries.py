@@ -74,7 +74,22 @@ class Stage(enum.Enum):
     ABORTED = "aborted"
 
 
-class ReservationRecord:
+class _WithTransfers:
+    """The transfers of a record."""
+
+    __slots__ = ("jobs",)
+    jobs: tuple[Completion, ...]
+
+    @property
+    def transfers_ended(self) -> bool:
+        return all(map(_finished, self.jobs))
+
+    @property
+    def any_failed(self) -> bool:
+        return any(map(_error, self.jobs))
+
+
+class ReservationRecord(_WithTransfers):
     """The index's record of a reservation.
 
     Attributes:
@@ -92,7 +107,6 @@ class ReservationRecord:
         "declined",
         "evicted",
         "indices",
-        "jobs",
         "keys",
         "num_recycled",
         "num_unused",
@@ -130,16 +144,8 @@ class ReservationRecord:
         self.indices = self.victim_indices = self.victim_pools = _NO_INDICES
         self.num_unused = self.num_recycled = 0
         self.stage = Stage.OPEN
-        self.jobs: tuple[Completion, ...] = ()
+        self.jobs = ()
         self.watch: Watch | None = None
-
-    @property
-    def transfers_ended(self) -> bool:
-        return all(map(_finished, self.jobs))
-
-    @property
-    def any_failed(self) -> bool:
-        return any(map(_error, self.jobs))
 
     def raise_if_failed(self) -> None:
         """Raise TransferError if it was aborted, or will be: what was read from its entries is not the keys' bytes."""
@@ -150,7 +156,7 @@ class ReservationRecord:
             )
 
 
-class LeaseRecord:
+class LeaseRecord(_WithTransfers):
     """The index's record of a lease, or of a load.
 
     Attributes:
@@ -161,23 +167,15 @@ class LeaseRecord:
         watch: the weak reference to the handle, if there is one and the record is not released.
     """
 
-    __slots__ = ("indices", "jobs", "keys", "released", "sources", "watch")
+    __slots__ = ("indices", "keys", "released", "sources", "watch")
 
     def __init__(self, keys: list[bytes], indices: list[int], sources: tuple[ReservationRecord, ...]) -> None:
         self.keys = keys
         self.indices = indices
         self.sources = sources
         self.released = False
-        self.jobs: tuple[Completion, ...] = ()
+        self.jobs = ()
         self.watch: Watch | None = None
-
-    @property
-    def transfers_ended(self) -> bool:
-        return all(map(_finished, self.jobs))
-
-    @property
-    def any_failed(self) -> bool:
-        return any(map(_error, self.jobs))
 
 
 Record = ReservationRecord | LeaseRecord

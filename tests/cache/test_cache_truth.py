@@ -93,7 +93,7 @@ def bytes_are_right(bench: Rig, cache: BlockCache, values: dict[bytes, int]) -> 
 def test_pitfall_39_an_interrupted_call_of_a_block_cache_leaves_no_wrong_byte(
     policy: Any, call: str, seed: int
 ) -> None:
-    """Old keys do not hit over new bytes, and keys that nobody wrote are no hits; every few points of the cache."""
+    """Old keys do not hit over new bytes, and keys never stored are no hits; every few points of the cache."""
     values = {name: number + 4 for number, name in enumerate(keys(*range(8)))}
 
     def attempt(cache: BlockCache) -> object:

@@ -196,8 +196,6 @@ def test_sides_change_with_the_direction() -> None:
     assert store.target.tolist() == load.source.tolist() == [POOL]
     assert store.source_pitch.tolist() == load.target_pitch.tolist() == [MIB]
     assert store.target_pitch.tolist() == load.source_pitch.tolist() == [4096]
-    assert Direction.STORE.opposite is Direction.LOAD
-    assert Direction.LOAD.opposite is Direction.STORE
 
 
 def test_adjacent_blocks_of_one_slot_are_one_wider_row() -> None:
