@@ -73,7 +73,12 @@ class Copier(Protocol):
 
 
 class Share(NamedTuple):
-    """Some of a transfer's blocks and the copier that carries them; the shares of a transfer run at the same time."""
+    """Some of a transfer's blocks and the copier that carries them; the shares of a transfer run at the same time.
+
+    Attributes:
+        size: how many operations the work has.
+    """
 
     work: Work
     copier: Copier
+    size: int

@@ -95,12 +95,16 @@ class CopierSet:
         self._capabilities = capabilities
         self._sm_limit = sm_limit
         self._interpreted = driver.simulated  # 2 ms a tile: kernels run there when they are asked for
-        self._strided = StridedCopier(driver, batched=capabilities.strided_batch)
         self._batch = BatchCopier(driver, with_prelude=capabilities.flat_batch)
-        self._loop = LoopCopier(driver)
+        self._of_copy_engine: dict[str, Copier] = {
+            "strided": StridedCopier(driver, batched=capabilities.strided_batch),
+            "batch": self._batch,
+            "loop": LoopCopier(driver),
+        }
         self._gather: dict[int, GatherCopier] = {}
         self._kernels: GatherKernels | None = None
         self._selected: dict[tuple[object, ...], Selection] = {}
+        self._selected_by: tuple[Profile | None, str] = (None, "")
 
     def open(self, layout: KVLayout, memory: PinnedMemory) -> None:
         """Allocate what the copiers need. Kernels that cannot be loaded are noted in `missing`.
@@ -144,10 +148,13 @@ class CopierSet:
         Raises:
             CapabilityError: the kernel is wanted for a load in parts, and cannot carry these.
         """
-        counts = plan.count()
+        if profile is not self._selected_by[0] or prefer != self._selected_by[1]:
+            self._selected.clear()
+            self._selected_by = profile, prefer
+        counts = None if plan.sub_block is None else plan.count()  # without sub-blocks the blocks say it
+        parts = None if plan.group.num_parts == 1 else plan.group.parts
         stores = plan.direction is Direction.STORE  # hashing an enum's member is a call of a Python function
-        parts = plan.group.parts if len(plan.group.parts) > 1 else None
-        key = (stores, plan.group_index, len(plan.blocks), counts, parts, wanted, prefer, profile)
+        key = (stores, plan.group_index, len(plan.blocks), counts, parts, wanted)
         found = self._selected.get(key)
         if found is None:
             found = self._select(plan, wanted, profile, prefer)
@@ -203,15 +210,13 @@ class CopierSet:
             return (self._by_kernel(method, plan),)
         if method.copier == "split":
             return self._split(method, plan)
-        name = method.copier
-        copier: Copier = self._strided if name == "strided" else self._batch if name == "batch" else self._loop
-        return (Share(copier.prepare(plan), copier),)
+        return (_share(self._of_copy_engine[method.copier], plan),)
 
     def _split(self, method: CopyMethod, plan: BlockPlan) -> tuple[Share, ...]:
         by_engine = len(plan) - round(len(plan) * method.share)
         if by_engine == 0:
             return (self._by_kernel(method, plan),)
-        strided = Share(self._strided.prepare(plan.cut(0, by_engine)), self._strided)
+        strided = _share(self._of_copy_engine["strided"], plan.cut(0, by_engine))
         if by_engine == len(plan):
             return (strided,)
         return (self._by_kernel(method, plan.cut(by_engine, len(plan))), strided)  # quicker to queue, so it comes first
@@ -221,7 +226,7 @@ class CopierSet:
         copier = self._gather.get(method.programs)
         if copier is None:
             copier = self._gather[method.programs] = GatherCopier(self._kernels, method.programs)
-        return Share(copier.prepare(plan), copier)
+        return _share(copier, plan)
 
     def keep(self) -> None:
         """The context is lost: the GPU may still use what the kernels used."""
@@ -236,6 +241,11 @@ class CopierSet:
     def close(self) -> None:
         """Free what the copiers used; nothing may be in flight. Interrupted, it goes on where it stopped."""
         run_all((self._batch.close, *(() if self._kernels is None else (self._kernels.close,))))
+
+
+def _share(copier: Copier, plan: BlockPlan) -> Share:
+    work = copier.prepare(plan)
+    return Share(work, copier, len(work))
 
 
 def _without_kernels(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ The driver reads a table during the call, so a table may be refilled as soon as 
 from __future__ import annotations
 
 import enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +101,8 @@ class FlatTable:
 
     Attributes:
         capacity: copies.
+        attributes: by `SourceOrder`, once `make_objects` was called: one CUmemcpyAttributes with that order and nothing
+            else set, in a list.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -112,7 +114,9 @@ class FlatTable:
         self._attribute_address = address_of(self._attribute_rows)
         self._indices = np.zeros(1, dtype=np.uint64)
         self._indices_address = address_of(self._indices)
-        self._objects: _FlatObjects | None = None
+        self._target_objects: list[Any] = []
+        self._source_objects: list[Any] = []
+        self.attributes: list[list[Any]] = []
         self._size_list: list[int] = []
         self._given_sizes = self._sizes[:0]
         self._slices: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
@@ -131,32 +135,25 @@ class FlatTable:
         self._size_list = sizes.tolist() * count if len(sizes) == 1 else sizes.tolist()
 
     def lists(self, start: int, stop: int) -> tuple[list[Any], list[Any], list[int]]:
-        """Targets, sources and sizes of copies `[start, stop)` as the bindings take them."""
+        """Targets, sources and sizes of copies `[start, stop)` as the bindings take them; `make_objects` first."""
         pair = self._slices.get((start, stop))
         if pair is None:  # kept, since chunks mostly begin and end at the same places
-            objects = self.objects
-            pair = objects.targets[start:stop], objects.sources[start:stop]
+            pair = self._target_objects[start:stop], self._source_objects[start:stop]
             if len(self._slices) < _MAX_SLICES:
                 self._slices[start, stop] = pair
-        return *pair, self._size_list[start:stop]
+        targets, sources = pair
+        sizes = self._size_list
+        return targets, sources, sizes if len(sizes) == stop - start else sizes[start:stop]
 
-    @property
-    def objects(self) -> _FlatObjects:
-        """The objects of the bindings over this table, all of them or none: an interrupt cannot leave half."""
-        if self._objects is None:
-            from cuda.bindings import driver
+    def make_objects(self) -> None:
+        """Make the objects of the bindings over this table, once, before they are passed to a driver without raw
+        addresses. `attributes` is set last: an interrupt cannot leave half.
+        """
+        from cuda.bindings import driver
 
-            self._objects = _FlatObjects(
-                _views(driver.CUdeviceptr, self._targets),
-                _views(driver.CUdeviceptr, self._sources),
-                [[each] for each in _views(driver.CUmemcpyAttributes, self._attribute_rows)],
-            )
-        return self._objects
-
-    @property
-    def attributes(self) -> list[list[Any]]:
-        """By `SourceOrder`: one CUmemcpyAttributes with that order and nothing else set, in a list."""
-        return self.objects.attributes
+        self._target_objects = _views(driver.CUdeviceptr, self._targets)
+        self._source_objects = _views(driver.CUdeviceptr, self._sources)
+        self.attributes = [[each] for each in _views(driver.CUmemcpyAttributes, self._attribute_rows)]
 
     def raw_arrays(self, start: int) -> tuple[int, int, int]:
         """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""
@@ -169,12 +166,6 @@ class FlatTable:
     def raw_attributes(self, order: SourceOrder) -> tuple[int, int]:
         """Addresses of the attributes with that source order, and of the array that says: from the first copy on."""
         return self._attribute_address + order * self._attribute_rows.strides[0], self._indices_address
-
-
-class _FlatObjects(NamedTuple):
-    targets: list[Any]
-    sources: list[Any]
-    attributes: list[list[Any]]
 
 
 def _views(kind: Any, rows: npt.NDArray[Any]) -> list[Any]:

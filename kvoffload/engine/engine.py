@@ -214,7 +214,7 @@ class OffloadEngine(EngineLifecycle):
             raise
 
     def _check_submission(self, request: Request, streams: tuple[int, ...]) -> None:
-        """Refuse what cannot be submitted now; then take note of what has ended."""
+        """Refuse what cannot be submitted now; then take note of what has ended, where that can matter here."""
         in_flight = self._parts.in_flight
         if not in_flight.consistent:
             self._parts.tracker.repair()
@@ -231,7 +231,9 @@ class OffloadEngine(EngineLifecycle):
                     refuse_capturing(self._driver, stream, "after")
             except DriverError as error:
                 raise_for_stream(error, stream, "after")
-        if in_flight.stores.transfers or in_flight.loads.transfers:
+        stores = request.direction is Direction.STORE
+        same, other = (in_flight.stores, in_flight.loads) if stores else (in_flight.loads, in_flight.stores)
+        if other.transfers or same.waiting or len(same.transfers) >= in_flight.most_unasked:
             self._parts.tracker.advance()
             self.check_usable()
             self._parts.tracker.check_room(1 if len(request.blocks) else 0)
@@ -243,7 +245,7 @@ class OffloadEngine(EngineLifecycle):
             self.layout,
             request.direction,
             group_index=group,
-            pool_address=self._parts.memory.address,
+            slot_addresses=self._parts.slot_addresses,
             slots=request.slots,
             blocks=request.blocks,
             first_sub_block=request.first_sub_block,
@@ -327,7 +329,10 @@ class OffloadEngine(EngineLifecycle):
         for stream in streams:
             marker = markers.idle.pop() if markers.idle else markers.make()
             transfer.markers.append(marker)
-            self._mark(marker, stream)
+            try:
+                self._driver.event_record(marker, stream)
+            except DriverError as error:
+                raise_for_stream(error, stream, "after")
         transfer.start = timers.idle.pop() if timers.idle else timers.make()
         transfer.end = timers.idle.pop() if timers.idle else timers.make()
         transfer.sequence = queue.submitted + 1
@@ -337,22 +342,12 @@ class OffloadEngine(EngineLifecycle):
         queue.submitted = transfer.sequence
         queue.waiting.append(transfer)
         try:
-            self._parts.launcher.launch()
+            if len(queue.waiting) == 1 and self._parts.launcher.enqueue(queue, transfer):
+                queue.waiting.clear()
         except DriverError as error:  # the context is lost, and every transfer has failed
             self._parts.tracker.mark_lost(error)
         transfer.submitting = False
         in_flight.consistent = True
-
-    def _mark(self, marker: int, stream: int) -> None:
-        """Record an event on a stream of the caller's.
-
-        Raises:
-            ValueError: CUDA does not know the stream in this context.
-        """
-        try:
-            self._driver.event_record(marker, stream)
-        except DriverError as error:
-            raise_for_stream(error, stream, "after")
 
     def plan(
         self,

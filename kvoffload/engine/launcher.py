@@ -42,12 +42,19 @@ class Launcher:
         while progress and (stores.waiting or loads.waiting):
             progress = False  # another round: a transfer of one direction may have waited for one of the other
             for queue in (stores, loads):
-                while queue.waiting and self._enqueue(queue, queue.waiting[0]):
+                while queue.waiting and self.enqueue(queue, queue.waiting[0]):
                     queue.waiting.popleft()
                     progress = True
 
-    def _enqueue(self, queue: TransferQueue, transfer: Transfer) -> bool:
-        """Queue segments while there is room. False while some are left, or what it must follow is not all queued."""
+    def enqueue(self, queue: TransferQueue, transfer: Transfer) -> bool:
+        """Queue segments of the first transfer that waits, while there is room.
+
+        Returns:
+            False while some are left, or while what it must follow is not all queued.
+
+        Raises:
+            DriverError: the CUDA context is lost.
+        """
         conflict = transfer.conflict
         if conflict is not None and not (conflict.enqueued or conflict.finished):
             return False
@@ -64,28 +71,30 @@ class Launcher:
 
     def _enqueue_segment(self, queue: TransferQueue, transfer: Transfer, ahead: dict[int, Staged]) -> bool:
         """Queue the next segment: behind what it must follow, before an event. False if there is no room for it."""
-        share = transfer.shares[transfer.share]
-        work, copier = share
-        ends = work.part_ends
-        stop = min(transfer.queued + copier.segment_operations, ends[transfer.part] if ends else len(work))
-        places = copier.queue_cost(stop - transfer.queued) + EVENT_COST
+        number, begin = transfer.share, transfer.queued
+        work, copier, size = transfer.shares[number]
+        stop = min(begin + copier.segment_operations, work.part_ends[transfer.part] if work.part_ends else size)
+        places = copier.queue_cost(stop - begin) + EVENT_COST
         stream = stream_with_room(queue.lane, places, copier.is_kernel)
         if stream is None:
             return False
-        first = transfer.share == 0 and transfer.queued == 0
+        first = number == 0 and begin == 0
         if first and len(transfer.shares) > 1:
             self._stage_ahead(transfer, ahead)
-        staged = ahead.pop(transfer.share, None) or copier.stage(work.cut(transfer.queued, stop), transfer.source_order)
+        if ahead and number in ahead:
+            staged: Staged | None = ahead.pop(number)
+        else:
+            staged = copier.stage(work if begin == 0 and stop == size else work.cut(begin, stop), transfer.source_order)
         if staged is None:
             return False
         previous = transfer.segments[-1] if transfer.segments else None
-        segment = Segment(transfer.share, transfer.part, stream, places)
+        segment = Segment(number, transfer.part, stream, places)
         segment.table = staged.table
         transfer.segments.append(segment)  # before anything of it is queued
         stream.places += places
         if first:
             self._follow(queue, transfer, stream)
-        elif transfer.queued == 0:
+        elif begin == 0:
             assert transfer.start is not None
             self._driver.stream_wait_event(stream.handle, transfer.start)
         elif previous is not None and previous.stream is not stream:
@@ -98,7 +107,7 @@ class Launcher:
     def _end_segment(self, transfer: Transfer, segment: Segment, stop: int) -> None:
         """Record the event behind a segment that ends with operation `stop` of its share, and go on to the next one."""
         share, handle = transfer.shares[segment.share], segment.stream.handle
-        done = stop == len(share.work)
+        done = stop == share.size
         if done and segment.share == len(transfer.shares) - 1:
             if segment.share:
                 self._join(transfer, segment)
@@ -119,7 +128,7 @@ class Launcher:
 
         Kernels come first: what is staged here has no table, so that it may be discarded.
         """
-        for number, (work, copier) in enumerate(transfer.shares[1:], start=1):
+        for number, (work, copier, _) in enumerate(transfer.shares[1:], start=1):
             staged = copier.stage(work.cut(0, copier.segment_operations), transfer.source_order)
             assert staged is not None
             assert staged.table is None

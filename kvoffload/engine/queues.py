@@ -16,6 +16,7 @@ from kvoffload.engine.transfer import Transfer
 from kvoffload.planning.transfer_plan import Direction
 
 # Each takes a place at least, and those for its events. So segments find an event, however many parts a load has.
+_MOST_UNASKED = 16  # asking takes 1 to 4 us a transfer, and a submission only needs the answer for room
 _MOST_SEGMENTS = 2 * (STREAMS_PER_LANE + 1) * QUEUE_LIMIT // (1 + EVENT_COST)
 
 
@@ -64,6 +65,7 @@ class InFlight:
         consistent: False while a call changes anything here, and after such a call was interrupted: then the next call
             repairs before it does anything else.
         lost: the error after which the CUDA context is lost.
+        most_unasked: with so many transfers of its direction in flight, a submission asks which of them have ended.
     """
 
     def __init__(self, driver: Driver, max_in_flight: int) -> None:
@@ -73,6 +75,7 @@ class InFlight:
         self.timers = EventPool(driver, 2 * max_in_flight + 64, timing=True)
         self.markers = EventPool(driver, 4 * max_in_flight + _MOST_SEGMENTS + 64, timing=False)
         self.max_in_flight = max_in_flight
+        self.most_unasked = min(_MOST_UNASKED, max_in_flight)
         self.consistent = True
         self.lost: Exception | None = None
 

@@ -98,14 +98,15 @@ def make_request(
     if copier is not None:
         check_copier(copier, missing_copiers)
     planes = None if parts is None else _checked_parts(parts, direction, len(layout.groups[group].planes), copier)
-    sources: tuple[Any, ...]
+    sources: tuple[Any, ...] = ()
+    arrays = False
     if after is None and layout.on_default_stream:
         sources = _DEFAULT_SOURCES
-    elif after is NO_WAIT:
-        sources = ()
-    else:
-        sources = (after,) if after.__class__ is int and 0 < after < _MOST_HANDLE else sources_of(after, layout)
-    arrays = len(sources) > 0 and not _INT.issuperset(map(type, sources))
+    elif after.__class__ is int and 0 < after < _MOST_HANDLE:
+        sources = (after,)
+    elif after is not NO_WAIT:
+        sources = sources_of(after, layout)
+        arrays = not _INT.issuperset(map(type, sources))
     return Request(
         direction, group, slot_ids, block_ids, first_sub_block, sources, arrays, copier, source_order, planes
     )

@@ -13,7 +13,9 @@ from kvoffload.engine.tracker import Tracker
 from kvoffload.engine.wait_streams import WaitStreams
 from kvoffload.internal import hostinfo
 from kvoffload.internal.teardown import run_all
+from kvoffload.internal.types import Int64Array
 from kvoffload.layout.layout import KVLayout
+from kvoffload.planning.transfer_plan import addresses_of_slots
 
 
 class EngineResources:
@@ -21,6 +23,7 @@ class EngineResources:
 
     Attributes:
         memory: the pinned pool.
+        slot_addresses: of its slots, for planning.
         copiers: that carry transfers out.
         in_flight: the transfers that have not ended.
         launcher, tracker, order, wait_streams: what works on them.
@@ -35,6 +38,7 @@ class EngineResources:
         self._driver = driver
         self._memory: list[PinnedMemory] = []  # one, once `open` has begun to pin it
         self.memory: PinnedMemory
+        self.slot_addresses: Int64Array
         self.copiers = CopierSet(driver, device.capabilities, sm_limit)
         self.in_flight = InFlight(driver, max_in_flight)
         self.launcher = Launcher(driver, self.in_flight)
@@ -52,6 +56,7 @@ class EngineResources:
             progress=progress,
             holder=self._memory,
         )
+        self.slot_addresses = addresses_of_slots(layout, self.memory.address, self._num_slots)
         self.copiers.open(layout, self.memory)
         for queue in self.in_flight.both:
             queue.lane.open(self._stream_priority)

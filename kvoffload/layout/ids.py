@@ -43,15 +43,14 @@ def as_ids(name: str, ids: Ids, limit: int) -> Int64Array:
             values = _of_others(name, ids)
         if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
             _refuse(name, values)
-        if not values.size:
-            return np.empty(0, dtype=np.int64)
-        copied = values.astype(np.int64, order="C")
-    if 0 < len(copied) <= _FEW:  # Python compares these sooner than numpy
-        listed = copied.tolist()
-        if min(listed) < 0 or max(listed) >= limit:
+        copied = np.array(values, np.int64)
+    if len(copied) > _FEW:
+        if int(np.maximum.reduce(copied.view(np.uint64))) >= limit:  # unsigned, negative ids are huge
             _refuse_outside(name, values, limit)
-    elif len(copied) and int(np.maximum.reduce(copied.view(np.uint64))) >= limit:  # unsigned, negative ids are huge
-        _refuse_outside(name, values, limit)
+    elif len(copied):  # Python compares these sooner than numpy
+        listed = sorted(copied.tolist())
+        if listed[0] < 0 or listed[-1] >= limit:
+            _refuse_outside(name, values, limit)
     return copied
 
 

@@ -188,20 +188,20 @@ def test_victims_that_may_not_go_are_not_taken(choice: str) -> None:
     """Keys 0 and 1 are being loaded: whatever a policy says, their slots stay theirs until that has ended."""
     policy = Wrong()
     with caches(4, policy) as (bench, cache):
-        store(cache, 0, 1, 2, 3).wait(10)
+        store(cache, 0, 1, 2, 3).wait(3)
         held = bench.stream()
         gate = bench.gate(held)
         load = cache.load(keys(0, 1), [20, 21], after=held)
         policy.choose = CHOICES[choice]
         with suppress(Exception):  # to refuse is right, and so is to decline
-            store(cache, 4, 5).wait(10)
+            store(cache, 4, 5).wait(3)
         policy.choose = None
         gate.open()
-        load.wait(10)
+        load.wait(3)
         assert [int(bench.block(block)[0]) for block in (20, 21)] == [1, 2]
         cache.check()
         assert wrong_hits(bench, cache) == []
-        store(cache, 6, 7).wait(10)
+        store(cache, 6, 7).wait(3)
         assert cache.lookup(keys(6, 7)) == 2
         assert wrong_hits(bench, cache) == []
 

@@ -121,8 +121,14 @@ def test_strided_objects_are_made_once_and_follow_the_rows() -> None:
     assert table.address == int(before[0].getPtr())
 
 
+def made_flat_table(capacity: int) -> FlatTable:
+    table = FlatTable(capacity)
+    table.make_objects()
+    return table
+
+
 def test_flat_tables_hand_over_chunks_of_live_objects() -> None:
-    table = FlatTable(6)
+    table = made_flat_table(6)
     targets, sources, sizes = (np.arange(5, dtype=np.uint64) + np.uint64(base) for base in (1 << 40, 1 << 41, 100))
     table.fill(targets, sources, sizes)
     given = table.lists(1, 4)
@@ -138,7 +144,7 @@ def test_flat_tables_hand_over_chunks_of_live_objects() -> None:
 
 @pytest.mark.parametrize("order", SourceOrder)
 def test_flat_attributes_set_the_order_and_nothing_else(order: SourceOrder) -> None:
-    attributes = FlatTable(1).attributes[order][0]
+    attributes = made_flat_table(1).attributes[order][0]
     assert isinstance(attributes, cuda.CUmemcpyAttributes)
     assert int(attributes.srcAccessOrder) == order
     assert (int(attributes.srcLocHint.type), attributes.srcLocHint.id) == (0, 0)
@@ -165,7 +171,9 @@ def test_flat_objects_are_made_all_together_or_not_at_all(monkeypatch: pytest.Mo
         for name in set(kinds):
             patch.setattr(cuda, name, interrupted(getattr(cuda, name)))
         with pytest.raises(KeyboardInterrupt):
-            _ = table.attributes
+            table.make_objects()
+    assert not table.attributes, "so they are made again"
+    table.make_objects()
     values = np.arange(2, dtype=np.uint64)
     table.fill(values, values, values)
     assert len(table.attributes) == 4
@@ -173,13 +181,13 @@ def test_flat_objects_are_made_all_together_or_not_at_all(monkeypatch: pytest.Mo
 
 
 def test_attributes_of_the_two_orders_are_two_objects() -> None:
-    table = FlatTable(1)
+    table = made_flat_table(1)
     stream, other = table.attributes[SourceOrder.STREAM][0], table.attributes[SourceOrder.ANY][0]
     assert [int(each.srcAccessOrder) for each in (stream, other)] == [1, 3]
 
 
 def test_raw_addresses_are_those_of_the_same_arrays() -> None:
-    table = FlatTable(6)
+    table = made_flat_table(6)
     table.fill(*(np.arange(6, dtype=np.uint64) + np.uint64(base) for base in (1 << 40, 1 << 41, 100)))
     targets, sources, sizes = table.raw_arrays(2)
     attributes, indices = table.raw_attributes(SourceOrder.ANY)

@@ -41,7 +41,6 @@ def _pytest(mutant: list[str], tests: list[str], *, stop_early: bool = True) -> 
         **{name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))},
         "KVOFFLOAD_ORDERING_SEEDS": "2",
         "PYTHONPATH": paths,
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
     return subprocess.run(
         [sys.executable, str(SUPPORT / "mutants.py"), *mutant, *options, *(["-x"] if stop_early else []), *tests],

@@ -18,7 +18,7 @@ from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import Driver, FlatTable, SourceOrder, StridedTable, address_of
 from kvoffload.driver.tables import Columns
 from kvoffload.layout.fold import fold
-from kvoffload.planning.transfer_plan import build
+from kvoffload.planning.transfer_plan import addresses_of_slots, build
 from kvoffload.testing import leak_check, scramble
 from kvoffload.tuning import CopierName
 
@@ -239,7 +239,7 @@ def test_pitfall_15_a_bad_pointer_raises_with_every_copier_and_the_context_lives
             fold(layout)[0],
             layout,
             Direction.STORE,
-            pool_address=bench.pinned.address,
+            slot_addresses=addresses_of_slots(layout, bench.pinned.address, 1),
             slots=np.array([0]),
             blocks=last,
         )

@@ -61,7 +61,7 @@ from kvoffload.engine import launcher, stream_order
 from kvoffload.engine.job import Job
 from kvoffload.layout.fold import fold_group
 from kvoffload.planning.layer_groups import Parts, as_parts
-from kvoffload.planning.transfer_plan import TransferPlan, build
+from kvoffload.planning.transfer_plan import TransferPlan, addresses_of_slots, build
 from kvoffload.testing import Mirror, check_clean_close, scramble
 from kvoffload.tuning import CopierName, CopyMethod
 
@@ -265,7 +265,8 @@ def test_the_operations_of_a_part_are_those_of_its_planes(kind: str, factor: int
     group = fold_group(layout.groups[0], factor, allocations, parts)
     blocks = np.array([3, 4, 5, 9, 11, 10])
     slots = np.arange(layout.slots_for(6))
-    plan = build(group, layout, Direction.LOAD, pool_address=1 << 20, slots=slots, blocks=blocks)
+    addresses = addresses_of_slots(layout, 1 << 20, len(slots))
+    plan = build(group, layout, Direction.LOAD, slot_addresses=addresses, slots=slots, blocks=blocks)
     operations = plan.operations().flat() if flat else plan.operations()
     assert plan.count() == (len(plan.operations()), len(plan.operations().flat()))
     assert operations.part_ends[-1] == len(operations)

@@ -14,10 +14,11 @@ from strategies import LayoutSpec, layouts
 
 from kvoffload import Direction, KVLayout, Plane
 from kvoffload.layout.fold import MAX_PITCH, FoldedGroup, describe_fold, fold
-from kvoffload.planning.transfer_plan import BlockPlan, TransferPlan, build
+from kvoffload.planning.transfer_plan import BlockPlan, TransferPlan, addresses_of_slots, build
 
 MIB = 1 << 20
 POOL = 1 << 40
+NUM_SLOTS = 4096
 
 
 def layout_of(addresses: Iterable[int], block_bytes: int = 4096, num_blocks: int = 8, **options: Any) -> KVLayout:
@@ -46,7 +47,7 @@ def block_plan(
         fold(layout)[0],
         layout,
         direction,
-        pool_address=POOL,
+        slot_addresses=addresses_of_slots(layout, POOL, NUM_SLOTS),
         slots=np.array(list(slots), np.int64),
         blocks=np.array(list(blocks), np.int64),
         first_sub_block=first,
@@ -194,8 +195,8 @@ def test_sides_change_with_the_direction() -> None:
     load = plan(layout, [1], [0], direction=Direction.LOAD)
     assert store.source.tolist() == load.target.tolist() == [MIB + 4096]
     assert store.target.tolist() == load.source.tolist() == [POOL]
-    assert store.source_pitch.tolist() == load.target_pitch.tolist() == [MIB]
-    assert store.target_pitch.tolist() == load.source_pitch.tolist() == [4096]
+    assert store.device_pitch.tolist() == load.device_pitch.tolist() == [MIB]
+    assert store.host_pitch.tolist() == load.host_pitch.tolist() == [4096]
 
 
 def test_adjacent_blocks_of_one_slot_are_one_wider_row() -> None:
@@ -319,7 +320,7 @@ def test_any_plan_covers_exactly_the_bytes_of_its_blocks(spec: LayoutSpec, data:
         fold(layout, allocations)[number],
         layout,
         Direction.LOAD,
-        pool_address=POOL,
+        slot_addresses=addresses_of_slots(layout, POOL, NUM_SLOTS),
         slots=np.array(slots, np.int64),
         blocks=np.array(blocks, np.int64),
         first_sub_block=first,
@@ -353,9 +354,10 @@ def scattered_blocks(layout: KVLayout, count: int, num_blocks: int) -> Callable[
     chance = np.random.default_rng(0)
     group, blocks = fold(layout)[0], chance.permutation(num_blocks)[:count]
     slots = chance.permutation(layout.slots_for(count))
+    addresses = addresses_of_slots(layout, POOL, len(slots))
 
     def action() -> TransferPlan:
-        transfer = build(group, layout, Direction.STORE, pool_address=POOL, slots=slots, blocks=blocks)
+        transfer = build(group, layout, Direction.STORE, slot_addresses=addresses, slots=slots, blocks=blocks)
         transfer.count()
         return transfer.operations()
 

@@ -289,7 +289,7 @@ def cut_segments(monkeypatch: pytest.MonkeyPatch, engine: kvoffload.OffloadEngin
     """At most so many operations at a time, of a kernel so many blocks."""
     copiers = engine._parts.copiers
     monkeypatch.setattr(gather, "_MAX_TABLE_BLOCKS", operations)  # for gather copiers that are made later
-    for copier in (copiers._strided, copiers._batch, copiers._loop, *copiers._gather.values()):
+    for copier in (*copiers._of_copy_engine.values(), *copiers._gather.values()):
         monkeypatch.setattr(copier, "segment_operations", operations)
 
 

@@ -72,18 +72,22 @@ class _Remove(ast.NodeTransformer):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module of the package from its source, with the call removed if it is the module concerned."""
+    """Loads the module concerned from its source, with the mistake in it; its code is not cached."""
 
     place: tuple[str, int, int] = ("-", 0, 0)
     mutation: Mutation | None = None
 
     def get_code(self, fullname: str) -> object:  # type: ignore[override]
         path = Path(self.get_filename(fullname))
+        module, line, column = self.place
+        concerned = self.mutation is not None and path == PACKAGE / self.mutation.file
+        if not concerned and fullname != module:
+            return super().get_code(fullname)
         text = path.read_text()
-        if self.mutation is not None and path == PACKAGE / self.mutation.file:
+        if concerned:
+            assert self.mutation is not None
             text = mutated(self.mutation, text)
         tree = ast.parse(text)
-        module, line, column = self.place
         if fullname == module:
             remover = _Remove(line, column)
             tree = ast.fix_missing_locations(remover.visit(tree))
