@@ -94,6 +94,7 @@ class DeviceContext:
         current = Current()  # `make_current`, without the call: this is on the path of every transfer
         current.driver = self.driver
         current.context = self.context
+        current.any_call = True
         return current
 
     def check_open(self) -> None:

@@ -13,19 +13,22 @@ class Current:
 
     If the context is current already, none is pushed or popped. Inside, the thread may also make calls while another
     stream is being captured into a graph: an event query, say, would otherwise fail and break the capture (capture
-    modes GLOBAL, which is CUDA's default, and THREAD_LOCAL).
+    modes GLOBAL, which is CUDA's default, and THREAD_LOCAL). With `any_call` false it may not: that saves two driver
+    calls, for what only records events, waits for them, and queues copies and kernels.
 
     An interrupt in `__enter__` leaves the caller's context current. An interrupt at the entry of `__exit__`, where
     Python code cannot catch it, leaves this one current.
 
     Attributes:
-        driver, context: set right after construction. There is no `__init__`: this is on the path of every transfer.
+        driver, context, any_call: set right after construction. There is no `__init__`: this is on the path of every
+            transfer.
     """
 
-    __slots__ = ("_capture_mode", "_pushed", "context", "driver")
+    __slots__ = ("_capture_mode", "_pushed", "any_call", "context", "driver")
 
     driver: Driver
     context: int
+    any_call: bool
     _capture_mode: Any
     _pushed: bool
 
@@ -36,7 +39,8 @@ class Current:
             if driver.current_context() != self.context:
                 self._pushed = True
                 driver.context_push(self.context)
-            self._capture_mode = driver.relax_capture_mode()
+            if self.any_call:
+                self._capture_mode = driver.relax_capture_mode()
         except BaseException:
             self._pop_own()
             raise
@@ -44,7 +48,8 @@ class Current:
     def __exit__(self, *exception: object) -> None:
         driver = self.driver
         try:
-            driver.restore_capture_mode(self._capture_mode)
+            if self.any_call:
+                driver.restore_capture_mode(self._capture_mode)
             if self._pushed:
                 driver.context_pop()
         except DriverError:  # what was done inside stands; an error here must not hide it or undo it
@@ -62,9 +67,10 @@ class Current:
             pass  # the context is lost or destroyed: the caller gets the error of its own call
 
 
-def make_current(driver: Driver, context: int) -> Current:
+def make_current(driver: Driver, context: int, any_call: bool = True) -> Current:
     """A `Current` for one `with`."""
     current = Current()
     current.driver = driver
     current.context = context
+    current.any_call = any_call
     return current

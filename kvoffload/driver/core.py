@@ -338,8 +338,6 @@ class Driver:
             arrays, pair = table.raw_arrays(start), table.raw_attributes(order)
             self._call_raw("memcpy_batch_async_v2", *arrays, count, *pair, 1, stream)
         else:
-            if not table.attributes:
-                table.make_objects()
             targets, sources, sizes = table.lists(start, stop)
             code = self._batch(targets, sources, sizes, count, table.attributes[order], _FROM_THE_FIRST, 1, stream)[0]
             if code:

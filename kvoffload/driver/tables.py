@@ -101,8 +101,8 @@ class FlatTable:
 
     Attributes:
         capacity: copies.
-        attributes: by `SourceOrder`, once `make_objects` was called: one CUmemcpyAttributes with that order and nothing
-            else set, in a list.
+        attributes: by `SourceOrder`, once `lists` was called: one CUmemcpyAttributes with that order and nothing else
+            set, in a list.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -135,9 +135,11 @@ class FlatTable:
         self._size_list = sizes.tolist() * count if len(sizes) == 1 else sizes.tolist()
 
     def lists(self, start: int, stop: int) -> tuple[list[Any], list[Any], list[int]]:
-        """Targets, sources and sizes of copies `[start, stop)` as the bindings take them; `make_objects` first."""
+        """Targets, sources and sizes of copies `[start, stop)` as the bindings take them."""
         pair = self._slices.get((start, stop))
         if pair is None:  # kept, since chunks mostly begin and end at the same places
+            if not self.attributes:
+                self._make_objects()
             pair = self._target_objects[start:stop], self._source_objects[start:stop]
             if len(self._slices) < _MAX_SLICES:
                 self._slices[start, stop] = pair
@@ -145,9 +147,9 @@ class FlatTable:
         sizes = self._size_list
         return targets, sources, sizes if len(sizes) == stop - start else sizes[start:stop]
 
-    def make_objects(self) -> None:
-        """Make the objects of the bindings over this table, once, before they are passed to a driver without raw
-        addresses. `attributes` is set last: an interrupt cannot leave half.
+    def _make_objects(self) -> None:
+        """Make the objects of the bindings over this table, once. `attributes` is set last: an interrupt cannot leave
+        half.
         """
         from cuda.bindings import driver
 

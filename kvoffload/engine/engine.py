@@ -187,7 +187,7 @@ class OffloadEngine(EngineLifecycle):
             self.device.check_process()
             self.check_usable()
         try:
-            with make_current(self._driver, self._context):
+            with make_current(self._driver, self._context, request.arrays):
                 followed = self._follow(request.sources) if request.arrays else None  # while referred to, reserved
                 streams: tuple[int, ...] = request.sources if followed is None else followed.streams
                 with self.lock:
@@ -200,9 +200,11 @@ class OffloadEngine(EngineLifecycle):
                     # 3. select: the copy method, by the profile
                     method, reason = copiers.select(plan, request.copier, self.profile, self.prefer)
                     # 4. order: what it must follow
-                    transfer = Transfer(next(self._ids), direction, plan.nbytes, request.num_parts)
+                    parts = 1 if request.parts is None else len(request.parts)
+                    transfer = Transfer(next(self._ids), direction, plan.nbytes, parts)
                     transfer.engine, transfer.simulated = self, self._driver.simulated
-                    transfer.source_order = self._source_order(request)
+                    if direction is Direction.LOAD:
+                        transfer.source_order = self._source_order(request)
                     transfer.conflict = self._conflict(request)
                     transfer.method, transfer.reason = method, reason
                     transfer.shares = copiers.shares(method, plan)
@@ -234,7 +236,8 @@ class OffloadEngine(EngineLifecycle):
         stores = request.direction is Direction.STORE
         same, other = (in_flight.stores, in_flight.loads) if stores else (in_flight.loads, in_flight.stores)
         if other.transfers or same.waiting or len(same.transfers) >= in_flight.most_unasked:
-            self._parts.tracker.advance()
+            with make_current(self._driver, self._context):
+                self._parts.tracker.advance()
             self.check_usable()
             self._parts.tracker.check_room(1 if len(request.blocks) else 0)
 
@@ -287,13 +290,13 @@ class OffloadEngine(EngineLifecycle):
         return Job(self, transfer)
 
     def _source_order(self, request: Request) -> SourceOrder:
-        """STREAM for stores always: reads of device memory would overtake the stream. ANY for loads where it is safe.
+        """Of a load: ANY where it is safe. (Of stores STREAM always: reads of device memory would overtake the stream.)
 
         Raises:
             ValueError: "any" is asked for while a store to one of the slots is unfinished.
         """
         stores = self._parts.in_flight.stores
-        if request.direction is Direction.STORE or request.source_order == "stream":
+        if request.source_order == "stream":
             return SourceOrder.STREAM
         if not stores.transfers:
             return SourceOrder.ANY

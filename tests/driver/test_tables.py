@@ -123,7 +123,7 @@ def test_strided_objects_are_made_once_and_follow_the_rows() -> None:
 
 def made_flat_table(capacity: int) -> FlatTable:
     table = FlatTable(capacity)
-    table.make_objects()
+    table.lists(0, 0)
     return table
 
 
@@ -171,13 +171,12 @@ def test_flat_objects_are_made_all_together_or_not_at_all(monkeypatch: pytest.Mo
         for name in set(kinds):
             patch.setattr(cuda, name, interrupted(getattr(cuda, name)))
         with pytest.raises(KeyboardInterrupt):
-            table.make_objects()
+            table.lists(0, 2)
     assert not table.attributes, "so they are made again"
-    table.make_objects()
     values = np.arange(2, dtype=np.uint64)
     table.fill(values, values, values)
-    assert len(table.attributes) == 4
     assert [len(each) for each in table.lists(0, 2)] == [2, 2, 2]
+    assert len(table.attributes) == 4
 
 
 def test_attributes_of_the_two_orders_are_two_objects() -> None:

@@ -98,8 +98,8 @@ MUTATIONS = (
     Mutation(
         "stores-read-their-source-at-any-time",
         "engine/engine.py",
-        'if request.direction is Direction.STORE or request.source_order == "stream":',
-        'if request.source_order == "stream":',
+        "if direction is Direction.LOAD:\n                        transfer.source_order",
+        "if True:\n                        transfer.source_order",
         (ORDERING, "tests/engine/test_ordering_segments.py"),
     ),
     Mutation(
