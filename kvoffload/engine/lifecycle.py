@@ -124,7 +124,7 @@ class EngineLifecycle(HtmlRepresentation):
     def advance(self) -> None:
         """Take note of transfers that have ended, and queue as many segments as there is room for. Never blocks.
 
-        `poll`, `wait`, `done` and every submission do it too.
+        `poll`, `wait` and `done` do it too, and a submission where it needs to know.
         """
         if os.getpid() != self._process:
             self.device.check_process()
