@@ -45,6 +45,9 @@ MATMUL = Product(
     4096,
     (ProductTile(128, 256, 64, 4, 8), ProductTile(128, 256, 64, 3, 8), ProductTile(128, 128, 32, 3, 8)),
 )
+_LARGE_TILES = MATMUL.tiles
+LARGE = Product("large product", 8192, 8192, 8192, _LARGE_TILES)
+MEDIUM = Product("small product", 2048, 2048, 2048, _LARGE_TILES)
 SKINNY = Product("skinny product", 64, 28672, 8192, (ProductTile(64, 128, 64, 4, 4), ProductTile(64, 128, 64, 3, 4)))
 SMALL = Product("small product", 32, 64, 32, (ProductTile(16, 32, 16, 2, 4),))  # for the simulated device
 

@@ -1,7 +1,9 @@
 """Measures a profile: transfers through real engines, and a matrix product concurrent with each copy method.
 
-Times are medians on the GPU's clock, of transfers one at a time. For the slow-downs transfers follow each other without
-a pause while a 4096^3 bf16 product is repeated. A copier that cannot be used here is left out, and then never chosen.
+Times are medians on the GPU's clock, of transfers one at a time: on an idle GPU, and some of them beside products of
+matrices, large and small, and beside copies in the other direction. For the slow-downs transfers follow each other
+without a pause while a 4096^3 bf16 product is repeated. A copier that cannot be used here is left out, and then never
+chosen.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 
+from kvoffload.calibration.backdrops import Backdrop, opposite_copies, products
 from kvoffload.calibration.compute import Computation
 from kvoffload.calibration.schedule import (
     FULL,
@@ -36,9 +39,10 @@ from kvoffload.engine.job import Job
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import Deviation, Profile, key_of
-from kvoffload.tuning.costs import CopyMethod, Costs
-from kvoffload.tuning.fitting import Sample, fit
+from kvoffload.tuning.costs import CopyMethod, Costs, Situation
+from kvoffload.tuning.fitting import Sample, fit, fit_host
 
+Samples = dict[Situation, dict[Direction, list[Sample]]]
 Progress = Callable[[int, int], None]  # steps done, steps in all
 
 _IN_FLIGHT = 3  # unfinished transfers during the matrix product, so that they follow each other without a pause
@@ -96,6 +100,8 @@ class _Tuner:
         self._device, self._scale, self._missing, self._memory = device, scale, missing, memory
         self._progress = progress
         self._begin = time.perf_counter()
+        self._backdrops: dict[tuple[Situation, Direction], Backdrop] = {}
+        self._host: list[Sample] = []
         self._steps = self._timed = 0
         self._total = 1
 
@@ -103,22 +109,28 @@ class _Tuner:
         scale, missing = self._scale, self._missing
         first = [*flat_sets(scale, missing), *strided_sets(scale)]
         self._total = len(first) + 2 + len(scale.split_bytes) + 2 * len(scale.check_bytes)
-        link = self._link()
-        samples: dict[Direction, list[Sample]] = {direction: [] for direction in Direction}
-        self._time(first, samples)
-        self._time(split_sets(scale, _fit(link, samples)), samples)
-        costs = _fit(link, samples)
+        with ExitStack() as undo:
+            self._open_backdrops(undo)
+            link = self._link()
+            samples = self._no_samples()
+            self._time(first, samples)
+            self._time(split_sets(scale, _fit(link[Situation.IDLE], samples[Situation.IDLE])), samples)
+        situations = {situation: _fit(link[situation], found) for situation, found in samples.items()}
+        costs = situations.pop(Situation.IDLE)
         slowdowns = self._slowdowns(costs)
         profile = Profile(
             key=key_of(self._device),
             source=f"measured on {datetime.date.today()}" + (" BY A SIMULATED DEVICE" * self._device.simulated),
             costs=costs,
+            situations=situations,
+            host=fit_host(self._host),
             slowdowns=slowdowns,
             simulated=self._device.simulated,
         )
-        checks: dict[Direction, list[Sample]] = {direction: [] for direction in Direction}
+        checks = self._no_samples()
         self._time(check_sets(scale, missing, costs), checks)
-        profile = replace(profile, errors=deviations(profile, [each for found in checks.values() for each in found]))
+        found = checks[Situation.IDLE].values()
+        profile = replace(profile, errors=deviations(profile, [each for samples in found for each in samples]))
         return Tuning(profile, self._timed, time.perf_counter() - self._begin, missing)
 
     def _step(self) -> None:
@@ -130,21 +142,57 @@ class _Tuner:
         late = time.perf_counter() - self._begin > self._scale.seconds
         return self._scale.hurried if late else self._scale.repeats
 
-    def _time(self, trial_sets: Iterable[TrialSet], samples: Mapping[Direction, list[Sample]]) -> None:
-        """Time each set, and add the samples to those of their direction."""
+    def _open_backdrops(self, undo: ExitStack) -> None:
+        """Those of the situations that can be had here."""
+        scale = self._scale.field
+        try:
+            for situation, product in (
+                (Situation.LARGE_PRODUCTS, scale.large),
+                (Situation.SMALL_PRODUCTS, scale.small),
+            ):
+                backdrop = undo.enter_context(products(self._device, product))
+                self._backdrops |= {(situation, direction): backdrop for direction in Direction}
+        except CapabilityError as error:
+            self._missing["beside compute"] = str(error)
+        for direction in Direction:
+            copies = opposite_copies(self._device, direction, scale.opposite_bytes)
+            self._backdrops[Situation.BOTH_DIRECTIONS, direction] = undo.enter_context(copies)
+
+    def _no_samples(self) -> Samples:
+        situations = dict.fromkeys((Situation.IDLE, *(situation for situation, _ in self._backdrops)))
+        return {situation: {direction: [] for direction in Direction} for situation in situations}
+
+    def _time(self, trial_sets: Iterable[TrialSet], samples: Samples) -> None:
+        """Time each set on an idle GPU, and what `FieldScale` says in the other situations; add the samples."""
         for trial_set in trial_sets:
             with TrialEngine(self._device, self._memory, trial_set) as trial_engine:
-                for direction in Direction:
-                    samples[direction] += trial_engine.rounds(direction, trial_set.trials[direction], self._repeats)
+                for direction, trials in trial_set.trials.items():
+                    samples[Situation.IDLE][direction] += trial_engine.rounds(direction, trials, self._repeats)
                     self._timed += trial_engine.counted
+                    self._time_in_field(trial_engine, trial_set, direction, samples)
+                self._host += trial_engine.host
             self._step()
 
-    def _link(self) -> dict[Direction, float]:
+    def _time_in_field(
+        self, trial_engine: TrialEngine, trial_set: TrialSet, direction: Direction, samples: Samples
+    ) -> None:
+        scale = self._scale.field
+        trials = [trial for trial in trial_set.trials[direction] if scale.has(trial_set, trial)]
+        for (situation, each), backdrop in self._backdrops.items():
+            if trials and each is direction:
+                samples[situation][direction] += trial_engine.rounds(direction, trials, lambda: scale.repeats, backdrop)
+                self._timed += trial_engine.counted
+                backdrop.drain()
+
+    def _link(self) -> dict[Situation, dict[Direction, float]]:
         """Bytes per second of one contiguous copy."""
+        samples = self._no_samples()
         trial_set = same_trials(True, 1, self._scale.link_bytes, [Trial(CopyMethod("loop"), 1)])
-        samples: dict[Direction, list[Sample]] = {direction: [] for direction in Direction}
         self._time([trial_set], samples)
-        return {direction: self._scale.link_bytes / found[0].seconds for direction, found in samples.items()}
+        return {
+            situation: {direction: self._scale.link_bytes / each[0].seconds for direction, each in found.items()}
+            for situation, found in samples.items()
+        }
 
     # slow-downs ---------------------------------------------------------------------------------------------------
 
@@ -184,7 +232,12 @@ class _Tuner:
 
 
 def _fit(link: Mapping[Direction, float], samples: Mapping[Direction, list[Sample]]) -> dict[Direction, Costs]:
-    return {direction: fit(link[direction], samples[direction]) for direction in Direction}
+    """Costs from samples. The link is as fast as the fastest of all: the contiguous copy may have met a slow moment."""
+    fastest = {
+        direction: max([link[direction], *(each.shape.nbytes / each.seconds for each in found)])
+        for direction, found in samples.items()
+    }
+    return {direction: fit(fastest[direction], samples[direction]) for direction in Direction}
 
 
 def _slowdowns_of_round(

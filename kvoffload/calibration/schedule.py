@@ -4,6 +4,8 @@ scattered planes   batch, loop, gather: sizes of a copy x copies             -> 
 folded planes      strided: sizes of a row x rows in an operation x operations -> fitted prices
 folded planes      split: sizes of a row x blocks x shares for the kernel    -> fitted, and the best share
 both               sizes in between, for the errors alone
+
+Some of these are timed in every situation of the field, too: those of `FieldScale`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from kvoffload.calibration.compute import MATMUL, SMALL, Product
+from kvoffload.calibration.compute import LARGE, MATMUL, MEDIUM, SMALL, Product
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning.costs import CopyMethod, Costs, Shape
 
@@ -52,12 +54,52 @@ class TrialSet(NamedTuple):
         return max((trial.method.programs for trials in self.trials.values() for trial in trials), default=0)
 
 
+class FieldScale(NamedTuple):
+    """Which of the transfers are timed in the field.
+
+    Attributes:
+        copy_bytes, copies, gather_programs: of batch, loop and gather.
+        row_bytes, operations: of strided copies.
+        split_bytes, split_blocks: of splits.
+        large, small: the products beside which they are timed.
+        opposite_bytes: of the contiguous copies in the other direction.
+        repeats: rounds.
+    """
+
+    copy_bytes: tuple[int, ...]
+    copies: tuple[int, ...]
+    gather_programs: tuple[int, ...]
+    row_bytes: tuple[int, ...]
+    operations: tuple[int, ...]
+    split_bytes: tuple[int, ...]
+    split_blocks: tuple[int, ...]
+    large: Product
+    small: Product
+    opposite_bytes: int
+    repeats: int
+
+    def has(self, trial_set: TrialSet, trial: Trial) -> bool:
+        """Whether a trial of a set is timed in the field."""
+        copier, programs, _ = trial.method
+        if copier == "strided":
+            return trial_set.block_bytes in self.row_bytes and trial.blocks in self.operations
+        if copier == "split":
+            return trial_set.block_bytes in self.split_bytes and trial.blocks in self.split_blocks
+        copies = trial.blocks * trial_set.planes
+        if trial_set.planes == 1:  # the contiguous copy
+            return True
+        known = trial_set.block_bytes in self.copy_bytes and copies in self.copies
+        return known and (not programs or programs in self.gather_programs)
+
+
 class Scale(NamedTuple):
     """How much is measured.
 
     Attributes:
         planes: of most sets.
-        scattered_bytes, pitch: of planes that do not fold, and from plane to plane of those that do.
+        scattered_bytes, pitch: of planes that do not fold, and from plane to plane of those that do. Both are large,
+            since transfers over more memory than the GPU's TLBs cover are slower, and those of a kernel beside compute
+            most of all; the pitch is no power of two, as few are.
         most_bytes: of a transfer; larger ones are left out, for all lines are straight there.
         link_bytes: of a block of the contiguous copy.
         copy_bytes, copies: of batch and gather.
@@ -69,6 +111,7 @@ class Scale(NamedTuple):
         gather_programs, split_programs: of the kernel.
         concurrent_bytes, concurrent_blocks: of the transfers concurrent with the product.
         product, products: the computation, and how many times it is repeated.
+        field: what is timed beside compute and in both directions.
         repeats, hurried: rounds in the first `seconds`, and after that, so that a slow machine has a profile too.
     """
 
@@ -96,6 +139,7 @@ class Scale(NamedTuple):
     concurrent_blocks: int
     product: Product
     products: int
+    field: FieldScale
     repeats: int
     hurried: int
     seconds: float
@@ -105,12 +149,12 @@ _KIB = 1 << 10
 _MIB = 1 << 20
 FULL = Scale(
     planes=64,
-    scattered_bytes=4 * _MIB,
-    pitch=32 * _MIB,
+    scattered_bytes=32 * _MIB,
+    pitch=33 * _MIB + 256 * _KIB,
     most_bytes=128 * _MIB,
     link_bytes=64 * _MIB,
-    copy_bytes=tuple(each * _KIB for each in (1, 2, 4, 8, 16, 24, 32, 64, 256)),
-    copies=(64, 128, 256, 512, 1024, 4096),
+    copy_bytes=tuple(each * _KIB for each in (1, 2, 4, 8, 16, 24, 32, 64, 256, 1024)),
+    copies=(64, 128, 256, 512, 1024, 4096, 16384),
     loop_bytes=tuple(each * _KIB for each in (4, 64, 1024)),
     loop_copies=(64, 512),
     row_bytes=tuple(each * _KIB for each in (1, 2, 4, 8, 16, 32, 64, 256, 1024)),
@@ -128,9 +172,22 @@ FULL = Scale(
     concurrent_blocks=64,
     product=MATMUL,
     products=24,
+    field=FieldScale(
+        copy_bytes=tuple(each * _KIB for each in (4, 16, 64, 256, 1024)),
+        copies=(64, 128, 1024, 4096, 16384),
+        gather_programs=(1, 4),
+        row_bytes=tuple(each * _KIB for each in (4, 16, 32, 64, 1024)),
+        operations=(1, 8, 64),
+        split_bytes=tuple(each * _KIB for each in (4, 16, 64)),
+        split_blocks=(32,),
+        large=LARGE,
+        small=MEDIUM,
+        opposite_bytes=32 * _MIB,
+        repeats=3,
+    ),
     repeats=5,
     hurried=2,
-    seconds=12.0,
+    seconds=20.0,
 )
 MINIATURE = Scale(  # for the simulated device
     planes=4,
@@ -157,6 +214,19 @@ MINIATURE = Scale(  # for the simulated device
     concurrent_blocks=4,
     product=SMALL,
     products=2,
+    field=FieldScale(
+        copy_bytes=(64, 256),
+        copies=(4, 16),
+        gather_programs=(1,),
+        row_bytes=(64, 256),
+        operations=(1, 4),
+        split_bytes=(64,),
+        split_blocks=(2,),
+        large=SMALL,
+        small=SMALL,
+        opposite_bytes=4 * _KIB,
+        repeats=1,
+    ),
     repeats=1,
     hurried=1,
     seconds=600.0,

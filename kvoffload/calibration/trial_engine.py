@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
 
+from kvoffload.calibration.backdrops import Backdrop
 from kvoffload.calibration.schedule import Trial, TrialSet
 from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
@@ -23,6 +25,7 @@ from kvoffload.tuning.fitting import Sample
 _LEAST_SECONDS = 1e-7  # the clock of the events counts half microseconds
 _PITCH_ALIGNMENT = 2 << 20
 _WARM_UP = 1
+_IN_A_ROW = 3
 _FLUSH_BYTES = 160 << 20  # more than the 126 MB of cache that the largest GPU has
 
 
@@ -31,13 +34,14 @@ class TrialMemory:
 
     Args:
         scattered_bytes: of each plane of the first kind.
-        pitch: bytes from plane to plane in the slab; less where the GPU has not that much to spare.
+        pitch: bytes from plane to plane in the slab. Both are less where the GPU has not that much to spare.
     """
 
     def __init__(self, device: Device, plane_count: int, scattered_bytes: int, pitch: int) -> None:
         with device.current():
-            spare = device.driver.free_and_total_bytes()[0] // 2 // plane_count
-        self.pitch = pitch if spare >= pitch else max(spare // _PITCH_ALIGNMENT, 1) * _PITCH_ALIGNMENT
+            spare = device.driver.free_and_total_bytes()[0] // 4 // plane_count
+        spare = max(spare // _PITCH_ALIGNMENT, 1) * _PITCH_ALIGNMENT
+        self.pitch, scattered_bytes = min(pitch, spare), min(scattered_bytes, spare)
         self._device = device
         with ExitStack() as undo:
             with device.current():
@@ -86,6 +90,7 @@ class TrialEngine:
 
     Attributes:
         counted: transfers whose time was counted in the last `rounds`.
+        host: of each transfer timed on an idle GPU, the seconds that its submission kept the caller.
     """
 
     def __init__(self, device: Device, memory: TrialMemory, trial_set: TrialSet, *, seed: int = 0) -> None:
@@ -93,6 +98,7 @@ class TrialEngine:
         most = min(trial_set.most_blocks, planes[0].num_blocks)
         self._trial_set, self._memory, self._most_blocks = trial_set, memory, most
         self.counted = 0
+        self.host: list[Sample] = []
         self.engine = OffloadEngine(
             KVLayout([planes]),
             device=device,
@@ -118,25 +124,52 @@ class TrialEngine:
     def seconds(self, direction: Direction, trial: Trial) -> float:
         """Seconds of one transfer on an idle GPU, on the GPU clock; NaN if unknown."""
         self._memory.flush()
+        begin = time.perf_counter()
         job = self.submit(direction, trial)
+        host = time.perf_counter() - begin
+        self.host.append(Sample(trial.method, self._trial_set.shape(direction, trial.blocks), host))
         while not job.done:  # wait() sleeps between looks, and the next transfer would find a slower CPU
             pass
         return job.wait().seconds
 
-    def rounds(self, direction: Direction, trials: Sequence[Trial], repeats: Callable[[], int]) -> list[Sample]:
+    def seconds_beside(self, backdrop: Backdrop, direction: Direction, trial: Trial) -> float:
+        """Seconds of a transfer of several in a row beside a backdrop, by wall clock: from the first submission until
+        the last has ended, for each. One alone would often find the GPU between two kernels.
+        """
+        backdrop.top_up()
+        begin = time.perf_counter()
+        jobs = [self.submit(direction, trial) for _ in range(_IN_A_ROW)]
+        while not jobs[-1].done:
+            backdrop.top_up()
+        seconds = (time.perf_counter() - begin) / _IN_A_ROW
+        for job in jobs:
+            job.wait()
+        return seconds
+
+    def rounds(
+        self,
+        direction: Direction,
+        trials: Sequence[Trial],
+        repeats: Callable[[], int],
+        backdrop: Backdrop | None = None,
+    ) -> list[Sample]:
         """Medians over rounds in each of which every trial is timed once, after one round that does not count.
 
         Trials for which the GPU had no memory to spare are left out.
 
         Args:
             repeats: how many rounds, asked before each.
+            backdrop: beside which they are timed; None: on an idle GPU.
         """
         trials = [trial for trial in trials if trial.blocks <= self._most_blocks]
         found: list[list[float]] = [[] for _ in trials]
         done = 0
         while done < _WARM_UP + repeats():
             for seconds, trial in zip(found, trials, strict=True):
-                seconds.append(self.seconds(direction, trial))
+                if backdrop is None:
+                    seconds.append(self.seconds(direction, trial))
+                else:
+                    seconds.append(self.seconds_beside(backdrop, direction, trial))
             done += 1
         self.counted = (done - _WARM_UP) * len(trials)
         medians = [_median(seconds[_WARM_UP:]) for seconds in found]

@@ -107,6 +107,11 @@ def _write(profile: Profile, path: Path | None, device: Device) -> Path | None:
 def _figures(profile: Profile) -> dict[str, Any]:
     return {
         "link_gb_per_s": {str(direction): costs.link / 1e9 for direction, costs in profile.costs.items()},
+        "field_link_gb_per_s": {
+            str(situation): {str(direction): costs.link / 1e9 for direction, costs in found.items()}
+            for situation, found in profile.situations.items()
+        },
+        "host_us": {name: {"fixed": each.fixed * 1e6, "copy": each.copy * 1e6} for name, each in profile.host.items()},
         "slowdowns": profile.slowdowns,
         "errors": {name: error._asdict() for name, error in profile.errors.items()},
     }
@@ -124,6 +129,8 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output) -> Non
         ]
         columns = ("copier", "median", "worst", "transfers")
         output.table("expected against measured, %, at sizes in between", columns, errors)
+        host = [(name, f"{each.fixed * 1e6:.0f}", f"{each.copy * 1e6:.2f}") for name, each in profile.host.items()]
+        output.table("us that a submission keeps its caller", ("copier", "fixed", "each copy"), host)
         links = ", ".join(f"{direction} {rate:.1f}" for direction, rate in fields["link_gb_per_s"].items())
         output.line(f"one contiguous copy, GB/s: {links}; {fields['device']}, link {fields['link']}")
         output.line(f"{tuning.transfers} transfers in {tuning.seconds:.1f} s")

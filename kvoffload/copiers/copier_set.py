@@ -140,10 +140,15 @@ class CopierSet:
         able = tuple(name for name in NAMES if self.missing[name] is None)
         return _without_kernels(able) if self._interpreted else able
 
-    def select(self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str) -> Selection:
+    def select(
+        self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str, opposite: bool = False
+    ) -> Selection:
         """The copy method for a plan, and why: `wanted` (see `check_copier`), completed; or the profile's choice.
 
         Remembered for all plans of the same shape.
+
+        Args:
+            opposite: whether transfers in the other direction are in flight.
 
         Raises:
             CapabilityError: the kernel is wanted for a load in parts, and cannot carry these.
@@ -154,10 +159,10 @@ class CopierSet:
         counts = None if plan.sub_block is None else plan.count()  # without sub-blocks the blocks say it
         parts = None if plan.group.num_parts == 1 else plan.group.parts
         stores = plan.direction is Direction.STORE  # hashing an enum's member is a call of a Python function
-        key = (stores, plan.group_index, len(plan.blocks), counts, parts, wanted)
+        key = (stores, plan.group_index, len(plan.blocks), counts, parts, wanted, opposite)
         found = self._selected.get(key)
         if found is None:
-            found = self._select(plan, wanted, profile, prefer)
+            found = self._select(plan, wanted, profile, prefer, opposite)
             if parts is not None and found.method.copier == "gather":
                 assert self._kernels is not None
                 self._kernels.in_parts(plan.group_index, parts)  # takes its rows, so that it can be carried ever after
@@ -166,7 +171,9 @@ class CopierSet:
             self._selected[key] = found
         return found
 
-    def _select(self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str) -> Selection:
+    def _select(
+        self, plan: BlockPlan, wanted: CopierChoice, profile: Profile, prefer: str, opposite: bool
+    ) -> Selection:
         shape = shape_of(plan)
         if isinstance(wanted, CopyMethod):
             self._check_parts(wanted.copier, plan)
@@ -176,7 +183,8 @@ class CopierSet:
         else:
             self._check_parts(wanted, plan)
             available = (wanted,)
-        method, reason, _ = choose(shape, available, profile, prefer, self._sm_limit, plan.group.num_parts)
+        parts = plan.group.num_parts
+        method, reason, _ = choose(shape, available, profile, prefer, self._sm_limit, parts, opposite)
         return Selection(method, reason if wanted is None else "asked for by name")
 
     def _carrying_parts(self, plan: BlockPlan) -> tuple[str, ...]:

@@ -50,8 +50,9 @@ class OffloadEngine(EngineLifecycle):
         num_slots: slots of the pinned pool, `layout.slot_bytes` bytes each.
         sm_limit: how many multiprocessors a copy kernel may use; 0 forbids kernels, and compiles none. (The simulated
             device interprets them, slowly, so it selects none by itself.)
-        prefer: "overlap" picks, of the copy methods within 10% of the fastest, the one that slows concurrent
-            computation least; "latency" picks the fastest.
+        prefer: "overlap" picks the copy method that falls least behind the fastest beside computation, and of those
+            near it the one that slows computation least, the copy engine's first; "latency" picks the fastest on a GPU
+            that computes nothing. Both look at whether transfers in the other direction are in flight.
         profile: what transfers cost here, see `kvoffload.tuning`; None: what `kvoffload tune` measured for this GPU,
             driver, link and bindings, else one that comes with the package.
         max_in_flight: jobs that may be unfinished at a time.
@@ -198,7 +199,8 @@ class OffloadEngine(EngineLifecycle):
                     # 2. plan: what is copied, per block
                     plan = self._plan(request)
                     # 3. select: the copy method, by the profile
-                    method, reason = copiers.select(plan, request.copier, self.profile, self.prefer)
+                    opposite = self._parts.in_flight.other(direction).transfers
+                    method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, bool(opposite))
                     # 4. order: what it must follow
                     parts = 1 if request.parts is None else len(request.parts)
                     transfer = Transfer(next(self._ids), direction, plan.nbytes, parts)
@@ -233,9 +235,9 @@ class OffloadEngine(EngineLifecycle):
                     refuse_capturing(self._driver, stream, "after")
             except DriverError as error:
                 raise_for_stream(error, stream, "after")
-        stores = request.direction is Direction.STORE
-        same, other = (in_flight.stores, in_flight.loads) if stores else (in_flight.loads, in_flight.stores)
-        if other.transfers or same.waiting or len(same.transfers) >= in_flight.most_unasked:
+        same = in_flight.of(request.direction)
+        unasked = len(same.transfers) >= in_flight.most_unasked
+        if unasked or same.waiting or in_flight.other(request.direction).transfers:
             with make_current(self._driver, self._context):
                 self._parts.tracker.advance()
             self.check_usable()
@@ -311,11 +313,10 @@ class OffloadEngine(EngineLifecycle):
 
     def _conflict(self, request: Request) -> Transfer | None:
         """The unfinished transfer of the other direction that this one must follow; earlier ones end before it."""
-        loads = request.direction is Direction.LOAD
-        queue = self._parts.in_flight.stores if loads else self._parts.in_flight.loads
+        queue = self._parts.in_flight.other(request.direction)
         if not queue.transfers:
             return None
-        hazards, other = self._hazards, Direction.STORE if loads else Direction.LOAD
+        hazards, other = self._hazards, request.direction.opposite
         on_slots = hazards.latest_on_slots(other, request.slots)
         return queue.unfinished(max(on_slots, hazards.latest_on_blocks(other, request.group, request.blocks)))
 

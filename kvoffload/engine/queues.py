@@ -83,6 +83,10 @@ class InFlight:
         """The queue of a direction."""
         return self.stores if direction is Direction.STORE else self.loads
 
+    def other(self, direction: Direction) -> TransferQueue:
+        """The queue of the other direction."""
+        return self.loads if direction is Direction.STORE else self.stores
+
     @property
     def count(self) -> int:
         """How many transfers are in flight."""

@@ -29,6 +29,10 @@ class Direction(enum.StrEnum):
     STORE = "store"  # device to host
     LOAD = "load"  # host to device
 
+    @property
+    def opposite(self) -> Direction:
+        return Direction.LOAD if self is Direction.STORE else Direction.STORE
+
 
 class BlockPlan:
     """What a transfer moves: block `blocks[i]` of a group's planes, and sub-block `sub_block[i]` of a slot.

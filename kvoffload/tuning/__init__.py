@@ -9,7 +9,16 @@
 Nothing here touches a device.
 """
 
-from kvoffload.tuning.costs import CopierChoice, CopierName, CopyMethod, Shape
+from kvoffload.tuning.costs import (
+    BESIDE_COMPUTE,
+    FIELD,
+    CopierChoice,
+    CopierName,
+    CopyMethod,
+    HostCosts,
+    Shape,
+    Situation,
+)
 from kvoffload.tuning.profile import (
     Deviation,
     Profile,
@@ -26,13 +35,17 @@ from kvoffload.tuning.profile import (
 )
 
 __all__ = [
+    "BESIDE_COMPUTE",
+    "FIELD",
     "CopierChoice",
     "CopierName",
     "CopyMethod",
     "Deviation",
+    "HostCosts",
     "Profile",
     "ProfileKey",
     "Shape",
+    "Situation",
     "check_profile",
     "default_profile",
     "key_of",

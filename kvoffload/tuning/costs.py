@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from math import inf
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -74,6 +75,34 @@ class Shape(NamedTuple):
     operations: int
     rows: int
     nbytes: int
+
+
+class Situation(StrEnum):
+    """What else the GPU and its link do during a transfer."""
+
+    IDLE = "idle"
+    LARGE_PRODUCTS = "beside large products"
+    SMALL_PRODUCTS = "beside small products"
+    BOTH_DIRECTIONS = "both directions"  # contiguous copies in the other direction
+
+
+BESIDE_COMPUTE = (Situation.LARGE_PRODUCTS, Situation.SMALL_PRODUCTS)
+FIELD = (*BESIDE_COMPUTE, Situation.BOTH_DIRECTIONS)
+
+
+class HostCosts(NamedTuple):
+    """Seconds that a submission keeps its caller: a fixed part, and for each copy that the driver is given.
+
+    A copy is a strided operation of "strided", a row of "batch" and "loop", a block of "gather" and "split".
+    """
+
+    fixed: float
+    copy: float
+
+
+def driver_copies(copier: CopierName, shape: Shape) -> int:
+    """How many copies the driver is given; see `HostCosts`."""
+    return shape.operations if copier == "strided" else shape.rows if copier in ("batch", "loop") else shape.blocks
 
 
 class Curve(NamedTuple):

@@ -9,7 +9,7 @@ import itertools
 import json
 from typing import Any
 
-from kvoffload.tuning.costs import COPIERS, WITH_PROGRAMS, Costs, Curve, FlatCosts, SplitCosts, StridedCosts
+from kvoffload.tuning.costs import COPIERS, WITH_PROGRAMS, Costs, Curve, FlatCosts, HostCosts, SplitCosts, StridedCosts
 
 _SIGNIFICANT = 5  # digits kept of a measured value
 _LINE = 110
@@ -58,6 +58,10 @@ def _render_flat(flat: FlatCosts) -> dict[str, Any]:
     }
 
 
+def render_host(costs: HostCosts) -> dict[str, float]:
+    return {"fixed": _us(costs.fixed), "copy": _us(costs.copy)}
+
+
 def _us(seconds: float) -> float:
     return short(seconds * 1e6)
 
@@ -79,6 +83,11 @@ def parse_costs(fields: dict[str, Any]) -> Costs:
         gather={_whole(programs): _parse_flat(flat) for programs, flat in fields["gather"].items()},
         split={_whole(programs): _parse_split(split) for programs, split in fields["split"].items()},
     )
+
+
+def parse_host(fields: dict[str, Any]) -> HostCosts:
+    """What `render_host` wrote; errors as for `parse_costs`."""
+    return HostCosts(number(fields["fixed"]) * 1e-6, number(fields["copy"]) * 1e-6)
 
 
 def parse_label(text: str) -> str:

@@ -9,7 +9,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.tuning.costs import CopyMethod, Costs, Curve, FlatCosts, Shape, SplitCosts, StridedCosts
+from kvoffload.tuning.costs import (
+    CopyMethod,
+    Costs,
+    Curve,
+    FlatCosts,
+    HostCosts,
+    Shape,
+    SplitCosts,
+    StridedCosts,
+    driver_copies,
+)
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -81,6 +91,17 @@ def fit_strided(samples: Sequence[Sample]) -> StridedCosts:
     prices = solve(columns, np.array([each.seconds for each in samples]))
     row_bytes = tuple(int(size) for size in sizes)
     return StridedCosts(float(prices[0]), row_bytes, _floats(prices[1::2]), _floats(prices[2::2]))
+
+
+def fit_host(samples: Sequence[Sample]) -> dict[str, HostCosts]:
+    """By copier, from the seconds that submissions kept their caller."""
+    found = {}
+    for copier in dict.fromkeys(each.method.copier for each in samples):
+        own = [each for each in samples if each.method.copier == copier]
+        columns = np.ones((len(own), 2))
+        columns[:, 1] = [driver_copies(copier, each.shape) for each in own]
+        found[str(copier)] = HostCosts(*_floats(solve(columns, np.array([each.seconds for each in own]))))
+    return found
 
 
 def _width(sample: Sample) -> int:

@@ -18,13 +18,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvoffload.internal import cachefiles
 from kvoffload.internal.checks import shown
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning.costs import CopyMethod, Costs, Curve, FlatCosts, Shape
-from kvoffload.tuning.costs_json import number, parse_costs, parse_label, pretty, render_costs, short
+from kvoffload.tuning.costs import (
+    FIELD,
+    CopyMethod,
+    Costs,
+    Curve,
+    FlatCosts,
+    HostCosts,
+    Shape,
+    Situation,
+    driver_copies,
+)
+from kvoffload.tuning.costs_json import (
+    number,
+    parse_costs,
+    parse_host,
+    parse_label,
+    pretty,
+    render_costs,
+    render_host,
+    short,
+)
 
 if TYPE_CHECKING:
     from kvoffload.device.device import Device
 
-FORMAT = 1
+FORMAT = 2
 _GEN4_X16 = 25e9  # bytes per second of payload that PCIe Gen4 x16 reaches, of 31.5 on the wire
 _H200_CLASS = ("H100", "H200", "H800", "GH200", "B100", "B200", "B300")
 
@@ -61,7 +80,9 @@ class Profile:
         key: the machine that it was measured on; None for a default.
         source: where the figures come from, as text to show.
         simulated: whether the figures are those of a simulated device, and mean nothing for a GPU.
-        costs: by direction.
+        costs: by direction, on an idle GPU.
+        situations: by situation and direction, from fewer transfers; empty if unknown.
+        host: by copier, how long a submission keeps its caller; empty if unknown.
         slowdowns: by `CopyMethod.label`: the time of a matrix product that runs concurrently with such transfers, over
             its time alone.
         errors: by copier, of transfers that were not used to fit `costs`; empty if unknown.
@@ -72,11 +93,21 @@ class Profile:
     costs: dict[Direction, Costs]
     slowdowns: dict[str, float]
     errors: dict[str, Deviation] = field(default_factory=dict)
+    situations: dict[Situation, dict[Direction, Costs]] = field(default_factory=dict)
+    host: dict[str, HostCosts] = field(default_factory=dict)
     simulated: bool = False
 
-    def seconds(self, method: CopyMethod, shape: Shape) -> float:
-        """Expected seconds on the GPU's clock; infinity for a copy method that was not measured."""
-        return self.costs[shape.direction].seconds(method, shape)
+    def seconds(self, method: CopyMethod, shape: Shape, situation: Situation = Situation.IDLE) -> float:
+        """Expected seconds on the GPU's clock; infinity for a copy method that was not measured.
+
+        A situation that was not measured counts as an idle GPU.
+        """
+        return self.situations.get(situation, self.costs)[shape.direction].seconds(method, shape)
+
+    def host_seconds(self, method: CopyMethod, shape: Shape) -> float:
+        """For how long the submission is expected to keep its caller; 0.0 if that is unknown."""
+        costs = self.host.get(method.copier)
+        return 0.0 if costs is None else costs.fixed + costs.copy * driver_copies(method.copier, shape)
 
     def slowdown(self, method: CopyMethod) -> float:
         """The time of a matrix product that runs concurrently with such transfers, over its time alone; at least 1.0.
@@ -103,8 +134,12 @@ class Profile:
 
         No time is shorter than the link needs for the bytes, plus a transfer's fixed cost; longer times stay.
         """
-        costs = {direction: _limit(each, link) for direction, each in self.costs.items()}
-        return replace(self, key=None, source=source, costs=costs, errors={})
+
+        def limit(costs: dict[Direction, Costs]) -> dict[Direction, Costs]:
+            return {direction: _limit(each, link) for direction, each in costs.items()}
+
+        limited = {situation: limit(costs) for situation, costs in self.situations.items()}
+        return replace(self, key=None, source=source, costs=limit(self.costs), situations=limited, errors={})
 
     def __repr__(self) -> str:
         return f"Profile({self.source!r})"
@@ -253,6 +288,11 @@ def render(profile: Profile) -> bytes:
         "simulated": profile.simulated,
         "key": None if profile.key is None else profile.key._asdict(),
         "costs": {str(direction): render_costs(costs) for direction, costs in profile.costs.items()},
+        "situations": {
+            str(situation): {str(direction): render_costs(costs) for direction, costs in found.items()}
+            for situation, found in profile.situations.items()
+        },
+        "host": {name: render_host(costs) for name, costs in profile.host.items()},
         "slowdowns": {label: short(value) for label, value in profile.slowdowns.items()},
         "errors": {
             name: [short(each.median), short(each.worst), each.transfers] for name, each in profile.errors.items()
@@ -275,7 +315,11 @@ def parse(content: bytes) -> Profile:
             key=None if fields["key"] is None else ProfileKey(**fields["key"]),
             source=str(fields["source"]),
             simulated=bool(fields["simulated"]),
-            costs={direction: parse_costs(fields["costs"][str(direction)]) for direction in Direction},
+            costs=_parse_directions(fields["costs"]),
+            situations={
+                each: _parse_directions(fields["situations"][each]) for each in FIELD if each in fields["situations"]
+            },
+            host={parse_label(name): parse_host(each) for name, each in fields["host"].items()},
             slowdowns={parse_label(label): max(1.0, number(value)) for label, value in fields["slowdowns"].items()},
             errors={str(name): _deviation(*each) for name, each in fields["errors"].items()},
         )
@@ -285,6 +329,10 @@ def parse(content: bytes) -> Profile:
         raise ValueError("it is not a profile: it is nested too deeply") from error
     except ValueError as error:  # of json, too
         raise ValueError(f"it cannot be read: {error}") from error
+
+
+def _parse_directions(fields: dict[str, Any]) -> dict[Direction, Costs]:
+    return {direction: parse_costs(fields[str(direction)]) for direction in Direction}
 
 
 def _deviation(median: Any, worst: Any, transfers: Any) -> Deviation:

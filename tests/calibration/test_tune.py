@@ -21,7 +21,7 @@ from kvoffload.errors import KVOffloadWarning
 from kvoffload.internal import cachefiles
 from kvoffload.terminal.console import CommandError
 from kvoffload.testing import check_clean_close
-from kvoffload.tuning import ProfileKey, default_profile, key_of, load_profile, parse, profile_path, render
+from kvoffload.tuning import ProfileKey, Situation, default_profile, key_of, load_profile, parse, profile_path, render
 
 H200 = ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")
 TINY = MINIATURE._replace(
@@ -137,7 +137,7 @@ def test_what_cannot_run_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("kvoffload.kernels.loader.triton_version", lambda: None)
     monkeypatch.setitem(sys.modules, "triton", None)
     tuning = tune(old, scale=TINY)
-    assert set(tuning.missing) == {"gather", "split", "batch", "slowdown"}
+    assert set(tuning.missing) == {"gather", "split", "batch", "slowdown", "beside compute"}
     for costs in tuning.profile.costs.values():
         assert (set(costs.flat), costs.gather, costs.split) == ({"loop"}, {}, {})
     assert tuning.profile.slowdowns == {}
@@ -149,7 +149,8 @@ def test_a_kernel_that_cannot_be_loaded_is_left_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.warns(KVOffloadWarning, match="no copy kernels"):
         tuning = tune(device, scale=TINY)
-    assert set(tuning.missing) == {"gather", "split", "slowdown"}
+    assert set(tuning.missing) == {"gather", "split", "slowdown", "beside compute"}
+    assert set(tuning.profile.situations) == {Situation.BOTH_DIRECTIONS}
     assert "Triton" in tuning.missing["gather"]
     assert all(set(costs.flat) == {"batch", "loop"} for costs in tuning.profile.costs.values())
 
