@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
+from kvoffload import kernels
 from kvoffload.bench import field_report
 from kvoffload.bench.field_compute import ConcurrentCompute, Situation
 from kvoffload.bench.field_measure import DIRECTIONS, Directions, FieldMeasurer
@@ -183,15 +184,23 @@ class _FieldRun:
         self._computes: dict[Situation, ConcurrentCompute | None] = {}
         with ExitStack() as undo:
             for situation in plan.situations:
-                try:
-                    compute = None if situation is Situation.IDLE else ConcurrentCompute(lab, situation)
-                except CapabilityError as error:
-                    self.not_run[situation] = str(error)
-                    continue
-                self._computes[situation] = compute
-                if compute is not None:
-                    undo.callback(compute.close)
+                if situation is Situation.IDLE:
+                    self._computes[situation] = None
+                else:
+                    self._add_compute(situation, undo)
             self._undo = undo.pop_all()
+
+    def _add_compute(self, situation: Situation, undo: ExitStack) -> None:
+        """A computation, or in `not_run` why there is none."""
+        reason = kernels.why_not(self._lab.device.capabilities)
+        if reason is None:
+            try:
+                compute = self._computes[situation] = ConcurrentCompute(self._lab, situation)
+                undo.callback(compute.close)
+            except CapabilityError as error:
+                reason = str(error)
+        if reason is not None:
+            self.not_run[situation] = reason
 
     @property
     def elapsed(self) -> float:

@@ -148,7 +148,7 @@ def _show_situation(situation: Situation, cells: Sequence[Record], output: Outpu
     if not cells:
         return
     found = {tuple(each[name] for name in PLACE): each for each in compare(cells)}
-    columns = ("transfer", "layout", "copies", "GB/s", "by", "/limit", "best", "regret", "slow", "max us")
+    columns = ("transfer", "layout", "moves", "GB/s", "by", "/limit", "best", "regret", "slow", "max us")
     lines = []
     for cell in cells:
         if cell["method"] != CHOICE:
