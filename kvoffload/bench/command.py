@@ -28,7 +28,9 @@ def add_parser(commands: Any) -> None:
         help="figures of saved results",
         description="Draw the figures of results that were saved with --save, on this or another machine, as PNGs.",
     )
-    plot.add_argument("results", nargs="+", metavar="FILE", help="JSON of `bench transfer`, `sweep` or `interference`")
+    plot.add_argument(
+        "results", nargs="+", metavar="FILE", help="JSON of `bench transfer`, `sweep`, `field` or `interference`"
+    )
     plot.add_argument("--output", required=True, metavar="FOLDER", help="where to write them")
     plot.set_defaults(run=run_plot)
 

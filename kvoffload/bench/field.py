@@ -170,6 +170,7 @@ def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
         comparisons = field_report.compare(cells)
         fields |= {"comparisons": comparisons, "summary": field_report.summarize(comparisons)}
         fields |= {"worst": field_report.worst(comparisons), "wall_seconds": field_run.elapsed}
+        fields["repeats"] = min(cell["rounds"] for cell in cells)
     return fields
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -147,18 +149,31 @@ class FieldMeasurer:
         self, submitter: Submitter, directions: Sequence[Direction], compute: ConcurrentCompute | None
     ) -> tuple[float, list[float]]:
         clock, calls = time.perf_counter, []
-        begin = clock()
-        for index in range(self._setup.size.transfers):
-            for direction in directions:
-                called = clock()
-                submitter.submit(direction, index)
-                calls.append(clock() - called)
+        with _without_collections():
+            begin = clock()
+            for index in range(self._setup.size.transfers):
+                for direction in directions:
+                    called = clock()
+                    submitter.submit(direction, index)
+                    calls.append(clock() - called)
+                    if compute is not None:
+                        compute.top_up()
+            while not submitter.done():
                 if compute is not None:
                     compute.top_up()
-        while not submitter.done():
-            if compute is not None:
-                compute.top_up()
-        return clock() - begin, calls
+            return clock() - begin, calls
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """No garbage collection inside: with the objects of this benchmark one takes as long as a series."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def figures(recorded: Recorded, timing: Timing, warm_up: int, alone_seconds: float | None) -> dict[str, Any]:

@@ -180,7 +180,10 @@ class FieldMethods:
         sizes = np.array([setup.row_bytes], dtype=np.uint64)
 
         def make(direction: Direction, _: int) -> Queue:
-            tables = [_flat_table(ends, sizes) for ends in _chunks(*setup.ends(direction))]
+            tables = [_flat_table(*ends, sizes) for ends in _chunks(*setup.ends(direction))]
+            if not driver.use_raw:
+                for table in tables:
+                    table.lists(0, table.capacity)  # makes the objects that the bindings take
 
             def queue(stream: int) -> None:
                 for table in tables:
@@ -229,10 +232,7 @@ def _chunks(sources: UInt64Array, targets: UInt64Array) -> list[tuple[UInt64Arra
     return [(sources[at : at + _FLAT_COPIES], targets[at : at + _FLAT_COPIES]) for at in starts]
 
 
-def _flat_table(ends: tuple[UInt64Array, UInt64Array], sizes: UInt64Array) -> FlatTable:
-    """A filled table, with the objects that the bindings take."""
-    sources, targets = ends
+def _flat_table(sources: UInt64Array, targets: UInt64Array, sizes: UInt64Array) -> FlatTable:
     table = FlatTable(len(sources))
     table.fill(targets, sources, sizes)
-    table.lists(0, len(sources))
     return table
