@@ -4,6 +4,8 @@ The benchmarks, each with `add_parser(benches)`:
 
     transfer      every copy method, by model            transfer.py, latency.py, frameworks.py
     sweep         bytes of a copy x number of copies     sweep.py
+    field         concurrent with computation, and       field.py, field_setup.py, field_methods.py, field_compute.py,
+                  in both directions at once             field_measure.py, field_report.py, field_plots.py
     interference  slow-down of a computation             interference.py, backgrounds.py
     parts         loading layer by layer                 layer_groups.py
     interop       CuPy and JAX                           frameworks_compared.py, cupy_methods.py, jax_methods.py,

@@ -140,18 +140,21 @@ class GridStride:
         return timed
 
     def stage(
-        self, setup: TransferSetup, direction: Direction, programs: int, *, pinned: bool = False
+        self, setup: TransferSetup, direction: Direction, programs: int, *, pinned: bool = False, first: int = 0
     ) -> Callable[[int], None]:
-        """Write the arrays; returns a function that queues their copies and the kernel on a stream."""
+        """Write the arrays; returns a function that queues their copies and the kernel on a stream.
+
+        What was staged before stays valid if it has another place in the arrays, `[first, first + setup.copies)`.
+        """
         count = setup.copies
-        memory = self._pinned.array if pinned else self._ordinary
-        rows = memory[: 24 * count].view(np.int64).reshape(3, count)
+        memory = (self._pinned.array if pinned else self._ordinary)[24 * first : 24 * (first + count)]
+        rows = memory.view(np.int64).reshape(3, count)
         with self._lab.device.current():
             shift = self._lab.driver.host_device_address(setup.pool_address) - setup.pool_address
         rows[0], rows[1] = setup.ends(direction)
         rows[0 if direction is Direction.LOAD else 1] += shift
         rows[2] = self._row_bytes
-        copy, target, source = self._lab.driver.copy, self._device.address, address_of(memory)
+        copy, target, source = self._lab.driver.copy, self._device.address + 24 * first, address_of(memory)
         arrays = [target + index * 8 * count for index in range(3)]
 
         def submit(stream: int) -> None:

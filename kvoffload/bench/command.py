@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.bench import cache_bookkeeping as bookkeeping
+from kvoffload.bench import field, interference, plots, submit, sweep, transfer
 from kvoffload.bench import frameworks_compared as interop
-from kvoffload.bench import interference, plots, submit, sweep, transfer
 from kvoffload.bench import layer_groups as parts
 from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError, write_out
@@ -21,14 +21,16 @@ def add_parser(commands: Any) -> None:
         "bench", help="measure", description="Measure transfers and what they cost, or draw saved results."
     )
     benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    for bench in (transfer, sweep, interference, parts, interop, submit, bookkeeping):
+    for bench in (transfer, sweep, field, interference, parts, interop, submit, bookkeeping):
         bench.add_parser(benches)
     plot = benches.add_parser(
         "plot",
         help="figures of saved results",
         description="Draw the figures of results that were saved with --save, on this or another machine, as PNGs.",
     )
-    plot.add_argument("results", nargs="+", metavar="FILE", help="JSON of `bench transfer`, `sweep` or `interference`")
+    plot.add_argument(
+        "results", nargs="+", metavar="FILE", help="JSON of `bench transfer`, `sweep`, `field` or `interference`"
+    )
     plot.add_argument("--output", required=True, metavar="FOLDER", help="where to write them")
     plot.set_defaults(run=run_plot)
 

@@ -53,12 +53,14 @@ class ContiguousCopy:
             lambda: self._copy(self._gpu.address, self._host.address), self._poison_gpu, self._read_back, self.nbytes
         )
 
-    def queue(self, direction: Direction, stream: int) -> None:
-        """Queue the copy on a stream, and return; its bytes are not verified."""
-        target, source = self._host.address, self._gpu.address
+    def queue(self, direction: Direction, stream: int, *, first: int = 0, nbytes: int | None = None) -> None:
+        """Queue the copy on a stream, and return: of `nbytes` from byte `first` on, None: of all. Its bytes are not
+        verified here.
+        """
+        target, source = self._host.address + first, self._gpu.address + first
         if direction is Direction.LOAD:
             target, source = source, target
-        self._tools.driver.copy(target, source, self.nbytes, stream)
+        self._tools.driver.copy(target, source, self.nbytes if nbytes is None else nbytes, stream)
 
     def _queue(self, submit: Callable[[int], object]) -> float:
         timer = self._tools.timer

@@ -3,6 +3,7 @@
 bandwidth-DIRECTION.png   `bench sweep`: GB/s against bytes of a copy, the link as a line
 count-DIRECTION.png       `bench sweep`: GB/s against the number of copies
 models-DIRECTION.png      `bench transfer`: GB/s by model
+field-DIRECTION.png       `bench field`: GB/s by transfer and situation; DIRECTION also both
 slowdown-DIRECTION.png    `bench interference`: how much slower a computation concurrent with transfers is
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvoffload.bench import field_plots
 from kvoffload.terminal.console import CommandError
 from kvoffload.terminal.figures import (
     DPI,
@@ -83,6 +85,12 @@ def _drawn(name: str, fields: Fields, folder: Path) -> list[Path]:
 
 
 def _draw(fields: Fields, folder: Path) -> Iterator[Path]:
+    if fields["benchmark"] == "field":
+        for direction in field_plots.DIRECTIONS:
+            figure = field_plots.figure_of(fields, direction)
+            title = f"Series of transfers, {_ARROWS.get(direction, 'stores and loads at once, the sum')}"
+            titled = None if figure is None else _titled(figure, title, fields)
+            yield from _save(titled, folder / f"field-{direction}.png")
     for direction in _ARROWS:
         if fields["benchmark"] == "sweep":
             yield from _save(_by_size(fields, direction), folder / f"bandwidth-{direction}.png")

@@ -57,12 +57,12 @@ class Timing:
         return self.nbytes / self.median / 1e9
 
 
-def time_rounds(scenarios: Mapping[str, Scenario], repeats: int) -> dict[str, Timing]:
-    """Execute every scenario once in each of `WARM_UP + repeats` rounds; each round begins with another scenario."""
+def time_rounds(scenarios: Mapping[str, Scenario], repeats: int, warm_up: int = WARM_UP) -> dict[str, Timing]:
+    """Execute every scenario once in each of `warm_up + repeats` rounds; each round begins with another scenario."""
     seconds: dict[str, list[float]] = {name: [] for name in scenarios}
     wrong = dict.fromkeys(scenarios, 0)
     names = list(scenarios)
-    for number in range(WARM_UP + repeats):
+    for number in range(warm_up + repeats):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             scenario = scenarios[name]
@@ -70,4 +70,4 @@ def time_rounds(scenarios: Mapping[str, Scenario], repeats: int) -> dict[str, Ti
             scenario.warm_up()
             seconds[name].append(scenario.execute())
             wrong[name] += scenario.wrong()
-    return {name: Timing(scenarios[name].nbytes, seconds[name][WARM_UP:], wrong[name]) for name in names}
+    return {name: Timing(scenarios[name].nbytes, seconds[name][warm_up:], wrong[name]) for name in names}

@@ -150,12 +150,12 @@ class TransferSetup:
             blocks = (starts[:, np.newaxis] + np.arange(self.blocks_per_slot)).reshape(-1)
             self._all.append(GroupBlocks(planes, starts, blocks, slots[index * slot_count : (index + 1) * slot_count]))
 
-    def take(self, slots: int) -> None:
-        """Make the following transfers copy the first `slots` slots of each group only."""
+    def take(self, slots: int, first: int = 0) -> None:
+        """Make what follows copy, prepare, poison and compare `slots` slots of each group only, from `first` on."""
+        taken = slice(first, first + slots)
+        blocks = slice(first * self.blocks_per_slot, (first + slots) * self.blocks_per_slot)
         self.groups = [
-            GroupBlocks(
-                group.planes, group.starts[:slots], group.blocks[: slots * self.blocks_per_slot], group.slots[:slots]
-            )
+            GroupBlocks(group.planes, group.starts[taken], group.blocks[blocks], group.slots[taken])
             for group in self._all
         ]
         device, host = (np.concatenate(each) for each in zip(*map(self._row_addresses, self.groups), strict=True))
@@ -163,7 +163,7 @@ class TransferSetup:
             Direction.STORE: (device, host),
             Direction.LOAD: (host, device),
         }
-        self._bytes.take(slots)
+        self._bytes.take(slots, first)
 
     @property
     def slot_count(self) -> int:
@@ -281,13 +281,16 @@ class TransferSetup:
             self.lab.flush()
             return
         driver, timer = self.lab.driver, self.lab.timer
-        spans = [span for group in self.groups for span in self._spans(group.planes)]
 
         def submit() -> None:
-            for address, nbytes in spans:
+            for address, nbytes in self.spans():
                 driver.fill(address, POISON, nbytes, timer.stream)
 
         timer.seconds(submit)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Address and bytes of the ranges that hold the planes of all groups, and of no allocation but theirs."""
+        return [span for group in self.groups for span in self._spans(group.planes)]
 
     def _spans(self, planes: Sequence[Plane]) -> list[tuple[int, int]]:
         if self.placement is Placement.SCATTERED:

@@ -37,10 +37,10 @@ class SetupBytes:
             undo.pop_all()
         self._mirror = self._pinned.array[: words.nbytes].reshape(self._right.shape)
 
-    def take(self, slots: int) -> None:
-        """Make `expected` hold the first `slots` slots of each group."""
-        self.expected = [slot for group in self._right for slot in group[:slots]]
-        self._found = [slot for group in self._mirror for slot in group[:slots]]
+    def take(self, slots: int, first: int = 0) -> None:
+        """Make `expected` hold `slots` slots of each group, from `first` on."""
+        self.expected = [slot for group in self._right for slot in group[first : first + slots]]
+        self._found = [slot for group in self._mirror for slot in group[first : first + slots]]
 
     def against(self, found: Sequence[UInt8Array]) -> list[tuple[UInt8Array, UInt8Array]]:
         """Pairs of the found and the right bytes of each slot."""

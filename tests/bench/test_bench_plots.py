@@ -75,6 +75,18 @@ def interference() -> dict[str, Any]:
     return {"benchmark": "interference", "interference": rows, **MADE_UP}
 
 
+def field() -> dict[str, Any]:
+    cells = [
+        {"model": "m", "layout": layout, "situation": situation, "direction": direction, "method": method}
+        | {"blocks": 32, "planes": 64, "block_bytes": 4096, "gb_per_s": rate}
+        for layout in ("block-major", "plane-major")
+        for situation in ("idle", "large-products")
+        for direction in ("store", "both")
+        for method, rate in {"choice, overlap": 40.0, "loop": None, "batch": 45.0, "contiguous copy": 50.0}.items()
+    ]
+    return {"benchmark": "field", "cells": cells, **MADE_UP}
+
+
 def save(folder: Path, **results: dict[str, Any]) -> list[str]:
     names = []
     for name, fields in results.items():
@@ -85,14 +97,14 @@ def save(folder: Path, **results: dict[str, Any]) -> list[str]:
 
 @needs_matplotlib
 def test_bench_plot_draws_every_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = save(tmp_path, sweep=sweep(), transfer=transfer(), interference=interference())
+    files = save(tmp_path, sweep=sweep(), transfer=transfer(), interference=interference(), field=field())
     target = tmp_path / "new" / "figures"
     assert main(["bench", "plot", *files, "--output", str(target)]) == 0
     written = {Path(line).name for line in capsys.readouterr().out.splitlines()}
     assert written == {path.name for path in target.iterdir()}
     assert written == {
         *("bandwidth-store.png", "bandwidth-load.png", "count-store.png", "count-load.png"),
-        *("models-store.png", "slowdown-load.png"),
+        *("models-store.png", "slowdown-load.png", "field-store.png", "field-both.png"),
     }
     for path in target.iterdir():
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -112,6 +124,7 @@ def test_bench_plot_draws_every_result(tmp_path: Path, capsys: pytest.CaptureFix
         (json.dumps(sweep() | {"transfers": []}), "is no complete result of `bench sweep`"),
         (json.dumps(transfer() | {"transfers": [1]}), "result.json is no complete result of `bench transfer`"),
         (json.dumps(interference() | {"interference": None}), "is no complete result of `bench interference`"),
+        (json.dumps(field() | {"cells": [{}]}), "result.json is no complete result of `bench field`"),
         (json.dumps({"benchmark": "submit", **MADE_UP}), "there is nothing to draw in results of: submit"),
     ],
 )

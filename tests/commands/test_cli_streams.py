@@ -103,10 +103,13 @@ WITH_BYTES = (*WORKLOAD, "--model", "llama-3.1-8b", "--scale", "0.01", "--backen
         (("tune", "--show"), "--sm-limit"),
         *(
             (("bench", bench), "--repeats")
-            for bench in ("transfer", "sweep", "interference", "parts", "submit", "cache")
+            for bench in ("transfer", "sweep", "field", "interference", "parts", "submit", "cache")
         ),
         (("bench", "transfer"), "--blocks"),
         (("bench", "transfer"), "--blocks-per-slot"),
+        (("bench", "field"), "--blocks"),
+        (("bench", "field"), "--bytes"),
+        (("bench", "field"), "--transfers"),
         (("bench", "sweep"), "--sizes"),
         (("bench", "sweep"), "--counts"),
         (("bench", "parts"), "--parts"),

@@ -1,0 +1,245 @@
+"""`kvoffload bench field`: transfers concurrent with computation, and in both directions at once."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+from kvoffload import kernels
+from kvoffload.bench import field_report
+from kvoffload.bench.field_compute import ConcurrentCompute, Situation
+from kvoffload.bench.field_measure import DIRECTIONS, Directions, FieldMeasurer
+from kvoffload.bench.field_methods import FieldMethods
+from kvoffload.bench.field_setup import FieldSetup, SeriesSize, contiguous_series, series_size
+from kvoffload.bench.lab import Lab
+from kvoffload.bench.report import Fields, add_bench_options, conduct
+from kvoffload.bench.setup import Placement
+from kvoffload.errors import CapabilityError
+from kvoffload.internal.models import MODELS, ModelGeometry, find_model
+from kvoffload.terminal.console import Advance, Output
+from kvoffload.terminal.options import models, whole
+
+LAYOUTS = {
+    "block-major": Placement.INTERLEAVED,
+    "plane-major": Placement.FOLDED,
+    "scattered": Placement.SCATTERED,
+}
+_MODELS = ("llama-3.1-8b", "deepseek-v3-mla", "gpt-oss-120b-tp2", "qwen2.5-0.5b")
+_QUICK_MODELS = ("llama-3.1-8b", "qwen2.5-0.5b")
+_SIMULATED_MODELS = ("qwen2.5-0.5b",)  # kernels are interpreted there, slowly
+_QUICK_LAYOUTS = ("block-major", "plane-major")
+_QUICK_SITUATIONS = (Situation.IDLE, Situation.LARGE)
+_BYTES = 64 << 20
+_MOST_BYTES = 1 << 30
+_MOST_BLOCKS = 512
+_MOST_TRANSFERS = 64
+_REPEATS = 3
+_HURRIED = 1
+_SECONDS, _QUICK_SECONDS = 270.0, 40.0  # without --repeats
+_SIMULATED_TRANSFERS = 2
+_SIMULATED_BLOCKS = 2
+_DESCRIPTION = """\
+Bandwidth by wall clock of series of transfers, from the first call until the last transfer has ended, and how much
+slower a concurrent computation was in the same rounds.
+Situations: an idle GPU; a stream full of products of bf16 matrices of 8192 x 8192, or of 2048 x 2048; "decode-loop",
+many short kernels that read 128 MiB of weights each. In each: stores, loads, and both at once (the sum). Layouts:
+"block-major", planes interleaved, a block is one range; "plane-major", planes that fold; "scattered", an allocation for
+each plane. Each transfer of a series has random blocks and slots of its own.
+Methods, in interleaved rounds: the engine's choice (prefer "overlap"), each copy method, contiguous pinned copies of
+the same size in the same directions (the limit), one cuMemcpyBatchAsync a transfer ("flat batch"), and a grid-stride
+kernel of 12 programs with its address arrays in pinned memory. Regret: how much faster the best copy method is than the
+choice. "slow": time of a product during the choice's series over its time alone. "max us": the longest call of store()
+or load(). "ended": the computation ended or paused before the transfers had ended, in every round; such a series counts
+as measured in no situation. Targets are poisoned before each series, and all bytes verified after it.
+Takes about 5 minutes on an H200, a minute with --quick: without --repeats, what is behind that schedule gets 1 round
+instead of 3.
+On the simulated device: one geometry, small sizes, verified, and no times."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured; `blocks` None: transfers of `nbytes`."""
+
+    models: list[ModelGeometry]
+    layouts: list[str]
+    situations: list[Situation]
+    directions: list[Directions]
+    blocks: list[int] | None
+    nbytes: int
+    transfers: int | None
+    seconds: float | None
+
+    @property
+    def places(self) -> int:
+        """How many groups of interleaved rounds there are."""
+        sizes = len(self.blocks or (None,))
+        return len(self.models) * sizes * len(self.layouts) * len(self.situations) * len(self.directions)
+
+
+def repeats_now(repeats: int, seconds: float | None, elapsed: float, done: int, places: int) -> int:
+    """Rounds for the next place: fewer while the run is behind a schedule of `seconds`; None: no schedule."""
+    behind = seconds is not None and elapsed * places > seconds * done
+    return min(repeats, _HURRIED) if behind and done else repeats
+
+
+def add_parser(benches: Any) -> None:
+    parser = benches.add_parser(
+        "field", help="transfers concurrent with computation, both directions at once", description=_DESCRIPTION
+    )
+    parser.add_argument(
+        "--model",
+        type=models,
+        nargs="+",
+        metavar="NAME",
+        help=f"geometries, or all (default {', '.join(_MODELS)}): {', '.join(MODELS)}",
+    )
+    _add_choices(parser, "--layouts", "where planes lie", tuple(LAYOUTS))
+    _add_choices(parser, "--situations", "what the GPU does meanwhile", tuple(map(str, Situation)))
+    _add_choices(parser, "--directions", "stores, loads, or both at once", tuple(DIRECTIONS))
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--blocks", type=_blocks, metavar="N,...", help=f"blocks of a transfer, 1 to {_MOST_BLOCKS}")
+    size.add_argument(
+        "--bytes", type=whole(1, _MOST_BYTES), metavar="N", help=f"bytes of a transfer, about (default {_BYTES})"
+    )
+    parser.add_argument(
+        "--transfers",
+        type=whole(1, _MOST_TRANSFERS),
+        metavar="N",
+        help="transfers of a series in one direction (default: 256 MiB of them, but 2 to 64)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{', '.join(_QUICK_MODELS)}; {', '.join(_QUICK_LAYOUTS)}; {', '.join(_QUICK_SITUATIONS)}",
+    )
+    add_bench_options(parser, _REPEATS)
+    parser.set_defaults(run=run)
+
+
+def _add_choices(parser: argparse.ArgumentParser, name: str, what: str, values: tuple[str, ...]) -> None:
+    parser.add_argument(
+        name, nargs="+", choices=values, metavar="NAME", help=f"{what} (default all): {', '.join(values)}"
+    )
+
+
+def _blocks(text: str) -> list[int]:
+    """An argparse type: comma-separated numbers of blocks."""
+    return [whole(1, _MOST_BLOCKS)(part) for part in text.split(",")]
+
+
+def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
+    """What the options ask for."""
+    quick = arguments.quick
+    seconds = None if arguments.repeats else _QUICK_SECONDS if quick else _SECONDS
+    names = _SIMULATED_MODELS if simulated else _QUICK_MODELS if quick else _MODELS
+    named = arguments.model or [[find_model(name) for name in names]]
+    situations = arguments.situations or (_QUICK_SITUATIONS if quick else Situation)
+    return Plan(
+        [model for group in named for model in group],
+        list(arguments.layouts or (_QUICK_LAYOUTS if quick else LAYOUTS)),
+        [Situation(each) for each in situations],
+        list(arguments.directions or DIRECTIONS),
+        arguments.blocks,
+        arguments.bytes or _BYTES,
+        arguments.transfers,
+        seconds,
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    def measure(lab: Lab, output: Output) -> Fields:
+        return _measure(plan_of(arguments, simulated=lab.device.simulated), lab, output)
+
+    return conduct(arguments, "field", measure, field_report.show)
+
+
+def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
+    with output.progress("places") as progress, _FieldRun(plan, lab, progress) as field_run:
+        cells = list(field_run.cells())
+    fields: Fields = {
+        "cells": cells,
+        "not_run": field_run.not_run,
+        "profile": field_run.profile,
+        "wrong_rows": sum(cell["wrong"] for cell in cells),
+    }
+    if not lab.device.simulated:
+        comparisons = field_report.compare(cells)
+        fields |= {"comparisons": comparisons, "summary": field_report.summarize(comparisons)}
+        fields |= {"worst": field_report.worst(comparisons), "wall_seconds": field_run.elapsed}
+        fields["repeats"] = min(cell["rounds"] for cell in cells)
+    return fields
+
+
+class _FieldRun:
+    """One run of the benchmark. A context manager, which keeps the computations."""
+
+    def __init__(self, plan: Plan, lab: Lab, progress: Advance) -> None:
+        self._plan, self._lab, self._progress = plan, lab, progress
+        self._begin, self._done = time.perf_counter(), 0
+        self.not_run: dict[str, str] = {}
+        self.profile = ""
+        self._computes: dict[Situation, ConcurrentCompute | None] = {}
+        with ExitStack() as undo:
+            for situation in plan.situations:
+                if situation is Situation.IDLE:
+                    self._computes[situation] = None
+                else:
+                    self._add_compute(situation, undo)
+            self._undo = undo.pop_all()
+
+    def _add_compute(self, situation: Situation, undo: ExitStack) -> None:
+        """A computation, or in `not_run` why there is none."""
+        reason = kernels.why_not(self._lab.device.capabilities)
+        if reason is None:
+            try:
+                compute = self._computes[situation] = ConcurrentCompute(self._lab, situation)
+                undo.callback(compute.close)
+            except CapabilityError as error:
+                reason = str(error)
+        if reason is not None:
+            self.not_run[situation] = reason
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def cells(self) -> Iterator[dict[str, Any]]:
+        """Every cell, in the order in which they are measured."""
+        plan, lab = self._plan, self._lab
+        for model in (each.scaled(lab.size.scale) for each in plan.models):
+            for blocks in plan.blocks or (None,):
+                size = self._size(model, blocks)
+                with contiguous_series(lab, size) as contiguous:
+                    for layout in plan.layouts:
+                        with (
+                            FieldSetup(lab, model, LAYOUTS[layout], size) as setup,
+                            closing(FieldMethods(setup, contiguous)) as methods,
+                        ):
+                            self.profile = setup.setup.engine.profile.source
+                            yield from self._of_setup(FieldMeasurer(setup, contiguous, methods, layout))
+                            self.not_run |= methods.not_run
+
+    def _size(self, model: ModelGeometry, blocks: int | None) -> SeriesSize:
+        if self._lab.device.simulated:
+            transfers = self._plan.transfers or _SIMULATED_TRANSFERS
+            return series_size(model, blocks or _SIMULATED_BLOCKS, 0, transfers)
+        return series_size(model, blocks, self._plan.nbytes, self._plan.transfers)
+
+    def _of_setup(self, measurer: FieldMeasurer) -> Iterator[dict[str, Any]]:
+        plan = self._plan
+        for situation, compute in self._computes.items():
+            for directions in plan.directions:
+                repeats = repeats_now(self._lab.repeats, plan.seconds, self.elapsed, self._done, plan.places)
+                yield from measurer.cells(situation, directions, compute, repeats)
+                self._done += 1
+                self._progress(self._done, plan.places)
+
+    def __enter__(self) -> _FieldRun:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._undo.close()

@@ -1,0 +1,238 @@
+"""How the transfers of a series are submitted: by the engine, by bare driver calls, or as contiguous copies."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Protocol
+
+import numpy as np
+
+from kvoffload import kernels
+from kvoffload.bench.baselines import FLAT_BATCH, GRID_PROGRAMS, GridStride, grid_stride
+from kvoffload.bench.contiguous import CONTIGUOUS_COPY
+from kvoffload.bench.field_setup import ContiguousSeries, FieldSetup
+from kvoffload.bench.measurements import choice, with_shares
+from kvoffload.bench.setup import GroupBlocks
+from kvoffload.device.streams import NO_WAIT
+from kvoffload.driver import FlatTable, SourceOrder
+from kvoffload.engine.job import Job
+from kvoffload.errors import CapabilityError
+from kvoffload.internal.types import UInt64Array
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.tuning import CopierChoice, CopyMethod
+
+CHOICE = choice("overlap")
+METHODS = (
+    CopyMethod("strided"),
+    CopyMethod("gather", 4, 1.0),
+    CopyMethod("split", 2),
+    CopyMethod("batch"),
+    CopyMethod("loop"),
+)
+GRID = grid_stride(GRID_PROGRAMS[0], pinned=True)
+_FLAT_COPIES = 32_768  # of one driver call; a call with 51,828 has crashed a driver
+
+Queue = Callable[[int], object]  # puts one transfer on a stream
+
+
+class Submitter(Protocol):
+    """Submits the transfers of series. The device's context must be current."""
+
+    def submit(self, direction: Direction, index: int) -> None:
+        """Submit transfer `index` of the series of a direction; returns when the call that submits it does."""
+
+    def done(self) -> bool:
+        """Whether all that was submitted has ended. Never waits."""
+
+    def finish(self) -> None:
+        """Raise the failure of a transfer; all have ended."""
+
+
+class EngineSubmitter:
+    """Submits to the engine, with the copier of each direction; None leaves the choice to it.
+
+    Attributes:
+        chosen: by direction, how many transfers each copy method has carried.
+    """
+
+    def __init__(self, field: FieldSetup, copiers: Mapping[Direction, CopierChoice]) -> None:
+        self._engine, self._copiers = field.setup.engine, copiers
+        self._transfers = _transfers(field, copiers)
+        self._unfinished: deque[Job] = deque()
+        self._ended: list[Job] = []
+        self.chosen: dict[Direction, Counter[str]] = {direction: Counter() for direction in copiers}
+
+    def submit(self, direction: Direction, index: int) -> None:
+        copier = self._copiers[direction]
+        for group, each in enumerate(self._transfers[direction][index]):
+            if direction is Direction.STORE:
+                job = self._engine.store(each.blocks, each.slots, group, after=NO_WAIT, copier=copier)
+            else:
+                job = self._engine.load(each.slots, each.blocks, group, after=NO_WAIT, copier=copier)
+            self._unfinished.append(job)
+
+    def done(self) -> bool:
+        while self._unfinished and self._unfinished[0].done:
+            self._ended.append(self._unfinished.popleft())
+        return not self._unfinished
+
+    def finish(self) -> None:
+        for job in self._ended:
+            job.wait()
+            if job.method is not None:
+                self.chosen[job.direction][job.method.label] += 1
+        self._ended.clear()
+        self._engine.poll()
+
+
+def _transfers(field: FieldSetup, directions: Iterable[Direction]) -> dict[Direction, list[Sequence[GroupBlocks]]]:
+    """By direction, what each transfer of the series copies, and last the one that warms up."""
+    indices = range(field.size.transfers + 1)
+    return {direction: [field.transfer(direction, index) for index in indices] for direction in directions}
+
+
+class StreamSubmitter:
+    """Puts transfers on one stream for each direction; `queues` has a function for each transfer."""
+
+    def __init__(self, field: FieldSetup, queues: Mapping[Direction, Sequence[Queue]]) -> None:
+        self._driver, self._queues = field.lab.driver, queues
+        self._streams, self._events = field.streams, field.events
+        self._used: set[Direction] = set()
+
+    def submit(self, direction: Direction, index: int) -> None:
+        stream = self._streams[direction]
+        self._queues[direction][index](stream)
+        self._driver.event_record(self._events[direction], stream)
+        self._used.add(direction)
+
+    def done(self) -> bool:
+        return all(self._driver.event_query(self._events[direction]) for direction in self._used)
+
+    def finish(self) -> None:
+        self._used.clear()
+
+
+class FieldMethods:
+    """Every copy method for the series of a setup, by name. Free it with `close`.
+
+    Attributes:
+        not_run: by name, why a copy method cannot be used here.
+    """
+
+    def __init__(self, field: FieldSetup, contiguous: ContiguousSeries) -> None:
+        self._field, self._contiguous = field, contiguous
+        self.not_run: dict[str, str] = {}
+        with ExitStack() as undo:
+            self._bare = {CONTIGUOUS_COPY: self._contiguous_queues()}
+            capabilities = field.lab.device.capabilities
+            if capabilities.flat_batch:
+                self._bare[FLAT_BATCH] = self._flat_queues()
+            else:
+                self.not_run[FLAT_BATCH] = capabilities.missing["cuMemcpyBatchAsync"]
+            grid = self._grid(undo)
+            if grid is not None:
+                self._bare[GRID] = self._grid_queues(grid)
+            self._undo = undo.pop_all()
+
+    def of(self, directions: Sequence[Direction]) -> dict[str, Submitter]:
+        """By name; of these directions at once."""
+        setup = self._field.setup
+        missing = setup.missing
+        self.not_run |= {name: reason for name, reason in missing.items() if reason is not None}
+        found: dict[str, Submitter] = {CHOICE: EngineSubmitter(self._field, dict.fromkeys(directions))}
+        methods: dict[str, dict[Direction, CopierChoice]] = {}
+        for direction in directions:
+            self._field.transfer(direction, 0)
+            for method in with_shares(setup, direction, METHODS):
+                if missing[method.copier] is None:
+                    methods.setdefault(method.label, {})[direction] = method
+        found |= {
+            name: EngineSubmitter(self._field, copiers)
+            for name, copiers in methods.items()
+            if len(copiers) == len(directions)
+        }
+        return found | {name: StreamSubmitter(self._field, queues) for name, queues in self._bare.items()}
+
+    def _contiguous_queues(self) -> dict[Direction, list[Queue]]:
+        """The transfer that warms up copies nothing."""
+
+        def queue(direction: Direction, index: int) -> Queue:
+            return lambda stream: self._contiguous.queue(direction, index, stream)
+
+        none: Queue = lambda _: None  # noqa: E731
+        indices = range(self._field.size.transfers)
+        return {direction: [*(queue(direction, index) for index in indices), none] for direction in Direction}
+
+    def _each(self, make: Callable[[Direction, int], Queue]) -> dict[Direction, list[Queue]]:
+        """By direction, a queue function for each transfer; the setup stands for that transfer during the call."""
+        found: dict[Direction, list[Queue]] = {}
+        for direction in Direction:
+            found[direction] = []
+            for index in range(self._field.size.transfers + 1):
+                self._field.transfer(direction, index)
+                found[direction].append(make(direction, index))
+        return found
+
+    def _flat_queues(self) -> dict[Direction, list[Queue]]:
+        setup, driver = self._field.setup, self._field.lab.driver
+        sizes = np.array([setup.row_bytes], dtype=np.uint64)
+
+        def make(direction: Direction, _: int) -> Queue:
+            tables = [_flat_table(*ends, sizes) for ends in _chunks(*setup.ends(direction))]
+            if not driver.use_raw:
+                for table in tables:
+                    table.lists(0, table.capacity)  # makes the objects that the bindings take
+
+            def queue(stream: int) -> None:
+                for table in tables:
+                    driver.copy_batch(table, 0, table.capacity, SourceOrder.STREAM, stream)
+
+            return queue
+
+        return self._each(make)
+
+    def _grid(self, undo: ExitStack) -> GridStride | None:
+        lab, setup, size = self._field.lab, self._field.setup, self._field.size
+        reason = kernels.why_not(lab.device.capabilities)
+        if reason is None:
+            try:
+                self._copies = self._copies_of_a_transfer()
+                capacity = 2 * (size.transfers + 1) * self._copies
+                return undo.enter_context(closing(GridStride(lab, setup.row_bytes, capacity)))
+            except CapabilityError as error:
+                reason = str(error)
+        self.not_run[GRID] = reason
+        return None
+
+    def _copies_of_a_transfer(self) -> int:
+        self._field.transfer(Direction.STORE, 0)
+        return self._field.setup.copies
+
+    def _grid_queues(self, grid: GridStride) -> dict[Direction, list[Queue]]:
+        places = self._field.size.transfers + 1
+
+        def make(direction: Direction, index: int) -> Queue:
+            first = ((direction is Direction.LOAD) * places + index) * self._copies
+            return grid.stage(self._field.setup, direction, GRID_PROGRAMS[0], pinned=True, first=first)
+
+        return self._each(make)
+
+    def close(self) -> None:
+        """Wait for the streams, and free the kernel."""
+        with self._field.lab.device.current():
+            for stream in self._field.streams.values():
+                self._field.lab.driver.stream_synchronize(stream)
+        self._undo.close()
+
+
+def _chunks(sources: UInt64Array, targets: UInt64Array) -> list[tuple[UInt64Array, UInt64Array]]:
+    starts = range(0, len(sources), _FLAT_COPIES)
+    return [(sources[at : at + _FLAT_COPIES], targets[at : at + _FLAT_COPIES]) for at in starts]
+
+
+def _flat_table(sources: UInt64Array, targets: UInt64Array, sizes: UInt64Array) -> FlatTable:
+    table = FlatTable(len(sources))
+    table.fill(targets, sources, sizes)
+    return table

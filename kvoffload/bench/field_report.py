@@ -1,0 +1,200 @@
+"""What `bench field` prints: the engine's choice against the limit, the best copy method, and other methods."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvoffload.bench.baselines import FLAT_BATCH
+from kvoffload.bench.contiguous import CONTIGUOUS_COPY
+from kvoffload.bench.field_compute import Situation
+from kvoffload.bench.field_methods import CHOICE, GRID, METHODS
+from kvoffload.bench.report import Fields, number
+from kvoffload.terminal.console import Output
+
+Record = Mapping[str, Any]
+PLACE = ("model", "layout", "situation", "direction", "blocks")  # what the records of one comparison have in common
+_LABELS = tuple(method.label for method in METHODS)
+
+
+class _Ratio(NamedTuple):
+    """A ratio of the choice's bandwidth, by its name in JSON and in tables."""
+
+    key: str
+    heading: str
+
+
+_RATIOS = (
+    _Ratio("choice/limit", "/ limit"),
+    _Ratio("choice/best", "/ best method"),
+    _Ratio("choice/flat_batch", "/ flat batch"),
+    _Ratio("choice/grid_stride", "/ grid-stride 12"),
+)
+
+
+def regret(best: float, choice: float) -> float:
+    """How much faster the best copy method is than the engine's choice: 0.25 is a quarter faster, GB/s by GB/s."""
+    return best / choice - 1
+
+
+def compare(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """For each place that the choice and the limit were measured at: their ratios, and the best copy method.
+
+    A method without a bandwidth, since the computation ended before its transfers did, is left out. A place whose
+    choice has none is left out altogether.
+    """
+    places: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in records:
+        places.setdefault(tuple(record[name] for name in PLACE), {})[record["method"]] = record
+    return [found for methods in places.values() if (found := _compared(methods)) is not None]
+
+
+def _compared(methods: Mapping[str, Record]) -> dict[str, Any] | None:
+    rates = {name: record["gb_per_s"] for name, record in methods.items() if record.get("gb_per_s") is not None}
+    if CHOICE not in rates:
+        return None
+    chosen, choice = methods[CHOICE], rates[CHOICE]
+    found = {
+        name: chosen[name] for name in (*PLACE, "planes", "block_bytes", "groups", "transfers", "nbytes", "rounds")
+    }
+    found |= {"choice_gb_per_s": choice, "chosen": chosen["chosen"], "call_max_us": chosen["call_max_us"]}
+    found["compute_slowdown"] = chosen.get("compute_slowdown")
+    best = max((name for name in _LABELS if name in rates), key=rates.__getitem__, default=None)
+    if best is not None:
+        found |= {"best_method": best, "best_gb_per_s": rates[best], "choice/best": choice / rates[best]}
+        found |= {"best_compute_slowdown": methods[best].get("compute_slowdown"), "regret": regret(rates[best], choice)}
+    if CONTIGUOUS_COPY in rates:
+        found |= {"limit_gb_per_s": rates[CONTIGUOUS_COPY], "choice/limit": choice / rates[CONTIGUOUS_COPY]}
+    for name, key in ((FLAT_BATCH, "choice/flat_batch"), (GRID, "choice/grid_stride")):
+        if name in rates:
+            found[key] = choice / rates[name]
+    return found
+
+
+def worst(comparisons: Iterable[Record]) -> Record | None:
+    """The comparison with the lowest choice / limit; None if there is none."""
+    return min((each for each in comparisons if "choice/limit" in each), key=lambda x: x["choice/limit"], default=None)
+
+
+def summarize(comparisons: Sequence[Record]) -> list[dict[str, Any]]:
+    """For each layout the lowest and the median of each ratio, and the longest call of the choice."""
+    found = []
+    for layout in dict.fromkeys(each["layout"] for each in comparisons):
+        of_layout = [each for each in comparisons if each["layout"] == layout]
+        summary: dict[str, Any] = {"layout": layout, "places": len(of_layout)}
+        for ratio in _RATIOS:
+            values = [each[ratio.key] for each in of_layout if ratio.key in each]
+            if values:
+                summary[ratio.key] = {"lowest": min(values), "median": statistics.median(values)}
+        found.append(summary | {"call_max_us": max(each["call_max_us"] for each in of_layout)})
+    return found
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+def show(fields: Fields, output: Output) -> None:
+    if fields["simulated"]:
+        _show_simulated(fields, output)
+        return
+    comparisons = fields["comparisons"]
+    lowest = worst(comparisons)
+    if lowest is not None:
+        output.line(worst_text(lowest))
+    for situation in Situation:
+        _show_situation(situation, [each for each in fields["cells"] if each["situation"] == situation], output)
+    _show_summary(fields["summary"], output)
+    early = sum(each["rounds_compute_ended"] for each in fields["cells"])
+    if early:
+        rounds = sum(each["rounds"] for each in fields["cells"])
+        output.line(f"not counted: {early} of {rounds} series, during which the computation ended or paused")
+    output.line(f"measured in {fields['wall_seconds']:.0f} s")
+
+
+def worst_text(each: Record) -> str:
+    """The comparison and all that identifies it."""
+    chosen = "; ".join(f"{direction}: {_labels(counts)}" for direction, counts in each["chosen"].items())
+    best = ""
+    if "best_method" in each:
+        best = f", best {each['best_gb_per_s']:.1f} by {each['best_method']} (regret {each['regret']:.1%})"
+    groups = f" in {each['groups']} groups" if each["groups"] > 1 else ""
+    return (
+        f"lowest choice / limit: {each['choice/limit']:.2f}: {each['model']}, {each['layout']}, "
+        f"{Situation(each['situation']).text}, {each['direction']}: {each['transfers']} transfers of {each['blocks']} "
+        f"blocks x {each['planes']} planes x {each['block_bytes']} B{groups}: {each['choice_gb_per_s']:.1f} GB/s of "
+        f"{each['limit_gb_per_s']:.1f}, by {chosen}{best}; computation {_slower(each['compute_slowdown'])}, "
+        f"longest call {each['call_max_us']:.0f} us, {each['rounds']} rounds"
+    )
+
+
+def _labels(counts: Mapping[str, int]) -> str:
+    """Copy methods, the one that most transfers had first."""
+    return ", ".join(name for name, _ in Counter(counts).most_common())
+
+
+def _slower(value: float | None) -> str:
+    return "-" if value is None else f"x{value:.2f}"
+
+
+def chosen_text(chosen: Mapping[str, Mapping[str, int]]) -> str:
+    """The method that most transfers of each direction had, shortened where directions differ."""
+    names = list(dict.fromkeys(Counter(counts).most_common(1)[0][0] for counts in chosen.values() if counts))
+    return names[0] if len(names) == 1 else "/".join(name[:3] for name in names)
+
+
+def _show_situation(situation: Situation, cells: Sequence[Record], output: Output) -> None:
+    if not cells:
+        return
+    found = {tuple(each[name] for name in PLACE): each for each in compare(cells)}
+    columns = ("transfer", "layout", "moves", "GB/s", "by", "/limit", "best", "regret", "slow", "max us")
+    lines = []
+    for cell in cells:
+        if cell["method"] != CHOICE:
+            continue
+        each = found.get(tuple(cell[name] for name in PLACE))
+        blocks = f"{cell['blocks']}x{cell['planes']}x{_kib(cell['block_bytes'])}"
+        line = [blocks, cell["layout"], cell["direction"]]
+        if each is None:
+            line += ["ended", chosen_text(cell["chosen"]), "-", "-", "-", "-"]
+        else:
+            line += [number(each["choice_gb_per_s"]), chosen_text(each["chosen"]), number(each.get("choice/limit"), 2)]
+            best = each.get("best_method")
+            line += [best or "-", f"{each['regret']:.0%}" if best else "-", number(each["compute_slowdown"], 2)]
+        lines.append([*line, f"{cell['call_max_us']:.0f}"])
+    output.table(f"{situation.text}: wall clock of series of transfers; {_transfers_text(cells)}", columns, lines)
+
+
+def _transfers_text(cells: Sequence[Record]) -> str:
+    return ", ".join(
+        f"{planes}x{_kib(nbytes)} {model}"
+        for model, planes, nbytes in dict.fromkeys(
+            (each["model"], each["planes"], each["block_bytes"]) for each in cells
+        )
+    )
+
+
+def _kib(nbytes: int) -> str:
+    return f"{nbytes}" if nbytes % 1024 else f"{nbytes // 1024}K"
+
+
+def _show_summary(summary: Sequence[Record], output: Output) -> None:
+    columns = ("layout", *(ratio.heading for ratio in _RATIOS), "longest call, us")
+    lines = []
+    for each in summary:
+        line = [each["layout"]]
+        for ratio in _RATIOS:
+            pair = each.get(ratio.key)
+            line.append("-" if pair is None else f"{pair['lowest']:.2f} / {pair['median']:.2f}")
+        lines.append([*line, f"{each['call_max_us']:.0f}"])
+    output.table("the choice's GB/s over others': lowest / median", columns, lines)
+
+
+def _show_simulated(fields: Fields, output: Output) -> None:
+    output.line("times need a GPU: bytes only")
+    counts: dict[tuple[str, str], list[int]] = {}
+    for cell in fields["cells"]:
+        counts.setdefault((cell["situation"], cell["layout"]), []).append(cell["wrong"])
+    lines = [[*place, len(wrong), sum(wrong)] for place, wrong in counts.items()]
+    output.table("SIMULATED", ("situation", "layout", "cells", "wrong rows"), lines)
