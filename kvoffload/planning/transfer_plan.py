@@ -112,7 +112,7 @@ class BlockPlan:
         blocks, slot_address, sub_block = self.blocks, self.slot_address, self.sub_block
         width = folds.width_column
         if sub_block is not None:
-            slot_address = slot_address + sub_block * folds.width
+            slot_address = slot_address + sub_block * folds.host_step
             if folds.mergeable:
                 starts, merged = self._merged or self._merge(sub_block)
                 blocks, slot_address = blocks[starts], slot_address[starts]
