@@ -260,7 +260,7 @@ def check_copier_conformance(
     names = _copiers_of(device) if copiers is None else copiers
     cases = []
     for kind, make in _LAYOUTS.items():
-        for factor in (1, 3):
+        for factor in (1, 3, 8) if make is _interleaved else (1, 3):
             for copier in names:
                 nbytes = _check_copier(device, make, factor, copier, seed)
                 cases.append(ConformanceCase(kind, factor, copier, nbytes))

@@ -191,8 +191,8 @@ class KVLayout(HtmlRepresentation):
         message += struct.pack("<Q", len(self.block_axes)) + b"".join(map(_with_length, self.block_axes))
         words = [self.tokens_per_block, self.blocks_per_slot, len(self.groups)]
         for group in self.groups:
-            blocks_are_whole = group.slot_order == "block-major" and self.blocks_per_slot > 1 and len(group.planes) > 1
-            words += [int(blocks_are_whole), len(group.planes), *(plane.block_bytes for plane in group.planes)]
+            words += [int(_blocks_stay_whole(self, group)), len(group.planes)]
+            words += [plane.block_bytes for plane in group.planes]
         message += struct.pack(f"<{len(words)}Q", *words)
         return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
 
@@ -220,6 +220,11 @@ def _as_names(names: Sequence[str]) -> tuple[str, ...]:
     )
 
 
+def _blocks_stay_whole(layout: KVLayout, group: Group) -> bool:
+    """Whether slots hold block after block, and the bytes are others than plane after plane."""
+    return group.slot_order == "block-major" and layout.blocks_per_slot > 1 and len(group.planes) > 1
+
+
 def _with_length(name: str) -> bytes:
     return struct.pack("<Q", len(name)) + name.encode()
 
@@ -230,5 +235,6 @@ def describe_groups(layout: KVLayout) -> str:
     for group in layout.groups:
         sizes = sorted({plane.block_bytes for plane in group.planes})
         listed = "/".join(str(size) for size in sizes[:3]) + ("/..." if len(sizes) > 3 else "")
-        texts.append(f"{len(group.planes)} planes x {listed} B x {group.num_blocks} blocks")
+        order = " (block-major slots)" if _blocks_stay_whole(layout, group) else ""
+        texts.append(f"{len(group.planes)} planes x {listed} B x {group.num_blocks} blocks{order}")
     return " + ".join(texts) + f", blocks_per_slot={layout.blocks_per_slot}"

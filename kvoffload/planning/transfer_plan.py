@@ -129,7 +129,11 @@ class BlockPlan:
         return columns
 
     def _merge(self, sub_block: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Where blocks that are adjacent on both sides start, and how many blocks follow each other there."""
+        """Where blocks that are adjacent on both sides start, and how many blocks follow each other there.
+
+        Blocks of two slots never merge, even if both slots are full and adjacent: the driver refuses a copy across two
+        of the ranges in which the pool was registered, and a plan does not know these.
+        """
         blocks = self.blocks
         is_start = np.empty(len(blocks), dtype=np.bool_)
         is_start[:1] = True

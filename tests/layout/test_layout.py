@@ -213,6 +213,10 @@ def test_the_repr_of_a_layout_says_how_it_folds() -> None:
         "KVLayout(64 planes x 64 B x 8 blocks, blocks_per_slot=2, slot_bytes=8192; "
         "64 planes fold into 1 operation a block by address alone)"
     )
+    assert "3 planes x 64 B x 8 blocks (block-major slots), blocks_per_slot=2" in repr(
+        KVLayout([block_major([64] * 3)], blocks_per_slot=2)
+    )
+    assert "(block-major slots)" not in repr(KVLayout([block_major([64] * 3)]))  # the same bytes as plane-major
     scattered = KVLayout([[plane(FAR * 9), plane(FAR * 5), plane(FAR)]])
     assert "3 planes do not fold (3 operations a block)" in repr(scattered)
     two = KVLayout([planes(4), [plane(FAR * 50, 100 + index) for index in range(1)]])
