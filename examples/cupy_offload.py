@@ -11,11 +11,11 @@ LAYERS, BLOCKS, TOKENS, HEADS, HEAD_SIZE = 32, 128, 16, 8, 128
 
 
 def main() -> None:
-    # One array with a plane axis: it always folds. CuPy arrays created one by one have an allocation each: no fold.
+    # Block-major, in one array: a block is one copy. CuPy arrays created one by one have an allocation each: no fold.
     random = cp.random.default_rng(0)
-    shape = (2 * LAYERS, BLOCKS, TOKENS, HEADS, HEAD_SIZE)
+    shape = (BLOCKS, 2 * LAYERS, TOKENS, HEADS, HEAD_SIZE)
     kv_cache = random.standard_normal(shape, dtype=cp.float32).astype(cp.float16)
-    layout = kvoffload.KVLayout.from_stacked(kv_cache, plane_axis=0, block_axis=1, tokens_per_block=TOKENS)
+    layout = kvoffload.KVLayout.from_stacked(kv_cache, plane_axis=1, block_axis=0)
 
     with (
         kvoffload.open_device(kv_cache.device.id) as device,
@@ -25,15 +25,15 @@ def main() -> None:
         print(engine)
         blocks, slots = [5, 17, 99, 3], [0, 1, 2, 3]
         kv_cache *= 2  # queued on CuPy's stream; the store below waits for it on the GPU
-        expected = kv_cache[:, blocks].copy()
+        expected = kv_cache[blocks].copy()
         stored = engine.store(blocks, slots, after=stream)
 
         stored.order_before(stream)  # CuPy may overwrite the blocks once they are stored
-        kv_cache[:, blocks] = 0
+        kv_cache[blocks] = 0
         loaded = engine.load(slots, blocks, after=stream)
 
         loaded.order_before(stream)  # CuPy's next work sees the loaded blocks
-        assert cp.array_equal(kv_cache[:, blocks], expected), "the blocks did not come back"
+        assert cp.array_equal(kv_cache[blocks], expected), "the blocks did not come back"
         print(stored.wait(), loaded.wait(), "every byte came back", sep="\n")
 
 

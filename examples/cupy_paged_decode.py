@@ -40,7 +40,7 @@ class CupyBackend:
         self._cache = None  # its memory is free, before as much is taken again
         with self._stream:
             self._cache = self._cupy.zeros(self.size.cache_shape(num_blocks), dtype="float16")
-        return kvoffload.KVLayout.from_stacked(self._cache, tokens_per_block=model.BLOCK_TOKENS)
+        return kvoffload.KVLayout.from_stacked(self._cache, **self.size.description)
 
     def step(self, step: model.Step) -> Logits:
         with self._stream:

@@ -71,7 +71,8 @@ def work(number: int, runtime: Runtime, engine: kvoffload.OffloadEngine, planes:
         load = engine.load([number], [number], after=stream)
         load.wait()
         result = np.empty(BLOCK_BYTES, dtype=np.uint8)
-        address = planes[turn % PLANES].address + number * BLOCK_BYTES
+        plane = planes[turn % PLANES]
+        address = plane.address + number * plane.block_stride
         runtime.call("cuMemcpyDtoH", result.__array_interface__["data"][0], address, BLOCK_BYTES)
         right += bool((result == value).all())
     runtime.call("cuCtxPopCurrent")
@@ -90,7 +91,7 @@ def main() -> None:
         version = (int(major), int(minor))
     runtime = Runtime(driver, version)
     with kvoffload.open_device(0, backend=driver if simulated else "cuda", context=runtime.context) as device:
-        planes = device.allocate_planes(PLANES, block_bytes=BLOCK_BYTES, num_blocks=WORKERS)
+        planes = device.allocate_blocks(WORKERS, planes=PLANES, block_bytes=BLOCK_BYTES)
         layout = kvoffload.KVLayout([planes])
         with kvoffload.OffloadEngine(layout, device=device, num_slots=WORKERS) as engine:
             with ThreadPoolExecutor(WORKERS) as threads:

@@ -46,9 +46,10 @@ def compute(size: model.ModelSize, weights: model.Weights, cache: Any, step: mod
         x, cache = carry
         key_plane, value_plane = 2 * layer["number"], 2 * layer["number"] + 1
         queries, keys, values = model.project(jnp, size, layer, x, rotation)
-        cache = cache.at[key_plane, blocks, offsets].set(cast(keys, "uint16"))
-        cache = cache.at[value_plane, blocks, offsets].set(cast(values, "uint16"))
-        seen = cast(cache[key_plane, step.tables], "bfloat16"), cast(cache[value_plane, step.tables], "bfloat16")
+        cache = cache.at[(*size.place(key_plane, blocks), offsets)].set(cast(keys, "uint16"))
+        cache = cache.at[(*size.place(value_plane, blocks), offsets)].set(cast(values, "uint16"))
+        pages = (cache[size.place(plane, step.tables)] for plane in (key_plane, value_plane))
+        seen = tuple(cast(page, "bfloat16") for page in pages)
         seen = jax.lax.optimization_barrier(seen)  # the number of blocks decides nothing about how the rest is compiled
         x = model.attend(jnp, size, layer, x, step, queries, *seen)
         return (model.feed_forward(jnp, layer, x), cache), None
@@ -84,7 +85,7 @@ class JaxBackend:
 
         self._cache = None  # its memory is free, before as much is taken again
         shape = self.size.cache_shape(num_blocks)
-        self._cache = kvoffload.jax.OwnedCache(self.device, shape, "uint16", tokens_per_block=model.BLOCK_TOKENS)
+        self._cache = kvoffload.jax.OwnedCache(self.device, shape, "uint16", **self.size.description)
         layout: kvoffload.KVLayout = self._cache.layout
         return layout
 

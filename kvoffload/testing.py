@@ -99,16 +99,17 @@ def naive_transfer(
     for index, block in enumerate(blocks):
         slot = slots[(first_sub_block + index) // factor]
         sub_block = (first_sub_block + index) % factor
-        plane_offset = 0
-        for plane in layout.groups[group].planes:
+        planes, blocks_are_whole = layout.groups[group].planes, layout.groups[group].slot_order == "block-major"
+        start = sub_block * sum(plane.block_bytes for plane in planes) if blocks_are_whole else 0
+        for plane in planes:
             on_device = _device_bytes(memory, plane.address + block * plane.block_stride, plane.block_bytes)
-            start = plane_offset + sub_block * plane.block_bytes
-            on_host = pool[slot, start : start + plane.block_bytes]
+            place = start if blocks_are_whole else start + sub_block * plane.block_bytes
+            on_host = pool[slot, place : place + plane.block_bytes]
             if direction == Direction.STORE:
                 on_host[:] = on_device
             else:
                 on_device[:] = on_host
-            plane_offset += factor * plane.block_bytes
+            start += plane.block_bytes if blocks_are_whole else factor * plane.block_bytes
 
 
 def _device_bytes(memory: Mapping[int, UInt8Array], address: int, nbytes: int) -> UInt8Array:
@@ -259,7 +260,7 @@ def check_copier_conformance(
     names = _copiers_of(device) if copiers is None else copiers
     cases = []
     for kind, make in _LAYOUTS.items():
-        for factor in (1, 3):
+        for factor in (1, 3, 8) if make is _interleaved else (1, 3):
             for copier in names:
                 nbytes = _check_copier(device, make, factor, copier, seed)
                 cases.append(ConformanceCase(kind, factor, copier, nbytes))

@@ -33,18 +33,41 @@ class ArrayModel:
         xp, size = self.xp, self.size
         step = model.Step(*map(xp.asarray, step))
         rotation = model.rotary(xp, size, step)
+        pages = Pages(size, cache, step)
         x = model.embed(self.weights, step)
         for number in range(size.layers):
             before_layer(number)
             layer = {name: self.weights[name][number] for name in model.LAYER_WEIGHTS}
             queries, keys, values = model.project(xp, size, layer, x, rotation)
-            key_plane, value_plane = cache[2 * number], cache[2 * number + 1]
-            rows = (-1, size.kv_heads, size.head_size)
-            key_plane.reshape(rows)[step.rows] = keys
-            value_plane.reshape(rows)[step.rows] = values
-            x = model.attend(xp, size, layer, x, step, queries, key_plane[step.tables], value_plane[step.tables])
+            pages.write(2 * number, keys)
+            pages.write(2 * number + 1, values)
+            seen = pages.read(2 * number), pages.read(2 * number + 1)
+            x = model.attend(xp, size, layer, x, step, queries, *seen)
             x = model.feed_forward(xp, layer, x)
         return model.unembed(xp, self.weights, x, step)
+
+
+class Pages:
+    """What a step writes and reads of a cache, plane by plane. A page is a block of one plane; the cache is contiguous,
+    so it is an array of pages, and of tokens, in either layout. Only the first index differs.
+    """
+
+    def __init__(self, size: model.ModelSize, cache: Any, step: model.Step) -> None:
+        self._tokens = cache.reshape(-1, size.kv_heads, size.head_size)
+        self._pages = cache.reshape(-1, model.BLOCK_TOKENS, size.kv_heads, size.head_size)
+        self._plane_step, block_step = size.page_steps(len(self._pages) // (2 * size.layers))
+        self._tables = step.tables * block_step  # pages of plane 0
+        self._rows = (
+            step.rows // model.BLOCK_TOKENS * (block_step * model.BLOCK_TOKENS) + step.rows % model.BLOCK_TOKENS
+        )
+
+    def write(self, plane: int, values: Any) -> None:
+        """K or V of the step's tokens."""
+        self._tokens[plane * self._plane_step * model.BLOCK_TOKENS :][self._rows] = values
+
+    def read(self, plane: int) -> Any:
+        """Blocks of the step's tables: (batch, table, BLOCK_TOKENS, heads, head_size)."""
+        return self._pages[plane * self._plane_step :][self._tables]
 
 
 class NumpyBackend:
@@ -64,7 +87,7 @@ class NumpyBackend:
         array = self.device.empty(self.size.cache_shape(num_blocks), "float32")
         self._cache = np.from_dlpack(array)
         self._cache[...] = 0
-        return kvoffload.KVLayout.from_stacked(array, tokens_per_block=model.BLOCK_TOKENS)
+        return kvoffload.KVLayout.from_stacked(array, **self.size.description)
 
     def step(self, step: model.Step) -> Logits:
         logits: Logits = self._model.logits(self._cache, step, self._before_layer)

@@ -20,8 +20,15 @@ Int32Array = npt.NDArray[np.int32]
 Weights = Mapping[str, Any]
 
 
+BLOCK_MAJOR, PLANE_MAJOR = "block-major", "plane-major"  # layouts of the KV cache
+
+
 class ModelSize(NamedTuple):
-    """Extents of the model. Its KV cache has two planes a layer: 2k and 2k + 1 are K and V of layer k."""
+    """Extents of the model. Its KV cache has two planes a layer: 2k and 2k + 1 are K and V of layer k.
+
+    Attributes:
+        layout: of the cache: BLOCK_MAJOR, (blocks, planes, ...), or PLANE_MAJOR, (planes, blocks, ...).
+    """
 
     layers: int = 16
     width: int = 2048
@@ -30,6 +37,7 @@ class ModelSize(NamedTuple):
     head_size: int = 128
     hidden: int = 5632
     vocabulary: int = 4096
+    layout: str = BLOCK_MAJOR
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -45,8 +53,27 @@ class ModelSize(NamedTuple):
         }
 
     def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """(planes, blocks, tokens, heads, head size): one array with a plane axis, which always folds."""
-        return (2 * self.layers, num_blocks, BLOCK_TOKENS, self.kv_heads, self.head_size)
+        """(blocks, planes, tokens, heads, head size): a block is one range; or with the first two exchanged."""
+        return (*self.place(2 * self.layers, num_blocks), BLOCK_TOKENS, self.kv_heads, self.head_size)
+
+    def place(self, plane: Any, blocks: Any) -> tuple[Any, Any]:
+        """The first two indices into the cache."""
+        return (blocks, plane) if self.layout == BLOCK_MAJOR else (plane, blocks)
+
+    def page_steps(self, num_blocks: int) -> tuple[int, int]:
+        """From a block of one plane to the same of the next plane, and to the next block; in blocks of one plane."""
+        return (1, 2 * self.layers) if self.layout == BLOCK_MAJOR else (num_blocks, 1)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What kvoffload is told of the cache's array."""
+        plane_axis = self.place("plane", "block").index("plane")
+        return {
+            "plane_axis": plane_axis,
+            "block_axis": 1 - plane_axis,
+            "tokens_per_block": BLOCK_TOKENS,
+            "block_axes": ("tokens", "heads", "dim"),
+        }
 
 
 LAYER_WEIGHTS = ("query_key_value", "attention_out", "gate_up", "down")

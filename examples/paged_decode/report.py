@@ -22,6 +22,9 @@ def command_line(description: str, *, by_layer: bool) -> argparse.Namespace:
     """The options. `by_layer`: whether the backend can have a layer follow its part of a load."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--device", choices=(CUDA, SIMULATED), default=CUDA, help="simulated: small, and without times")
+    help_text = "of the KV cache: (blocks, planes, ...) or (planes, blocks, ...)"
+    layouts = (model.BLOCK_MAJOR, model.PLANE_MAJOR)
+    parser.add_argument("--layout", choices=layouts, default=model.BLOCK_MAJOR, help=help_text)
     parser.add_argument("--small", action="store_true", help="a small model, few conversations, few tokens")
     parser.add_argument("--conversations", type=int, help="how many")
     parser.add_argument("--turns", type=int, help="of each conversation")
@@ -51,7 +54,7 @@ def command_line(description: str, *, by_layer: bool) -> argparse.Namespace:
 
 
 def model_size(options: argparse.Namespace) -> model.ModelSize:
-    return model.SMALL if options.small else model.ModelSize()
+    return (model.SMALL if options.small else model.ModelSize())._replace(layout=options.layout)
 
 
 def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out: str) -> int:

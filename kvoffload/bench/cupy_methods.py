@@ -59,7 +59,7 @@ class CupyMethods:
     @property
     def makers(self) -> dict[str, Callable[[], FrameworkMethod]]:
         return {
-            OURS: lambda: self._ours(OURS, KVLayout.from_stacked(self._one.kv), self._one),
+            OURS: lambda: self._ours(OURS, KVLayout.from_stacked(self._one.kv, plane_axis=0, block_axis=1), self._one),
             OURS_LIST: lambda: self._ours(OURS_LIST, KVLayout.from_arrays(self._list.planes), self._list),
             COPIES: self._copies,
             BLOCKS: self._blocks,

@@ -80,13 +80,15 @@ class JaxMethods:
     def _owned(self) -> FrameworkMethod:
         from kvoffload.jax import OwnedCache
 
-        return self._in_place(OWNED, OwnedCache(self._device, self._data.shape, self._jax.numpy.bfloat16))
+        return self._in_place(
+            OWNED, OwnedCache(self._device, self._data.shape, self._jax.numpy.bfloat16, plane_axis=0, block_axis=1)
+        )
 
     def _adopted(self) -> FrameworkMethod:
         from kvoffload.jax import AdoptedCache
 
         self._require_gpu()
-        return self._in_place(ADOPTED, AdoptedCache(self._device, self._new_array()))
+        return self._in_place(ADOPTED, AdoptedCache(self._device, self._new_array(), plane_axis=0, block_axis=1))
 
     def _in_place(self, name: str, held: Any) -> FrameworkMethod:
         blocks, slots, cache = self._data.blocks, self._data.slots, self._cache(held)
@@ -101,7 +103,8 @@ class JaxMethods:
         from kvoffload.jax import CallbackCache
 
         self._require_gpu()
-        held, blocks, slots = CallbackCache(self._device, self._new_array()), self._data.blocks, self._data.slots
+        held = CallbackCache(self._device, self._new_array(), plane_axis=0, block_axis=1)
+        blocks, slots = self._data.blocks, self._data.slots
         return self._ours(
             CALLBACK,
             self._cache(held),
@@ -113,7 +116,9 @@ class JaxMethods:
         from kvoffload.jax import StagedCache
 
         blocks, slots = self._data.blocks, self._data.slots
-        held = StagedCache(self._device, self._new_array(), stage_blocks=min(_STAGE_BLOCKS, len(blocks)))
+        held = StagedCache(
+            self._device, self._new_array(), stage_blocks=min(_STAGE_BLOCKS, len(blocks)), plane_axis=0, block_axis=1
+        )
         return self._ours(
             STAGED,
             self._cache(held),

@@ -70,7 +70,7 @@ class TransferSetup:
 
     Attributes:
         groups: what a transfer copies of each group; `take` shortens it.
-        rows_per_slot: contiguous ranges that a slot is copied to or from: one a plane; one in all if planes interleave.
+        rows_per_slot: contiguous ranges that a slot is copied to or from: one a plane; one in all if block-major.
         row_bytes: bytes of such a range.
     """
 
@@ -85,8 +85,6 @@ class TransferSetup:
         plane_bytes: int | None = None,
         **options: Any,
     ) -> None:
-        if placement is Placement.INTERLEAVED and blocks_per_slot != 1:
-            raise ValueError(f"interleaved planes need blocks_per_slot=1 to be one range a slot, got {blocks_per_slot}")
         self.lab, self.model, self.placement, self.blocks_per_slot = lab, geometry.name, placement, blocks_per_slot
         self._geometry, self._options = geometry, options
         self.plane_count, self.block_bytes = geometry.planes_per_group[0], geometry.block_bytes
@@ -133,12 +131,10 @@ class TransferSetup:
             return [Plane(each.address, block_bytes=block_bytes, num_blocks=num_blocks) for each in buffers]
         if self.placement is Placement.FOLDED:
             planes = device.allocate_planes(count, block_bytes=block_bytes, num_blocks=num_blocks)
-            stack.enter_context(planes[0].owner)  # type: ignore[arg-type]
-            return planes
-        memory = stack.enter_context(device.allocate(num_blocks * count * block_bytes))
-        addresses = range(memory.address, memory.address + count * block_bytes, block_bytes)
-        stride = count * block_bytes
-        return [Plane(each, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=stride) for each in addresses]
+        else:
+            planes = device.allocate_blocks(num_blocks, planes=count, block_bytes=block_bytes)
+        stack.enter_context(planes[0].owner)  # type: ignore[arg-type]
+        return planes
 
     def _choose_blocks(self, places: int, slot_count: int, planes_of_groups: list[list[Plane]]) -> None:
         """Random even places for the blocks of each group, so that no two are adjacent; random slots."""
@@ -188,7 +184,7 @@ class TransferSetup:
         return address_of(self.engine.slots)
 
     def ends(self, direction: Direction) -> tuple[UInt64Array, UInt64Array]:
-        """Source and target address of every flat copy, slot by slot and plane by plane; uint64, (copies,) each."""
+        """Source and target address of every flat copy, slot by slot and row by row; uint64, (copies,) each."""
         return self._ends[direction]
 
     def _row_addresses(self, group: GroupBlocks) -> tuple[UInt64Array, UInt64Array]:
@@ -311,7 +307,7 @@ class TransferSetup:
         return [self.engine.slots[slot, :payload] for group in self.groups for slot in group.slots]
 
     def expected(self) -> list[UInt8Array]:
-        """The right bytes of each slot, plane by plane."""
+        """The right bytes of each slot."""
         return self._bytes.expected
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class Plan:
             (model.scaled(scale), placement, blocks_per_slot, count)
             for model in self.models
             for placement in self.placements
-            for blocks_per_slot in (self.blocks_per_slot if placement is not Placement.INTERLEAVED else [1])
+            for blocks_per_slot in self.blocks_per_slot
             for count in counts
         ]
 

@@ -124,11 +124,11 @@ def fragment_table(group: Group, shape: FragmentShape, planes: Iterable[int] | N
     """
     columns: list[Int64Array] = []
     for index in range(len(group.planes)) if planes is None else sorted(planes):
-        plane, offset = group.planes[index], int(group.host_offsets[index])
+        plane, offset, step = group.planes[index], int(group.host_offsets[index]), int(group.host_steps[index])
         start = np.arange(0, plane.block_bytes, shape.fragment_bytes)
         words = np.minimum(shape.fragment_bytes, plane.block_bytes - start) // shape.word_bytes
-        stride, step = np.full(start.shape, plane.block_stride), np.full(start.shape, plane.block_bytes)
-        columns.append(np.stack([plane.address + start, stride, offset + start, step, words]))
+        stride, sub_blocks = np.full(start.shape, plane.block_stride), np.full(start.shape, step)
+        columns.append(np.stack([plane.address + start, stride, offset + start, sub_blocks, words]))
     return np.ascontiguousarray(np.concatenate(columns, axis=1))
 
 

@@ -181,12 +181,38 @@ class Device(DeviceContext):
                 f"cannot allocate {nbytes} bytes on {self.name}: {free} of {total} bytes are free"
             ) from error
 
+    def allocate_blocks(self, num_blocks: int, *, planes: int, block_bytes: int) -> list[Plane]:
+        """A block-major cache `(num_blocks, planes, block_bytes)` in one driver allocation, by its planes.
+
+        A block is one contiguous range of all planes, and so one copy: plane p of block b is `block_bytes` bytes at
+        `planes[0].address + (b * planes + p) * block_bytes`. The recommended layout, where kernels can read it;
+        `allocate_planes` is for kernels that want an array for each layer. Uninitialised. The memory lives as long as
+        any of the planes; `planes[0].owner` is its DeviceBuffer.
+
+        Args:
+            num_blocks: of the cache.
+            planes: how many; a layer's K and a layer's V are two.
+            block_bytes: of one block of one plane.
+
+        Raises:
+            CapacityError: as `allocate`.
+            ValueError: not integers of at least 1.
+        """
+        num_blocks, planes = at_least("num_blocks", num_blocks, 1), at_least("planes", planes, 1)
+        block_bytes = at_least("block_bytes", block_bytes, 1)
+        memory, stride = self.allocate(num_blocks * planes * block_bytes), planes * block_bytes
+        return [
+            Plane(address, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=stride, owner=memory)
+            for address in range(memory.address, memory.address + stride, block_bytes)
+        ]
+
     def allocate_planes(
         self, count: int, *, block_bytes: int, num_blocks: int, block_stride: int | None = None
     ) -> list[Plane]:
         """`count` planes in one slab, which always fold: one strided operation per block carries all of them.
 
-        The slab lives as long as any of the planes; `planes[0].owner` is its DeviceBuffer.
+        Plane-major, for kernels that want an array for each plane; copies of `allocate_blocks` are faster. The slab
+        lives as long as any of the planes; `planes[0].owner` is its DeviceBuffer.
         """
         count = at_least("count", count, 1)
         span = Plane(1, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride).span_bytes
@@ -206,7 +232,7 @@ class Device(DeviceContext):
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         """An uninitialised C-contiguous array in one driver allocation, for other libraries to take without a copy.
 
-        With a plane axis in front, `KVLayout.from_stacked(array)` always folds.
+        An array `(blocks, planes, ...)` or `(planes, blocks, ...)` always folds, see `KVLayout.from_stacked`.
 
         Args:
             shape: extents, all positive.

@@ -361,8 +361,9 @@ class EngineLifecycle(HtmlRepresentation):
     def slots(self) -> UInt8Array:
         """The pinned pool: uint8, (num_slots, layout.slot_bytes), writable.
 
-        Row `s` holds plane 0's `blocks_per_slot` sub-blocks, then plane 1's, ...; the rest of the row is padding. A
-        row may be read once the store into it has ended, and written when no transfer that uses it is unfinished.
+        Row `s` holds `blocks_per_slot` blocks, in the order that the group's `slot_order` says (see `KVLayout`); the
+        rest of the row is padding. A row may be read once the store into it has ended, and written when no transfer
+        that uses it is unfinished.
         """
         return self._slots
 

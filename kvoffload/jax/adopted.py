@@ -39,14 +39,14 @@ class AdoptedCache(PlacedCache):
     Args:
         device: of the engines.
         array: on one GPU; from now on it belongs to this cache.
-        plane_axis, block_axis: which axes count planes and blocks.
+        plane_axis, block_axis: which axes count planes and blocks; always named, as for `OwnedCache`.
         options: as for `KVLayout`.
 
     Raises:
         LayoutError: `array` is no `jax.Array`, or as `KVLayout.from_stacked`.
     """
 
-    def __init__(self, device: Device, array: Any, plane_axis: int = 0, block_axis: int = 1, **options: Any) -> None:
+    def __init__(self, device: Device, array: Any, *, plane_axis: int, block_axis: int, **options: Any) -> None:
         if not is_jax_array(array):
             raise LayoutError(f"array must be a jax.Array, got {type(array).__name__}")
         super().__init__(device, address_of(array), tuple(array.shape), array.dtype)

@@ -40,8 +40,8 @@ class CallbackCache(AdoptedCache):
         LayoutError: as `AdoptedCache`.
     """
 
-    def __init__(self, device: Device, array: Any, plane_axis: int = 0, block_axis: int = 1, **options: Any) -> None:
-        super().__init__(device, array, plane_axis, block_axis, **options)
+    def __init__(self, device: Device, array: Any, *, plane_axis: int, block_axis: int, **options: Any) -> None:
+        super().__init__(device, array, plane_axis=plane_axis, block_axis=block_axis, **options)
         self._tickets: deque[Ticket] = deque()
         self._pass_through = _pass_through(array, partial(called_back, self.address, self._tickets))
 

@@ -17,7 +17,11 @@ from kvoffload.layout.layout import KVLayout
 
 
 class OwnedCache(PlacedCache):
-    """A KV cache in one allocation of kvoffload's, zeros at first. Its planes always fold.
+    """A KV cache in one array in memory of kvoffload's, zeros at first.
+
+    Recommended is a block-major shape `(blocks, planes, ...)`, with `block_axis=0, plane_axis=1`: a block is one copy.
+    JAX addresses it as it is: `array[block_table, plane]` gathers, `array.at[blocks, plane, offsets].set(...)` writes.
+    With `(planes, blocks, ...)` the planes fold: one strided copy a block.
 
     When transfers were submitted since `array` was read last, reading it imports the memory anew and deletes the array
     before, so that using that by mistake raises. The import makes JAX wait, on the GPU, for these transfers and for its
@@ -43,7 +47,8 @@ class OwnedCache(PlacedCache):
         device: opened with the GPU's primary context (the default), which is JAX's.
         shape: extents.
         dtype: of an element, such as `jnp.bfloat16`.
-        plane_axis, block_axis: which axes count planes (a layer's K, a layer's V) and blocks.
+        plane_axis, block_axis: which axes count planes (a layer's K, a layer's V) and blocks. Always named: the shape
+            does not tell them apart.
         options: as for `KVLayout`.
 
     Attributes:
@@ -62,8 +67,9 @@ class OwnedCache(PlacedCache):
         device: Device,
         shape: Sequence[int],
         dtype: Any,
-        plane_axis: int = 0,
-        block_axis: int = 1,
+        *,
+        plane_axis: int,
+        block_axis: int,
         **options: Any,
     ) -> None:
         self.memory = device.empty(shape, dtype)
@@ -71,8 +77,8 @@ class OwnedCache(PlacedCache):
             device.driver.fill(self.memory.address, 0, self.memory.nbytes, LEGACY_STREAM)
             device.driver.stream_synchronize(LEGACY_STREAM)
         super().__init__(device, self.memory.address, self.memory.shape, self.memory.dtype)
-        stated: dict[str, Any] = {"dtype": self.dtype, "on_default_stream": False}
-        self.layout = KVLayout.from_stacked(self.memory, plane_axis, block_axis, **stated | options)
+        stated: dict[str, Any] = {"dtype": self.dtype, "on_default_stream": False} | options
+        self.layout = KVLayout.from_stacked(self.memory, plane_axis=plane_axis, block_axis=block_axis, **stated)
         self._array = from_device(self.memory)
         self._replaced: Any = None  # an array that must be deleted
         self._followed = self._transfers()

@@ -44,12 +44,13 @@ class StagedCache:
         device: of the engine.
         array: on the GPU of `device`; on the CPU if that is simulated. Set `array` to the result of every update.
         stage_blocks: the most blocks that are copied at a time.
-        plane_axis, block_axis: which axes of the array count planes and blocks.
+        plane_axis, block_axis: which axes of the array count planes and blocks; always named, as for `OwnedCache`.
         options: as for `KVLayout`; `blocks_per_slot` must stay 1.
 
     Attributes:
         layout: of the staging array, for an `OffloadEngine` that has no other use.
-        stage: the staging array, a `DeviceArray` of shape (planes, stage_blocks, ...).
+        stage: the staging array, a block-major `DeviceArray` of shape (stage_blocks, planes, ...): a block is one copy,
+            whatever the axes of the cache.
 
     Raises:
         LayoutError: `array` is no `jax.Array`, or not where it must be, or an axis is wrong.
@@ -61,22 +62,24 @@ class StagedCache:
         device: Device,
         array: Any,
         stage_blocks: int = 32,
-        plane_axis: int = 0,
-        block_axis: int = 1,
+        *,
+        plane_axis: int,
+        block_axis: int,
         **options: Any,
     ) -> None:
         if not is_jax_array(array):
             raise LayoutError(f"array must be a jax.Array, got {type(array).__name__}")
         if options.get("blocks_per_slot", 1) != 1:
             raise LayoutError(f"blocks_per_slot must be 1 here, got {options['blocks_per_slot']}")
-        shape = np.moveaxis(np.broadcast_to(False, array.shape), (plane_axis, block_axis), (0, 1)).shape
+        shape = np.moveaxis(np.broadcast_to(False, array.shape), (block_axis, plane_axis), (0, 1)).shape
         _check_place(device, array)
         self._arrays = [array]  # one; see `load`
         self.device = device
-        self.num_blocks = shape[1]
-        self.stage = device.empty((shape[0], stage_blocks, *shape[2:]), array.dtype)
-        self.layout = KVLayout.from_stacked(self.stage, **{"on_default_stream": False} | options)
-        self._gather, self._scatter = _programs(plane_axis, block_axis)
+        self.num_blocks = shape[0]
+        self.stage = device.empty((stage_blocks, *shape[1:]), array.dtype)
+        stated: dict[str, Any] = {"on_default_stream": False} | options
+        self.layout = KVLayout.from_stacked(self.stage, plane_axis=1, block_axis=0, **stated)
+        self._gather, self._scatter = _programs(len(array.shape), plane_axis, block_axis)
         self._gathered: deque[_Gathered] = deque()
 
     @property
@@ -150,13 +153,13 @@ class StagedCache:
             raise LayoutError(f"{len(block_ids)} blocks need as many slots, got {len(slot_ids)}")
         if targets and len(np.unique(block_ids)) != len(block_ids):
             raise LayoutError("blocks repeats an id; the targets of a load must be distinct")
-        step = self.stage.shape[1]
+        step = self.stage.shape[0]
         cuts = [slice(start, start + step) for start in range(0, len(block_ids), step)]
         return [(block_ids[cut], slot_ids[cut]) for cut in cuts]
 
     def _padded(self, ids: Int64Array, filler: int) -> Any:
         """Ids of one length, so that JAX compiles once."""
-        padded = np.full(self.stage.shape[1], filler, dtype=np.int32)
+        padded = np.full(self.stage.shape[0], filler, dtype=np.int32)
         padded[: len(ids)] = ids
         return padded
 
@@ -170,7 +173,7 @@ class StagedCache:
         return follow(self.array, stream)
 
     def __repr__(self) -> str:
-        return f"StagedCache({tuple(self.array.shape)}, {self.array.dtype}, stage_blocks={self.stage.shape[1]})"
+        return f"StagedCache({tuple(self.array.shape)}, {self.array.dtype}, stage_blocks={self.stage.shape[0]})"
 
 
 def _check_place(device: Device, array: Any) -> None:
@@ -186,16 +189,19 @@ def _check_place(device: Device, array: Any) -> None:
     raise LayoutError(f"array is on {array.sharding}; put it on {target}: jax.device_put(array, ...)")
 
 
-def _programs(plane_axis: int, block_axis: int) -> tuple[Any, Any]:
-    """Gather: (cache, ids) to (planes, ids, ...). Scatter: back into the cache, donated; ids beyond it do nothing."""
+def _programs(num_axes: int, plane_axis: int, block_axis: int) -> tuple[Any, Any]:
+    """Gather: (cache, ids) to (ids, planes, ...). Scatter: back into the cache, donated; ids beyond it do nothing.
+
+    Axes are moved in what is gathered, never in the cache, of which XLA could make a copy.
+    """
     jax = import_jax()
-    front, back = (plane_axis, block_axis), (0, 1)
+    in_cache, in_stage = (block_axis, plane_axis), (0, 1)
+    before = (slice(None),) * (block_axis % num_axes)
 
     def gather(cache: Any, ids: Any) -> Any:
-        return jax.numpy.moveaxis(cache, front, back)[:, ids]
+        return jax.numpy.moveaxis(cache[(*before, ids)], in_cache, in_stage)
 
     def scatter(cache: Any, ids: Any, blocks: Any) -> Any:
-        moved = jax.numpy.moveaxis(cache, front, back).at[:, ids].set(blocks, mode="drop")
-        return jax.numpy.moveaxis(moved, back, front)
+        return cache.at[(*before, ids)].set(jax.numpy.moveaxis(blocks, in_stage, in_cache), mode="drop")
 
     return jax.jit(gather), jax.jit(scatter, donate_argnums=0)

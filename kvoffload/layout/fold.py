@@ -1,11 +1,14 @@
 """Planes that one strided copy covers.
 
-Planes whose device address and slot offset rise together in equal steps, inside one driver allocation, *fold*: for a
-block they are one strided operation, a row per plane. (The driver refuses rows that cross an allocation.) Any index
-step is allowed: every second plane may fold with the others of its kind.
+There are two steps. Planes whose bytes of a block follow each other on the device and in the slot are one *row*: all
+planes of a block-major group. Rows of one width whose device address and slot offset rise together in equal steps,
+inside one driver allocation, *fold*: for a block they are one strided operation. (The driver refuses rows that cross an
+allocation.) Any index step is allowed: every second plane may fold with the others of its kind.
 
-    device   |plane 0 .. block b ..|plane 1 .. block b ..|plane 2 ...      pitch: bytes from plane to plane
-    slot     |p0: sub 0 .. f-1|p1: sub 0 .. f-1|p2 ...                     pitch: step x f x block bytes
+    plane-major   device   |plane 0 .. block b ..|plane 1 .. block b ..|plane 2 ...      pitch: from plane to plane
+                  slot     |p0: sub 0 .. f-1|p1: sub 0 .. f-1|p2 ...                     pitch: step x f x block bytes
+    block-major   device   ...|block b: p0 p1 p2 ...|block b+1: p0 p1 p2 ...|...         one row a block
+                  slot     |sub 0: p0 p1 p2 ...|sub 1: p0 p1 p2 ...|...
 
 A group may be folded in *parts*, lists of planes that a load copies one after the other: then no fold has planes of two
 parts. Pure numpy; folding happens once for a layout, or for a layout and its parts.
@@ -36,7 +39,7 @@ class HasGroups(Protocol):
 
 
 class PlaneFold(NamedTuple):
-    """Planes that one strided operation covers: row `i` of block 0 begins at `address + i * device_pitch`."""
+    """Rows that one strided operation covers: row `i` of block 0 begins at `address + i * device_pitch`."""
 
     address: int
     host_offset: int
@@ -45,14 +48,36 @@ class PlaneFold(NamedTuple):
     host_pitch: int
 
 
+class _Row(NamedTuple):
+    """Planes whose bytes of a block are one range on both sides, which begins at `address` for block 0."""
+
+    address: int
+    host_offset: int
+    width: int
+    block_stride: int
+    host_step: int
+    allocation: int
+
+    def is_continued_by(self, following: _Row) -> bool:
+        return (
+            self.address + self.width == following.address
+            and self.host_offset + self.width == following.host_offset
+            and self.block_stride == following.block_stride
+            and self.allocation == following.allocation
+            and self.width + following.width <= MAX_PITCH
+        )
+
+
 class FoldClass(NamedTuple):
-    """The folds of a group that have the same row width and block stride.
+    """The folds of a group that have the same row width, and the same steps from block to block.
 
     Attributes:
         width: bytes of a row of one block.
         block_stride: bytes from one block to the next on the device.
+        host_step: bytes from one sub-block to the next in a slot.
         address, host_offset, rows, device_pitch, host_pitch: see `PlaneFold`; int64, (folds, 1).
-        mergeable: whether adjacent blocks of a slot are one wider row, since no padding lies between them.
+        mergeable: whether adjacent blocks of a slot are one wider row, since nothing lies between them on either side
+            (and a full slot is no wider than a pitch may be).
         row_count: rows of all folds together.
         part_folds: int64, (parts,): how many of the folds are of each part; a part's folds come before the next one's.
         columns: height, device pitch and host pitch as the columns of a plan: uint64, (1,) where all folds have one
@@ -66,6 +91,7 @@ class FoldClass(NamedTuple):
 
     width: int
     block_stride: int
+    host_step: int
     address: Int64Array
     host_offset: Int64Array
     rows: Int64Array
@@ -85,7 +111,7 @@ class FoldedGroup(NamedTuple):
     """A group, folded: all that planning a transfer needs of it.
 
     Attributes:
-        classes: the folds, by width and block stride.
+        classes: the folds, by width and steps.
         planes: how many the group has.
         bytes_per_block: of one block over all planes.
         parts: indices of the planes of each part.
@@ -119,49 +145,61 @@ def fold_group(
     group: Group, blocks_per_slot: int, allocations: Sequence[int], parts: Sequence[Sequence[int]]
 ) -> FoldedGroup:
     """Fold the planes of one group, no two planes of different parts together; `parts` has every plane's index once."""
-    alike: dict[tuple[int, int, int, int], list[int]] = {}
+    alike: dict[tuple[int, int, int, int, int], list[tuple[int, int]]] = {}
     for part, planes in enumerate(parts):
-        for index in sorted(planes):
-            plane = group.planes[index]
-            alike.setdefault((plane.block_bytes, plane.block_stride, allocations[index], part), []).append(index)
-    found: dict[tuple[int, int], list[tuple[PlaneFold, int]]] = {}
-    for (block_bytes, block_stride, _, part), members in alike.items():
-        points = [(group.planes[index].address, int(group.host_offsets[index])) for index in members]
-        for each in _find_folds(points, block_bytes):
-            width, shaped = _shape(each, block_bytes, blocks_per_slot)
-            found.setdefault((width, block_stride), []).append((shaped, part))
-    classes = tuple(_fold_class(key, members, len(parts), group.num_blocks) for key, members in found.items())
+        for row in _rows(group, sorted(planes), allocations):
+            kind = (row.width, row.block_stride, row.host_step, row.allocation, part)
+            alike.setdefault(kind, []).append((row.address, row.host_offset))
+    found: dict[tuple[int, int, int, bool], list[tuple[PlaneFold, int]]] = {}
+    for (width, block_stride, host_step, _, part), points in alike.items():
+        mergeable = block_stride == width == host_step and width * blocks_per_slot <= MAX_PITCH
+        widest = width * blocks_per_slot if mergeable else width
+        members = [(_with_pitch(each, widest), part) for each in _find_folds(points, width)]
+        found.setdefault((width, block_stride, host_step, mergeable), []).extend(members)
+    classes = tuple(_fold_class(*key, members, len(parts), group.num_blocks) for key, members in found.items())
     folds = sum(len(each.address) for each in classes)
     return FoldedGroup(classes, len(group.planes), group.bytes_per_block, tuple(map(tuple, parts)), len(parts), folds)
 
 
-def _shape(found: PlaneFold, block_bytes: int, blocks_per_slot: int) -> tuple[int, PlaneFold]:
-    """The width of a row, and the fold as the driver is to see it."""
-    if found.rows > 1 and found.device_pitch == found.host_pitch == block_bytes:
-        # The interleaved layout (blocks, planes, ...) with one block a slot: one contiguous range a block.
-        width = block_bytes * found.rows
-        return width, PlaneFold(found.address, found.host_offset, 1, width, width)
-    if found.rows == 1:  # a pitch is not used, but must not be less than the width of merged blocks
-        pitch = blocks_per_slot * block_bytes
-        return block_bytes, found._replace(device_pitch=pitch, host_pitch=pitch)
-    return block_bytes, found
+def _rows(group: Group, planes: Sequence[int], allocations: Sequence[int]) -> list[_Row]:
+    """The rows of a block of some planes, whose indices ascend."""
+    rows: list[_Row] = []
+    for index in planes:
+        plane, offset, step = group.planes[index], int(group.host_offsets[index]), int(group.host_steps[index])
+        row = _Row(plane.address, offset, plane.block_bytes, plane.block_stride, step, allocations[index])
+        if rows and rows[-1].is_continued_by(row):
+            rows[-1] = rows[-1]._replace(width=rows[-1].width + row.width)
+        else:
+            rows.append(row)
+    return rows
+
+
+def _with_pitch(found: PlaneFold, widest: int) -> PlaneFold:
+    """The fold as the driver is to see it: a single row has no pitch, but the driver refuses one below the width."""
+    return found if found.rows > 1 else found._replace(device_pitch=widest, host_pitch=widest)
 
 
 def _fold_class(
-    key: tuple[int, int], members: list[tuple[PlaneFold, int]], num_parts: int, num_blocks: int
+    width: int,
+    block_stride: int,
+    host_step: int,
+    mergeable: bool,
+    members: list[tuple[PlaneFold, int]],
+    num_parts: int,
+    num_blocks: int,
 ) -> FoldClass:
-    width, block_stride = key
     folds, parts = zip(*members, strict=True)
     address, host_offset, rows, device_pitch, host_pitch = np.array(folds, dtype=np.int64).T[:, :, np.newaxis]
     return FoldClass(
         width,
         block_stride,
+        host_step,
         address,
         host_offset,
         rows,
         device_pitch,
         host_pitch,
-        mergeable=block_stride == width,
+        mergeable=mergeable,
         row_count=int(rows.sum()),
         part_folds=np.bincount(parts, minlength=num_parts),
         columns=(_column(rows), _column(device_pitch), _column(host_pitch)),
@@ -179,7 +217,7 @@ def _column(values: Int64Array) -> UInt64Array:
     return ONE if flat[0] == 1 else flat[:1]
 
 
-def _find_folds(points: list[tuple[int, int]], block_bytes: int) -> list[PlaneFold]:
+def _find_folds(points: list[tuple[int, int]], width: int) -> list[PlaneFold]:
     """Cover `(address, host offset)` points, offsets ascending, by arithmetic progressions, longest first per start.
 
     Greedy from the first uncovered point: exact for the layouts that occur (one stride, or a few interleaved ones).
@@ -191,7 +229,7 @@ def _find_folds(points: list[tuple[int, int]], block_bytes: int) -> list[PlaneFo
         best = [start]
         for second in remaining:
             pitch, host_pitch = second[0] - start[0], second[1] - start[1]
-            if host_pitch <= 0 or not block_bytes <= pitch <= MAX_PITCH or host_pitch > MAX_PITCH:
+            if host_pitch <= 0 or not width <= pitch <= MAX_PITCH or host_pitch > MAX_PITCH:
                 continue
             if len(best) > 1 and (start[0] + len(best) * pitch, start[1] + len(best) * host_pitch) not in remaining:
                 continue  # cannot be longer than the best

@@ -1,12 +1,14 @@
 """What a paged KV cache looks like in GPU memory, and where its blocks lie in a host slot. No device is touched here.
 
 A *plane* is one device tensor indexed by block. A *group* is the planes that share one block table. A *slot* of the
-host pool holds `f = blocks_per_slot` blocks of one group: plane 0's `f` sub-blocks, then plane 1's, ..., payload only:
+host pool holds `f = blocks_per_slot` blocks of one group, payload only, in one of two orders:
 
-    slot  | plane 0: sub-block 0 .. f-1 | plane 1: sub-block 0 .. f-1 | ... | padding to a multiple of 4096 |
-          0                      f * block_bytes[0]                   payload_bytes                     slot_bytes
+    block-major  | sub-block 0: planes 0 .. n-1 | sub-block 1: planes 0 .. n-1 | ... | padding to whole pages |
+    plane-major  | plane 0: sub-blocks 0 .. f-1 | plane 1: sub-blocks 0 .. f-1 | ... | padding to whole pages |
+                 0                                                            payload_bytes            slot_bytes
 
-so that one block is one strided range on both sides, and a slot is one contiguous range for a disk or a network.
+In the order of the device's memory, a block is one range (block-major) or one strided range (plane-major) on both
+sides, and adjacent blocks of a slot merge. A slot is one contiguous range for a disk or a network.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from kvoffload.internal.types import DTypeLike, GpuArray
 from kvoffload.layout.arrays import common_dtype, is_jax_array, plane_from_array, planes_from_stacked
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.fold import describe_fold, fold
-from kvoffload.layout.planes import Group, Plane, positive
+from kvoffload.layout.planes import Group, Plane, SlotOrder, positive
 
+FINGERPRINT_VERSION = 2  # 1, of version 0.1, had neither the names of the axes nor the order of a slot
 SLOT_ALIGNMENT = 4096  # a page: slots can be registered, written to disk with O_DIRECT, and sent, one by one
 
 
@@ -35,19 +38,28 @@ class KVLayout(HtmlRepresentation):
     Args:
         groups: one list of planes per group (per block table).
         blocks_per_slot: `f`, device blocks in a host slot. Adjacent device blocks in one slot are copied as rows `f`
-            times as wide, which is what planes with small blocks need.
+            times as wide, which is what small blocks need.
         dtype: of the cache's elements; a description that keys depend on, never used to interpret bytes.
         tokens_per_block: a description that keys depend on.
         on_default_stream: whether the legacy default stream orders the kernels that compute on the planes, so that
             transfers may follow that stream when the caller does not say what to follow (`after=None`). False for JAX.
+        slot_order: the order of a slot's bytes, "block-major" or "plane-major", for all groups. None: for each group
+            the order of its device memory: "block-major" if a block is one range over the planes in their order, as in
+            an array `(blocks, planes, ...)`, else "plane-major". Another order than the device's is right, and slower.
+            Matters where `blocks_per_slot` is more than 1: name it if caches whose arrays are in different orders are
+            to share stored bytes, since keys depend on it.
+        block_axes: the names of the axes of one block of one plane, the slowest first, such as
+            `("tokens", "heads", "dim")`; a description that keys depend on. Any names, but the same in all programs
+            that share stored bytes.
 
     Attributes:
-        groups: tuple of `Group`.
+        groups: tuple of `Group`; `Group.slot_order` is the order of its slots.
         slot_bytes: bytes of one slot of the host pool: the largest group's payload, rounded up to 4096.
 
     Raises:
         LayoutError: no groups, planes that share bytes, planes of one group with different `num_blocks`, numbers below
-            1, or `blocks_per_slot` with which a slot would have more than 1 TiB.
+            1, `blocks_per_slot` with which a slot would have more than 1 TiB, an unknown `slot_order`, or `block_axes`
+            that are no names or repeat one.
     """
 
     def __init__(
@@ -57,6 +69,9 @@ class KVLayout(HtmlRepresentation):
         dtype: DTypeLike | None = None,
         tokens_per_block: SupportsIndex | None = None,
         on_default_stream: bool = True,
+        *,
+        slot_order: SlotOrder | None = None,
+        block_axes: Sequence[str] | None = None,
     ) -> None:
         self.blocks_per_slot = positive("blocks_per_slot", blocks_per_slot)
         self.dtype = dtype
@@ -64,10 +79,13 @@ class KVLayout(HtmlRepresentation):
             raise LayoutError(f"on_default_stream must be True or False, got {shown(on_default_stream)}")
         self.on_default_stream = on_default_stream
         self.tokens_per_block = None if tokens_per_block is None else positive("tokens_per_block", tokens_per_block)
+        self.block_axes = None if block_axes is None else _as_names(block_axes)
+        if slot_order not in (None, "plane-major", "block-major"):
+            raise LayoutError(f'slot_order must be "block-major", "plane-major" or None, got {shown(slot_order)}')
         if not isinstance(groups, Sequence) or not all(isinstance(group, Sequence) for group in groups):
             raise LayoutError(f"groups must be a list of lists of planes: KVLayout([planes]), got {shown(groups)}")
         self.groups = tuple(
-            Group(planes, self.blocks_per_slot, f"groups[{index}]") for index, planes in enumerate(groups)
+            Group(planes, self.blocks_per_slot, f"groups[{index}]", slot_order) for index, planes in enumerate(groups)
         )
         if not self.groups:
             raise LayoutError("groups is empty; a layout needs at least one group of planes")
@@ -83,6 +101,8 @@ class KVLayout(HtmlRepresentation):
         dtype: DTypeLike | None = None,
         tokens_per_block: SupportsIndex | None = None,
         on_default_stream: bool | None = None,
+        slot_order: SlotOrder | None = None,
+        block_axes: Sequence[str] | None = None,
     ) -> KVLayout:
         """A layout of one group with a plane per array, without a copy. It keeps the arrays alive.
 
@@ -90,7 +110,7 @@ class KVLayout(HtmlRepresentation):
             arrays: objects with `__cuda_array_interface__` or `__dlpack__` in GPU memory: of CuPy, JAX, Numba,
                 cuda.core, PyTorch, or `DeviceArray`. Shape `(num_blocks, ...)`, contiguous within a block. For a JAX
                 array the host waits until it is computed.
-            blocks_per_slot, tokens_per_block: as for `KVLayout`.
+            blocks_per_slot, tokens_per_block, slot_order, block_axes: as for `KVLayout`.
             dtype: as for `KVLayout`; None: that of the arrays, if all have the same.
             on_default_stream: as for `KVLayout`; None: False if an array is JAX's, else True.
 
@@ -105,28 +125,34 @@ class KVLayout(HtmlRepresentation):
             common_dtype(given) if dtype is None else dtype,
             tokens_per_block,
             not any(map(is_jax_array, given)) if on_default_stream is None else on_default_stream,
+            slot_order=slot_order,
+            block_axes=block_axes,
         )
 
     @classmethod
     def from_stacked(
         cls,
         array: GpuArray,
-        plane_axis: SupportsIndex = 0,
-        block_axis: SupportsIndex = 1,
         *,
+        plane_axis: SupportsIndex,
+        block_axis: SupportsIndex,
         blocks_per_slot: SupportsIndex = 1,
         dtype: DTypeLike | None = None,
         tokens_per_block: SupportsIndex | None = None,
         on_default_stream: bool | None = None,
+        slot_order: SlotOrder | None = None,
+        block_axes: Sequence[str] | None = None,
     ) -> KVLayout:
         """A layout of one group from one array with a plane axis and a block axis, without a copy.
 
-        Such an array always folds: every transfer is one strided copy per block, whatever the number of planes.
+        Such an array always folds: a transfer is one copy per block, whatever the number of planes; of one range for a
+        block-major array `(blocks, planes, ...)`, the recommended one, of a row per plane for `(planes, blocks, ...)`.
 
         Args:
             array: as for `from_arrays`; the axes other than the two named make up a block.
-            plane_axis, block_axis: the axes that count planes and blocks.
-            blocks_per_slot, tokens_per_block, dtype, on_default_stream: as for `from_arrays`.
+            plane_axis, block_axis: the axes that count planes and blocks. Always named, since either order is usual and
+                the shape does not tell them apart.
+            blocks_per_slot, tokens_per_block, dtype, on_default_stream, slot_order, block_axes: as for `from_arrays`.
 
         Raises:
             LayoutError: as `from_arrays`, and for axes that are out of range or the same.
@@ -137,6 +163,8 @@ class KVLayout(HtmlRepresentation):
             common_dtype([array]) if dtype is None else dtype,
             tokens_per_block,
             not is_jax_array(array) if on_default_stream is None else on_default_stream,
+            slot_order=slot_order,
+            block_axes=block_axes,
         )
 
     @property
@@ -147,21 +175,25 @@ class KVLayout(HtmlRepresentation):
     def fingerprint(self) -> bytes:
         """16 bytes that say what a key's bytes mean: equal where one cache could load what another has stored.
 
-        Over dtype, tokens_per_block, blocks_per_slot and every group's block_bytes, plane by plane; not over where the
-        planes lie, how many blocks they have, or padding. Computed once; docs/keys.md has the byte layout.
+        Over dtype, block_axes, tokens_per_block, blocks_per_slot, and for every group the order of its slots and
+        block_bytes, plane by plane; not over where the planes lie, how many blocks they have, or padding. Computed
+        once; docs/keys.md has the byte layout.
 
         Raises:
-            LayoutError: dtype or tokens_per_block is None, or dtype names no type of one element.
+            LayoutError: dtype, block_axes or tokens_per_block is None, or dtype names no type of one element.
         """
-        for missing in ("dtype", "tokens_per_block"):
+        for missing in ("dtype", "block_axes", "tokens_per_block"):
             if getattr(self, missing) is None:
-                remedy = "KVLayout(..., dtype=..., tokens_per_block=...)"
-                raise LayoutError(f"{missing} of the layout is None, and keys depend on it: {remedy}")
-        name = dtype_name(self.dtype).encode()
+                remedy = 'KVLayout(..., dtype="bfloat16", tokens_per_block=16, block_axes=("tokens", "heads", "dim"))'
+                raise LayoutError(f"{missing} of the layout is None, and keys depend on it: for example {remedy}")
+        assert self.block_axes is not None
+        message = struct.pack("<Q", FINGERPRINT_VERSION) + _with_length(dtype_name(self.dtype))
+        message += struct.pack("<Q", len(self.block_axes)) + b"".join(map(_with_length, self.block_axes))
         words = [self.tokens_per_block, self.blocks_per_slot, len(self.groups)]
         for group in self.groups:
-            words += [len(group.planes), *(plane.block_bytes for plane in group.planes)]
-        message = struct.pack("<Q", len(name)) + name + struct.pack(f"<{len(words)}Q", *words)
+            words += [int(_blocks_stay_whole(self, group)), len(group.planes)]
+            words += [plane.block_bytes for plane in group.planes]
+        message += struct.pack(f"<{len(words)}Q", *words)
         return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
 
     def slots_for(self, num_blocks: int, first_sub_block: int = 0) -> int:
@@ -173,11 +205,36 @@ class KVLayout(HtmlRepresentation):
         return f"KVLayout({describe_groups(self)}, slot_bytes={self.slot_bytes}; {folds} by address alone)"
 
 
+def _as_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of axes, checked."""
+    if (
+        isinstance(names, Sequence)
+        and not isinstance(names, str)
+        and all(isinstance(name, str) and name and name.isascii() for name in names)
+        and 1 <= len(names) == len(set(names))
+    ):
+        return tuple(names)
+    raise LayoutError(
+        "block_axes must be the names of the axes of one block of one plane, ASCII, each once, the slowest first, such "
+        f'as ("tokens", "heads", "dim"), got {shown(names)}'
+    )
+
+
+def _blocks_stay_whole(layout: KVLayout, group: Group) -> bool:
+    """Whether slots hold block after block, and the bytes are others than plane after plane."""
+    return group.slot_order == "block-major" and layout.blocks_per_slot > 1 and len(group.planes) > 1
+
+
+def _with_length(name: str) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode()
+
+
 def describe_groups(layout: KVLayout) -> str:
     """The groups of a layout in words, for a repr: planes x block bytes, blocks, blocks per slot."""
     texts = []
     for group in layout.groups:
         sizes = sorted({plane.block_bytes for plane in group.planes})
         listed = "/".join(str(size) for size in sizes[:3]) + ("/..." if len(sizes) > 3 else "")
-        texts.append(f"{len(group.planes)} planes x {listed} B x {group.num_blocks} blocks")
+        order = " (block-major slots)" if _blocks_stay_whole(layout, group) else ""
+        texts.append(f"{len(group.planes)} planes x {listed} B x {group.num_blocks} blocks{order}")
     return " + ".join(texts) + f", blocks_per_slot={layout.blocks_per_slot}"

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from kvoffload.internal.types import Int64Array
 from kvoffload.layout.overlap import refuse_overlap
 
 INTEGER_LIMIT = 1 << 63  # numbers of a layout, and what follows from them, are int64 in plans and in the fingerprint
+SlotOrder: TypeAlias = Literal["plane-major", "block-major"]  # see `Group`
 MAX_SLOT_BYTES = 1 << 40  # of one slot: 1 TiB is far beyond any use, and sums of such sizes stay far below 2**63
 
 
@@ -109,10 +110,17 @@ class Plane:
 class Group:
     """Planes that share one block table, in the order in which a slot holds them.
 
+    Args:
+        planes, blocks_per_slot, slot_order: see `KVLayout`.
+        name: for messages.
+
     Attributes:
         planes: the planes; all have the same `num_blocks`, and no two share a byte.
         num_blocks: blocks of each plane; ids are in `[0, num_blocks)`.
-        host_offsets: int64, (planes,): where plane p's sub-blocks begin in a slot, bytes.
+        slot_order: "block-major" (sub-block after sub-block, each with all planes) or "plane-major" (plane after plane,
+            each with all sub-blocks). With one block a slot, and with one plane, the bytes are the same in both.
+        host_offsets: int64, (planes,): where plane p's sub-block 0 begins in a slot, bytes.
+        host_steps: int64, (planes,): bytes from one of plane p's sub-blocks to the next.
         payload_bytes: bytes of a slot that this group uses.
         bytes_per_block: bytes of one block over all planes.
 
@@ -121,7 +129,9 @@ class Group:
             too large for a slot.
     """
 
-    def __init__(self, planes: Sequence[Plane], blocks_per_slot: int, name: str) -> None:
+    def __init__(
+        self, planes: Sequence[Plane], blocks_per_slot: int, name: str, slot_order: SlotOrder | None = None
+    ) -> None:
         self.planes = tuple(planes)
         if not self.planes:
             raise LayoutError(f"{name} has no planes; give each group at least one Plane")
@@ -136,8 +146,23 @@ class Group:
         self.bytes_per_block = sum(plane.block_bytes for plane in self.planes)
         self.payload_bytes = self.bytes_per_block * blocks_per_slot
         _refuse_large_slots(self.bytes_per_block, blocks_per_slot, name)
-        offsets = accumulate((plane.block_bytes * blocks_per_slot for plane in self.planes[:-1]), initial=0)
-        self.host_offsets: Int64Array = np.array(list(offsets), dtype=np.int64)
+        order: SlotOrder = slot_order or ("block-major" if self._blocks_are_ranges() else "plane-major")
+        self.slot_order = order
+        factor = 1 if order == "block-major" else blocks_per_slot
+        sizes = [plane.block_bytes for plane in self.planes]
+        self.host_offsets: Int64Array = np.array(
+            list(accumulate((size * factor for size in sizes[:-1]), initial=0)), dtype=np.int64
+        )
+        steps = [self.bytes_per_block] * len(sizes) if order == "block-major" else sizes
+        self.host_steps: Int64Array = np.array(steps, dtype=np.int64)
+
+    def _blocks_are_ranges(self) -> bool:
+        """Whether a block of all planes, in their order, is one range on the device, as in `(blocks, planes, ...)`."""
+        stride = self.planes[0].block_stride
+        if stride < self.bytes_per_block or any(plane.block_stride != stride for plane in self.planes):
+            return False
+        ends = (plane.address + plane.block_bytes for plane in self.planes[:-1])
+        return all(end == plane.address for end, plane in zip(ends, self.planes[1:], strict=True))
 
     def disowned(self) -> Group:
         """The same group, which keeps nothing alive: planes without their owners."""

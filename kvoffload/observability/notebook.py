@@ -144,6 +144,8 @@ def layout_card(layout: KVLayout) -> Markup:
     rows = [*_layout_rows(layout, fold(layout)), *_slot_rows(layout)]
     if layout.dtype is not None:
         rows.append(("dtype", layout.dtype))
+    if layout.block_axes is not None:
+        rows.append(("axes of a block", ", ".join(layout.block_axes)))
     if layout.tokens_per_block is not None:
         rows.append(("tokens per block", layout.tokens_per_block))
     note = "By address alone. An engine asks the driver which allocation holds each plane; no copy crosses two of them."
@@ -178,10 +180,14 @@ def _slot_rows(layout: KVLayout) -> Iterator[tuple[str, object]]:
 
 
 def _slot_bands(group: Group, factor: int, slot_bytes: int) -> list[Band]:
-    """The planes, in two alternating colours, and the padding at the end."""
-    blocks = "" if factor == 1 else f", {factor} blocks each"
-    text = f"{plural(len(group.planes), 'plane')}{blocks}, {size(group.payload_bytes)}"
-    sizes = [plane.block_bytes * factor for plane in group.planes]
+    """The planes, or the blocks of a block-major slot, in two alternating colours, and the padding at the end."""
+    if group.slot_order == "block-major" and factor > 1:
+        text = f"{plural(factor, 'block')} of {plural(len(group.planes), 'plane')} each, {size(group.payload_bytes)}"
+        sizes = [group.bytes_per_block] * factor
+    else:
+        blocks = "" if factor == 1 else f", {plural(factor, 'block')} each"
+        text = f"{plural(len(group.planes), 'plane')}{blocks}, {size(group.payload_bytes)}"
+        sizes = [plane.block_bytes * factor for plane in group.planes]
     sizes = sizes if len(sizes) <= _MOST_DRAWN else [group.payload_bytes]
     colours = (_BLUE, _LIGHT_BLUE)
     planes = [Band(text if place == 0 else "", each, colours[place % 2]) for place, each in enumerate(sizes)]

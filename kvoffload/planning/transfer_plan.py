@@ -116,7 +116,7 @@ class BlockPlan:
         blocks, slot_address, sub_block = self.blocks, self.slot_address, self.sub_block
         width = folds.width_column
         if sub_block is not None:
-            slot_address = slot_address + sub_block * folds.width
+            slot_address = slot_address + sub_block * folds.host_step
             if folds.mergeable:
                 starts, merged = self._merged or self._merge(sub_block)
                 blocks, slot_address = blocks[starts], slot_address[starts]
@@ -133,7 +133,11 @@ class BlockPlan:
         return columns
 
     def _merge(self, sub_block: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Where blocks that are adjacent on both sides start, and how many blocks follow each other there."""
+        """Where blocks that are adjacent on both sides start, and how many blocks follow each other there.
+
+        Blocks of two slots never merge, even if both slots are full and adjacent: the driver refuses a copy across two
+        of the ranges in which the pool was registered, and a plan does not know these.
+        """
         blocks = self.blocks
         is_start = np.empty(len(blocks), dtype=np.bool_)
         is_start[:1] = True

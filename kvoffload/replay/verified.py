@@ -246,9 +246,10 @@ class VerifiedCache:
         """Whether the blocks of one key are right, read plane by plane and block by block with synchronous copies."""
         for index, group in enumerate(self.layout.groups):
             found = np.empty(group.payload_bytes, dtype=np.uint8)
-            for plane, offset in zip(group.planes, group.host_offsets.tolist(), strict=True):
+            places = zip(group.planes, group.host_offsets.tolist(), group.host_steps.tolist(), strict=True)
+            for plane, offset, step in places:
                 for sub_block in range(self._factor):
-                    begin = offset + sub_block * plane.block_bytes
+                    begin = offset + sub_block * step
                     address = plane.address + (place * self._factor + sub_block) * plane.block_stride
                     self._read(found[begin : begin + plane.block_bytes], address)
             if not np.array_equal(found, self._patterns.expected(key, index)):

@@ -58,7 +58,7 @@ def test_bench_transfer_verifies_every_scenario_of_every_placement(capsys: pytes
         for placement, blocks_per_slot in (
             *(("folded", 1), ("folded", 2)),
             *(("scattered", 1), ("scattered", 2)),
-            ("interleaved", 1),
+            *(("interleaved", 1), ("interleaved", 2)),
         )
         for direction in ("store", "load")
     }
@@ -173,7 +173,13 @@ def methods_of(setup: TransferSetup, direction: Direction, grid: GridStride) -> 
 
 @pytest.mark.parametrize(
     ("placement", "blocks_per_slot"),
-    [(Placement.FOLDED, 1), (Placement.FOLDED, 3), (Placement.SCATTERED, 2), (Placement.INTERLEAVED, 1)],
+    [
+        (Placement.FOLDED, 1),
+        (Placement.FOLDED, 3),
+        (Placement.SCATTERED, 2),
+        (Placement.INTERLEAVED, 1),
+        (Placement.INTERLEAVED, 3),
+    ],
 )
 def test_every_copy_method_is_given_the_same_addresses(lab: Lab, placement: Placement, blocks_per_slot: int) -> None:
     with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -25,17 +26,30 @@ from kvoffload.layout.planes import Plane
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "keys.md").read_text()
 FAR = 1 << 30
 TOKENS = list(range(1000, 1050))
+DESCRIPTION: dict[str, Any] = {"dtype": "bfloat16", "tokens_per_block": 4, "block_axes": ("tokens", "heads", "dim")}
 token_lists = st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 3), max_size=40)
 any_text = st.text(st.characters(exclude_categories=()), max_size=8)  # lone surrogates included
 
 
 def layout(groups: Sequence[Sequence[int]] = ((64, 64),), **changes: Any) -> KVLayout:
-    """A layout with planes of these block bytes by group; 4 tokens a block unless told otherwise."""
+    """A plane-major layout with planes of these block bytes by group; 4 tokens a block unless told otherwise."""
     planes = [
         [Plane(FAR * (place + 1), block_bytes=nbytes, num_blocks=8) for place, nbytes in enumerate(group)]
         for group in groups
     ]
-    return KVLayout(planes, **{"dtype": "bfloat16", "tokens_per_block": 4, **changes})
+    return KVLayout(planes, **{**DESCRIPTION, **changes})
+
+
+def block_major(groups: Sequence[Sequence[int]] = ((64, 64),), **changes: Any) -> KVLayout:
+    """The same, of planes that lie block after block."""
+    planes = [
+        [
+            Plane(FAR + sum(group[:place]), block_bytes=nbytes, num_blocks=8, block_stride=sum(group))
+            for place, nbytes in enumerate(group)
+        ]
+        for group in groups
+    ]
+    return KVLayout(planes, **{**DESCRIPTION, **changes})
 
 
 LAYOUT = layout()
@@ -61,9 +75,12 @@ def by_the_page(vector: dict[str, Any]) -> tuple[bytes, list[bytes]]:
     dtype, salt = vector["dtype"].encode(), vector["salt"].encode("utf-8", "surrogatepass")
     extra, parent = bytes.fromhex(vector["extra"]), bytes.fromhex(vector["parent"])
     per_block, blocks = vector["tokens_per_block"], vector["blocks_per_slot"]
-    shape = u64(len(dtype)) + dtype + u64(per_block, blocks, len(vector["groups"]))
+    axes = [name.encode("ascii") for name in vector["block_axes"]]
+    shape = u64(2, len(dtype)) + dtype + u64(len(axes)) + b"".join(u64(len(name)) + name for name in axes)
+    shape += u64(per_block, blocks, len(vector["groups"]))
     for group in vector["groups"]:
-        shape += u64(len(group)) + u64(*group)
+        whole_blocks = vector["slot_order"] == "block-major" and blocks > 1 and len(group) > 1
+        shape += u64(1 if whole_blocks else 0, len(group)) + u64(*group)
     fingerprint = digest("kvoffload layout", shape)
     message = u64(1, 16) + fingerprint + u64(len(salt)) + salt + u64(len(extra)) + extra
     root = digest("kvoffload root", message)
@@ -76,8 +93,8 @@ def by_the_page(vector: dict[str, Any]) -> tuple[bytes, list[bytes]]:
 
 
 def by_the_library(vector: dict[str, Any]) -> tuple[bytes, list[bytes]]:
-    described = {name: vector[name] for name in ("dtype", "tokens_per_block", "blocks_per_slot")}
-    made = layout(vector["groups"], **described)
+    described = {name: vector[name] for name in ("dtype", "block_axes", "tokens_per_block", "blocks_per_slot")}
+    made = {"plane-major": layout, "block-major": block_major}[vector["slot_order"]](vector["groups"], **described)
     extra, parent = bytes.fromhex(vector["extra"]), bytes.fromhex(vector["parent"]) or None
     keys = chain_keys(vector["token_ids"], layout=made, salt=vector["salt"], extra=extra, parent=parent)
     return made.fingerprint, keys
@@ -106,6 +123,9 @@ def test_the_vectors_show_every_part_of_the_layout() -> None:
     assert any(len(each["keys"]) > 1 and len(each["token_ids"]) % each["tokens_per_block"] for each in every)
     assert any(4 * each["tokens_per_block"] * each["blocks_per_slot"] + 32 > 128 for each in every)
     assert any(each["parent"] for each in every)
+    assert {(each["slot_order"], each["blocks_per_slot"] > 1) for each in every} == set(
+        itertools.product(("block-major", "plane-major"), (False, True))
+    )
     assert not all(each["salt"].isascii() for each in every)
 
 
@@ -113,15 +133,24 @@ def test_the_vectors_show_every_part_of_the_layout() -> None:
     groups=st.lists(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4), min_size=1, max_size=3),
     dtype=st.sampled_from(["bfloat16", "float16", "uint8", "float8_e5m2"]),
     counts=st.tuples(st.integers(1, 40), st.integers(1, 3)),
+    described=st.tuples(
+        st.sampled_from(["block-major", "plane-major"]),
+        st.lists(st.text(st.characters(codec="ascii"), min_size=1, max_size=9), min_size=1, max_size=4, unique=True),
+    ),
     texts=st.tuples(any_text, st.binary(max_size=200), st.sampled_from([b"", bytes(range(16))])),
     tokens=token_lists,
 )
 def test_the_page_describes_what_the_library_does(
-    groups: list[list[int]], dtype: str, counts: tuple[int, int], texts: tuple[str, bytes, bytes], tokens: list[int]
+    groups: list[list[int]],
+    dtype: str,
+    counts: tuple[int, int],
+    described: tuple[str, list[str]],
+    texts: tuple[str, bytes, bytes],
+    tokens: list[int],
 ) -> None:
     names = ("dtype", "groups", "tokens_per_block", "blocks_per_slot", "salt", "extra", "parent", "token_ids")
     values = (dtype, groups, *counts, texts[0], texts[1].hex(), texts[2].hex(), tokens)
-    vector = dict(zip(names, values, strict=True))
+    vector = dict(zip(names, values, strict=True)) | dict(zip(("slot_order", "block_axes"), described, strict=True))
     assert by_the_library(vector) == by_the_page(vector)
 
 
@@ -136,7 +165,8 @@ def test_pitfall_28_another_process_computes_the_same_keys(monkeypatch: pytest.M
         from kvoffload.layout.layout import KVLayout
         from kvoffload.layout.planes import Plane
         planes = [Plane(1 << 20, block_bytes=64, num_blocks=3), Plane(1 << 21, block_bytes=64, num_blocks=3)]
-        layout = KVLayout([planes], dtype=np.dtype("f2"), tokens_per_block=4)
+        axes = ("tokens", "heads", "dim")
+        layout = KVLayout([planes], dtype=np.dtype("f2"), tokens_per_block=4, block_axes=axes)
         tokens = np.arange(1000, 1050, dtype=np.uint16)
         print(*(key.hex() for key in chain_keys(tokens, layout=layout, salt="model", extra=b"x")))
     """
@@ -248,6 +278,10 @@ def test_types_of_ml_dtypes_are_their_names() -> None:
         {"layout": layout([(64, 64), (64, 64)])},
         {"layout": layout(blocks_per_slot=2)},
         {"layout": layout(blocks_per_slot=2, tokens_per_block=2)},
+        {"layout": layout(block_axes=("heads", "tokens", "dim"))},
+        {"layout": layout(block_axes=("tokens", "heads"))},
+        {"layout": layout(block_axes=("tokens", "headsdim"))},
+        {"layout": layout(block_axes=("tokens", "head", "sdim"))},
         {"salt": ""},
         {"salt": "Model"},
         {"salt": "model\0"},
@@ -271,9 +305,31 @@ def test_pitfall_13_where_the_planes_lie_changes_no_key() -> None:
     planes = [
         Plane(FAR + 100 * place, block_bytes=64, num_blocks=3, block_stride=200, owner=object()) for place in (1, 0)
     ]
-    moved = KVLayout([planes], dtype="bfloat16", tokens_per_block=4)
-    assert moved.fingerprint == LAYOUT.fingerprint
+    moved = KVLayout([planes], **DESCRIPTION)
+    assert moved.fingerprint == LAYOUT.fingerprint == block_major().fingerprint
     assert keys_of(TOKENS, layout=moved) == keys_of(TOKENS)
+
+
+@pytest.mark.parametrize("groups", [[(64, 64)], [(64,), (64, 32, 64)]])
+def test_the_order_of_a_slot_changes_keys_where_it_changes_bytes(groups: list[tuple[int, ...]]) -> None:
+    """Two caches of one model, in different orders, share stored bytes if a slot has one block, or the same order."""
+    for factor in (1, 2, 8):
+        mine, other = (make(groups, blocks_per_slot=factor).fingerprint for make in (layout, block_major))
+        assert (mine == other) == (factor == 1)
+        for order in ("block-major", "plane-major"):
+            alike = {
+                make(groups, blocks_per_slot=factor, slot_order=order).fingerprint for make in (layout, block_major)
+            }
+            assert len(alike) == 1
+            assert alike <= {mine, other}
+    one_plane = {make([(64,)], blocks_per_slot=4).fingerprint for make in (layout, block_major)}
+    assert len(one_plane) == 1
+
+
+def test_version_1_of_the_fingerprint_is_none_of_version_2() -> None:
+    """The vectors of version 0.1."""
+    old = {"e472bb9d0809439f1878a0cd19898106", "d7bf0319f5ec881328ee1b455443d6a9", "814b570b7e9c8ef8397624b5b68365b2"}
+    assert old.isdisjoint(vector["fingerprint"] for vector in vectors())
 
 
 @given(tokens=token_lists, cut=st.integers(0, 40), factor=st.integers(1, 3))
@@ -358,9 +414,9 @@ def test_what_is_no_token_is_refused_by_name(token_ids: Any, culprit: str) -> No
         keys_of(token_ids)
 
 
-@pytest.mark.parametrize("missing", ["dtype", "tokens_per_block"])
+@pytest.mark.parametrize("missing", ["dtype", "block_axes", "tokens_per_block"])
 def test_a_layout_that_says_too_little_has_no_keys(missing: str) -> None:
-    remedy = rf"^{missing} of the layout is None, .*: KVLayout\(\.\.\., dtype=\.\.\., tokens_per_block=\.\.\.\)$"
+    remedy = rf"^{missing} of the layout is None, .*: for example KVLayout\(\.\.\., dtype=.*block_axes=.*\)$"
     changes: dict[str, Any] = {missing: None}
     made = layout(**changes)
     with pytest.raises(LayoutError, match=remedy):

@@ -257,7 +257,7 @@ def test_what_parts_take_by_strided_copies_is_near_what_an_h200_took(blocks: int
 def test_known_cases_of_parts_on_an_h200() -> None:
     """Layer by layer the kernel, as far as it may; big blocks, and beside compute few parts, the copy engine."""
     for parts in (4, 8, 16, 32):
-        for prefer, engine_for in (("latency", 0), ("overlap", 16)):
+        for prefer, engine_for in (("latency", 0), ("overlap", 32)):
             method = choose(in_parts(32 * KIB, 32, parts), PARTS_ABLE, H200, prefer, 4, parts).method
             assert (method.copier == "gather") == (parts > engine_for)
     assert choose(in_parts(256 * KIB, 64, 2), PARTS_ABLE, H200, "overlap", 4, 2).method == CopyMethod("strided")

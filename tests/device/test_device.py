@@ -414,6 +414,38 @@ def test_planes_of_a_slab_fold_and_keep_it_alive(device: kvoffload.Device) -> No
     assert device.simulator.leaks()["device_allocations"] == 0
 
 
+def test_allocated_blocks_are_ranges_and_keep_their_memory_alive(device: kvoffload.Device) -> None:
+    planes = device.allocate_blocks(7, planes=5, block_bytes=100)
+    owner = planes[0].owner
+    assert isinstance(owner, DeviceBuffer)
+    assert owner.nbytes == 7 * 5 * 100
+    assert [plane.address - owner.address for plane in planes] == [0, 100, 200, 300, 400]
+    assert {(each.block_bytes, each.num_blocks, each.block_stride, each.owner) for each in planes} == {
+        (100, 7, 500, owner)
+    }
+    assert planes[-1].end == owner.address + owner.nbytes
+    for factor in (1, 4):
+        with OffloadEngine(KVLayout([planes], blocks_per_slot=factor), device=device, num_slots=2) as engine:
+            assert "5 planes fold into 1 operation a block" in repr(engine)
+    last = planes[3]
+    del planes, owner, engine
+    gc.collect()
+    device.reclaim()
+    assert device.simulator.leaks()["device_allocations"] == 1
+    del last
+    gc.collect()
+    device.reclaim()
+    assert device.simulator.leaks()["device_allocations"] == 0
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "planes", "block_bytes"])
+@pytest.mark.parametrize("count", [0, -1, 1.5, "2", True])
+def test_blocks_are_allocated_by_positive_integers(device: kvoffload.Device, name: str, count: Any) -> None:
+    sizes: dict[str, Any] = {"num_blocks": 2, "planes": 2, "block_bytes": 2, name: count}
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {count!r}"):
+        device.allocate_blocks(sizes.pop("num_blocks"), **sizes)
+
+
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2"])
 def test_a_slab_needs_planes(device: kvoffload.Device, count: Any) -> None:
     with pytest.raises(ValueError, match=f"count must be an integer of at least 1, got {count!r}"):

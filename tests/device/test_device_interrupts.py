@@ -81,6 +81,7 @@ CALLS: dict[str, Callable[[World], object]] = {
     "open_device, not closed": lose_an_open,
     "allocate": lambda world: world.buffers.append(world.device.allocate(64)),
     "allocate, not kept": lose_a_buffer,
+    "allocate_blocks": lambda world: world.device.allocate_blocks(4, planes=2, block_bytes=64),
     "allocate_planes": lambda world: world.device.allocate_planes(2, block_bytes=64, num_blocks=4),
     "empty": lambda world: world.device.empty((4, 4), "float16"),
     "copies": lambda world: world.buffer.copy_from(world.buffer.to_numpy()),

@@ -35,7 +35,9 @@ def test_the_stream_of_an_exported_array_follows_both_directions(bench: Rig, las
     """What another library queues on it starts after the transfers in flight, whichever of them ends last."""
     array = bench.device.empty((2, 8, 64), "uint8")
     array.buffer.copy_from(np.full(array.nbytes, 5, np.uint8))
-    engine = OffloadEngine(KVLayout.from_stacked(array), device=bench.device, num_slots=8, sm_limit=0)
+    engine = OffloadEngine(
+        KVLayout.from_stacked(array, plane_axis=0, block_axis=1), device=bench.device, num_slots=8, sm_limit=0
+    )
     engine.slots[:] = 7
     streams = {"store": bench.stream(), "load": bench.stream()}
     gates = {name: bench.gate(stream) for name, stream in streams.items()}

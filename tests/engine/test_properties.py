@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from counting import COPY_CALLS, copies_by_call
 from driver_levels import LEVELS
 from helpers import COPIERS, COPY_ENGINE_ONLY, copiers_in
 from hypothesis import HealthCheck, given, settings
@@ -130,27 +131,6 @@ def separate_planes(device: kvoffload.Device, count: int, num_blocks: int) -> tu
         scramble(buffer, index)
     planes = [Plane(buffer.address, block_bytes=16, num_blocks=num_blocks, owner=buffer) for buffer in buffers]
     return KVLayout([planes]), buffers
-
-
-# copy functions: which argument counts descriptors (None: there is one), and how many may go in a call
-COPY_CALLS = {
-    "cuMemcpyBatchAsync": (3, 128),
-    "memcpy_batch_async_v2": (3, 128),
-    "cuMemcpy3DBatchAsync": (0, 512),
-    "memcpy_3d_batch_async_v2": (0, 512),
-    "cuMemcpy2DAsync": (None, 1),
-    "cuMemcpyAsync": (None, 1),
-}
-
-
-def copies_by_call(simulator: Any) -> list[tuple[str, int, int]]:
-    """Function, descriptors and stream of every copy call since `simulator.faults.calls` was set."""
-    found = []
-    for name, arguments in simulator.faults.calls:
-        if name in COPY_CALLS:
-            position, _ = COPY_CALLS[name]
-            found.append((name, 1 if position is None else arguments[position], int(arguments[-1])))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -396,6 +376,21 @@ def test_naive_transfer_against_numbers_written_by_hand() -> None:
     naive_transfer(layout, Direction.LOAD, [1], [1], memory=memory, pool=pool, first_sub_block=1)
     assert memory[1000].tolist() == [0, 1, 2, 3, 8, 9, 6, 7, 8, 9]
     assert memory[2000].tolist() == [90, 92, 92]
+
+
+def test_naive_transfer_keeps_block_major_blocks_whole() -> None:
+    planes = [
+        Plane(1000, block_bytes=2, num_blocks=3, block_stride=4),
+        Plane(1002, block_bytes=1, num_blocks=3, block_stride=4),
+    ]
+    layout = KVLayout([planes], blocks_per_slot=2)
+    memory = {1000: np.arange(12, dtype=np.uint8)}
+    pool = np.zeros((2, layout.slot_bytes), dtype=np.uint8)
+    naive_transfer(layout, "store", [2, 0], [1, 0], memory=memory, pool=pool, first_sub_block=1)
+    assert pool[1, :6].tolist() == [0, 0, 0, 8, 9, 10]  # block 2 is sub-block 1 of the first slot of the list
+    assert pool[0, :6].tolist() == [0, 1, 2, 0, 0, 0]
+    naive_transfer(layout, Direction.LOAD, [1], [1], memory=memory, pool=pool, first_sub_block=1)
+    assert memory[1000].tolist() == [0, 1, 2, 3, 8, 9, 10, 7, 8, 9, 10, 11]
 
 
 def test_pattern_depends_on_the_key_alone() -> None:

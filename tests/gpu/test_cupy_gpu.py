@@ -29,7 +29,9 @@ class CupyProgram:
             self._burn = cupy.ones((2048, 2048), dtype=cupy.float32)
         self._stream.synchronize()
         self._seen: list[Any] = []
-        self._engine = OffloadEngine(KVLayout.from_stacked(self._cache), device=device, num_slots=SLOTS)
+        self._engine = OffloadEngine(
+            KVLayout.from_stacked(self._cache, plane_axis=0, block_axis=1), device=device, num_slots=SLOTS
+        )
 
     def _slowly(self) -> None:
         for _ in range(3):
@@ -87,7 +89,7 @@ def test_a_stacked_array_of_cupys(cupy: Any, gpu_device: kvoffload.Device, axes:
     cache = cupy.random.random(SHAPE, dtype=cupy.float32)
     if axes == (1, 0):
         cache = cupy.ascontiguousarray(cache.swapaxes(0, 1))
-    layout = KVLayout.from_stacked(cache, *axes)
+    layout = KVLayout.from_stacked(cache, plane_axis=axes[0], block_axis=axes[1])
     assert (layout.dtype, layout.on_default_stream) == ("float32", True)
     round_trip(gpu_device, layout, None)
     seen = cache if axes == (0, 1) else cache.swapaxes(0, 1)
@@ -110,7 +112,9 @@ def test_an_array_stands_for_cupys_current_stream(cupy: Any, gpu_device: kvofflo
         cache, burn = cupy.zeros(SHAPE, dtype=cupy.float32), cupy.ones((8192, 8192), dtype=cupy.float32)
         cache += 7  # compiled at its first use
         burn = burn @ burn * 1e-4
-        with OffloadEngine(KVLayout.from_stacked(cache), device=gpu_device, num_slots=1) as engine:
+        with OffloadEngine(
+            KVLayout.from_stacked(cache, plane_axis=0, block_axis=1), device=gpu_device, num_slots=1
+        ) as engine:
             for after in (cache, [cache, 1], (stream, cache)):
                 for _ in range(8):
                     burn = burn @ burn * 1e-4  # 20 ms each
@@ -125,7 +129,7 @@ def test_an_array_stands_for_cupys_current_stream(cupy: Any, gpu_device: kvofflo
 def test_tensors_of_pytorch_as_strangers(gpu_device: kvoffload.Device) -> None:
     torch = pytest.importorskip("torch")
     cache = torch.rand(SHAPE, device=f"cuda:{gpu_device.index}").to(torch.bfloat16)
-    layout = KVLayout.from_stacked(cache)
+    layout = KVLayout.from_stacked(cache, plane_axis=0, block_axis=1)
     assert layout.dtype == "bfloat16"
     round_trip(gpu_device, layout, cache)
     assert bool((cache[:, 1:3] == cache[:, 3:5]).all())
@@ -136,7 +140,7 @@ def test_arrays_of_numba(gpu_device: kvoffload.Device) -> None:
     content = np.random.default_rng(0).random(SHAPE, dtype=np.float32)
     with cuda.gpus[gpu_device.index]:
         cache = cuda.to_device(content)
-        round_trip(gpu_device, KVLayout.from_stacked(cache), NO_WAIT)
+        round_trip(gpu_device, KVLayout.from_stacked(cache, plane_axis=0, block_axis=1), NO_WAIT)
         found = cache.copy_to_host()
     assert (found[:, 3:5] == content[:, 1:3]).all()
 
@@ -153,7 +157,7 @@ def test_arrays_in_host_memory_and_read_only_ones_are_refused(cupy: Any) -> None
 @pytest.mark.parametrize("method", ["from_dlpack", "asarray"])
 def test_importing_waits_for_the_load_in_flight(cupy: Any, gpu_device: kvoffload.Device, method: str) -> None:
     cache = gpu_device.empty((64, 64, 65536), np.uint8)
-    layout = KVLayout.from_stacked(cache)
+    layout = KVLayout.from_stacked(cache, plane_axis=0, block_axis=1)
     stream = cupy.cuda.Stream(non_blocking=True)
     with OffloadEngine(layout, device=gpu_device, num_slots=64) as engine:
         engine.slots[:] = 1

@@ -39,7 +39,7 @@ def test_without_the_ordering_calls_these_steps_go_wrong(jax: Any, gpu_device: k
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32", "int8"])
 def test_arrays_of_jax_are_planes_without_a_copy(jax: Any, gpu_device: kvoffload.Device, dtype: str) -> None:
     cache = jax.random.randint(jax.random.key(0), SHAPE, 0, 100).astype(dtype)
-    layout = KVLayout.from_stacked(cache)
+    layout = KVLayout.from_stacked(cache, plane_axis=0, block_axis=1)
     assert (layout.dtype, layout.on_default_stream) == (dtype, False)
     assert layout.groups[0].planes[0].address == cache.unsafe_buffer_pointer()
     with OffloadEngine(layout, device=gpu_device, num_slots=2) as engine:
@@ -58,7 +58,7 @@ def test_a_list_of_arrays_of_jax(jax: Any, gpu_device: kvoffload.Device) -> None
 
 
 def test_after_none_is_refused_and_says_what_to_pass(jax: Any, gpu_device: kvoffload.Device) -> None:
-    layout = KVLayout.from_stacked(jax.numpy.zeros(SHAPE))
+    layout = KVLayout.from_stacked(jax.numpy.zeros(SHAPE), plane_axis=0, block_axis=1)
     with OffloadEngine(layout, device=gpu_device, num_slots=2) as engine:
         for submit in (engine.store, engine.load):
             with pytest.raises(ValueError, match=r"after=None .* pass after=array.* or kvoffload.NO_WAIT"):
@@ -72,7 +72,7 @@ def test_a_store_follows_jax_without_the_host_waiting(jax: Any, gpu_device: kvof
         lambda c, a: c.at[:].set(jax.lax.fori_loop(0, 60, lambda _, x: x @ x * 1e-4, a)[0, 0] * 0 + 3), donate_argnums=0
     )
     burn = jnp.ones((6144, 6144), jnp.bfloat16)
-    cache = OwnedCache(gpu_device, SHAPE, np.float32)
+    cache = OwnedCache(gpu_device, SHAPE, np.float32, plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
         cache.array = slow(cache.array, burn)
         cache.array.block_until_ready()
@@ -90,7 +90,8 @@ def test_a_store_follows_jax_without_the_host_waiting(jax: Any, gpu_device: kvof
 @pytest.mark.parametrize("kind", [OwnedCache, AdoptedCache])
 def test_an_update_that_moved_is_refused(jax: Any, gpu_device: kvoffload.Device, kind: Any) -> None:
     zeros = jax.numpy.zeros(SHAPE, np.float32)
-    cache = kind(gpu_device, SHAPE, np.float32) if kind is OwnedCache else kind(gpu_device, zeros)
+    given = (SHAPE, np.float32) if kind is OwnedCache else (zeros,)
+    cache = kind(gpu_device, *given, plane_axis=0, block_axis=1)
     with pytest.raises(kvoffload.LayoutError, match="the update made a copy"):
         cache.array = cache.array + 1
     with pytest.raises(kvoffload.LayoutError, match=r"array must be float32 of shape \(4, 24, 4096\), got float32 of"):
@@ -100,7 +101,7 @@ def test_an_update_that_moved_is_refused(jax: Any, gpu_device: kvoffload.Device,
 
 
 def test_an_array_from_before_a_transfer_is_deleted(gpu_device: kvoffload.Device) -> None:
-    cache = OwnedCache(gpu_device, SHAPE, "bfloat16")
+    cache = OwnedCache(gpu_device, SHAPE, "bfloat16", plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
         old = cache.array
         assert cache.array is old
@@ -117,8 +118,8 @@ def test_an_array_from_before_a_transfer_is_deleted(gpu_device: kvoffload.Device
 
 def test_a_stale_host_copy_is_not_seen(jax: Any, gpu_device: kvoffload.Device) -> None:
     for make in (
-        lambda: OwnedCache(gpu_device, SHAPE, np.float32),
-        lambda: AdoptedCache(gpu_device, jax.numpy.zeros(SHAPE)),
+        lambda: OwnedCache(gpu_device, SHAPE, np.float32, plane_axis=0, block_axis=1),
+        lambda: AdoptedCache(gpu_device, jax.numpy.zeros(SHAPE), plane_axis=0, block_axis=1),
     ):
         cache = make()
         with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
@@ -129,7 +130,7 @@ def test_a_stale_host_copy_is_not_seen(jax: Any, gpu_device: kvoffload.Device) -
 
 
 def test_a_callback_that_is_refused_raises_and_the_cache_goes_on(jax: Any, gpu_device: kvoffload.Device) -> None:
-    cache = CallbackCache(gpu_device, jax.numpy.zeros(SHAPE, "bfloat16"))
+    cache = CallbackCache(gpu_device, jax.numpy.zeros(SHAPE, "bfloat16"), plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
         with pytest.raises(kvoffload.LayoutError, match=r"slots\[0\] is 99"):
             cache.store(engine, [0], [99])

@@ -19,7 +19,7 @@ from kvoffload.jax import AdoptedCache, CallbackCache, OwnedCache, StagedCache, 
 def test_without_jax_the_error_says_what_to_install(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(kvoffload.CapabilityError, match=r"needs JAX.*pip install 'kvoffload\[jax\]'"):
-        OwnedCache(device, (2, 4, 8), "float32")
+        OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     with pytest.raises(kvoffload.CapabilityError, match=r"pip install 'kvoffload\[jax\]'"):
         from_device(device.empty((2, 4), "float32"))
 
@@ -27,7 +27,7 @@ def test_without_jax_the_error_says_what_to_install(device: kvoffload.Device, mo
 @pytest.mark.parametrize("make", [AdoptedCache, CallbackCache, StagedCache])
 def test_caches_of_jaxs_take_arrays_of_jaxs(device: kvoffload.Device, make: Any) -> None:
     with pytest.raises(kvoffload.LayoutError, match=r"array must be a jax\.Array, got ndarray"):
-        make(device, np.zeros((2, 4, 8)))
+        make(device, np.zeros((2, 4, 8)), plane_axis=0, block_axis=1)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_random_steps(jax: Any, device: kvoffload.Device, kind: str, seed: int) 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
 def test_an_owned_cache_updates_stores_and_loads(jax: Any, device: kvoffload.Device, dtype: str) -> None:
     jnp = jax.numpy
-    cache = OwnedCache(device, (4, 16, 8, 32), dtype)
+    cache = OwnedCache(device, (4, 16, 8, 32), dtype, plane_axis=0, block_axis=1)
     update = jax.jit(lambda array, ids, values: array.at[:, ids].set(values), donate_argnums=0)
     assert (cache.layout.dtype, cache.layout.on_default_stream) == (dtype, False)
     assert bool((cache.array == 0).all())
@@ -58,8 +58,27 @@ def test_an_owned_cache_updates_stores_and_loads(jax: Any, device: kvoffload.Dev
         assert bool((cache.array[:, 3:9] == 0).all())
 
 
+def test_a_block_major_cache_is_addressed_by_block_and_plane(jax: Any, device: kvoffload.Device) -> None:
+    """A paged gather and a paged update, as a decoder does them; and a block is one copy."""
+    jnp = jax.numpy
+    cache = OwnedCache(device, (16, 4, 8, 32), "float32", plane_axis=1, block_axis=0, blocks_per_slot=2)
+    assert cache.layout.groups[0].slot_order == "block-major"
+    write = jax.jit(lambda array, blocks, plane, values: array.at[blocks, plane].set(values), donate_argnums=0)
+    table = jnp.array([5, 6])
+    values = jnp.arange(2 * 8 * 32, dtype="float32").reshape(2, 8, 32)
+    with OffloadEngine(cache.layout, device=device, num_slots=4, sm_limit=0) as engine:
+        cache.array = write(cache.array, table, 3, values)
+        device.simulator.faults.calls = []
+        engine.store([5, 6], [1], after=cache).wait(10)
+        engine.load([1], [9, 10], after=cache).wait(10)
+        copies = [name for name, *_ in device.simulator.faults.calls if name.startswith("cuMemcpy")]
+        assert len(copies) == 2, "both blocks are one range on both sides"
+        assert bool((cache.array[table + 4, 3] == values).all())
+        assert (engine.slots[1].view(np.float32).reshape(2, 4, 8, 32)[:, 3] == np.asarray(values)).all()
+
+
 def test_arrays_from_before_a_transfer_are_deleted(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
-    cache = OwnedCache(device, (2, 4, 8), "float32")
+    cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
         old = cache.array
         assert cache.array is old
@@ -74,7 +93,7 @@ def test_what_was_computed_concurrently_with_a_transfer_is_refused_on_a_simulate
     device: kvoffload.Device,
 ) -> None:
     """It would be copied back over what was loaded meanwhile."""
-    cache = OwnedCache(device, (2, 4, 8), "float32")
+    cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
         engine.slots[0].view(np.float32)[:] = 5
         computed = jax.numpy.copy(cache.array)
@@ -88,7 +107,7 @@ def test_what_was_computed_concurrently_with_a_transfer_is_refused_on_a_simulate
 
 def test_transfers_of_a_later_engine_are_followed_too(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
     """As many as the first engine's, which is gone."""
-    cache = OwnedCache(device, (2, 4, 8), "float32")
+    cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     for value in (1, 2):
         before = cache.array
         with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
@@ -102,7 +121,7 @@ def test_transfers_of_a_later_engine_are_followed_too(jax: Any, device: kvoffloa
 
 
 def test_what_is_no_update_of_the_cache_is_refused(jax: Any, device: kvoffload.Device) -> None:
-    cache = OwnedCache(device, (2, 4, 8), "float32")
+    cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     with pytest.raises(kvoffload.LayoutError, match=r"array must be float32 of shape \(2, 4, 8\), got float32 of \(1"):
         cache.array = cache.array[:1]
     with pytest.raises(kvoffload.LayoutError, match=r"array must be float32 of shape .* got int32"):
@@ -114,7 +133,7 @@ def test_what_is_no_update_of_the_cache_is_refused(jax: Any, device: kvoffload.D
 def test_arrays_of_the_cpu_are_no_planes(jax: Any) -> None:
     cpu = jax.device_put(np.zeros((2, 4, 8)), jax.devices("cpu")[0])
     with pytest.raises(kvoffload.LayoutError, match="array is not in GPU memory"):
-        KVLayout.from_stacked(cpu)
+        KVLayout.from_stacked(cpu, plane_axis=0, block_axis=1)
 
 
 def test_a_staged_cache_refuses_an_array_that_is_elsewhere(
@@ -123,18 +142,24 @@ def test_a_staged_cache_refuses_an_array_that_is_elsewhere(
     array = jax.numpy.zeros((2, 4, 8))
     monkeypatch.setattr(type(array), "__dlpack_device__", lambda _: (2, 0))
     with pytest.raises(kvoffload.LayoutError, match=r'array is on .*; put it on jax.devices\("cpu"\)\[0\], since'):
-        StagedCache(device, array)
+        StagedCache(device, array, plane_axis=0, block_axis=1)
 
 
-def test_a_staged_cache_takes_any_axes_and_more_blocks_than_its_stage(jax: Any, device: kvoffload.Device) -> None:
+@pytest.mark.parametrize(("plane_axis", "block_axis"), [(1, 0), (0, 1), (-1, -2), (0, -1)])
+def test_a_staged_cache_takes_any_axes_and_more_blocks_than_its_stage(
+    jax: Any, device: kvoffload.Device, plane_axis: int, block_axis: int
+) -> None:
     jnp = jax.numpy
     content = np.arange(12 * 3 * 5, dtype=np.float32).reshape(12, 3, 5)
-    cache = StagedCache(device, jnp.asarray(content), stage_blocks=4, plane_axis=1, block_axis=0)
-    assert cache.stage.shape == (3, 4, 5)
+    given = jnp.moveaxis(jnp.asarray(content), (0, 1), (block_axis, plane_axis))
+    cache = StagedCache(device, given, stage_blocks=4, plane_axis=plane_axis, block_axis=block_axis)
+    assert cache.stage.shape == (4, 3, 5)
     with OffloadEngine(cache.layout, device=device, num_slots=8, sm_limit=0) as engine:
         assert len(cache.store(engine, [0, 1, 2, 3, 4, 5], range(6))) == 2
         cache.load(engine, [5, 4, 3, 2, 1, 0], [6, 7, 8, 9, 10, 11])
-        assert (np.asarray(cache.array)[6:] == content[5::-1]).all()
+        now = np.moveaxis(np.asarray(cache.array), (block_axis, plane_axis), (0, 1))
+        assert (now[6:] == content[5::-1]).all()
+        assert (now[:6] == content[:6]).all()
         with pytest.raises(kvoffload.LayoutError, match="blocks repeats an id"):
             cache.load(engine, [0, 1], [3, 3])
         with pytest.raises(kvoffload.LayoutError, match="2 blocks need as many slots, got 1"):

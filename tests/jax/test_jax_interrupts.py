@@ -59,7 +59,7 @@ def interrupted_everywhere(
 
 
 def test_reading_an_owned_cache_after_a_load(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
-    cache = OwnedCache(device, (PLANES, BLOCKS, WIDTH), "float32")
+    cache = OwnedCache(device, (PLANES, BLOCKS, WIDTH), "float32", plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
 
         def read_after_load(value: int) -> Callable[[], object]:
@@ -75,7 +75,7 @@ def test_reading_an_owned_cache_after_a_load(jax: Any, device: kvoffload.Device)
 
 
 def test_setting_an_owned_cache(jax: Any, device: kvoffload.Device) -> None:
-    cache = OwnedCache(device, (PLANES, BLOCKS, WIDTH), "float32")
+    cache = OwnedCache(device, (PLANES, BLOCKS, WIDTH), "float32", plane_axis=0, block_axis=1)
     update = jax.jit(lambda array, value: array.at[:, 2].set(value), donate_argnums=0)
     with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
 
@@ -97,7 +97,7 @@ def test_setting_an_owned_cache(jax: Any, device: kvoffload.Device) -> None:
 
 def test_an_owned_cache_recovers_when_the_result_of_a_step_is_lost(jax: Any, device: kvoffload.Device) -> None:
     """As after an interrupt between a step and the assignment of its result."""
-    cache = OwnedCache(device, (PLANES, BLOCKS, WIDTH), "float32")
+    cache = OwnedCache(device, (PLANES, BLOCKS, WIDTH), "float32", plane_axis=0, block_axis=1)
     update = jax.jit(lambda array: array.at[:, 2].set(5), donate_argnums=0)
     with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
         update(cache.array)
@@ -122,7 +122,7 @@ def test_what_a_lost_step_wrote_is_stored_on_a_gpu(gpu_jax: Any, gpu_device: kvo
         lambda c, a: c.at[:].set(jax.lax.fori_loop(0, 60, lambda _, x: x @ x * 1e-4, a)[0, 0] * 0 + 3), donate_argnums=0
     )
     burn = jax.numpy.ones((6144, 6144), jax.numpy.bfloat16)
-    cache = OwnedCache(gpu_device, (PLANES, BLOCKS, WIDTH), "float32")
+    cache = OwnedCache(gpu_device, (PLANES, BLOCKS, WIDTH), "float32", plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
         cache.array = slow(cache.array, burn)
         cache.array = jax.jit(lambda c: c * 0, donate_argnums=0)(cache.array)
@@ -139,7 +139,7 @@ def test_what_a_lost_step_wrote_is_stored_on_a_gpu(gpu_jax: Any, gpu_device: kvo
 def test_a_staged_cache(jax: Any, device: kvoffload.Device, call: str) -> None:
     """Transfers of two batches each. What an interrupted call has copied is not said; what comes after is right."""
     content = np.arange(PLANES * BLOCKS * WIDTH, dtype=np.float32).reshape(PLANES, BLOCKS, WIDTH)
-    cache = StagedCache(device, jax.numpy.asarray(content), stage_blocks=2)
+    cache = StagedCache(device, jax.numpy.asarray(content), stage_blocks=2, plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=device, num_slots=4, sm_limit=0) as engine:
         cache.store(engine, [0, 1, 2], [0, 1, 2])
 

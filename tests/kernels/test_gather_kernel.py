@@ -48,7 +48,7 @@ def test_fragments_cover_every_byte_of_a_plane_once_and_no_other(data: st.DataOb
     shape = fragment_shape_of(group, layout.slot_bytes, POOL)
     address, block_stride, offset, sub_block_stride, words = fragment_table(group, shape)
     fragments = 0
-    for plane, host_offset in zip(group.planes, group.host_offsets, strict=True):
+    for plane, host_offset, step in zip(group.planes, group.host_offsets, group.host_steps, strict=True):
         inside = (address >= plane.address) & (address < plane.address + plane.block_bytes)
         starts = address[inside] - plane.address
         times_copied = np.zeros(plane.block_bytes, dtype=int)
@@ -59,7 +59,7 @@ def test_fragments_cover_every_byte_of_a_plane_once_and_no_other(data: st.DataOb
         assert (times_copied == 1).all()
         assert (offset[inside] == host_offset + starts).all()
         assert (block_stride[inside] == plane.block_stride).all()
-        assert (sub_block_stride[inside] == plane.block_bytes).all()
+        assert (sub_block_stride[inside] == step).all()
         fragments += len(starts)
     assert fragments == len(address)
     assert shape.uniform == (words == shape.fragment_bytes // shape.word_bytes).all()

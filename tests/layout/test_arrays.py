@@ -61,11 +61,11 @@ def test_sizes_of_types() -> None:
 def test_an_array_of_any_type_is_planes(device: kvoffload.Device) -> None:
     for dtype in ("bfloat16", "float8_e4m3fn", "float32"):
         array = device.empty((3, 8, 4, 2), dtype)
-        layout = KVLayout.from_stacked(array)
+        layout = KVLayout.from_stacked(array, plane_axis=0, block_axis=1)
         assert layout.dtype == dtype
         assert layout.groups[0].planes[2].address == array.address + 2 * array.nbytes // 3
         assert all(plane.owner is array for plane in layout.groups[0].planes)
-        assert KVLayout.from_stacked(array, 1, 0).groups[0].num_blocks == 3
+        assert KVLayout.from_stacked(array, plane_axis=1, block_axis=0).groups[0].num_blocks == 3
 
 
 def test_a_layout_knows_the_type_of_its_arrays_unless_they_differ(device: kvoffload.Device) -> None:
@@ -96,8 +96,12 @@ def test_an_export_waits_for_the_transfers_in_flight(seed: int) -> None:
         array.buffer.copy_from(np.zeros(array.nbytes, np.uint8))
         other = device.empty((4, 16, 64), "uint8")
         with (
-            OffloadEngine(KVLayout.from_stacked(array), device=device, num_slots=8, sm_limit=0) as engine,
-            OffloadEngine(KVLayout.from_stacked(other), device=device, num_slots=8, sm_limit=0) as bystander,
+            OffloadEngine(
+                KVLayout.from_stacked(array, plane_axis=0, block_axis=1), device=device, num_slots=8, sm_limit=0
+            ) as engine,
+            OffloadEngine(
+                KVLayout.from_stacked(other, plane_axis=0, block_axis=1), device=device, num_slots=8, sm_limit=0
+            ) as bystander,
         ):
             engine.slots[:] = 9
             job = engine.load(range(8), range(8), after=NO_WAIT)
@@ -112,7 +116,7 @@ def test_the_array_interface_names_a_stream_behind_the_transfers_in_flight(seed:
     with kvoffload.open_device(backend="simulated", seed=seed) as device:
         array = device.empty((4, 16, 64), "uint8")
         array.buffer.copy_from(np.zeros(array.nbytes, np.uint8))
-        layout = KVLayout.from_stacked(array)
+        layout = KVLayout.from_stacked(array, plane_axis=0, block_axis=1)
         with (
             OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as first,
             OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as second,
@@ -154,7 +158,7 @@ def test_exports_that_cannot_be(device: kvoffload.Device) -> None:
         with pytest.raises(kvoffload.ClosedError):
             use()
     with pytest.raises(kvoffload.ClosedError):
-        KVLayout.from_stacked(array)
+        KVLayout.from_stacked(array, plane_axis=0, block_axis=1)
 
 
 def test_a_closed_device_exports_nothing() -> None:

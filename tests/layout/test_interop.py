@@ -105,9 +105,9 @@ def test_planes_and_blocks_may_be_any_axes_of_a_stacked_array(
     rest = [axis for axis in range(4) if axis not in (plane_axis, block_axis)]
     if set(rest) != {2, 3}:
         with pytest.raises(LayoutError, match="array plane 0 is not contiguous within a block"):
-            KVLayout.from_stacked(array, plane_axis, block_axis)
+            KVLayout.from_stacked(array, plane_axis=plane_axis, block_axis=block_axis)
         return
-    layout = KVLayout.from_stacked(array, plane_axis - 4, block_axis)
+    layout = KVLayout.from_stacked(array, plane_axis=plane_axis - 4, block_axis=block_axis)
     moved = np.moveaxis(base, (plane_axis, block_axis), (0, 1))
     expected = [[moved[p, b].tobytes() for p in range(moved.shape[0])] for b in range(moved.shape[1])]
     check_blocks(device, layout, expected)
@@ -117,7 +117,9 @@ def test_a_stacked_array_always_folds(device: kvoffload.Device) -> None:
     buffer = device.allocate(6 * 8 * 64)
     view = np.empty((6, 8, 64), np.uint8)
     for plane_axis, block_axis in ((0, 1), (1, 0)):
-        layout = KVLayout.from_stacked(DeviceArray(view, view, buffer.address), plane_axis, block_axis)
+        layout = KVLayout.from_stacked(
+            DeviceArray(view, view, buffer.address), plane_axis=plane_axis, block_axis=block_axis
+        )
         with OffloadEngine(layout, device=device, num_slots=2) as engine:
             assert "planes fold into 1 operation a block" in repr(engine)
 
@@ -127,7 +129,7 @@ def test_a_view_of_a_stacked_array_with_padding(device: kvoffload.Device) -> Non
     buffer = device.allocate(base.nbytes)
     buffer.copy_from(base)
     view = base[1:, ::2, 4:12]
-    layout = KVLayout.from_stacked(DeviceArray(view, base, buffer.address))
+    layout = KVLayout.from_stacked(DeviceArray(view, base, buffer.address), plane_axis=0, block_axis=1)
     check_blocks(device, layout, [[view[p, b].tobytes() for p in range(3)] for b in range(3)])
 
 
@@ -142,7 +144,7 @@ def test_a_view_of_a_stacked_array_with_padding(device: kvoffload.Device) -> Non
 )
 def test_bad_axes_are_refused_by_name(plane_axis: int, block_axis: int, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
-        KVLayout.from_stacked(fake((2, 3, 4)), plane_axis, block_axis)
+        KVLayout.from_stacked(fake((2, 3, 4)), plane_axis=plane_axis, block_axis=block_axis)
 
 
 # what is refused
@@ -153,7 +155,7 @@ def from_arrays(array: Any) -> KVLayout:
 
 
 def from_stacked(array: Any) -> KVLayout:
-    return KVLayout.from_stacked(array)
+    return KVLayout.from_stacked(array, plane_axis=0, block_axis=1)
 
 
 BOTH = pytest.mark.parametrize(("make", "name"), [(from_arrays, r"arrays\[1\]"), (from_stacked, "array")])
@@ -212,7 +214,7 @@ def test_pitfall_32_arrays_without_axes_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"^arrays\[1\] has no axes; a plane needs a block axis"):
         from_arrays(fake(()))
     with pytest.raises(LayoutError, match="block_axis must be an axis of shape"):
-        KVLayout.from_stacked(fake((5,)))
+        KVLayout.from_stacked(fake((5,)), plane_axis=0, block_axis=1)
 
 
 def test_pitfall_32_one_array_given_twice_is_refused() -> None:

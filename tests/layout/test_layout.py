@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,49 @@ def test_a_slot_holds_plane_after_plane_without_gaps() -> None:
     assert group.host_offsets.dtype == np.int64
 
 
+def block_major(sizes: Sequence[int], padding: int = 0, shift: int = 0) -> list[Plane]:
+    """Planes as in `(blocks, planes, ...)`, the last one `shift` bytes late."""
+    stride, starts = sum(sizes) + padding, np.cumsum([FAR, *sizes])[:-1]
+    starts[-1] += shift
+    return [plane(int(start), size, block_stride=stride) for start, size in zip(starts, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("padding", [0, 24])
+def test_a_block_major_slot_holds_block_after_block(padding: int) -> None:
+    group = KVLayout([block_major([100, 7, 50], padding)], blocks_per_slot=3).groups[0]
+    assert group.slot_order == "block-major"
+    assert (group.host_offsets.tolist(), group.host_steps.tolist()) == ([0, 100, 107], [157] * 3)
+    assert group.payload_bytes == 3 * 157
+
+
+def test_the_order_of_a_slot_is_that_of_the_memory_unless_it_is_named() -> None:
+    whole = block_major([100, 100])
+    planes_of = {
+        "block-major": [whole, [plane()]],
+        "plane-major": [whole[::-1], block_major([64, 64], padding=8, shift=8), planes(2)],
+    }
+    for expected, groups in planes_of.items():
+        for group in groups:
+            assert KVLayout([group], blocks_per_slot=2).groups[0].slot_order == expected
+    every = KVLayout([whole, planes(2)], blocks_per_slot=2)
+    assert [group.slot_order for group in every.groups] == ["block-major", "plane-major"]
+    named = KVLayout([whole, planes(2)], blocks_per_slot=2, slot_order="plane-major")
+    assert [group.host_offsets.tolist() for group in named.groups] == [[0, 200], [0, 128]]
+    assert [group.host_steps.tolist() for group in named.groups] == [[100, 100], [64, 64]]
+    with pytest.raises(
+        LayoutError, match=r"^slot_order must be \"block-major\", \"plane-major\" or None, got 'blocks'"
+    ):
+        KVLayout([whole], slot_order="blocks")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "axes", ["tokens", (), ("tokens", ""), ("tokens", "tokens"), (1, 2), ("t\u00f6kens",), 3, {"tokens"}], ids=repr
+)
+def test_block_axes_are_names(axes: Any) -> None:
+    with pytest.raises(LayoutError, match=r"^block_axes must be the names of the axes of one block .*, got "):
+        KVLayout([planes(1)], block_axes=axes)
+
+
 @pytest.mark.parametrize("factor", [1, 2, 3, 5])
 def test_pitfall_11_slots_for_partial_first_and_last_slots(factor: int) -> None:
     layout = KVLayout([planes(1)], blocks_per_slot=factor)
@@ -169,6 +213,10 @@ def test_the_repr_of_a_layout_says_how_it_folds() -> None:
         "KVLayout(64 planes x 64 B x 8 blocks, blocks_per_slot=2, slot_bytes=8192; "
         "64 planes fold into 1 operation a block by address alone)"
     )
+    assert "3 planes x 64 B x 8 blocks (block-major slots), blocks_per_slot=2" in repr(
+        KVLayout([block_major([64] * 3)], blocks_per_slot=2)
+    )
+    assert "(block-major slots)" not in repr(KVLayout([block_major([64] * 3)]))  # the same bytes as plane-major
     scattered = KVLayout([[plane(FAR * 9), plane(FAR * 5), plane(FAR)]])
     assert "3 planes do not fold (3 operations a block)" in repr(scattered)
     two = KVLayout([planes(4), [plane(FAR * 50, 100 + index) for index in range(1)]])
@@ -178,8 +226,9 @@ def test_the_repr_of_a_layout_says_how_it_folds() -> None:
 
 
 def test_descriptions_are_kept() -> None:
-    layout = KVLayout([planes(1)], dtype="bfloat16", tokens_per_block=16)
+    layout = KVLayout([planes(1)], dtype="bfloat16", tokens_per_block=16, block_axes=["tokens", "dim"])
     assert (layout.dtype, layout.tokens_per_block, layout.num_groups) == ("bfloat16", 16, 1)
+    assert layout.block_axes == ("tokens", "dim")
     with pytest.raises(LayoutError, match="tokens_per_block must be"):
         KVLayout([planes(1)], tokens_per_block=0)
 
@@ -262,7 +311,8 @@ def test_tokens_per_block_beyond_the_fingerprint_are_refused_by_name(count: int)
 
 
 def test_the_largest_numbers_have_a_fingerprint() -> None:
-    layout = KVLayout([[plane(block_bytes=1 << 40)]], tokens_per_block=(1 << 63) - 1, dtype="bfloat16")
+    axes = ("tokens", "dim")
+    layout = KVLayout([[plane(block_bytes=1 << 40)]], tokens_per_block=(1 << 63) - 1, dtype="bfloat16", block_axes=axes)
     assert len(layout.fingerprint) == 16
 
 

@@ -46,6 +46,15 @@ def test_a_slot_is_drawn_to_scale_with_its_padding() -> None:
     assert "padding, 2 KiB" in shown.text
 
 
+def test_a_block_major_slot_is_drawn_block_by_block() -> None:
+    planes = [kvoffload.Plane(0x100000 + n * 1024, block_bytes=1024, num_blocks=4, block_stride=2048) for n in range(2)]
+    shown = page(kvoffload.KVLayout([planes], blocks_per_slot=3, block_axes=("tokens", "dim")))
+    assert shown.widths == pytest.approx([25] * 4)
+    assert "3 blocks of 2 planes each, 6 KiB" in shown.text
+    assert row(shown, "folding") == "2 planes fold into 1 operation a block: 1 row of 2 KiB"
+    assert row(shown, "axes of a block") == "tokens, dim"
+
+
 def test_a_layout_of_several_groups() -> None:
     """Planes in descending order cannot fold: slots hold them in ascending order."""
     falling = [kvoffload.Plane(0x9000000 - n * 0x100000, block_bytes=512, num_blocks=8) for n in range(3)]

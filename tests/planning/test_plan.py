@@ -131,8 +131,54 @@ def test_interleaved_planes_become_one_range_per_block() -> None:
     assert made.is_flat
 
 
-def test_interleaved_planes_with_several_blocks_a_slot_stay_rows() -> None:
-    layout = layout_of((MIB + 4096 * index for index in range(6)), block_stride=6 * 4096, blocks_per_slot=2)
+def test_block_major_blocks_stay_whole_in_a_slot_and_adjacent_ones_merge() -> None:
+    block = 6 * 4096
+    layout = layout_of((MIB + 4096 * index for index in range(6)), block_stride=block, blocks_per_slot=4)
+    assert layout.groups[0].slot_order == "block-major"
+    made = plan(layout, [5, 6, 7, 0, 2, 3], [2, 1], first=1)
+    assert made.is_flat
+    assert made.width.tolist() == [3 * block, block, 2 * block]
+    assert made.device_address.tolist() == [MIB + 5 * block, MIB, MIB + 2 * block]
+    slot = layout.slot_bytes
+    assert made.host_address.tolist() == [POOL + 2 * slot + block, POOL + slot, POOL + slot + block]
+
+
+def test_block_major_planes_of_several_sizes_are_one_range() -> None:
+    """And blocks with padding behind them are a range each, which never merges with the next."""
+    sizes = [4096, 64, 4096, 128]
+    starts = np.cumsum([0, *sizes])
+    for padding, widths in ((0, [2 * 8384]), (16, [8384, 8384])):
+        planes = [
+            Plane(MIB + int(start), block_bytes=size, num_blocks=8, block_stride=8384 + padding)
+            for start, size in zip(starts, sizes, strict=False)
+        ]
+        layout = KVLayout([planes], blocks_per_slot=2)
+        assert layout.groups[0].slot_order == "block-major"
+        assert plan(layout, [3, 4], [0]).width.tolist() == widths
+
+
+def test_a_slot_order_that_is_not_the_devices_is_rows() -> None:
+    """Blocks that are whole in the slot and rows on the device, and the other way round."""
+    apart = layout_of((MIB * (1 + index) for index in range(6)), blocks_per_slot=2, slot_order="block-major")
+    made = plan(apart, [4, 5], [1])
+    assert (made.height.tolist(), made.width.tolist()) == ([6, 6], [4096, 4096])
+    assert (made.device_pitch.tolist(), made.host_pitch.tolist()) == ([MIB] * 2, [4096] * 2)
+    assert (np.diff(made.host_address.astype(np.int64)) == 6 * 4096).all()
+
+
+def test_no_merged_row_is_wider_than_a_pitch_may_be() -> None:
+    whole = 1 << 30
+    layout = layout_of([MIB, MIB + whole // 2], block_bytes=whole // 2, block_stride=whole, blocks_per_slot=2)
+    assert plan(layout, [0, 1], [0]).width.tolist() == [whole, whole]
+
+
+def test_plane_major_slots_of_a_block_major_cache_are_rows() -> None:
+    layout = layout_of(
+        (MIB + 4096 * index for index in range(6)),
+        block_stride=6 * 4096,
+        blocks_per_slot=2,
+        slot_order="plane-major",
+    )
     made = plan(layout, [5, 0], [2])
     assert made.height.tolist() == [6, 6]
     assert made.device_pitch.tolist() == [4096, 4096]
@@ -301,6 +347,7 @@ def spec_layout(spec: LayoutSpec) -> KVLayout:
             for group in spec.groups
         ],
         blocks_per_slot=spec.blocks_per_slot,
+        slot_order=spec.slot_order,
     )
 
 
@@ -329,9 +376,16 @@ def test_any_plan_covers_exactly_the_bytes_of_its_blocks(spec: LayoutSpec, data:
     expected = set()
     for index, block in enumerate(blocks):
         slot, sub_block = divmod(first + index, factor)
-        for plane, offset in zip(group.planes, group.host_offsets.tolist(), strict=True):
+        at = 0  # of sub-block 0 of a plane, or of the first plane of a sub-block
+        for plane in group.planes:
             device = plane.address + block * plane.block_stride
-            host = POOL + slot * layout.slot_bytes + offset + sub_block * plane.block_bytes
+            host = POOL + slot * layout.slot_bytes
+            if group.slot_order == "block-major":
+                host += sub_block * group.bytes_per_block + at
+                at += plane.block_bytes
+            else:
+                host += at + sub_block * plane.block_bytes
+                at += factor * plane.block_bytes
             expected |= {(device + byte, host + byte) for byte in {0, plane.block_bytes // 2, plane.block_bytes - 1}}
     covered = [(device, host, width) for device, host, width in rows(made)]
     assert sum(width for *_, width in covered) == transfer.nbytes == len(blocks) * group.bytes_per_block

@@ -19,6 +19,7 @@ from programs import run_program
 import kvoffload
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+LAYOUTS = ("block-major", "plane-major")  # the first is what the examples take by default
 BOTH = ("cupy_paged_decode.py", "jax_paged_decode.py")
 COUNTS = re.compile(r"^(.+): (\d+) blocks evicted, (\d+) stored \(.*\), (\d+) loaded", re.MULTILINE)
 VERDICTS = re.compile(r"^(.+): (\d+) of (\d+) tokens have the bits of the first run: (.+)$", re.MULTILINE)
@@ -65,16 +66,20 @@ def check_run(output: str, *modes: str) -> None:
 # on the simulated device
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BOTH)
-def test_simulated_runs_are_bitwise_equal_and_print_no_times(name: str) -> None:
-    output = run(name, "--device", "simulated")
+def test_simulated_runs_are_bitwise_equal_and_print_no_times(name: str, layout: str) -> None:
+    output = run(name, "--device", "simulated", *(() if layout == LAYOUTS[0] else ("--layout", layout)))
     check_run(output, PREFETCHED, ON_DEMAND)
+    assert f"layout='{layout}'" in output
     assert "no times: those of the simulated device mean nothing; left out as well:" in output
     assert TIMES.search(output) is None
 
 
-def test_layers_wait_for_their_parts() -> None:
-    check_run(run(BOTH[0], "--device", "simulated", "--layer-wise"), PREFETCHED, ON_DEMAND, LAYER_WISE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_wait_for_their_parts(layout: str) -> None:
+    output = run(BOTH[0], "--device", "simulated", "--layer-wise", "--layout", layout)
+    check_run(output, PREFETCHED, ON_DEMAND, LAYER_WISE)
 
 
 def test_other_conversations_and_more_room() -> None:
@@ -157,11 +162,12 @@ def test_the_pool_takes_from_the_conversation_served_longest_ago(paged: Any) -> 
     assert max(blocks) < 7
 
 
-def decode(paged: Any, blocks: list[int], chunk: int, tokens: list[int]) -> Any:
+def decode(paged: Any, blocks: list[int], chunk: int, tokens: list[int], layout: str = LAYOUTS[0]) -> Any:
     """Logits of the last token, computed chunk by chunk in a cache full of other numbers."""
     model = paged("model")
-    backend = paged("arrays").ArrayModel(np, model.SMALL, "float32")
-    cache = np.random.default_rng(1).standard_normal(model.SMALL.cache_shape(12), dtype="float32")
+    size = model.SMALL._replace(layout=layout)
+    backend = paged("arrays").ArrayModel(np, size, "float32")
+    cache = np.random.default_rng(1).standard_normal(size.cache_shape(12), dtype="float32")
     for first in range(0, len(tokens), chunk):
         step = model.Step.padding(1, chunk, 6)
         step.put(0, tokens, first, blocks)
@@ -177,6 +183,12 @@ def test_logits_do_not_depend_on_where_blocks_are(paged: Any) -> None:
     assert here.tobytes() != changed.tobytes()
 
 
+def test_logits_do_not_depend_on_the_layout(paged: Any) -> None:
+    tokens = np.random.default_rng(0).integers(256, size=53).tolist()
+    first, second = (decode(paged, [4, 2, 7, 9], 20, tokens, layout).tobytes() for layout in LAYOUTS)
+    assert first == second
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 32])
 def test_chunks_compute_the_same_but_for_rounding(paged: Any, chunk: int) -> None:
     tokens = np.random.default_rng(0).integers(256, size=53).tolist()
@@ -184,7 +196,8 @@ def test_chunks_compute_the_same_but_for_rounding(paged: Any, chunk: int) -> Non
     np.testing.assert_allclose(chunked, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_a_step_of_jax_writes_into_the_cache_and_copies_nothing_of_it() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_of_jax_writes_into_the_cache_and_copies_nothing_of_it(layout: str) -> None:
     """A copy of the whole cache, written back, would undo loads that are concurrent with the step."""
     if importlib.util.find_spec("jax") is None:
         pytest.skip("jax is not installed")
@@ -195,7 +208,7 @@ def test_a_step_of_jax_writes_into_the_cache_and_copies_nothing_of_it() -> None:
     from functools import partial
     from jax_paged_decode import compute
     from paged_decode import model
-    size = model.SMALL
+    size = model.SMALL._replace(layout={layout!r})
     weights = {{name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in size.weight_shapes.items()}}
     cache = jax.ShapeDtypeStruct(size.cache_shape(20000), "uint16")
     for step in (model.Step.padding(2, 1, 10), model.Step.padding(1, 32, 10)):
@@ -231,15 +244,18 @@ def test_a_timeline_has_all_that_ran(paged: Any, device: kvoffload.Device, tmp_p
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("name", "framework"), list(zip(BOTH, ("cupy", "jax"), strict=True)))
 @pytest.mark.usefixtures("only_gpu")
-def test_on_a_gpu(name: str, framework: str, tmp_path: Path) -> None:
+def test_on_a_gpu(name: str, framework: str, layout: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     figure = tmp_path / "timeline.png"
     drawn = importlib.util.find_spec("matplotlib") is not None
     by_layer = ("--layer-wise",) if framework == "cupy" else ()
-    output = run(name, "--small", *by_layer, *(("--plot", str(figure)) if drawn else ()), warnings="default")
+    output = run(
+        name, "--small", "--layout", layout, *by_layer, *(("--plot", str(figure)) if drawn else ()), warnings="default"
+    )
     check_run(output, PREFETCHED, ON_DEMAND, *((LAYER_WISE,) if by_layer else ()))
     assert TIMES.search(output) is not None
     assert figure.exists() == drawn

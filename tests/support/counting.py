@@ -1,10 +1,11 @@
-"""Counts the Python functions that a call enters."""
+"""Counts the Python functions that a call enters, and the copies that a simulated driver was given."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 
 def python_calls(action: Callable[[], object]) -> list[str]:
@@ -22,3 +23,24 @@ def python_calls(action: Callable[[], object]) -> list[str]:
     finally:
         sys.setprofile(before)
     return names[1:]
+
+
+# copy functions: which argument counts descriptors (None: there is one), and how many may go in a call
+COPY_CALLS = {
+    "cuMemcpyBatchAsync": (3, 128),
+    "memcpy_batch_async_v2": (3, 128),
+    "cuMemcpy3DBatchAsync": (0, 512),
+    "memcpy_3d_batch_async_v2": (0, 512),
+    "cuMemcpy2DAsync": (None, 1),
+    "cuMemcpyAsync": (None, 1),
+}
+
+
+def copies_by_call(simulator: Any) -> list[tuple[str, int, int]]:
+    """Function, descriptors and stream of every copy call since `simulator.faults.calls` was set."""
+    found = []
+    for name, arguments in simulator.faults.calls:
+        if name in COPY_CALLS:
+            position, _ = COPY_CALLS[name]
+            found.append((name, 1 if position is None else arguments[position], int(arguments[-1])))
+    return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from strategies import Draw, LayoutSpec, PlaneSpec, place
+from strategies import SLOT_ORDERS, Draw, LayoutSpec, PlaneSpec, place
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, Job, OffloadEngine
@@ -83,10 +84,11 @@ def pick(chance: Chance, options: Sequence[T]) -> T:
 
 
 def layout_spec(chance: Chance) -> LayoutSpec:
-    """One to three groups; planes of one or two sizes, padded, at odd addresses, in one allocation or one each."""
+    """One to three groups; planes of one or two sizes, padded, at odd addresses, in one allocation or one each, or
+    block-major."""
     allocations: list[int] = []
     groups = [_group(chance, allocations) for _ in range(pick(chance, (1, 1, 2, 3)))]
-    return LayoutSpec(tuple(allocations), tuple(groups), chance.number(1, 4))
+    return LayoutSpec(tuple(allocations), tuple(groups), pick(chance, (1, 2, 3, 8)), pick(chance, SLOT_ORDERS))
 
 
 def _group(chance: Chance, allocations: list[int]) -> tuple[PlaneSpec, ...]:
@@ -94,9 +96,18 @@ def _group(chance: Chance, allocations: list[int]) -> tuple[PlaneSpec, ...]:
     sizes = [pick(chance, BLOCK_BYTES[multiple]) for _ in range(chance.number(1, 2))]
     padding, offset = (multiple * pick(chance, (0, 0, 1, 3)) for _ in range(2))
     num_blocks = chance.number(1, 5 if max(sizes) > 4096 else 16)
-    scattered = pick(chance, (True, True, False))
+    placement = pick(chance, ("scattered", "slab", "block-major"))
+    count, scattered = chance.number(1, 5), placement == "scattered"
     planes, at, first = [], offset, len(allocations)
-    for index in range(chance.number(1, 5)):
+    if placement == "block-major":
+        of_planes = [sizes[index % len(sizes)] for index in range(count)]
+        stride = sum(of_planes) + padding
+        allocations.append(offset + stride * num_blocks)
+        starts = itertools.accumulate(of_planes, initial=offset)
+        return tuple(
+            PlaneSpec(first, start, size, stride, num_blocks) for start, size in zip(starts, of_planes, strict=False)
+        )
+    for index in range(count):
         size = sizes[index % len(sizes)]
         span = (size + padding) * (num_blocks - 1) + size
         planes.append(PlaneSpec(first + index * scattered, at, size, size + padding, num_blocks))

@@ -323,6 +323,11 @@ def _allocate_planes(world: World) -> Call:
     return lambda: world.device.allocate_planes(2, block_bytes=64, num_blocks=4)
 
 
+@scenario("device.allocate_blocks", World)
+def _allocate_blocks(world: World) -> Call:
+    return lambda: world.device.allocate_blocks(4, planes=2, block_bytes=64)
+
+
 @scenario("device.empty", World)
 def _empty(world: World) -> Call:
     return lambda: world.device.empty((2, 3), "float16")
@@ -383,7 +388,7 @@ def _device_close_lost(world: World) -> Call:
 @scenario("layout.from_stacked", World)
 def _from_stacked(world: World) -> Call:
     array = world.device.empty((2, 4, 64), "uint8")
-    return lambda: KVLayout.from_stacked(array)
+    return lambda: KVLayout.from_stacked(array, plane_axis=0, block_axis=1)
 
 
 # index ----------------------------------------------------------------------------------------------------------------

@@ -104,10 +104,10 @@ class JaxProgram:
         self._seen: list[Any] = []
         zeros = jax.numpy.zeros(SHAPE, jax.numpy.float32)
         makes: dict[str, Callable[[], Any]] = {
-            "owned": lambda: OwnedCache(device, SHAPE, np.float32),
-            "adopted": lambda: AdoptedCache(device, zeros),
-            "callback": lambda: CallbackCache(device, zeros),
-            "staged": lambda: StagedCache(device, zeros, stage_blocks=5),
+            "owned": lambda: OwnedCache(device, SHAPE, np.float32, plane_axis=0, block_axis=1),
+            "adopted": lambda: AdoptedCache(device, zeros, plane_axis=0, block_axis=1),
+            "callback": lambda: CallbackCache(device, zeros, plane_axis=0, block_axis=1),
+            "staged": lambda: StagedCache(device, zeros, stage_blocks=5, plane_axis=0, block_axis=1),
         }
         self._cache = makes[kind]()
         self._engine = OffloadEngine(self._cache.layout, device=device, num_slots=SLOTS)

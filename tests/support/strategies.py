@@ -13,6 +13,7 @@ import kvoffload
 from kvoffload import Direction, KVLayout, OffloadEngine, Plane
 from kvoffload.copiers import NAMES, why_not
 from kvoffload.device.buffers import DeviceBuffer
+from kvoffload.layout.planes import SlotOrder
 from kvoffload.testing import scramble
 from kvoffload.tuning import CopierName
 
@@ -35,6 +36,7 @@ class LayoutSpec(NamedTuple):
     allocations: tuple[int, ...]
     groups: tuple[tuple[PlaneSpec, ...], ...]
     blocks_per_slot: int
+    slot_order: SlotOrder | None = None
 
 
 class TransferSpec(NamedTuple):
@@ -60,6 +62,7 @@ class Case(NamedTuple):
 
 NUM_SLOTS = 6
 MOST_INTERPRETED_BYTES = 32 << 10
+SLOT_ORDERS: tuple[SlotOrder | None, ...] = (None, None, "block-major", "plane-major")
 BLOCK_BYTES = (1, 3, 16, 48, 100, 256, 1000, 4096, 18 * 1024)
 
 
@@ -100,12 +103,12 @@ class _Group:
             self.allocations.append(span + 2 * margin)
 
     def interleaved(self) -> None:
-        """`(blocks, planes, ...)` in one allocation, with padding after each block of all planes."""
-        stride = self.block_bytes * self.count + self.padding
-        for index in range(self.count):
-            self.planes.append(
-                PlaneSpec(self.first, index * self.block_bytes, self.block_bytes, stride, self.num_blocks)
-            )
+        """`(blocks, planes, ...)` in one allocation, with padding behind each block; some planes of another size."""
+        odd_one = self.draw(st.sampled_from((0, 0, 0, 1, 2)))  # every plane of that remainder is twice as big
+        sizes = [self.block_bytes * (2 if odd_one and index % 3 == odd_one else 1) for index in range(self.count)]
+        stride = sum(sizes) + self.padding
+        for index, size in enumerate(sizes):
+            self.planes.append(PlaneSpec(self.first, sum(sizes[:index]), size, stride, self.num_blocks))
         self.allocations.append(stride * self.num_blocks)
 
     def shuffle(self) -> None:
@@ -130,11 +133,12 @@ def layouts(draw: st.DrawFn) -> LayoutSpec:
             groups.append(groups[0][: draw(st.integers(1, len(groups[0])))])
             continue
         group = _Group(draw, len(allocations))
-        draw(st.sampled_from((group.slab, group.slab, group.separate, group.interleaved)))()
+        draw(st.sampled_from((group.slab, group.separate, group.interleaved, group.interleaved)))()
         group.shuffle()
         allocations += group.allocations
         groups.append(tuple(group.planes))
-    return LayoutSpec(tuple(allocations), tuple(groups), draw(st.integers(1, 5)))
+    factor = draw(st.sampled_from((1, 2, 3, 5, 8)))
+    return LayoutSpec(tuple(allocations), tuple(groups), factor, draw(st.sampled_from(SLOT_ORDERS)))
 
 
 @st.composite
@@ -199,7 +203,7 @@ def place(device: kvoffload.Device, spec: LayoutSpec, seed: int) -> tuple[KVLayo
         ]
         for group in spec.groups
     ]
-    return KVLayout(groups, blocks_per_slot=spec.blocks_per_slot), buffers
+    return KVLayout(groups, blocks_per_slot=spec.blocks_per_slot, slot_order=spec.slot_order), buffers
 
 
 def slab_of(planes: list[Plane]) -> DeviceBuffer:

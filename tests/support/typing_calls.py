@@ -61,8 +61,10 @@ def layouts(device: Device) -> KVLayout:
     assert_type(planes, list[Plane])
     plane = Plane(planes[0].address, block_bytes=64, num_blocks=8, block_stride=128)
     assert_type(plane.end, int)
-    layout = KVLayout([planes], blocks_per_slot=2, dtype="bfloat16", tokens_per_block=16)
+    layout = KVLayout([planes], blocks_per_slot=2, dtype="bfloat16", tokens_per_block=16, block_axes=("tokens",))
     KVLayout.from_arrays([device.allocate(64)], blocks_per_slot=1)
+    KVLayout.from_stacked(device.empty((4, 2, 64), "uint8"), plane_axis=1, block_axis=0, slot_order="block-major")
+    assert_type(device.allocate_blocks(8, planes=4, block_bytes=64), list[Plane])
     assert_type(layout.slot_bytes, int)
     assert_type(layout.slots_for(5, first_sub_block=1), int)
     return layout

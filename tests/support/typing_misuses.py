@@ -32,6 +32,9 @@ def memory(device: Device) -> None:
     device.allocate("64")  # wrong
     device.allocate_planes(2, block_bytes=1.5, num_blocks=2)  # wrong
     device.allocate_planes(2, 64, 2)  # wrong
+    device.allocate_blocks(2, 2, 64)  # wrong
+    KVLayout.from_stacked(device.empty((2, 2, 64), "uint8"), 0, 1)  # wrong
+    KVLayout.from_stacked(device.empty((2, 2, 64), "uint8"), plane_axis=0)  # wrong
     device.empty(4, "float16")  # wrong
     device.closed()  # wrong
     device.allocate(64).copy_from("bytes", offset="0")  # wrong
@@ -45,6 +48,8 @@ def layouts(planes: list[Plane]) -> None:
     KVLayout([planes], blocks_per_slot="2")  # wrong
     KVLayout([planes], block_per_slot=2)  # wrong
     KVLayout([planes], tokens_per_block=16.0)  # wrong
+    KVLayout([planes], slot_order="blocks")  # wrong
+    KVLayout([planes], block_axes=("tokens", 2))  # wrong
 
 
 def engines(layout: KVLayout, device: Device) -> None:
