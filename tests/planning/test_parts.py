@@ -154,7 +154,7 @@ def test_kernels_that_cannot_run_are_said_to_be_missing_first(bench: Rig) -> Non
 
 
 def test_the_choice_is_among_what_carries_parts(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    with rig(device, planes=PLANES, sm_limit=4) as bench:
+    with rig(device, planes=PLANES, sm_limit=4, prefer="latency") as bench:
         monkeypatch.setattr(bench.engine._parts.copiers, "_interpreted", False)  # as on a GPU: kernels, too, are chosen
         assert load(bench, range(8), range(8), parts=None).copier in ("gather", "split")
         for parts in (2, PLANES):
