@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -271,6 +272,8 @@ def test_the_fingerprint_is_of_all_shards_in_order() -> None:
     prints = [ShardedLayout(each).fingerprint for each in ([LAYOUT], [LAYOUT, wide], [wide, LAYOUT])]
     assert len({*prints, LAYOUT.fingerprint, wide.fingerprint}) == 5
     assert all(len(each) == 16 for each in prints)
+    message = (2).to_bytes(8, "little") + LAYOUT.fingerprint + wide.fingerprint  # as docs/keys.md says
+    assert prints[1] == blake2b(message, digest_size=16, person=b"kvoffload shards").digest()
     keys = kvoffload.chain_keys(range(8), layout=ShardedLayout([LAYOUT, wide]), salt="")
     assert len(keys) == 2
     assert keys != kvoffload.chain_keys(range(8), layout=LAYOUT, salt="")
