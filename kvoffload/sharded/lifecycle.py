@@ -132,6 +132,7 @@ class ShardedLifecycle:
     @property
     def in_flight(self) -> int:
         """How many transfers have not ended on all devices."""
+        self.check_process()
         with self.lock:
             self._tracker.settle()
             return self._tracker.count

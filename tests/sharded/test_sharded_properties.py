@@ -7,55 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sharding import BLOCKS, Machine, machine
+from sharding import Machine, RandomTransfers, machine
 
 from kvoffload import NO_WAIT, KVOffloadError, ShardedJob
 from kvoffload.testing import Mirror
-from kvoffload.tuning import CopierName
 
 SLOTS = 8
-Chance = np.random.Generator
 CALLS = (
     "cuMemcpy3DBatchAsync", "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent", "cuEventQuery",
     "cuEventCreate", "cuEventElapsedTime", "cuLaunchKernel",
 )  # fmt: skip
-
-
-class Random:
-    """Random transfers of a machine, and the same done by loops."""
-
-    def __init__(self, made: Machine, chance: Chance) -> None:
-        self.made = made
-        self.chance = chance
-        self.mirrors = made.mirrors()
-        self.streams = [[made.stream(device) for _ in range(2)] for device in range(len(made.devices))]
-        self.copiers: list[CopierName | None] = ["strided", "batch", "loop", None]
-
-    def after(self) -> Any:
-        chance = self.chance
-        if chance.random() < 0.3:
-            return NO_WAIT
-        choices: list[list[Any]] = [[NO_WAIT, None, streams[0], streams] for streams in self.streams]
-        return [each[int(chance.integers(4))] for each in choices]
-
-    def transfer(self) -> tuple[ShardedJob, dict[str, Any]]:
-        """Submit one; what the loop is to do."""
-        chance, layout = self.chance, self.made.engine.layout
-        factor, group = layout.blocks_per_slot, int(chance.integers(layout.num_groups))
-        first = int(chance.integers(factor))
-        count = int(chance.integers(0, min(SLOTS * factor - first, BLOCKS) + 1))
-        blocks = chance.permutation(layout.groups[group].num_blocks)[:count].tolist()
-        slots = chance.permutation(SLOTS)[: layout.slots_for(count, first)].tolist()
-        expected = {"blocks": blocks, "slots": slots, "group": group, "first_sub_block": first}
-        copier = self.copiers[int(chance.integers(len(self.copiers)))]
-        direction = "store" if chance.random() < 0.5 else "load"
-        options: dict[str, Any] = {**expected, "copier": copier, "after": self.after()}
-        if direction == "load" and chance.random() < 0.3:
-            options |= {"parts": 2}
-        job = self.made.engine.submit(direction, **options)  # type: ignore[arg-type]
-        if chance.random() < 0.3:
-            job.order_before([streams[1] for streams in self.streams])
-        return job, {"direction": direction, **expected}
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
@@ -65,7 +26,7 @@ def test_random_transfers_give_the_bytes_of_loops(devices: int, number: int, see
     counts = [2 * int(each) for each in chance.integers(1, 4, devices)]
     shape = {"groups": int(chance.integers(1, 3)), "blocks_per_slot": int(chance.integers(1, 4))}
     with machine(counts, seed=number, num_slots=SLOTS, **shape) as made:
-        random = Random(made, chance)
+        random = RandomTransfers(made, chance)
         jobs = []
         for _ in range(40):
             job, expected = random.transfer()
@@ -102,7 +63,7 @@ def test_a_failure_on_one_device_fails_the_job_and_no_other(devices: int, number
     shape = {"groups": int(chance.integers(1, 3)), "blocks_per_slot": int(chance.integers(1, 4))}
     seen: Counter[str] = Counter()
     with machine(counts, seed=number, num_slots=SLOTS, **shape) as made:
-        random = Random(made, chance)
+        random = RandomTransfers(made, chance)
         for _ in range(40):
             made.simulator.faults.fail_call(str(chance.choice(CALLS)), nth=int(chance.integers(1, 3 * devices)))
             try:

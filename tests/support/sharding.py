@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ import numpy.typing as npt
 from helpers import COPY_ENGINE_ONLY, NON_BLOCKING, Gate
 
 import kvoffload
-from kvoffload import KVLayout, ShardedEngine
+from kvoffload import NO_WAIT, KVLayout, ShardedEngine, ShardedJob
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, scramble
+from kvoffload.tuning import CopierName
 
 Bytes = npt.NDArray[np.uint8]
 BLOCKS = 16
@@ -27,6 +29,7 @@ class Machine:
         counts: devices, each with so many planes in each group.
         block_bytes: of the planes of the first device; those of device `d` have `d` times 16 more.
         groups: of every layout.
+        devices: to use; None: those of a new simulated driver.
         options: of the engine.
     """
 
@@ -38,11 +41,15 @@ class Machine:
         block_bytes: int = 64,
         groups: int = 1,
         blocks_per_slot: int = 1,
-        simulator: SimulatedDriver | None = None,
+        devices: Sequence[kvoffload.Device] | None = None,
         **options: Any,
     ) -> None:
-        self.simulator = simulator or SimulatedDriver(device_count=len(counts), seed=seed, deadlock_seconds=0.3)
-        self.devices = [kvoffload.open_device(index, backend=self.simulator) for index in range(len(counts))]
+        self._own = devices is None
+        if devices is None:
+            simulator = SimulatedDriver(device_count=len(counts), seed=seed, deadlock_seconds=0.3)
+            devices = [kvoffload.open_device(index, backend=simulator) for index in range(len(counts))]
+        self.devices = list(devices)
+        self.simulator: Any = devices[0].simulator
         self.buffers: list[list[DeviceBuffer]] = []
         layouts = []
         for number, (device, count) in enumerate(zip(self.devices, counts, strict=True)):
@@ -97,7 +104,10 @@ class Machine:
 
     def settle(self) -> None:
         """Let everything run that no gate holds."""
-        self.simulator.run_all()
+        if self.simulator is not None:
+            self.simulator.run_all()
+        else:
+            time.sleep(0.02)
 
     def whole(self) -> None:
         """Nothing is in flight, and every stream and event is back in its pool."""
@@ -116,9 +126,10 @@ class Machine:
                         device.driver.stream_destroy(stream)
         for gate in self.gates:
             gate.close()
-        for device in self.devices[1:]:
-            device.close(10)
-        check_clean_close(self.devices[0])
+        if self._own:
+            for device in self.devices[1:]:
+                device.close(10)
+            check_clean_close(self.devices[0])
 
 
 @contextmanager
@@ -131,3 +142,40 @@ def machine(counts: Sequence[int] = (3, 2), **options: Any) -> Iterator[Machine]
             gate.open()
         raise
     made.close()
+
+
+class RandomTransfers:
+    """Random transfers of a machine, and the same done by loops."""
+
+    def __init__(self, made: Machine, chance: np.random.Generator) -> None:
+        self.made = made
+        self.chance = chance
+        self.mirrors = made.mirrors()
+        self.streams = [[made.stream(device) for _ in range(2)] for device in range(len(made.devices))]
+        self.copiers: list[CopierName | None] = ["strided", "batch", "loop", None]
+
+    def after(self) -> Any:
+        chance = self.chance
+        if chance.random() < 0.3:
+            return NO_WAIT
+        choices: list[list[Any]] = [[NO_WAIT, None, streams[0], streams] for streams in self.streams]
+        return [each[int(chance.integers(4))] for each in choices]
+
+    def transfer(self) -> tuple[ShardedJob, dict[str, Any]]:
+        """Submit one; what the loop is to do."""
+        chance, layout = self.chance, self.made.engine.layout
+        factor, group = layout.blocks_per_slot, int(chance.integers(layout.num_groups))
+        first = int(chance.integers(factor))
+        count = int(chance.integers(0, min(self.made.engine.num_slots * factor - first, BLOCKS) + 1))
+        blocks = chance.permutation(layout.groups[group].num_blocks)[:count].tolist()
+        slots = chance.permutation(self.made.engine.num_slots)[: layout.slots_for(count, first)].tolist()
+        expected = {"blocks": blocks, "slots": slots, "group": group, "first_sub_block": first}
+        copier = self.copiers[int(chance.integers(len(self.copiers)))]
+        direction = "store" if chance.random() < 0.5 else "load"
+        options: dict[str, Any] = {**expected, "copier": copier, "after": self.after()}
+        if direction == "load" and chance.random() < 0.3:
+            options |= {"parts": 2}
+        job = self.made.engine.submit(direction, **options)  # type: ignore[arg-type]
+        if chance.random() < 0.3:
+            job.order_before([streams[1] for streams in self.streams])
+        return job, {"direction": direction, **expected}
