@@ -5,6 +5,7 @@
     DeviceArray      GPU memory that other libraries import      device/buffers.py
     OffloadEngine    store, load, plan, poll                     engine/
     Job              a transfer: done, wait, order_before        engine/job.py
+    ShardedEngine    the same over several GPUs                  sharded/
     BlockCache       keys to slots: lookup, store, load          cache/
     chain_keys       tokens to keys                              cache/keys.py
 
@@ -52,6 +53,9 @@ from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.observability import notebook as _notebook
 from kvoffload.planning.transfer_plan import Direction
+from kvoffload.sharded.engine import ShardedEngine
+from kvoffload.sharded.job import ShardedJob
+from kvoffload.sharded.layout import ShardedLayout
 
 __all__ = [
     "NO_WAIT",
@@ -79,6 +83,9 @@ __all__ = [
     "PlanReport",
     "Plane",
     "Reservation",
+    "ShardedEngine",
+    "ShardedJob",
+    "ShardedLayout",
     "Status",
     "Tenant",
     "TransferError",

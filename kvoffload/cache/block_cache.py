@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
 from kvoffload.cache.admission import Tenant
+from kvoffload.cache.engines import CacheAfter, EngineT
 from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status, check_keys
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
-from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
-from kvoffload.engine.wait_streams import After
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
-from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 
 BlockIds = Ids | Sequence[Ids]  # with several groups of planes a list for each
@@ -34,7 +32,7 @@ Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
 
-class BlockCache(HtmlRepresentation):
+class BlockCache(HtmlRepresentation, Generic[EngineT]):
     """A prefix cache over the slots of an engine, which it takes for itself. Usable from any thread.
 
     A key stands for `blocks_per_slot` blocks of every group of the layout; see `kvoffload.chain_keys`. With several
@@ -51,7 +49,8 @@ class BlockCache(HtmlRepresentation):
     To move the bytes by other means, reserve slots, fill them and commit; or acquire a lease, read, release it.
 
     Args:
-        engine: its slots become the cache's: stores into them by other calls are refused, unless a reservation has
+        engine: an OffloadEngine or a ShardedEngine, of which `after` and `order_before` take a list with one for each
+            device. Its slots become the cache's: stores into them by other calls are refused, unless a reservation has
             them.
         policy: what is evicted when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a
             function that makes one for so many keys.
@@ -69,7 +68,7 @@ class BlockCache(HtmlRepresentation):
 
     def __init__(
         self,
-        engine: OffloadEngine,
+        engine: EngineT,
         policy: PolicyChoice = DEFAULT_POLICY,
         *,
         tenants: Mapping[str, Tenant] | None = None,
@@ -94,7 +93,7 @@ class BlockCache(HtmlRepresentation):
             max_load_blocks=max_load_blocks,
             on_event=on_event,
             lock=engine.lock,
-            check_usable=engine.device.check_process,
+            check_usable=engine.check_process,
             num_groups=self._groups,
             in_flight=engine.jobs_in_flight,
         )
@@ -132,7 +131,7 @@ class BlockCache(HtmlRepresentation):
         self,
         keys: Sequence[bytes],
         blocks: BlockIds,
-        after: After = None,
+        after: CacheAfter = None,
         tenant: str = "",
         *,
         all_or_nothing: bool = False,
@@ -178,7 +177,7 @@ class BlockCache(HtmlRepresentation):
             raise
         return CacheJob(tuple(record.keys), jobs)
 
-    def _store(self, record: ReservationRecord, per_group: list[Int64Array], after: After) -> tuple[Job, ...]:
+    def _store(self, record: ReservationRecord, per_group: list[Int64Array], after: CacheAfter) -> tuple[Job, ...]:
         """Carry a proposal out and submit its transfer, under the lock. There are four cases:
 
         1. All groups are submitted: the record is settled when they have ended.
@@ -213,7 +212,7 @@ class BlockCache(HtmlRepresentation):
         self,
         keys: Sequence[bytes],
         blocks: BlockIds,
-        after: After = None,
+        after: CacheAfter = None,
         *,
         pending: bool = False,
         parts: Parts = None,
@@ -259,7 +258,9 @@ class BlockCache(HtmlRepresentation):
             raise
         return CacheJob(tuple(checked), jobs, record.sources)
 
-    def _load(self, record: LeaseRecord, per_group: list[Int64Array], after: After, parts: Parts) -> tuple[Job, ...]:
+    def _load(
+        self, record: LeaseRecord, per_group: list[Int64Array], after: CacheAfter, parts: Parts
+    ) -> tuple[Job, ...]:
         """Hold the entries and submit the transfer, under the lock; the cases are those of `_store`."""
         state, jobs, submitted = self._state, tuple[Job, ...](), self.engine.submitted
         state.begin(record)
@@ -343,7 +344,7 @@ class BlockCache(HtmlRepresentation):
         return f"BlockCache({self._index.describe()})"
 
     def _html_options(self) -> dict[str, Any]:
-        statistics = None if self.engine.device.foreign else self._index.statistics()
+        statistics = None if self.engine.devices[0].foreign else self._index.statistics()
         return {"statistics": statistics, "described": self._index.describe(), "tenants": self._tenants}
 
     # inner workings -----------------------------------------------------------------------------------------------
@@ -390,5 +391,4 @@ class BlockCache(HtmlRepresentation):
                 f"parts must be a number for a layout of {self._groups} groups, each of which is copied in so many; "
                 f"got {parts!r:.80}"
             )
-        for group in self.engine.layout.groups:
-            as_parts(parts, len(group.planes))
+        self.engine.check_parts(parts)

@@ -15,6 +15,7 @@ import numpy as np
 from kvoffload.errors import LayoutError
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
+from kvoffload.sharded.layout import ShardedLayout
 
 KEY_BYTES = 16
 KEY_VERSION = 1  # of the byte layout; another one gives other keys throughout
@@ -24,7 +25,7 @@ _TOKEN_BYTES = 4
 
 
 def chain_keys(
-    token_ids: Any, *, layout: KVLayout, salt: str, extra: bytes = b"", parent: bytes | None = None
+    token_ids: Any, *, layout: KVLayout | ShardedLayout, salt: str, extra: bytes = b"", parent: bytes | None = None
 ) -> list[bytes]:
     """One key for each `layout.tokens_per_block * layout.blocks_per_slot` tokens; what is left over gives none.
 
@@ -34,6 +35,7 @@ def chain_keys(
     Args:
         token_ids: anything numpy turns into a 1-D integer array, values in `[0, 2**32)`. Its dtype does not matter.
         layout: `layout.fingerprint` goes into every key; addresses, strides and numbers of blocks do not.
+            Of a ShardedEngine its `layout`, which says what every device has.
         salt: what else the bytes depend on, and who may share them: model and revision, adapter, rank among the
             GPUs that split the model, tenant. Any string, taken as it is; "" is one, too.
         extra: the same as bytes, for digests of images and adapters. Hash long ones yourself.
@@ -62,9 +64,9 @@ def chain_keys(
     return keys
 
 
-def _root(layout: KVLayout, salt: str, extra: bytes) -> bytes:
+def _root(layout: KVLayout | ShardedLayout, salt: str, extra: bytes) -> bytes:
     """The digest of everything but tokens; the length of each field comes before it, so no two read the same."""
-    if not isinstance(layout, KVLayout):
+    if not isinstance(layout, KVLayout | ShardedLayout):
         raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
     if not isinstance(salt, str):
         raise TypeError(f'salt must be a string such as "model/adapter/tenant", got {salt!r:.80}')

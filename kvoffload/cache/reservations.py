@@ -10,14 +10,15 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from kvoffload.cache.engines import CacheStreams
 from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, Stage
 from kvoffload.engine.job import Job, TransferResult, wait_until
 from kvoffload.internal.teardown import run_all
-from kvoffload.internal.types import Int64Array, StreamLike
+from kvoffload.internal.types import Int64Array
 
 
 class Owner(Protocol):
@@ -142,7 +143,7 @@ class Lease:
         """The engine's slots of the keys' blocks of a group: int64, (keys,)."""
         return _slot_numbers(self.indices, self._index.num_groups, group)
 
-    def order_before(self, stream: StreamLike) -> None:
+    def order_before(self, stream: CacheStreams) -> None:
         """Work queued on `stream` from now on starts after all entries have been written; the host does not wait.
 
         A store that fails later does not hold the stream back: `wait` raises its error.
@@ -224,13 +225,14 @@ class CacheJob:
         """In how many parts each of the jobs is copied; see `BlockCache.load`."""
         return self.jobs[0].num_parts if self.jobs else 1
 
-    def order_before(self, stream: StreamLike, part: int | None = None) -> None:
+    def order_before(self, stream: CacheStreams, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after all of it has ended; see `Job.order_before`.
 
         Args:
             part: of a load in parts: after this part of every job has ended.
         """
-        run_all(partial(job.order_before, stream, part) for job in self.jobs)
+        jobs: tuple[Any, ...] = self.jobs  # of one device or of several
+        run_all(partial(job.order_before, stream, part) for job in jobs)
 
     def __repr__(self) -> str:
         return f"CacheJob({len(self.keys)} keys, {list(self.jobs)})"

@@ -180,7 +180,6 @@ class OffloadEngine(EngineLifecycle):
         parts: int | Sequence[Sequence[int]] | None,
     ) -> Job:
         """A transfer in its five steps."""
-        copiers = self._parts.copiers
         request = make_request(
             self._limits, direction, blocks, slots, group, first_sub_block, after, copier, source_order, parts
         )
@@ -196,22 +195,11 @@ class OffloadEngine(EngineLifecycle):
                     self._check_submission(request, streams)
                     if len(request.blocks) == 0:
                         return self._complete_empty(request)
-                    # 2. plan: what is copied, per block
-                    plan = self._plan(request)
-                    # 3. select: the copy method, by the profile
-                    opposite = self._parts.in_flight.other(direction).transfers
-                    method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, bool(opposite))
-                    # 4. order: what it must follow
-                    parts = 1 if request.parts is None else len(request.parts)
-                    transfer = Transfer(next(self._ids), direction, plan.nbytes, parts)
-                    transfer.engine, transfer.simulated = self, self._driver.simulated
-                    if direction is Direction.LOAD:
-                        transfer.source_order = self._source_order(request)
-                    transfer.conflict = self._conflict(request)
-                    transfer.method, transfer.reason = method, reason
-                    transfer.shares = copiers.shares(method, plan)
+                    # 2. plan, 3. select, 4. order
+                    transfer = self._new_transfer(next(self._ids), request)
                     # 5. enqueue: as much as there is room for; the rest waits on the host
-                    self._enqueue(request, transfer, streams)
+                    self._record_markers(transfer, streams)
+                    self._enqueue(request, transfer)
                     return Job(self, transfer)
         except DriverError as error:
             self._mark_lost(error)
@@ -242,6 +230,24 @@ class OffloadEngine(EngineLifecycle):
                 self._parts.tracker.advance()
             self.check_usable()
             self._parts.tracker.check_room(1 if len(request.blocks) else 0)
+
+    def _new_transfer(self, number: int, request: Request) -> Transfer:
+        """The record of a checked transfer, which is not in flight yet. Changes nothing."""
+        copiers, direction = self._parts.copiers, request.direction
+        # 2. plan: what is copied, per block
+        plan = self._plan(request)
+        # 3. select: the copy method, by the profile
+        opposite = bool(self._parts.in_flight.other(direction).transfers)
+        method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposite)
+        # 4. order: what it must follow
+        transfer = Transfer(number, direction, plan.nbytes, 1 if request.parts is None else len(request.parts))
+        transfer.engine, transfer.simulated = self, self._driver.simulated
+        if direction is Direction.LOAD:
+            transfer.source_order = self._source_order(request)
+        transfer.conflict = self._conflict(request)
+        transfer.method, transfer.reason = method, reason
+        transfer.shares = copiers.shares(method, plan)
+        return transfer
 
     def _plan(self, request: Request) -> BlockPlan:
         group, parts = request.group, request.parts
@@ -320,14 +326,11 @@ class OffloadEngine(EngineLifecycle):
         on_slots = hazards.latest_on_slots(other, request.slots)
         return queue.unfinished(max(on_slots, hazards.latest_on_blocks(other, request.group, request.blocks)))
 
-    def _enqueue(self, request: Request, transfer: Transfer, streams: tuple[int, ...]) -> None:
-        """Put a transfer in flight and queue what has room of it. If it raises, the transfer is not in flight.
-
-        It is in flight from when it is in its queue. An interrupt before that leaves events, which the next call finds
-        idle; an interrupt after that fails the transfer, see `Tracker.repair`.
+    def _record_markers(self, transfer: Transfer, streams: tuple[int, ...]) -> None:
+        """Record its markers and take its events: the last that may refuse it. What is not used is found idle again
+        by the next call, which repairs.
         """
         in_flight = self._parts.in_flight
-        queue = in_flight.stores if transfer.direction is Direction.STORE else in_flight.loads
         timers, markers = in_flight.timers, in_flight.markers
         in_flight.consistent = False
         for stream in streams:
@@ -339,6 +342,16 @@ class OffloadEngine(EngineLifecycle):
                 raise_for_stream(error, stream, "after")
         transfer.start = timers.idle.pop() if timers.idle else timers.make()
         transfer.end = timers.idle.pop() if timers.idle else timers.make()
+
+    def _enqueue(self, request: Request, transfer: Transfer) -> None:
+        """Put a transfer in flight and queue what has room of it. A driver error fails it from here on.
+
+        It is in flight from when it is in its queue. An interrupt before that leaves events, which the next call finds
+        idle; an interrupt after that fails the transfer, see `Tracker.repair`.
+        """
+        in_flight = self._parts.in_flight
+        queue = in_flight.stores if transfer.direction is Direction.STORE else in_flight.loads
+        in_flight.consistent = False
         transfer.sequence = queue.submitted + 1
         self._hazards.record(transfer.direction, request.group, request.slots, request.blocks, transfer.sequence)
         transfer.step(Event.SUBMITTED)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
-from kvoffload.engine.transfer import Transfer
+from kvoffload.engine.transfer import State
 from kvoffload.errors import TransferError
 from kvoffload.internal.types import StreamLike
 from kvoffload.planning.transfer_plan import Direction
@@ -42,7 +42,47 @@ class SimulatedTransferResult(TransferResult):
     __slots__ = ()
 
 
-def result_of(transfer: Transfer) -> TransferResult:
+class TransferRecord(Protocol):
+    """What a job needs of the record behind it; `Transfer` has it."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def direction(self) -> Direction: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def num_parts(self) -> int: ...
+
+    @property
+    def method(self) -> CopyMethod | None: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def copier(self) -> str: ...
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def error(self) -> TransferError | None: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def simulated(self) -> bool: ...
+
+
+def result_of(transfer: TransferRecord) -> TransferResult:
     """The result of a finished transfer."""
     kind = SimulatedTransferResult if transfer.simulated else TransferResult
     fields = transfer.id, transfer.direction, transfer.nbytes, transfer.seconds, transfer.copier, transfer.error
@@ -59,7 +99,7 @@ class JobEngine(Protocol):
 
     def forget_report(self, job_id: int) -> None: ...
 
-    def order_job_before(self, transfer: Transfer, stream: StreamLike, part: int | None) -> None: ...
+    def order_job_before(self, transfer: Any, stream: Any, part: int | None) -> None: ...
 
     def when_done(self, job: Job, callback: Callable[[Job], object]) -> None: ...
 
@@ -73,7 +113,7 @@ class Job:
 
     __slots__ = ("__weakref__", "_engine", "_transfer")
 
-    def __init__(self, engine: JobEngine, transfer: Transfer) -> None:
+    def __init__(self, engine: JobEngine, transfer: TransferRecord) -> None:
         self._engine = engine
         self._transfer = transfer
 
@@ -218,7 +258,7 @@ class Job:
         return describe(self._transfer)
 
 
-def describe(transfer: Transfer) -> str:
+def describe(transfer: TransferRecord) -> str:
     """A transfer in words, as the repr of its job."""
     name = f"{transfer.id}, {transfer.direction}, {transfer.nbytes} bytes"
     return f"Job({name}, {transfer.copier}, {transfer.state.name.lower()})"

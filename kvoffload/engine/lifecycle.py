@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.job import Job, TransferResult, wait_until
 from kvoffload.engine.request import Limits
 from kvoffload.engine.resources import EngineResources
+from kvoffload.engine.slot_guard import SlotGuard, replaced_guard
 from kvoffload.engine.statistics import EngineStatistics
 from kvoffload.engine.stream_order import as_part, await_queueing
 from kvoffload.engine.transfer import Transfer
@@ -30,7 +31,7 @@ from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
 from kvoffload.layout.fold import describe_fold
 from kvoffload.layout.layout import KVLayout, describe_groups
-from kvoffload.planning.layer_groups import Folds
+from kvoffload.planning.layer_groups import Folds, PartsLike, as_parts
 from kvoffload.tuning import Profile, profile_for
 
 Prefer = Literal["overlap", "latency"]
@@ -38,22 +39,11 @@ _MOST_POOL_BYTES = 1 << 50
 _numbers = itertools.count(1)
 _FOR_INTEGRATIONS = frozenset(
     [
-        *("advance", "check_room", "check_usable", "forget_report", "guard_slots", "in_flight", "jobs_in_flight"),
-        *("lock", "number", "order_all_before", "order_job_before", "resolve", "submitted", "touches"),
-        *("wait_stream", "when_done"),
+        *("advance", "check_parts", "check_process", "check_room", "check_usable", "devices", "forget_report"),
+        *("guard_slots", "in_flight", "jobs_in_flight", "lock", "number", "order_all_before"),
+        *("order_job_before", "resolve", "submitted", "touches", "wait_stream", "when_done"),
     ]
 )
-
-
-class SlotGuard(Protocol):
-    """The owner of an engine's slots, such as a BlockCache."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether the slots may still be read or written by its reservations, leases and transfers."""
-
-    def check_store(self, slots: Int64Array) -> None:
-        """Raise unless a store may write these slots now. Called under the engine's lock, before anything happens."""
 
 
 class EngineLifecycle(HtmlRepresentation):
@@ -247,6 +237,20 @@ class EngineLifecycle(HtmlRepresentation):
 
     # for caches ---------------------------------------------------------------------------------------------------
 
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Those that its transfers run on."""
+        return (self.device,)
+
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked child of the process that opened the device."""
+        self.device.check_process()
+
+    def check_parts(self, parts: PartsLike) -> None:
+        """Raise what a load of some group would raise for these `parts`."""
+        for group in self.layout.groups:
+            as_parts(parts, len(group.planes))
+
     def check_usable(self) -> None:
         """Raise ClosedError or TransferError unless transfers can be submitted."""
         if self._closed or self._closing:
@@ -279,14 +283,7 @@ class EngineLifecycle(HtmlRepresentation):
         """
         self.device.check_process()
         with self.lock:
-            if self._slot_guard is not None:
-                other = self._slot_guard()
-                if self.in_flight if other is None else other.busy:
-                    raise CapacityError(
-                        "the engine's slots belong to another BlockCache: delete that one first, end its reservations, "
-                        "leases and transfers, or make a second engine"
-                    )
-            self._slot_guard = weakref.ref(guard)
+            self._slot_guard = replaced_guard(self._slot_guard, guard, self.in_flight)
 
     # the end ------------------------------------------------------------------------------------------------------
 

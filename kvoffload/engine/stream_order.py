@@ -8,7 +8,7 @@ from typing import Any
 
 from kvoffload.device.streams import refuse_capturing
 from kvoffload.driver import Driver
-from kvoffload.engine.job import describe, wait_until
+from kvoffload.engine.job import TransferRecord, describe, wait_until
 from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight
 from kvoffload.engine.transfer import Transfer
@@ -69,7 +69,7 @@ def await_queueing(transfer: Transfer, part: int | None, advance: Callable[[], N
         ) from None
 
 
-def as_part(part: Any, transfer: Transfer) -> int:
+def as_part(part: Any, transfer: TransferRecord) -> int:
     """`part` as the number of one of a transfer's parts.
 
     Raises:

@@ -299,7 +299,7 @@ def cache_card(
         ),
         ("tenant", "max_blocks", "priority"),
     )
-    marks = _marks(cache.engine.device, closed=False)
+    marks = _marks(cache.engine.devices[0], closed=False)
     return card("BlockCache", marks, table(rows), quotas if tenants else Markup())
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -396,7 +395,8 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
                 self.num_slots = self.max_in_flight = capacity
                 self.submitted = 0
                 self.layout = layout
-                self.device = SimpleNamespace(check_process=lambda: None)
+
+            def check_process(self) -> None: ...
 
             def submit(self, *_: Any, **__: Any) -> Any:
                 return done
@@ -413,7 +413,8 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
             def resolve(self, after: Any) -> Any:
                 return after
 
-        cache = BlockCache(NoCopies(), "lru")  # type: ignore[arg-type]
+        engine: Any = NoCopies()
+        cache = BlockCache(engine, "lru")
         batch = 500
         names = [b"%d" % number for number in range(capacity + evictions)]
         blocks = np.zeros(batch, np.int64)

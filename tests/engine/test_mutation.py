@@ -24,7 +24,7 @@ ORDERING_TESTS = [
         "test_mutation_targets.py",
         "test_wait_streams.py",
     )
-]
+] + [str(HERE.parent / "sharded" / "test_sharded_ordering.py")]
 SITES = wait_sites()
 TESTS_PASSED, TESTS_FAILED = 0, 1  # pytest's exit codes; 2 to 5 would mean that no test was asked
 

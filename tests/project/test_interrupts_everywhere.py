@@ -29,6 +29,7 @@ FAMILIES = (
     ("cache.l", "cache.job", "cache.open", "cache.touch", "cache.statistics"),
     ("cache.re", "cache.acquire", "cache.clear"),
     ("cache.engine", "cache.device"),
+    ("sharded",),
 )
 
 

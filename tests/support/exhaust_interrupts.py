@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import interrupt_cache_scenarios  # noqa: F401  (registers its scenarios)
+import interrupt_sharded_scenarios  # noqa: F401
 from interrupt_scenarios import SCENARIOS
 from interrupt_trials import HUNG, MODES, Unit, attempt, points_of
 

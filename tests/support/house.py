@@ -30,6 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tuning",),
     ("copiers",),
     ("engine",),
+    ("sharded",),
     ("cache",),
     ("jax", "observability", "testing"),
     ("__init__",),

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import interrupt_cache_scenarios  # noqa: F401  (registers its scenarios)
+import interrupt_sharded_scenarios  # noqa: F401
 from interrupt_scenarios import HOOKS, SCENARIOS
 from interrupt_world import POLICIES
 from interrupts import Methods, Outcome, Points, Signals, interrupt_at

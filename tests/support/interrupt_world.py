@@ -18,7 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CacheIndex, ClosedError, KVLayout, Lease, OffloadEngine, Reservation, Status
+from kvoffload import (
+    NO_WAIT,
+    BlockCache,
+    CacheIndex,
+    ClosedError,
+    KVLayout,
+    Lease,
+    OffloadEngine,
+    Plane,
+    Reservation,
+    ShardedEngine,
+    Status,
+)
 from kvoffload.cache.policies import Policy
 from kvoffload.testing import SimulatedDriver
 
@@ -90,7 +102,7 @@ def settle(handles: list[Any]) -> list[str]:
                 handle.abort()
         elif isinstance(handle, Lease):
             handle.release()
-        elif isinstance(handle, OffloadEngine):
+        elif isinstance(handle, OffloadEngine | ShardedEngine):
             handle.close(SECONDS)
     return []
 
@@ -103,17 +115,17 @@ class World:
         options: of the engine.
     """
 
+    device_count = 1
+
     def __init__(self, policy: str = "lru", **options: Any) -> None:
         self.policy = policy
-        self.driver = SimulatedDriver(seed=1, deadlock_seconds=0.3)
+        self.driver = SimulatedDriver(seed=1, deadlock_seconds=0.3, device_count=self.device_count)
         self.device: kvoffload.Device = kvoffload.open_device(backend=self.driver)
-        self.planes = self.device.allocate_planes(PLANES, block_bytes=BLOCK_BYTES, num_blocks=BLOCKS)
+        self.planes = self.make_planes()
         self.slab: Any = self.planes[0].owner
         self.fill()
-        self.layout = KVLayout([self.planes])
-        self.engine: OffloadEngine | None = OffloadEngine(
-            self.layout, device=self.device, **{"num_slots": CAPACITY, "sm_limit": 0, **options}
-        )
+        self.layout: Any = self.make_layout()
+        self.engine: Any = self.make_engine({"num_slots": CAPACITY, "sm_limit": 0, **options})
         self.streams: list[int] = []
         self.gate: Any = None
         self.kept: list[Any] = []  # handles that the scenario's caller holds, and settles
@@ -121,25 +133,47 @@ class World:
         self.closing = False  # whether the scenario closes the engine or the device
         self.before: npt.NDArray[np.uint8] | None = None
 
+    def make_planes(self) -> list[Plane]:
+        """Planes 0 to 2 of the blocks, wherever they are."""
+        return self.device.allocate_planes(PLANES, block_bytes=BLOCK_BYTES, num_blocks=BLOCKS)
+
+    def make_layout(self) -> Any:
+        return KVLayout([self.planes])
+
+    def make_engine(self, options: dict[str, Any]) -> Any:
+        return OffloadEngine(self.layout, device=self.device, **options)
+
     @property
     def busy(self) -> OffloadEngine:
-        assert self.engine is not None
-        return self.engine
+        engine: OffloadEngine | None = self.engine
+        assert engine is not None
+        return engine
 
     def fill(self) -> None:
         """Write every block."""
-        image = np.zeros(self.slab.nbytes, np.uint8)
-        for index, plane in enumerate(self.planes):
-            start = plane.address - self.slab.address
-            image[start : start + plane.span_bytes] = contents()[:, index].reshape(-1)
-        self.slab.copy_from(image)
+        for slab, members in self._slabs():
+            image = np.zeros(slab.nbytes, np.uint8)
+            for index, plane in members:
+                start = plane.address - slab.address
+                image[start : start + plane.span_bytes] = contents()[:, index].reshape(-1)
+            slab.copy_from(image)
 
     def blocks(self) -> npt.NDArray[np.uint8]:
         """All blocks now: (blocks, planes, bytes)."""
-        image = self.slab.to_numpy()
-        starts = [plane.address - self.slab.address for plane in self.planes]
-        nbytes = BLOCKS * BLOCK_BYTES
-        return np.stack([image[at : at + nbytes].reshape(BLOCKS, BLOCK_BYTES) for at in starts], axis=1)
+        found = np.empty((BLOCKS, PLANES, BLOCK_BYTES), np.uint8)
+        for slab, members in self._slabs():
+            image = slab.to_numpy()
+            for index, plane in members:
+                start = plane.address - slab.address
+                found[:, index] = image[start : start + plane.span_bytes].reshape(BLOCKS, BLOCK_BYTES)
+        return found
+
+    def _slabs(self) -> list[tuple[Any, list[tuple[int, Plane]]]]:
+        """The allocations, each with its planes by number."""
+        members: dict[int, list[tuple[int, Plane]]] = {}
+        for index, plane in enumerate(self.planes):
+            members.setdefault(id(plane.owner), []).append((index, plane))
+        return [(each[0][1].owner, each) for each in members.values()]
 
     def stream(self) -> int:
         """A stream of the caller's."""
@@ -246,15 +280,16 @@ class CacheWorld(World):
         **options: Any,
     ) -> None:
         super().__init__(policy, **options)
-        self.cache: BlockCache | None = BlockCache(self.busy, POLICIES[policy], **(cache_options or {}))
+        self.cache: Any = BlockCache(self.busy, POLICIES[policy], **(cache_options or {}))
         if filled:
             self.store(*range(filled)).wait(SECONDS)
         self.wanted: list[int] = [4, 5]  # keys that the interrupted call stores
 
     @property
     def full(self) -> BlockCache:
-        assert self.cache is not None
-        return self.cache
+        cache: BlockCache | None = self.cache
+        assert cache is not None
+        return cache
 
     def store(self, *numbers: int, after: Any = NO_WAIT) -> Any:
         return self.full.store(keys(numbers), list(numbers), after=after)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 ENGINE = "tests/engine/test_mutation_targets.py"
 CACHE = "tests/cache/test_cache_mutation_targets.py"
 ORDERING = "tests/engine/test_ordering.py"
+SHARDED = "tests/sharded/test_sharded_ordering.py"
 
 
 class Mutation(NamedTuple):
@@ -98,8 +99,8 @@ MUTATIONS = (
     Mutation(
         "stores-read-their-source-at-any-time",
         "engine/engine.py",
-        "if direction is Direction.LOAD:\n                        transfer.source_order",
-        "if True:\n                        transfer.source_order",
+        "if direction is Direction.LOAD:\n            transfer.source_order",
+        "if True:\n            transfer.source_order",
         (ORDERING, "tests/engine/test_ordering_segments.py"),
     ),
     Mutation(
@@ -108,6 +109,49 @@ MUTATIONS = (
         "if stores.unfinished(latest) is None:",
         "if True:",
         (ORDERING, "tests/engine/test_ordering_segments.py"),
+    ),
+    # several devices
+    Mutation(
+        "a-job-of-several-devices-ends-with-the-first-of-them",
+        "sharded/record.py",
+        "            if not transfer.finished:\n                return False",
+        "            return transfer.finished",
+        (f"{SHARDED}::test_a_job_has_ended_when_the_last_device_has",),
+    ),
+    Mutation(
+        "a-job-of-several-devices-ends-with-the-first-failure",
+        "sharded/record.py",
+        "            if not transfer.finished:\n                return False",
+        "            if self.error is None and not transfer.finished:\n                return False",
+        (f"{SHARDED}::test_a_failure_on_one_device_frees_nothing_early",),
+    ),
+    Mutation(
+        "the-stream-of-the-first-device-waits-alone",
+        "sharded/lifecycle.py",
+        "            shard.order_job_before(transfer, handle, number)",
+        "            shard.order_job_before(transfer, handle, number)\n            break",
+        (f"{SHARDED}::test_the_stream_of_each_device_waits_for_its_transfer",),
+    ),
+    Mutation(
+        "the-streams-of-after-are-not-followed",
+        "sharded/shard.py",
+        "self._record_markers(transfer, streams)",
+        "self._record_markers(transfer, ())",
+        (f"{SHARDED}::test_each_device_follows_its_own_stream_of_after",),
+    ),
+    Mutation(
+        "what-an-interrupt-kept-from-a-device-never-ends",
+        "sharded/tracker.py",
+        "                        fail_unqueued(transfer, cause)",
+        "                        pass",
+        ("tests/sharded/test_sharded_interrupts.py",),
+    ),
+    Mutation(
+        "a-job-that-was-waited-for-is-reported",
+        "sharded/tracker.py",
+        "        self.settle()\n        self.reports.pop(job_id, None)",
+        "        self.reports.pop(job_id, None)",
+        ("tests/sharded/test_sharded.py::test_a_job_that_another_call_has_seen_end_is_not_reported_after_wait",),
     ),
     # what is copied
     Mutation(

@@ -21,7 +21,9 @@ Around = Callable[..., Any]  # called with a driver function, and the arguments 
 
 def transfer_of(job: kvoffload.Job) -> Transfer:
     """The engine's record behind a job."""
-    return job._transfer
+    transfer = job._transfer
+    assert isinstance(transfer, Transfer)
+    return transfer
 
 
 def segments_of(job: kvoffload.Job) -> list[Segment]:

@@ -1,0 +1,94 @@
+"""What a BlockCache needs of an engine: `OffloadEngine` has it, and `ShardedEngine`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from kvoffload.device.device import Device
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.job import Job
+from kvoffload.engine.slot_guard import SlotGuard
+from kvoffload.engine.statistics import EngineStatistics
+from kvoffload.engine.wait_streams import After
+from kvoffload.internal.types import StreamLike
+from kvoffload.planning.transfer_plan import Direction
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # type checkers bring it along
+else:
+    from typing import TypeVar
+
+CacheAfter: TypeAlias = After | Sequence[After]
+"""What a transfer is to follow: as the engine's `store` takes it, which for several devices is one value for each."""
+
+CacheStreams: TypeAlias = StreamLike | Sequence[StreamLike]
+"""A stream; for several devices one for each, in the order of the devices."""
+
+
+class BlockGroup(Protocol):
+    """What a cache needs of a group of planes."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+
+class BlockLayout(Protocol):
+    """What a cache needs of a layout."""
+
+    @property
+    def num_groups(self) -> int: ...
+
+    @property
+    def groups(self) -> Sequence[BlockGroup]: ...
+
+    @property
+    def blocks_per_slot(self) -> int: ...
+
+
+class CacheEngine(Protocol):
+    """An engine over which a cache can be made. What its methods do is said where `OffloadEngine` has them."""
+
+    lock: threading.RLock
+
+    @property
+    def layout(self) -> BlockLayout: ...
+
+    @property
+    def devices(self) -> tuple[Device, ...]: ...
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def max_in_flight(self) -> int: ...
+
+    @property
+    def submitted(self) -> int: ...
+
+    def advance(self) -> None: ...
+
+    def check_process(self) -> None: ...
+
+    def check_parts(self, parts: Any) -> None: ...
+
+    def check_room(self, jobs: int) -> None: ...
+
+    def resolve(self, after: Any) -> Any: ...
+
+    def submit(
+        self, direction: Direction, blocks: Any, slots: Any, group: int = 0, *, after: Any = None, parts: Any = None
+    ) -> Job: ...
+
+    def jobs_in_flight(self) -> tuple[Job, ...]: ...
+
+    def guard_slots(self, guard: SlotGuard) -> None: ...
+
+    def statistics(self) -> EngineStatistics: ...
+
+
+if TYPE_CHECKING:  # typing has defaults from Python 3.13 on
+    EngineT = TypeVar("EngineT", bound=CacheEngine, default=OffloadEngine)
+else:
+    EngineT = TypeVar("EngineT", bound=CacheEngine)

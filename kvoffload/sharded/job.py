@@ -1,0 +1,42 @@
+"""ShardedJob: what `ShardedEngine.store` and `load` return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvoffload.engine.job import Job
+from kvoffload.internal.types import StreamLike
+
+
+class ShardedJob(Job):
+    """One transfer on all devices of a ShardedEngine. As a `Job`, where not said otherwise here.
+
+    It is done when the transfers of all devices have ended, and fails if one of them does; until it is done, the caller
+    must keep to what `Job` says on every device, also after its `error` is known. `nbytes` is the sum, `seconds` of its
+    result the longest of the devices, `error` the failure of the first that failed, `method` None where the devices
+    have several, and `copier` all of their names, joined by "+".
+    """
+
+    __slots__ = ()
+
+    def order_before(  # type: ignore[override]  # a stream is of one device
+        self, streams: Sequence[StreamLike], part: int | None = None
+    ) -> None:
+        """Work queued on these streams from now on starts after this transfer has ended on the stream's own device.
+
+        A stream waits for its device alone. What needs the bytes of another one, such as a collective operation, waits
+        with it: it begins when the streams of all devices have got there.
+
+        Args:
+            streams: one for each device, in the order of the devices.
+            part: as for `Job.order_before`.
+
+        Raises:
+            TypeError, ValueError: `streams` is no list with one stream for each device; or as `Job.order_before`.
+            TransferError, CapacityError: as `Job.order_before`. Streams of devices before the one concerned wait all
+                the same.
+        """
+        self._engine.order_job_before(self._transfer, streams, part)
+
+    def __repr__(self) -> str:
+        return f"Sharded{super().__repr__()}"

@@ -1,0 +1,82 @@
+"""Shard: the engine of one device of a ShardedEngine, whose submissions are in three steps."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from kvoffload.device.current import make_current
+from kvoffload.device.device import Device
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.request import Limits, Request
+from kvoffload.engine.transfer import Transfer
+from kvoffload.engine.wait_streams import Followed
+from kvoffload.errors import DriverError
+from kvoffload.layout.layout import KVLayout
+from kvoffload.sharded.record import fail_unqueued
+
+
+class Shard(OffloadEngine):
+    """An OffloadEngine that shares its lock with others, and reports nothing: the ShardedEngine does.
+
+    The steps of a submission are called under the lock, each for all shards before the next one: `check`, `prepare`,
+    `launch`.
+    """
+
+    def __init__(self, layout: KVLayout, *, device: Device, lock: threading.RLock, **options: Any) -> None:
+        super().__init__(layout, device=device, **options)
+        self.lock = lock  # nothing is in flight yet that the other one would guard
+        self._parts.tracker.most_reports = 0
+
+    @property
+    def limits(self) -> Limits:
+        """What the arguments of transfers are checked against."""
+        return self._limits
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def follow(self, request: Request) -> Followed:
+        """The streams that a request follows, while it is referred to. The lock must not be held."""
+        if not request.arrays:
+            return Followed(request.sources)
+        with self.device.current():
+            return self._follow(request.sources)
+
+    def check(self, request: Request, streams: tuple[int, ...]) -> None:
+        """Refuse what cannot be submitted now. Raises what `store` raises."""
+        try:
+            with make_current(self._driver, self._context, False):
+                self._check_submission(request, streams)
+        except DriverError as error:
+            self._mark_lost(error)
+            raise
+
+    def prepare(self, request: Request, streams: tuple[int, ...], number: int) -> Transfer:
+        """A transfer with that id that is ready to be put in flight, with its markers recorded.
+
+        It may still be refused: CUDA does not know a stream, or the driver fails. Nothing is in flight then.
+        """
+        try:
+            with make_current(self._driver, self._context, False):
+                transfer = self._new_transfer(number, request)
+                self._record_markers(transfer, streams)
+                return transfer
+        except DriverError as error:
+            self._mark_lost(error)
+            raise
+
+    def launch(self, request: Request, transfer: Transfer) -> None:
+        """Put a prepared transfer in flight. A driver error fails it, and does not raise."""
+        try:
+            with make_current(self._driver, self._context, False):
+                self._enqueue(request, transfer)
+        except DriverError as error:  # the context could not be made current: it is in no queue
+            fail_unqueued(transfer, error)
+            if error.sticky:
+                self._parts.tracker.mark_lost(error)
+
+    def has_queued(self, transfer: Transfer) -> bool:
+        """Whether a transfer is in flight here, or has ended here just now."""
+        return transfer in self._parts.in_flight.of(transfer.direction).transfers

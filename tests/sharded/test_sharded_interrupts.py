@@ -1,0 +1,66 @@
+"""An exception between the submissions of two devices: the job fails when what was submitted has ended, no earlier."""
+
+from __future__ import annotations
+
+import pytest
+from interrupts import Methods, interrupt_at
+from sharding import machine
+
+from kvoffload import NO_WAIT, BlockCache, CapacityError
+from kvoffload.sharded.shard import Shard
+
+COUNTS = (2, 3)
+
+
+BEFORE_A_LAUNCH = Methods(Shard.launch)
+
+
+@pytest.mark.parametrize("launched", range(len(COUNTS)))
+def test_an_interrupt_before_a_device_is_launched_fails_the_job(launched: int) -> None:
+    with machine(COUNTS) as made:
+        streams = made.one_each()
+        made.hold(0, streams[0])
+        assert interrupt_at(
+            launched + 1, lambda: made.engine.store([2], [2], after=streams), points=BEFORE_A_LAUNCH
+        ).raised
+        made.settle()
+        made.engine.advance()
+        jobs = made.engine.jobs_in_flight()
+        assert len(jobs) == launched, "with one device launched, its transfer is in flight"
+        assert all(job.error is not None and not job.finished for job in jobs)
+        for gate in made.gates:
+            gate.open()
+        made.engine.drain(5)
+        errors = [str(result.error) for result in made.engine.poll()]
+        assert len(errors) == 1
+        assert "its submission was interrupted" in errors[0]
+        mirrors = made.mirrors()
+        made.engine.store([2], [2], after=NO_WAIT).wait(10)
+        for mirror in mirrors:
+            mirror.expect("store", [2], [2])
+            mirror.check()
+        made.whole()
+
+
+@pytest.mark.parametrize("launched", range(len(COUNTS)))
+def test_an_interrupted_store_of_a_cache_keeps_its_slots_until_all_devices_have_ended(launched: int) -> None:
+    with machine(COUNTS, num_slots=4) as made:
+        cache = BlockCache(made.engine, "lru")
+        streams = made.one_each()
+        cache.store([b"0"], [0], after=streams).wait(10)
+        made.hold(0, streams[0])
+        assert interrupt_at(
+            launched + 1, lambda: cache.store([b"2"], [2], after=streams), points=BEFORE_A_LAUNCH
+        ).raised
+        made.settle()
+        assert cache.lookup([b"2"]) == 0
+        if launched:  # the first device may still write the slot
+            assert made.engine.in_flight == 1
+            with pytest.raises(CapacityError):
+                cache.store([b"3", b"4", b"5", b"6"], [3, 4, 5, 6], after=NO_WAIT, all_or_nothing=True)
+        for gate in made.gates:
+            gate.open()
+        made.engine.drain(5)
+        cache.check()
+        cache.store([b"3", b"4", b"5", b"6"], [3, 4, 5, 6], after=NO_WAIT, all_or_nothing=True).wait(10)
+        assert cache.lookup([b"3", b"4", b"5", b"6"]) == 4

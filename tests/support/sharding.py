@@ -1,0 +1,181 @@
+"""Several simulated devices of one machine with a ShardedEngine over them, and what its transfers should have done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from helpers import COPY_ENGINE_ONLY, NON_BLOCKING, Gate
+
+import kvoffload
+from kvoffload import NO_WAIT, KVLayout, ShardedEngine, ShardedJob
+from kvoffload.device.buffers import DeviceBuffer
+from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, scramble
+from kvoffload.tuning import CopierName
+
+Bytes = npt.NDArray[np.uint8]
+BLOCKS = 16
+
+
+class Machine:
+    """Devices of one simulated driver, a layout on each, and an engine over all of them.
+
+    Args:
+        counts: devices, each with so many planes in each group.
+        block_bytes: of the planes of the first device; those of device `d` have `d` times 16 more.
+        groups: of every layout.
+        devices: to use; None: those of a new simulated driver.
+        options: of the engine.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int] = (3, 2),
+        *,
+        seed: int = 0,
+        block_bytes: int = 64,
+        groups: int = 1,
+        blocks_per_slot: int = 1,
+        devices: Sequence[kvoffload.Device] | None = None,
+        **options: Any,
+    ) -> None:
+        self._own = devices is None
+        if devices is None:
+            simulator = SimulatedDriver(device_count=len(counts), seed=seed, deadlock_seconds=0.3)
+            devices = [kvoffload.open_device(index, backend=simulator) for index in range(len(counts))]
+        self.devices = list(devices)
+        self.simulator: Any = devices[0].simulator
+        self.buffers: list[list[DeviceBuffer]] = []
+        layouts = []
+        for number, (device, count) in enumerate(zip(self.devices, counts, strict=True)):
+            planes = [
+                device.allocate_planes(count, block_bytes=block_bytes + 16 * number, num_blocks=BLOCKS + group)
+                for group in range(groups)
+            ]
+            owners: list[Any] = [each[0].owner for each in planes]
+            self.buffers.append(owners)
+            for index, buffer in enumerate(owners):
+                scramble(buffer, seed + 10 * number + index)
+            layouts.append(KVLayout(planes, blocks_per_slot=blocks_per_slot, dtype="uint8", tokens_per_block=4))
+        self.engine = ShardedEngine(layouts, devices=self.devices, **{"num_slots": 16, **COPY_ENGINE_ONLY, **options})
+        for number, pool in enumerate(self.engine.slots):
+            pool[:] = np.random.default_rng(seed + 99 + number).integers(0, 256, pool.shape, dtype=np.uint8)
+        self.streams: list[list[int]] = [[] for _ in counts]
+        self.gates: list[Gate] = []
+
+    def stream(self, device: int) -> int:
+        with self.devices[device].current():
+            handle = int(self.devices[device].driver.call("cuStreamCreateWithPriority", NON_BLOCKING, 0))
+        self.streams[device].append(handle)
+        return handle
+
+    def one_each(self) -> list[int]:
+        """A new stream of the caller's on every device."""
+        return [self.stream(device) for device in range(len(self.devices))]
+
+    def hold(self, device: int, stream: int) -> Gate:
+        """A closed gate on a stream."""
+        gate = Gate(self.devices[device])
+        self.gates.append(gate)
+        gate.hold(stream)
+        return gate
+
+    def marker(self, device: int) -> DeviceBuffer:
+        """64 zero bytes on a device."""
+        buffer = self.devices[device].allocate(64)
+        buffer.copy_from(np.zeros(64, np.uint8))
+        return buffer
+
+    def fill(self, device: int, buffer: DeviceBuffer, value: int, stream: int) -> None:
+        with self.devices[device].current():
+            self.devices[device].driver.fill(buffer.address, value, buffer.nbytes, stream)
+
+    def mirrors(self) -> list[Mirror]:
+        """Of each device what is there now, for the loop over blocks and planes."""
+        return [
+            Mirror(SimpleNamespace(layout=layout, slots=pool), buffers)  # type: ignore[arg-type]
+            for layout, pool, buffers in zip(self.engine.layout.layouts, self.engine.slots, self.buffers, strict=True)
+        ]
+
+    def settle(self) -> None:
+        """Let everything run that no gate holds."""
+        if self.simulator is not None:
+            self.simulator.run_all()
+        else:
+            time.sleep(0.02)
+
+    def whole(self) -> None:
+        """Nothing is in flight, and every stream and event is back in its pool."""
+        statistics = self.engine.statistics()
+        assert (statistics.in_flight, statistics.streams_in_use, statistics.events_in_use) == (0, 0, 0)
+
+    def close(self) -> None:
+        for gate in self.gates:
+            gate.open()
+        self.engine.close(10)
+        for device, streams in zip(self.devices, self.streams, strict=True):
+            if not device.closed:
+                with device.current():
+                    device.driver.api.cuCtxSynchronize()
+                    for stream in streams:
+                        device.driver.stream_destroy(stream)
+        for gate in self.gates:
+            gate.close()
+        if self._own:
+            for device in self.devices[1:]:
+                device.close(10)
+            check_clean_close(self.devices[0])
+
+
+@contextmanager
+def machine(counts: Sequence[int] = (3, 2), **options: Any) -> Iterator[Machine]:
+    made = Machine(counts, **options)
+    try:
+        yield made
+    except BaseException:
+        for gate in made.gates:
+            gate.open()
+        raise
+    made.close()
+
+
+class RandomTransfers:
+    """Random transfers of a machine, and the same done by loops."""
+
+    def __init__(self, made: Machine, chance: np.random.Generator) -> None:
+        self.made = made
+        self.chance = chance
+        self.mirrors = made.mirrors()
+        self.streams = [[made.stream(device) for _ in range(2)] for device in range(len(made.devices))]
+        self.copiers: list[CopierName | None] = ["strided", "batch", "loop", None]
+
+    def after(self) -> Any:
+        chance = self.chance
+        if chance.random() < 0.3:
+            return NO_WAIT
+        choices: list[list[Any]] = [[NO_WAIT, None, streams[0], streams] for streams in self.streams]
+        return [each[int(chance.integers(4))] for each in choices]
+
+    def transfer(self) -> tuple[ShardedJob, dict[str, Any]]:
+        """Submit one; what the loop is to do."""
+        chance, layout = self.chance, self.made.engine.layout
+        factor, group = layout.blocks_per_slot, int(chance.integers(layout.num_groups))
+        first = int(chance.integers(factor))
+        count = int(chance.integers(0, min(self.made.engine.num_slots * factor - first, BLOCKS) + 1))
+        blocks = chance.permutation(layout.groups[group].num_blocks)[:count].tolist()
+        slots = chance.permutation(self.made.engine.num_slots)[: layout.slots_for(count, first)].tolist()
+        expected = {"blocks": blocks, "slots": slots, "group": group, "first_sub_block": first}
+        copier = self.copiers[int(chance.integers(len(self.copiers)))]
+        direction = "store" if chance.random() < 0.5 else "load"
+        options: dict[str, Any] = {**expected, "copier": copier, "after": self.after()}
+        if direction == "load" and chance.random() < 0.3:
+            options |= {"parts": 2}
+        job = self.made.engine.submit(direction, **options)  # type: ignore[arg-type]
+        if chance.random() < 0.3:
+            job.order_before([streams[1] for streams in self.streams])
+        return job, {"direction": direction, **expected}
