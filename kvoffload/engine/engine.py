@@ -23,6 +23,7 @@ from kvoffload.device.streams import NO_WAIT, NoWait, raise_for_stream, refuse_c
 from kvoffload.driver import SourceOrder
 from kvoffload.engine.job import Job
 from kvoffload.engine.lifecycle import EngineLifecycle
+from kvoffload.engine.queues import TransferQueue
 from kvoffload.engine.report import PlanReport, make_report
 from kvoffload.engine.request import (
     Request,
@@ -223,9 +224,9 @@ class OffloadEngine(EngineLifecycle):
                     refuse_capturing(self._driver, stream, "after")
             except DriverError as error:
                 raise_for_stream(error, stream, "after")
-        same = in_flight.of(request.direction)
+        same = in_flight.stores if request.direction is Direction.STORE else in_flight.loads
         unasked = len(same.transfers) >= in_flight.most_unasked
-        if unasked or same.waiting or in_flight.other(request.direction).transfers:
+        if unasked or same.waiting or same.opposite.transfers:
             with make_current(self._driver, self._context):
                 self._parts.tracker.advance()
             self.check_usable()
@@ -233,18 +234,19 @@ class OffloadEngine(EngineLifecycle):
 
     def _new_transfer(self, number: int, request: Request) -> Transfer:
         """The record of a checked transfer, which is not in flight yet. Changes nothing."""
-        copiers, direction = self._parts.copiers, request.direction
+        copiers, in_flight, direction = self._parts.copiers, self._parts.in_flight, request.direction
         # 2. plan: what is copied, per block
         plan = self._plan(request)
         # 3. select: the copy method, by the profile
-        opposite = bool(self._parts.in_flight.other(direction).transfers)
-        method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposite)
+        opposite = in_flight.loads if direction is Direction.STORE else in_flight.stores
+        beside = len(opposite.transfers) > 0
+        method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, beside)
         # 4. order: what it must follow
         transfer = Transfer(number, direction, plan.nbytes, 1 if request.parts is None else len(request.parts))
         transfer.engine, transfer.simulated = self, self._driver.simulated
         if direction is Direction.LOAD:
             transfer.source_order = self._source_order(request)
-        transfer.conflict = self._conflict(request)
+        transfer.conflict = self._conflict(request, opposite) if beside else None
         transfer.method, transfer.reason = method, reason
         transfer.shares = copiers.shares(method, plan)
         return transfer
@@ -317,11 +319,10 @@ class OffloadEngine(EngineLifecycle):
             )
         return SourceOrder.STREAM
 
-    def _conflict(self, request: Request) -> Transfer | None:
-        """The unfinished transfer of the other direction that this one must follow; earlier ones end before it."""
-        queue = self._parts.in_flight.other(request.direction)
-        if not queue.transfers:
-            return None
+    def _conflict(self, request: Request, queue: TransferQueue) -> Transfer | None:
+        """The unfinished transfer of the other direction, whose queue this is, that this one must follow; earlier ones
+        end before it.
+        """
         hazards, other = self._hazards, request.direction.opposite
         on_slots = hazards.latest_on_slots(other, request.slots)
         return queue.unfinished(max(on_slots, hazards.latest_on_blocks(other, request.group, request.blocks)))

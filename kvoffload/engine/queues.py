@@ -25,6 +25,7 @@ class TransferQueue:
 
     Attributes:
         lane: the streams that they run on.
+        opposite: the queue of the other direction.
         transfers: in flight; their sequence numbers have no gaps.
         waiting: those of them of which something is still to be queued.
         submitted: sequence number of the latest transfer.
@@ -32,6 +33,8 @@ class TransferQueue:
         ended, failed: how many have ended, and how many of them failed.
         nbytes, seconds: of those that did not fail: payload bytes, and time on the GPU's clock, summed.
     """
+
+    opposite: TransferQueue
 
     def __init__(self, driver: Driver) -> None:
         self.lane = Lane(driver)
@@ -72,6 +75,7 @@ class InFlight:
         self.stores = TransferQueue(driver)
         self.loads = TransferQueue(driver)
         self.both = (self.stores, self.loads)
+        self.stores.opposite, self.loads.opposite = self.loads, self.stores
         self.timers = EventPool(driver, 2 * max_in_flight + 64, timing=True)
         self.markers = EventPool(driver, 4 * max_in_flight + _MOST_SEGMENTS + 64, timing=False)
         self.max_in_flight = max_in_flight
@@ -82,10 +86,6 @@ class InFlight:
     def of(self, direction: Direction) -> TransferQueue:
         """The queue of a direction."""
         return self.stores if direction is Direction.STORE else self.loads
-
-    def other(self, direction: Direction) -> TransferQueue:
-        """The queue of the other direction."""
-        return self.loads if direction is Direction.STORE else self.stores
 
     @property
     def count(self) -> int:
