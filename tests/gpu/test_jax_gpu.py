@@ -84,6 +84,26 @@ def test_a_store_follows_jax_without_the_host_waiting(jax: Any, gpu_device: kvof
         assert bool((engine.slots[0].view(np.float32)[: PLANES * ELEMENTS] == 3).all())
 
 
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_block_major_cache_is_updated_in_place_and_moved(jax: Any, gpu_device: kvoffload.Device, factor: int) -> None:
+    """A paged update, a store and a load that JAX follows, and a paged gather; the setter checks the address."""
+    jnp = jax.numpy
+    options = {"block_axis": 0, "plane_axis": 1, "blocks_per_slot": factor}
+    cache = OwnedCache(gpu_device, (24, PLANES, 8, 64), "bfloat16", **options)
+    write = jax.jit(lambda array, blocks, plane, values: array.at[blocks, plane].set(values), donate_argnums=0)
+    read = jax.jit(lambda array, blocks, plane: array[blocks, plane])
+    values = jnp.arange(2 * 8 * 64).reshape(2, 8, 64).astype("bfloat16")
+    with OffloadEngine(cache.layout, device=gpu_device, num_slots=2) as engine:
+        for turn in range(5):
+            blocks = jnp.array([4 + turn, 5 + turn])
+            cache.array = write(cache.array, blocks, jnp.int32(turn % PLANES), values + turn)
+            slots = range(2 // factor)
+            engine.store([4 + turn, 5 + turn], slots, after=cache)
+            engine.load(slots, [20, 21], after=cache)
+            found = read(cache.array, jnp.array([20, 21]), jnp.int32(turn % PLANES))
+            assert bool((found == values + turn).all())
+
+
 # wrong uses that can be told
 
 
