@@ -128,15 +128,15 @@ class ConcurrentCompute:
         self._ended = self._first = 0
         self._running = False
         self._idle_events: list[int] = []
+        self.product_seconds: float | None = None
+        self._in_chunk, self._ahead = 1, 2
         with ExitStack() as undo:
             product = SMALL if self._simulated else PRODUCTS[situation]
             self._computation = undo.enter_context(Computation(lab.device, product))
             undo.callback(self._destroy_events)
+            if not self._simulated:
+                self._calibrate()
             self._undo = undo.pop_all()
-        self.product_seconds: float | None = None
-        self._in_chunk, self._ahead = 1, 2
-        if not self._simulated:
-            self._calibrate()
 
     def _calibrate(self) -> None:
         """So many products a chunk and chunks ahead that top-ups are short and few."""

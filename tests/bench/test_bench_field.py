@@ -328,7 +328,8 @@ def test_the_plan_of_the_options() -> None:
     assert (quick.places, quick.seconds) == (2 * 1 * 2 * 3, 40)
     chosen = plan("--blocks", "1,512", "--repeats", "5", "--model", "all")
     assert (chosen.blocks, chosen.seconds, len(chosen.models)) == ([1, 512], None, len(MODELS))
-    assert [model.name for model in plan(simulated=True).models] == ["qwen2.5-0.5b"]
+    small = plan(simulated=True)
+    assert ([model.name for model in small.models], small.places) == (["qwen2.5-0.5b"], 1 * 3 * 2 * 3)
 
 
 def test_what_is_behind_its_schedule_gets_fewer_rounds() -> None:
