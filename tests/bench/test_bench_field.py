@@ -298,6 +298,7 @@ def test_the_worst_is_printed_first_and_tables_fit_100_columns(capsys: pytest.Ca
     assert len(ended) == 1
     assert "ended" in ended[0]
     assert "90.0" not in ended[0]
+    assert any(line.endswith("in every round of the choice: 1") for line in lines)
 
 
 def test_the_simulated_device_prints_no_times(capsys: pytest.CaptureFixture[str]) -> None:
