@@ -57,7 +57,7 @@ or load(). "ended": the computation ended or paused before the transfers had end
 as measured in no situation. Targets are poisoned before each series, and all bytes verified after it.
 Takes about 5 minutes on an H200, a minute with --quick: without --repeats, what is behind that schedule gets 1 round
 instead of 3.
-On the simulated device: one geometry, small sizes, verified, and no times."""
+On the simulated device: without options one geometry and two situations; small sizes, verified, and no times."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
     seconds = None if arguments.repeats else _QUICK_SECONDS if quick else _SECONDS
     names = _SIMULATED_MODELS if simulated else _QUICK_MODELS if quick else _MODELS
     named = arguments.model or [[find_model(name) for name in names]]
-    situations = arguments.situations or (_QUICK_SITUATIONS if quick else Situation)
+    situations = arguments.situations or (_QUICK_SITUATIONS if quick or simulated else Situation)
     return Plan(
         [model for group in named for model in group],
         list(arguments.layouts or (_QUICK_LAYOUTS if quick else LAYOUTS)),

@@ -115,6 +115,7 @@ class ConcurrentCompute:
     """Keeps products queued. Its methods need the device's context to be current. Free it with `close`.
 
     Attributes:
+        stream: handle of the stream of the products.
         product_seconds: of one product alone, measured when it was made; None on the simulated device.
 
     Raises:
@@ -127,16 +128,17 @@ class ConcurrentCompute:
         self._chunks: list[_Chunk] = []
         self._ended = self._first = 0
         self._running = False
+        self._events: list[int] = []
         self._idle_events: list[int] = []
+        self.product_seconds: float | None = None
+        self._in_chunk, self._ahead = 1, 2
         with ExitStack() as undo:
             product = SMALL if self._simulated else PRODUCTS[situation]
             self._computation = undo.enter_context(Computation(lab.device, product))
             undo.callback(self._destroy_events)
+            if not self._simulated:
+                self._calibrate()
             self._undo = undo.pop_all()
-        self.product_seconds: float | None = None
-        self._in_chunk, self._ahead = 1, 2
-        if not self._simulated:
-            self._calibrate()
 
     def _calibrate(self) -> None:
         """So many products a chunk and chunks ahead that top-ups are short and few."""
@@ -146,6 +148,10 @@ class ConcurrentCompute:
         self._in_chunk = min(max(round(_CHUNK_SECONDS / seconds), 1), _MOST_IN_CHUNK)
         places = _QUEUE_PLACES // (self._in_chunk + 2)
         self._ahead = min(max(round(_AHEAD_SECONDS / (seconds * self._in_chunk)), 3), places)
+
+    @property
+    def stream(self) -> int:
+        return self._computation.stream
 
     def begin(self) -> None:
         """Queue chunks, and wait until the first have ended, so that a series that begins now has company."""
@@ -170,7 +176,7 @@ class ConcurrentCompute:
             self._ended += 1
         first, last, count = self._first, self._ended, len(self._chunks)
         window = self._chunks[min(first, count - 1) : last + 1]
-        self._driver.stream_synchronize(self._computation.stream)
+        self._driver.stream_synchronize(self.stream)
         seconds, origin = self._driver.event_seconds, window[0].start
         spans = [Span(seconds(origin, each.start), seconds(origin, each.end)) for each in window]
         self._recycle()
@@ -188,7 +194,7 @@ class ConcurrentCompute:
 
     def abandon(self) -> None:
         """After a failure: wait for what is queued."""
-        self._driver.stream_synchronize(self._computation.stream)
+        self._driver.stream_synchronize(self.stream)
         self._recycle()
 
     def _top_up_until(self, ended: int) -> None:
@@ -197,13 +203,16 @@ class ConcurrentCompute:
 
     def _queue(self) -> None:
         chunk = _Chunk(self._event(), self._event())
-        self._driver.event_record(chunk.start, self._computation.stream)
+        self._driver.event_record(chunk.start, self.stream)
         self._computation.queue(self._in_chunk)
-        self._driver.event_record(chunk.end, self._computation.stream)
+        self._driver.event_record(chunk.end, self.stream)
         self._chunks.append(chunk)
 
     def _event(self) -> int:
-        return self._idle_events.pop() if self._idle_events else self._driver.event_create(timing=True)
+        if self._idle_events:
+            return self._idle_events.pop()
+        self._events.append(self._driver.event_create(timing=True))
+        return self._events[-1]
 
     def _recycle(self) -> None:
         self._idle_events += itertools.chain.from_iterable(self._chunks)
@@ -212,9 +221,8 @@ class ConcurrentCompute:
 
     def _destroy_events(self) -> None:
         with self._device.current():
-            self._driver.stream_synchronize(self._computation.stream)
-            self._recycle()
-            for event in self._idle_events:
+            self._driver.stream_synchronize(self.stream)
+            for event in self._events:
                 self._driver.event_destroy(event)
 
     def close(self) -> None:

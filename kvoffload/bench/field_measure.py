@@ -1,4 +1,18 @@
-"""Measures the cells of `bench field`: one copy method on one setup, in one situation, in one direction or in both."""
+"""Measures the cells of `bench field`: one copy method on one setup, in one situation, in one direction or in both.
+
+A cell is a record with these fields; those of times are missing on the simulated device:
+
+    model, layout, situation, direction, method             where it was measured, and what copied
+    blocks, planes, block_bytes, groups                     of a transfer; planes of each group
+    row_bytes, nbytes, transfers                            bytes of a flat copy, of a transfer; transfers of a series
+    wrong                                                   wrong rows of targets, over all rounds
+    chosen                                                  of the choice: jobs by direction and copy method
+    gb_per_s, samples_gb_per_s                              median of the series that count; of every counted round
+    rounds, rounds_compute_ended                            counted rounds; those whose computation ended or paused
+    call_median_us, call_max_us                             of the calls that submit a transfer
+    compute_slowdown, samples_compute_slowdown              time of a product during the series over its time alone
+    product_alone_us                                        time of a product alone, median of the same rounds
+"""
 
 from __future__ import annotations
 
@@ -43,7 +57,7 @@ class Recorded:
 
 
 class FieldMeasurer:
-    """Measures the cells of one setup; `methods` may be used until it is closed."""
+    """Measures the cells of one setup."""
 
     def __init__(self, setup: FieldSetup, contiguous: ContiguousSeries, methods: FieldMethods, layout: str) -> None:
         self._setup, self._contiguous, self._methods, self._layout = setup, contiguous, methods, layout

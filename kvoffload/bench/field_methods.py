@@ -54,11 +54,12 @@ class EngineSubmitter:
     """Submits to the engine, with the copier of each direction; None leaves the choice to it.
 
     Attributes:
-        chosen: by direction, how many transfers each copy method has carried.
+        chosen: by direction, how many jobs of series each copy method has carried.
     """
 
     def __init__(self, field: FieldSetup, copiers: Mapping[Direction, CopierChoice]) -> None:
-        self._engine, self._copiers = field.setup.engine, copiers
+        self._engine, self._copiers, self._count = field.setup.engine, copiers, field.size.transfers
+        self._in_series = True
         self._transfers = _transfers(field, copiers)
         self._unfinished: deque[Job] = deque()
         self._ended: list[Job] = []
@@ -66,6 +67,7 @@ class EngineSubmitter:
 
     def submit(self, direction: Direction, index: int) -> None:
         copier = self._copiers[direction]
+        self._in_series = index < self._count
         for group, each in enumerate(self._transfers[direction][index]):
             if direction is Direction.STORE:
                 job = self._engine.store(each.blocks, each.slots, group, after=NO_WAIT, copier=copier)
@@ -81,7 +83,7 @@ class EngineSubmitter:
     def finish(self) -> None:
         for job in self._ended:
             job.wait()
-            if job.method is not None:
+            if self._in_series and job.method is not None:
                 self.chosen[job.direction][job.method.label] += 1
         self._ended.clear()
         self._engine.poll()

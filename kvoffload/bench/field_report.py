@@ -110,6 +110,9 @@ def show(fields: Fields, output: Output) -> None:
     if early:
         rounds = sum(each["rounds"] for each in fields["cells"])
         output.line(f"not counted: {early} of {rounds} series, during which the computation ended or paused")
+    without = sum(cell["method"] == CHOICE for cell in fields["cells"]) - len(comparisons)
+    if without:
+        output.line(f"lines above without a figure, since that was so in every round of the choice: {without}")
     output.line(f"measured in {fields['wall_seconds']:.0f} s")
 
 

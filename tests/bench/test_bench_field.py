@@ -298,6 +298,7 @@ def test_the_worst_is_printed_first_and_tables_fit_100_columns(capsys: pytest.Ca
     assert len(ended) == 1
     assert "ended" in ended[0]
     assert "90.0" not in ended[0]
+    assert any(line.endswith("in every round of the choice: 1") for line in lines)
 
 
 def test_the_simulated_device_prints_no_times(capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,7 +329,8 @@ def test_the_plan_of_the_options() -> None:
     assert (quick.places, quick.seconds) == (2 * 1 * 2 * 3, 40)
     chosen = plan("--blocks", "1,512", "--repeats", "5", "--model", "all")
     assert (chosen.blocks, chosen.seconds, len(chosen.models)) == ([1, 512], None, len(MODELS))
-    assert [model.name for model in plan(simulated=True).models] == ["qwen2.5-0.5b"]
+    small = plan(simulated=True)
+    assert ([model.name for model in small.models], small.places) == (["qwen2.5-0.5b"], 1 * 3 * 2 * 3)
 
 
 def test_what_is_behind_its_schedule_gets_fewer_rounds() -> None:
