@@ -1,4 +1,4 @@
-"""What the GPU does beside the transfers that are timed: products of matrices, or copies in the other direction."""
+"""What the GPU does while transfers are timed in the field: products of matrices, or copies in the other direction."""
 
 from __future__ import annotations
 

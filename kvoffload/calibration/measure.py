@@ -1,9 +1,9 @@
 """Measures a profile: transfers through real engines, and a matrix product concurrent with each copy method.
 
-Times are medians on the GPU's clock, of transfers one at a time: on an idle GPU, and some of them beside products of
-matrices, large and small, and beside copies in the other direction. For the slow-downs transfers follow each other
-without a pause while a 4096^3 bf16 product is repeated. A copier that cannot be used here is left out, and then never
-chosen.
+Times are medians on the GPU's clock, of transfers one at a time, on an idle GPU. Some transfers are timed in the field,
+too, by wall clock: concurrent with products of matrices, large and small, and with copies in the other direction. For
+the slow-downs transfers follow each other without a pause while a 4096^3 bf16 product is repeated. A copier that cannot
+be used here is left out, and then never chosen.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _Tuner:
                 backdrop = undo.enter_context(products(self._device, product))
                 self._backdrops |= {(situation, direction): backdrop for direction in Direction}
         except CapabilityError as error:
-            self._missing["beside compute"] = str(error)
+            self._missing["concurrent compute"] = str(error)
         for direction in Direction:
             copies = opposite_copies(self._device, direction, scale.opposite_bytes)
             self._backdrops[Situation.BOTH_DIRECTIONS, direction] = undo.enter_context(copies)

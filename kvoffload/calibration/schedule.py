@@ -61,7 +61,7 @@ class FieldScale(NamedTuple):
         copy_bytes, copies, gather_programs: of batch, loop and gather.
         row_bytes, operations: of strided copies.
         split_bytes, split_blocks: of splits.
-        large, small: the products beside which they are timed.
+        large, small: the products concurrent with which they are timed.
         opposite_bytes: of the contiguous copies in the other direction.
         repeats: rounds.
     """
@@ -98,8 +98,8 @@ class Scale(NamedTuple):
     Attributes:
         planes: of most sets.
         scattered_bytes, pitch: of planes that do not fold, and from plane to plane of those that do. Both are large,
-            since transfers over more memory than the GPU's TLBs cover are slower, and those of a kernel beside compute
-            most of all; the pitch is no power of two, as few are.
+            since transfers over more memory than the GPU's TLBs cover are slower, and most of all those of a kernel
+            that shares the GPU with others; the pitch is no power of two, as few are.
         most_bytes: of a transfer; larger ones are left out, for all lines are straight there.
         link_bytes: of a block of the contiguous copy.
         copy_bytes, copies: of batch and gather.
@@ -111,7 +111,7 @@ class Scale(NamedTuple):
         gather_programs, split_programs: of the kernel.
         concurrent_bytes, concurrent_blocks: of the transfers concurrent with the product.
         product, products: the computation, and how many times it is repeated.
-        field: what is timed beside compute and in both directions.
+        field: what is timed concurrent with compute and in both directions.
         repeats, hurried: rounds in the first `seconds`, and after that, so that a slow machine has a profile too.
     """
 

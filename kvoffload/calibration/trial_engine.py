@@ -132,9 +132,9 @@ class TrialEngine:
             pass
         return job.wait().seconds
 
-    def seconds_beside(self, backdrop: Backdrop, direction: Direction, trial: Trial) -> float:
-        """Seconds of a transfer of several in a row beside a backdrop, by wall clock: from the first submission until
-        the last has ended, for each. One alone would often find the GPU between two kernels.
+    def seconds_in_field(self, backdrop: Backdrop, direction: Direction, trial: Trial) -> float:
+        """Seconds of each of several transfers in a row, concurrent with a backdrop, by wall clock: from the first
+        submission until the last has ended. One alone would often find the GPU between two kernels.
         """
         backdrop.top_up()
         begin = time.perf_counter()
@@ -159,7 +159,7 @@ class TrialEngine:
 
         Args:
             repeats: how many rounds, asked before each.
-            backdrop: beside which they are timed; None: on an idle GPU.
+            backdrop: concurrent with which they are timed; None: on an idle GPU.
         """
         trials = [trial for trial in trials if trial.blocks <= self._most_blocks]
         found: list[list[float]] = [[] for _ in trials]
@@ -169,7 +169,7 @@ class TrialEngine:
                 if backdrop is None:
                     seconds.append(self.seconds(direction, trial))
                 else:
-                    seconds.append(self.seconds_beside(backdrop, direction, trial))
+                    seconds.append(self.seconds_in_field(backdrop, direction, trial))
             done += 1
         self.counted = (done - _WARM_UP) * len(trials)
         medians = [_median(seconds[_WARM_UP:]) for seconds in found]

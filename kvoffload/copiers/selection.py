@@ -12,14 +12,14 @@ from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
-from kvoffload.tuning import BESIDE_COMPUTE, CopierName, CopyMethod, Profile, Shape, Situation
+from kvoffload.tuning import CONCURRENT_COMPUTE, CopierName, CopyMethod, Profile, Shape, Situation
 
 PREFERENCES = ("overlap", "latency")
 TOLERANCE = 1.1  # "overlap" takes what slows computation least among the methods within this factor of the fastest
 # The same for methods of the copy engine, which computation hardly delays, and which hardly delay it. A kernel waits
 # behind other kernels, as long as these take. `bench field` on an H200, planes of 4 KiB that fold: gather with 4
-# programs stored 20 GB/s beside large products and 43 beside small ones, which took 1.2 to 1.5 times as long meanwhile;
-# strided copies 30 and 30, and both took 1.0.
+# programs stored 20 GB/s concurrent with large products and 43 with small ones, which took 1.2 to 1.5 times as long
+# meanwhile; strided copies 30 and 30, and both took 1.0.
 COPY_ENGINE_TOLERANCE = 2.0
 _ALIKE = 0.02  # slow-downs nearer to each other than that are one: about what measuring them again changes
 _GATHER_PROGRAMS = (1, 2, 3, 4)
@@ -96,11 +96,10 @@ def choose(
         available: names of copiers that can carry it; not empty. With one name: the best method of that copier.
         profile: what they cost.
         prefer: "latency": the fastest on a GPU that computes nothing, where a method whose bound is not the link counts
-            as slower by its copier's median error; "overlap": the one that falls
-            least behind the fastest beside compute, beside large products of matrices or beside small ones, wherever
-            it falls behind more; of all within 1.1x of that, or 2x for the copy engine, the one that slows
-            computation least. Methods that keep the caller for more than a millisecond come after the
-            others, if the copy engine has a method that does not.
+            as slower by its copier's median error; "overlap": the one that falls least behind the fastest, with large
+            products of matrices or with small ones, wherever it falls behind more; of all within 1.1x of that, or 2x
+            for the copy engine, the one that slows computation least. Methods that keep the caller for more than a
+            millisecond come after the others, if the copy engine has a method that does not.
         sm_limit: programs of a kernel at most.
         parts: in which it is carried, one after the other; the copies of the shape are those of all parts.
         opposite: whether transfers in the other direction are in flight.
@@ -139,7 +138,7 @@ def _choose(
     opposite: bool,
 ) -> Choice:
     best, *others = rank(shape, available, profile, prefer, sm_limit, parts, opposite)
-    where = " beside compute" if prefer == "overlap" and profile.situations else ""
+    where = " concurrent with compute" if prefer == "overlap" and profile.situations else ""
     return Choice(best.method, _explain(best, others, shape, where), best.seconds)
 
 
@@ -174,8 +173,8 @@ def _times(
 ) -> tuple[float, ...]:
     """Expected seconds in each situation that counts.
 
-    Both directions were not measured beside compute: what they stretch on a GPU that computes nothing, they are taken
-    to stretch there.
+    Both directions were not measured with compute: what they stretch on a GPU that computes nothing, they are taken to
+    stretch there.
     """
     more = (parts - 1) * _PART_SECONDS.get(method.copier, _PART_SECONDS_BY_ENGINE)
     idle = profile.seconds(method, shape)
@@ -183,7 +182,7 @@ def _times(
     if prefer == "latency":
         return (both + more,)
     stretch = max(1.0, both / idle) if idle < inf else 1.0
-    return tuple([profile.seconds(method, shape, situation) * stretch + more for situation in BESIDE_COMPUTE])
+    return tuple([profile.seconds(method, shape, situation) * stretch + more for situation in CONCURRENT_COMPUTE])
 
 
 def _expect(

@@ -51,7 +51,7 @@ class OffloadEngine(EngineLifecycle):
         num_slots: slots of the pinned pool, `layout.slot_bytes` bytes each.
         sm_limit: how many multiprocessors a copy kernel may use; 0 forbids kernels, and compiles none. (The simulated
             device interprets them, slowly, so it selects none by itself.)
-        prefer: "overlap" picks the copy method that falls least behind the fastest beside computation, and of those
+        prefer: "overlap" picks the copy method that falls least behind the fastest while the GPU computes, and of those
             near it the one that slows computation least, the copy engine's first; "latency" picks the fastest on a GPU
             that computes nothing. Both look at whether transfers in the other direction are in flight.
         profile: what transfers cost here, see `kvoffload.tuning`; None: what `kvoffload tune` measured for this GPU,
@@ -239,14 +239,14 @@ class OffloadEngine(EngineLifecycle):
         plan = self._plan(request)
         # 3. select: the copy method, by the profile
         opposite = in_flight.loads if direction is Direction.STORE else in_flight.stores
-        beside = len(opposite.transfers) > 0
-        method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, beside)
+        opposed = len(opposite.transfers) > 0
+        method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposed)
         # 4. order: what it must follow
         transfer = Transfer(number, direction, plan.nbytes, 1 if request.parts is None else len(request.parts))
         transfer.engine, transfer.simulated = self, self._driver.simulated
         if direction is Direction.LOAD:
             transfer.source_order = self._source_order(request)
-        transfer.conflict = self._conflict(request, opposite) if beside else None
+        transfer.conflict = self._conflict(request, opposite) if opposed else None
         transfer.method, transfer.reason = method, reason
         transfer.shares = copiers.shares(method, plan)
         return transfer

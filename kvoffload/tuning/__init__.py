@@ -10,7 +10,7 @@ Nothing here touches a device.
 """
 
 from kvoffload.tuning.costs import (
-    BESIDE_COMPUTE,
+    CONCURRENT_COMPUTE,
     FIELD,
     CopierChoice,
     CopierName,
@@ -35,7 +35,7 @@ from kvoffload.tuning.profile import (
 )
 
 __all__ = [
-    "BESIDE_COMPUTE",
+    "CONCURRENT_COMPUTE",
     "FIELD",
     "CopierChoice",
     "CopierName",

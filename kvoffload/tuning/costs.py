@@ -81,13 +81,13 @@ class Situation(StrEnum):
     """What else the GPU and its link do during a transfer."""
 
     IDLE = "idle"
-    LARGE_PRODUCTS = "beside large products"
-    SMALL_PRODUCTS = "beside small products"
+    LARGE_PRODUCTS = "large products"
+    SMALL_PRODUCTS = "small products"
     BOTH_DIRECTIONS = "both directions"  # contiguous copies in the other direction
 
 
-BESIDE_COMPUTE = (Situation.LARGE_PRODUCTS, Situation.SMALL_PRODUCTS)
-FIELD = (*BESIDE_COMPUTE, Situation.BOTH_DIRECTIONS)
+CONCURRENT_COMPUTE = (Situation.LARGE_PRODUCTS, Situation.SMALL_PRODUCTS)
+FIELD = (*CONCURRENT_COMPUTE, Situation.BOTH_DIRECTIONS)
 
 
 class HostCosts(NamedTuple):

@@ -137,7 +137,7 @@ def test_what_cannot_run_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("kvoffload.kernels.loader.triton_version", lambda: None)
     monkeypatch.setitem(sys.modules, "triton", None)
     tuning = tune(old, scale=TINY)
-    assert set(tuning.missing) == {"gather", "split", "batch", "slowdown", "beside compute"}
+    assert set(tuning.missing) == {"gather", "split", "batch", "slowdown", "concurrent compute"}
     for costs in tuning.profile.costs.values():
         assert (set(costs.flat), costs.gather, costs.split) == ({"loop"}, {}, {})
     assert tuning.profile.slowdowns == {}
@@ -149,7 +149,7 @@ def test_a_kernel_that_cannot_be_loaded_is_left_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.warns(KVOffloadWarning, match="no copy kernels"):
         tuning = tune(device, scale=TINY)
-    assert set(tuning.missing) == {"gather", "split", "slowdown", "beside compute"}
+    assert set(tuning.missing) == {"gather", "split", "slowdown", "concurrent compute"}
     assert set(tuning.profile.situations) == {Situation.BOTH_DIRECTIONS}
     assert "Triton" in tuning.missing["gather"]
     assert all(set(costs.flat) == {"batch", "loop"} for costs in tuning.profile.costs.values())

@@ -182,13 +182,13 @@ def test_overlap_takes_what_falls_behind_least_where_it_falls_behind_most() -> N
     assert choose(where, ALL, field_of(times), "latency", 4).method.copier == "gather"
     choice = choose(where, ALL, field_of(times), "overlap", 4)
     assert choice.method.copier == "batch"
-    assert "expected beside compute" in choice.reason
+    assert "expected concurrent with compute" in choice.reason
     times[Situation.LARGE_PRODUCTS] = {"gather4": 1.2e-4, "batch": 3.0e-4}
     assert choose(where, ALL, field_of(times), "overlap", 4).method.copier == "gather"
 
 
 @pytest.mark.parametrize("prefer", PREFERENCES)
-def test_what_the_other_direction_slows_is_not_taken_beside_it(prefer: str) -> None:
+def test_what_the_other_direction_slows_is_not_taken_with_it(prefer: str) -> None:
     times = {situation: {"gather4": 1.0e-4, "batch": 2.2e-4} for situation in Situation}
     times[Situation.BOTH_DIRECTIONS] = {"gather4": 3.0e-4, "batch": 2.3e-4}
     where, profile = shape(4096, 8, folds=False), field_of(times)
@@ -255,7 +255,7 @@ def test_what_parts_take_by_strided_copies_is_near_what_an_h200_took(blocks: int
 
 
 def test_known_cases_of_parts_on_an_h200() -> None:
-    """Layer by layer the kernel, as far as it may; big blocks, and beside compute few parts, the copy engine."""
+    """Layer by layer the kernel, as far as it may; big blocks, and with "overlap" few parts, the copy engine."""
     for parts in (4, 8, 16, 32):
         for prefer, engine_for in (("latency", 0), ("overlap", 32)):
             method = choose(in_parts(32 * KIB, 32, parts), PARTS_ABLE, H200, prefer, 4, parts).method
