@@ -35,7 +35,7 @@ class ShardedLayout:
 
     Args:
         layouts: one for each device, in the order of the devices. They must agree in `num_groups`, `num_blocks` of
-            every group, `blocks_per_slot`, `tokens_per_block` and `dtype`.
+            every group, `blocks_per_slot`, `tokens_per_block`, `dtype` and `block_axes`.
 
     Attributes:
         layouts: as given.
@@ -105,6 +105,7 @@ def _agreements(layout: KVLayout, first: KVLayout) -> Iterator[tuple[str, object
         yield f"groups[{number}].num_blocks", mine.num_blocks, other.num_blocks
     yield "blocks_per_slot", layout.blocks_per_slot, first.blocks_per_slot
     yield "tokens_per_block", layout.tokens_per_block, first.tokens_per_block
+    yield "block_axes", layout.block_axes, first.block_axes
     yield "dtype", _name_of_dtype(layout), _name_of_dtype(first)
 
 

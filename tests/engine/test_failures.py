@@ -209,7 +209,7 @@ def test_a_failed_job_keeps_its_slots_until_nothing_of_it_is_left() -> None:
         held = bench.stream()
         gate = bench.gate(held)
         device.simulator.faults.fail_call("cuMemcpy2DAsync", nth=3)
-        job = bench.engine.store(range(4), range(4), after=held)
+        job = bench.engine.store(range(4), range(4), after=held, copier="strided")
         bench.settle()
         assert job.error is not None
         assert not job.done, "two copies are still queued"

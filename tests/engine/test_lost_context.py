@@ -270,7 +270,7 @@ def test_a_query_that_keeps_failing_is_a_loss_and_frees_nothing_under_queued_cop
         if call == "cuStreamQuery":
             simulator.faults.fail_call("cuMemcpy2DAsync", nth=2)  # the job has no end to ask for, nor a marker instead:
             simulator.faults.fail_call("cuEventRecord", nth=3)  # after the one on the caller's stream and the start
-        job = bench.engine.store([1, 2], [1, 2], after=held)
+        job = bench.engine.store([1, 2], [1, 2], after=held, copier="strided")
         first_slot, address = bench.slot(1), bench.engine._parts.memory.address
         nbytes = bench.engine._parts.memory.nbytes
         _fail_queries(device, 8, call)

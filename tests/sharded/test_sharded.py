@@ -236,13 +236,15 @@ def test_order_before_takes_one_stream_for_each_device(two: Machine, streams: An
     job.wait(10)
 
 
-LAYOUT = KVLayout([planes(2)], dtype="uint8", tokens_per_block=4)
+DESCRIBED: Any = {"dtype": "uint8", "tokens_per_block": 4, "block_axes": ("tokens", "heads")}
+LAYOUT = KVLayout([planes(2)], **DESCRIBED)
 DIFFERENT = {
-    "num_groups": KVLayout([planes(2, address=1 << 20)] * 2, dtype="uint8", tokens_per_block=4),
-    "num_blocks": KVLayout([planes(2, num_blocks=5, address=1 << 20)], dtype="uint8", tokens_per_block=4),
-    "blocks_per_slot": KVLayout([planes(2, address=1 << 20)], 2, dtype="uint8", tokens_per_block=4),
-    "tokens_per_block": KVLayout([planes(2, address=1 << 20)], dtype="uint8", tokens_per_block=8),
-    "dtype": KVLayout([planes(2, address=1 << 20)], dtype="float16", tokens_per_block=4),
+    "num_groups": KVLayout([planes(2, address=1 << 20)] * 2, **DESCRIBED),
+    "num_blocks": KVLayout([planes(2, num_blocks=5, address=1 << 20)], **DESCRIBED),
+    "blocks_per_slot": KVLayout([planes(2, address=1 << 20)], 2, **DESCRIBED),
+    "tokens_per_block": KVLayout([planes(2, address=1 << 20)], **{**DESCRIBED, "tokens_per_block": 8}),
+    "dtype": KVLayout([planes(2, address=1 << 20)], **{**DESCRIBED, "dtype": "float16"}),
+    "block_axes": KVLayout([planes(2, address=1 << 20)], **{**DESCRIBED, "block_axes": ("heads", "tokens")}),
 }
 
 
@@ -254,7 +256,7 @@ def test_layouts_must_agree(what: str) -> None:
 
 def test_layouts_must_not_share_memory() -> None:
     with pytest.raises(LayoutError, match=r"layouts\[0\] and layouts\[1\] share bytes"):
-        ShardedLayout([LAYOUT, KVLayout([planes(1, address=4096 + 2 * 64)], dtype="uint8", tokens_per_block=4)])
+        ShardedLayout([LAYOUT, KVLayout([planes(1, address=4096 + 2 * 64)], **DESCRIBED)])
     side_by_side = [
         KVLayout([[Plane(4096 + 64 * index, block_bytes=64, block_stride=128, num_blocks=4)]]) for index in range(2)
     ]
@@ -268,7 +270,7 @@ def test_layouts_are_a_list_of_layouts(layouts: Any) -> None:
 
 
 def test_the_fingerprint_is_of_all_shards_in_order() -> None:
-    wide = KVLayout([planes(2, block_bytes=128, address=1 << 20)], dtype="uint8", tokens_per_block=4)
+    wide = KVLayout([planes(2, block_bytes=128, address=1 << 20)], **DESCRIBED)
     prints = [ShardedLayout(each).fingerprint for each in ([LAYOUT], [LAYOUT, wide], [wide, LAYOUT])]
     assert len({*prints, LAYOUT.fingerprint, wide.fingerprint}) == 5
     assert all(len(each) == 16 for each in prints)

@@ -61,7 +61,8 @@ class Machine:
             self.buffers.append(owners)
             for index, buffer in enumerate(owners):
                 scramble(buffer, seed + 10 * number + index)
-            layouts.append(KVLayout(planes, blocks_per_slot=blocks_per_slot, dtype="uint8", tokens_per_block=4))
+            described: Any = {"dtype": "uint8", "tokens_per_block": 4, "block_axes": ("tokens",)}
+            layouts.append(KVLayout(planes, blocks_per_slot=blocks_per_slot, **described))
         self.engine = ShardedEngine(layouts, devices=self.devices, **{"num_slots": 16, **COPY_ENGINE_ONLY, **options})
         for number, pool in enumerate(self.engine.slots):
             pool[:] = np.random.default_rng(seed + 99 + number).integers(0, 256, pool.shape, dtype=np.uint8)
