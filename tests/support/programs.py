@@ -23,5 +23,5 @@ def run_program(program: str, *, exit_code: int = 0, timeout: float = 60, dev_mo
         timeout=timeout,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (exit_code, ""), done.stdout
+    assert (done.returncode, done.stderr) == (exit_code, ""), f"{done.stdout}\n{done.stderr}"
     return done.stdout
