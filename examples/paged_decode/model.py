@@ -66,7 +66,7 @@ class ModelSize(NamedTuple):
 
     @property
     def description(self) -> dict[str, Any]:
-        """What kvoffload is told of the cache's array."""
+        """The arguments of `KVLayout.from_stacked` that describe the cache's array."""
         plane_axis = self.place("plane", "block").index("plane")
         return {
             "plane_axis": plane_axis,

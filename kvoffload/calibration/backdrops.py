@@ -49,9 +49,13 @@ class Backdrop:
             self._driver.stream_synchronize(self._stream)
 
     def __enter__(self) -> Backdrop:
-        with self._device.current():
-            while len(self._idle) < _CHUNKS:
-                self._idle.append(self._driver.event_create(timing=False))
+        try:
+            with self._device.current():
+                while len(self._idle) < _CHUNKS:
+                    self._idle.append(self._driver.event_create(timing=False))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -38,7 +38,8 @@ class PlanReport(HtmlRepresentation):
         operations: strided operations; adjacent blocks of a slot are merged.
         rows: of these operations; as many copies would a flat batch take.
         method, reason: the copy method, and why it is selected; `method` is None where there is nothing to copy.
-        seconds: expected on the GPU's clock, without what it would wait for; infinity if unknown.
+        seconds: expected on the GPU's clock, without what it would wait for: by `prefer="overlap"` while the GPU
+            computes, else on an idle one; infinity if unknown.
         alternatives: the other methods that could be selected, the best first.
         profile: where the expected times come from. On a simulated device: from another, a real one.
         simulated: whether the device is.
@@ -82,7 +83,7 @@ def make_report(
         rows=shape.rows,
         method=method,
         reason=reason,
-        seconds=profile.seconds(method, shape),
+        seconds=next((each.seconds for each in ranked if each.method == method), profile.seconds(method, shape)),
         alternatives=tuple(
             Alternative(each.method, each.seconds) for each in ranked if each.method.label != method.label
         ),

@@ -192,6 +192,26 @@ def test_without_kernels_the_choice_is_among_the_others(bench: Rig) -> None:
             assert alone.engine.store(range(count), range(count)).wait(10).copier in available
 
 
+def test_a_submission_asks_what_has_ended_where_it_needs_to_know() -> None:
+    """Not after each transfer of its own direction; after 16 of them, and with transfers of the other direction."""
+    with simulated(1) as device, rig(device) as bench:
+        simulator: Any = device.simulator
+        asked = simulator.faults.call_count
+        stream = bench.stream()
+        gate = bench.gate(stream)
+        before = asked["cuEventQuery"], asked["cuThreadExchangeStreamCaptureMode"]
+        for _ in range(16):
+            bench.engine.store([1], [1], after=stream)
+        assert (asked["cuEventQuery"], asked["cuThreadExchangeStreamCaptureMode"]) == before
+        bench.engine.store([1], [1], after=stream)
+        assert asked["cuEventQuery"] == before[0] + 1
+        bench.engine.load([2], [2], after=stream)
+        assert asked["cuEventQuery"] == before[0] + 2
+        gate.open()
+        bench.engine.drain(10)
+        assert (bench.slot(1) == 2).all()
+
+
 # streams of other libraries
 
 
