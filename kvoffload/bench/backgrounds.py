@@ -132,4 +132,4 @@ class StreamBackground:
 
 def grid_background(grid: GridStride, setup: TransferSetup, direction: Direction, programs: int) -> StreamBackground:
     """Transfers by the grid-stride kernel; its arrays are written once and copied to the GPU for every transfer."""
-    return StreamBackground(setup.lab, grid.stage(setup, direction, programs), setup.nbytes)
+    return StreamBackground(setup.lab, grid.stage(setup, direction, setup.ends(direction), programs), setup.nbytes)

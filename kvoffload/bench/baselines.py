@@ -24,6 +24,7 @@ from kvoffload.bench.setup import GroupBlocks, Placement, TransferSetup
 from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
 from kvoffload.driver import FlatTable, SourceOrder, address_of, binding_types
 from kvoffload.errors import DriverError
+from kvoffload.internal.types import UInt64Array
 from kvoffload.kernels import KernelSpec, LoadedKernel
 from kvoffload.planning.transfer_plan import Direction
 
@@ -134,24 +135,32 @@ class GridStride:
         timer = self._lab.timer
 
         def timed() -> float:
-            submit = self.stage(setup, direction, programs, pinned=pinned)
+            submit = self.stage(setup, direction, setup.ends(direction), programs, pinned=pinned)
             return timer.seconds(lambda: submit(timer.stream))
 
         return timed
 
     def stage(
-        self, setup: TransferSetup, direction: Direction, programs: int, *, pinned: bool = False, first: int = 0
+        self,
+        setup: TransferSetup,
+        direction: Direction,
+        ends: tuple[UInt64Array, UInt64Array],
+        programs: int,
+        *,
+        pinned: bool = False,
+        first: int = 0,
     ) -> Callable[[int], None]:
-        """Write the arrays; returns a function that queues their copies and the kernel on a stream.
+        """Write the arrays for the flat copies between `ends`, see `TransferSetup.ends`; returns a function that queues
+        the copies of the arrays and the kernel on a stream.
 
-        What was staged before stays valid if it has another place in the arrays, `[first, first + setup.copies)`.
+        What was staged before stays valid if it has another place in the arrays, `[first, first + len(ends[0]))`.
         """
-        count = setup.copies
+        count = len(ends[0])
         memory = (self._pinned.array if pinned else self._ordinary)[24 * first : 24 * (first + count)]
         rows = memory.view(np.int64).reshape(3, count)
         with self._lab.device.current():
             shift = self._lab.driver.host_device_address(setup.pool_address) - setup.pool_address
-        rows[0], rows[1] = setup.ends(direction)
+        rows[0], rows[1] = ends
         rows[0 if direction is Direction.LOAD else 1] += shift
         rows[2] = self._row_bytes
         copy, target, source = self._lab.driver.copy, self._device.address + 24 * first, address_of(memory)

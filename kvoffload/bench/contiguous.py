@@ -29,7 +29,7 @@ class ContiguousCopy:
         try:
             for _ in range(2):
                 with tools.device.current():
-                    self._pinned.append(PinnedMemory(tools.driver, self.nbytes))
+                    self._pinned.append(PinnedMemory(tools.driver, self.nbytes, unit_bytes=self.nbytes))
                 self._buffers.append(tools.device.allocate(self.nbytes))
             self._host, self._check = self._pinned
             self._gpu, self._poison = self._buffers

@@ -18,6 +18,8 @@ from kvoffload.bench.field_setup import FieldSetup, SeriesSize, contiguous_serie
 from kvoffload.bench.lab import Lab
 from kvoffload.bench.report import Fields, add_bench_options, conduct
 from kvoffload.bench.setup import Placement
+from kvoffload.copiers.selection import PREFERENCES
+from kvoffload.engine.lifecycle import Prefer
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import MODELS, ModelGeometry, find_model
 from kvoffload.terminal.console import Advance, Output
@@ -48,13 +50,16 @@ slower a concurrent computation was in the same rounds.
 Situations: an idle GPU; a stream full of products of bf16 matrices of 8192 x 8192, or of 2048 x 2048; "decode-loop",
 many short kernels that read 128 MiB of weights each. In each: stores, loads, and both at once (the sum). Layouts:
 "block-major", planes interleaved, a block is one range; "plane-major", planes that fold; "scattered", an allocation for
-each plane. Each transfer of a series has random blocks and slots of its own.
-Methods, in interleaved rounds: the engine's choice (prefer "overlap"), each copy method, contiguous pinned copies of
-the same size in the same directions (the limit), one cuMemcpyBatchAsync a transfer ("flat batch"), and a grid-stride
-kernel of 12 programs with its address arrays in pinned memory. Regret: how much faster the best copy method is than the
-choice. "slow": time of a product during the choice's series over its time alone. "max us": the longest call of store()
-or load(). "ended": the computation ended or paused before the transfers had ended, in every round; such a series counts
-as measured in no situation. Targets are poisoned before each series, and all bytes verified after it.
+each plane. Each transfer of a series has random blocks and slots of its own. With --transfers 1 a series is one
+transfer, from the call until its last byte has landed.
+Methods, in interleaved rounds: the engine's choice, each copy method, contiguous pinned copies of the same size in the
+same directions (the limit), one cuMemcpyBatchAsync a transfer ("flat batch"), and a grid-stride kernel of 12 programs
+with its address arrays in pinned memory; these two compute addresses from blocks and slots in the call. Regret: how
+much faster the best copy method is than the choice. "gentle": the best of the copy methods that slow the computation
+at most 0.05 more than contiguous copies do. "slow": time of a product during the choice's series over its time alone.
+"max us": the longest call of store() or load(). "ended": the computation ended or paused before the transfers had
+ended, in every round; such a series counts as measured in no situation. Targets are poisoned before each series, and
+all bytes verified after it.
 Takes about 5 minutes on an H200, a minute with --quick: without --repeats, what is behind that schedule gets 1 round
 instead of 3.
 On the simulated device: without options one geometry and two situations; small sizes, verified, and no times."""
@@ -71,6 +76,7 @@ class Plan:
     blocks: list[int] | None
     nbytes: int
     transfers: int | None
+    prefer: Prefer
     seconds: float | None
 
     @property
@@ -111,6 +117,7 @@ def add_parser(benches: Any) -> None:
         metavar="N",
         help="transfers of a series in one direction (default: 256 MiB of them, but 2 to 64)",
     )
+    parser.add_argument("--prefer", choices=PREFERENCES, default=PREFERENCES[0], help="of the engine (default overlap)")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -146,6 +153,7 @@ def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
         arguments.blocks,
         arguments.bytes or _BYTES,
         arguments.transfers,
+        arguments.prefer,
         seconds,
     )
 
@@ -164,6 +172,7 @@ def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
         "cells": cells,
         "not_run": field_run.not_run,
         "profile": field_run.profile,
+        "prefer": plan.prefer,
         "wrong_rows": sum(cell["wrong"] for cell in cells),
     }
     if not lab.device.simulated:
@@ -217,7 +226,7 @@ class _FieldRun:
                     for layout in plan.layouts:
                         with (
                             FieldSetup(lab, model, LAYOUTS[layout], size) as setup,
-                            closing(FieldMethods(setup, contiguous)) as methods,
+                            closing(FieldMethods(setup, contiguous, plan.prefer)) as methods,
                         ):
                             self.profile = setup.setup.engine.profile.source
                             yield from self._of_setup(FieldMeasurer(setup, contiguous, methods, layout))

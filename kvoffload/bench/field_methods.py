@@ -13,17 +13,18 @@ from kvoffload import kernels
 from kvoffload.bench.baselines import FLAT_BATCH, GRID_PROGRAMS, GridStride, grid_stride
 from kvoffload.bench.contiguous import CONTIGUOUS_COPY
 from kvoffload.bench.field_setup import ContiguousSeries, FieldSetup
-from kvoffload.bench.measurements import choice, with_shares
+from kvoffload.bench.measurements import with_shares
 from kvoffload.bench.setup import GroupBlocks
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder
 from kvoffload.engine.job import Job
+from kvoffload.engine.lifecycle import Prefer
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.types import UInt64Array
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierChoice, CopyMethod
 
-CHOICE = choice("overlap")
+CHOICE = "choice"
 METHODS = (
     CopyMethod("strided"),
     CopyMethod("gather", 4, 1.0),
@@ -119,12 +120,16 @@ class StreamSubmitter:
 class FieldMethods:
     """Every copy method for the series of a setup, by name. Free it with `close`.
 
+    Args:
+        prefer: of the engine, for its choice.
+
     Attributes:
         not_run: by name, why a copy method cannot be used here.
     """
 
-    def __init__(self, field: FieldSetup, contiguous: ContiguousSeries) -> None:
+    def __init__(self, field: FieldSetup, contiguous: ContiguousSeries, prefer: Prefer) -> None:
         self._field, self._contiguous = field, contiguous
+        field.setup.engine.prefer = prefer
         self.not_run: dict[str, str] = {}
         with ExitStack() as undo:
             self._bare = {CONTIGUOUS_COPY: self._contiguous_queues()}
@@ -167,29 +172,25 @@ class FieldMethods:
         indices = range(self._field.size.transfers)
         return {direction: [*(queue(direction, index) for index in indices), none] for direction in Direction}
 
-    def _each(self, make: Callable[[Direction, int], Queue]) -> dict[Direction, list[Queue]]:
-        """By direction, a queue function for each transfer; the setup stands for that transfer during the call."""
-        found: dict[Direction, list[Queue]] = {}
-        for direction in Direction:
-            found[direction] = []
-            for index in range(self._field.size.transfers + 1):
-                self._field.transfer(direction, index)
-                found[direction].append(make(direction, index))
-        return found
+    def _each(self, make: Callable[[Direction, int, Sequence[GroupBlocks]], Queue]) -> dict[Direction, list[Queue]]:
+        """By direction, a queue function for each transfer, made of its blocks and slots."""
+        return {
+            direction: [make(direction, index, groups) for index, groups in enumerate(each)]
+            for direction, each in _transfers(self._field, Direction).items()
+        }
 
     def _flat_queues(self) -> dict[Direction, list[Queue]]:
         setup, driver = self._field.setup, self._field.lab.driver
         sizes = np.array([setup.row_bytes], dtype=np.uint64)
+        table = FlatTable(min(self._copies_of_a_transfer(), _FLAT_COPIES))
+        if not driver.use_raw:
+            table.lists(0, table.capacity)  # makes the objects that the bindings take
 
-        def make(direction: Direction, _: int) -> Queue:
-            tables = [_flat_table(*ends, sizes) for ends in _chunks(*setup.ends(direction))]
-            if not driver.use_raw:
-                for table in tables:
-                    table.lists(0, table.capacity)  # makes the objects that the bindings take
-
+        def make(direction: Direction, _: int, groups: Sequence[GroupBlocks]) -> Queue:
             def queue(stream: int) -> None:
-                for table in tables:
-                    driver.copy_batch(table, 0, table.capacity, SourceOrder.STREAM, stream)
+                for sources, targets in _chunks(*setup.ends_of(groups, direction)):
+                    table.fill(targets, sources, sizes)  # the driver has read it when the call returns
+                    driver.copy_batch(table, 0, len(sources), SourceOrder.STREAM, stream)
 
             return queue
 
@@ -213,11 +214,16 @@ class FieldMethods:
         return self._field.setup.copies
 
     def _grid_queues(self, grid: GridStride) -> dict[Direction, list[Queue]]:
-        places = self._field.size.transfers + 1
+        places, setup = self._field.size.transfers + 1, self._field.setup
 
-        def make(direction: Direction, index: int) -> Queue:
+        def make(direction: Direction, index: int, groups: Sequence[GroupBlocks]) -> Queue:
             first = ((direction is Direction.LOAD) * places + index) * self._copies
-            return grid.stage(self._field.setup, direction, GRID_PROGRAMS[0], pinned=True, first=first)
+
+            def queue(stream: int) -> None:
+                ends = setup.ends_of(groups, direction)
+                grid.stage(setup, direction, ends, GRID_PROGRAMS[0], pinned=True, first=first)(stream)
+
+            return queue
 
         return self._each(make)
 
@@ -232,9 +238,3 @@ class FieldMethods:
 def _chunks(sources: UInt64Array, targets: UInt64Array) -> list[tuple[UInt64Array, UInt64Array]]:
     starts = range(0, len(sources), _FLAT_COPIES)
     return [(sources[at : at + _FLAT_COPIES], targets[at : at + _FLAT_COPIES]) for at in starts]
-
-
-def _flat_table(sources: UInt64Array, targets: UInt64Array, sizes: UInt64Array) -> FlatTable:
-    table = FlatTable(len(sources))
-    table.fill(targets, sources, sizes)
-    return table

@@ -17,7 +17,7 @@ _PANELS = {
 }
 _MARKS = (  # method, label, colour, marker
     ("contiguous copy", "the limit: contiguous copies", MUTED, "|"),
-    ("choice, overlap", "kvoffload's choice", "#f783ac", "o"),  # larger, under the method that it is
+    ("choice", "kvoffload's choice", "#f783ac", "o"),  # larger, under the method that it is
     ("grid-stride 12, pinned", "grid-stride kernel, 12 SMs", "#495057", "s"),
     ("flat batch", "one flat batch", "#868e96", "D"),
     ("gather 4", "gather, 4 SMs", "#2b8a3e", "^"),

@@ -16,6 +16,7 @@ from kvoffload.terminal.console import Output
 
 Record = Mapping[str, Any]
 PLACE = ("model", "layout", "situation", "direction", "blocks")  # what the records of one comparison have in common
+_GENTLE = 0.05
 _LABELS = tuple(method.label for method in METHODS)
 
 
@@ -28,7 +29,8 @@ class _Ratio(NamedTuple):
 
 _RATIOS = (
     _Ratio("choice/limit", "/ limit"),
-    _Ratio("choice/best", "/ best method"),
+    _Ratio("choice/best", "/ best"),
+    _Ratio("choice/gentle", "/ gentle"),
     _Ratio("choice/flat_batch", "/ flat batch"),
     _Ratio("choice/grid_stride", "/ grid-stride 12"),
 )
@@ -61,16 +63,26 @@ def _compared(methods: Mapping[str, Record]) -> dict[str, Any] | None:
     }
     found |= {"choice_gb_per_s": choice, "chosen": chosen["chosen"], "call_max_us": chosen["call_max_us"]}
     found["compute_slowdown"] = chosen.get("compute_slowdown")
-    best = max((name for name in _LABELS if name in rates), key=rates.__getitem__, default=None)
+    ours = [name for name in _LABELS if name in rates]
+    best = max(ours, key=rates.__getitem__, default=None)
     if best is not None:
         found |= {"best_method": best, "best_gb_per_s": rates[best], "choice/best": choice / rates[best]}
         found |= {"best_compute_slowdown": methods[best].get("compute_slowdown"), "regret": regret(rates[best], choice)}
+    gentle = [rates[name] for name in ours if is_gentle(methods[name], methods.get(CONTIGUOUS_COPY))]
+    if gentle:
+        found |= {"choice/gentle": choice / max(gentle)}
     if CONTIGUOUS_COPY in rates:
         found |= {"limit_gb_per_s": rates[CONTIGUOUS_COPY], "choice/limit": choice / rates[CONTIGUOUS_COPY]}
     for name, key in ((FLAT_BATCH, "choice/flat_batch"), (GRID, "choice/grid_stride")):
         if name in rates:
             found[key] = choice / rates[name]
     return found
+
+
+def is_gentle(record: Record, contiguous: Record | None) -> bool:
+    """Whether a copy method slows the computation hardly more than contiguous copies do; if both are known."""
+    slow, least = (None if each is None else each.get("compute_slowdown") for each in (record, contiguous))
+    return slow is None or least is None or slow <= least + _GENTLE
 
 
 def worst(comparisons: Iterable[Record]) -> Record | None:
@@ -183,7 +195,7 @@ def _kib(nbytes: int) -> str:
 
 
 def _show_summary(summary: Sequence[Record], output: Output) -> None:
-    columns = ("layout", *(ratio.heading for ratio in _RATIOS), "longest call, us")
+    columns = ("layout", *(ratio.heading for ratio in _RATIOS), "max us")
     lines = []
     for each in summary:
         line = [each["layout"]]

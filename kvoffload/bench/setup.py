@@ -154,11 +154,7 @@ class TransferSetup:
             GroupBlocks(group.planes, group.starts[taken], group.blocks[blocks], group.slots[taken])
             for group in self._all
         ]
-        device, host = (np.concatenate(each) for each in zip(*map(self._row_addresses, self.groups), strict=True))
-        self._ends: dict[Direction, tuple[UInt64Array, UInt64Array]] = {
-            Direction.STORE: (device, host),
-            Direction.LOAD: (host, device),
-        }
+        self._ends = {direction: self.ends_of(self.groups, direction) for direction in Direction}
         self._bytes.take(slots, first)
 
     @property
@@ -186,6 +182,11 @@ class TransferSetup:
     def ends(self, direction: Direction) -> tuple[UInt64Array, UInt64Array]:
         """Source and target address of every flat copy, slot by slot and row by row; uint64, (copies,) each."""
         return self._ends[direction]
+
+    def ends_of(self, groups: Sequence[GroupBlocks], direction: Direction) -> tuple[UInt64Array, UInt64Array]:
+        """The same of some blocks and slots, computed from them."""
+        device, host = (np.concatenate(each) for each in zip(*map(self._row_addresses, groups), strict=True))
+        return (device, host) if direction is Direction.STORE else (host, device)
 
     def _row_addresses(self, group: GroupBlocks) -> tuple[UInt64Array, UInt64Array]:
         stride = group.planes[0].block_stride

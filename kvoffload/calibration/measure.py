@@ -2,7 +2,7 @@
 
 Times are medians on the GPU's clock, of transfers one at a time, on an idle GPU. Some transfers are timed in the field,
 too, by wall clock: concurrent with products of matrices, large and small, and with copies in the other direction. For
-the slow-downs transfers follow each other without a pause while a 4096^3 bf16 product is repeated. A copier that cannot
+the slow-downs transfers follow each other without a pause while a 2048^3 bf16 product is repeated. A copier that cannot
 be used here is left out, and then never chosen.
 """
 
@@ -102,6 +102,7 @@ class _Tuner:
         self._begin = time.perf_counter()
         self._backdrops: dict[tuple[Situation, Direction], Backdrop] = {}
         self._host: list[Sample] = []
+        self._around: list[Sample] = []
         self._steps = self._timed = 0
         self._total = 1
 
@@ -124,6 +125,7 @@ class _Tuner:
             costs=costs,
             situations=situations,
             host=fit_host(self._host),
+            around=fit_host(self._around),
             slowdowns=slowdowns,
             simulated=self._device.simulated,
         )
@@ -171,6 +173,7 @@ class _Tuner:
                     self._timed += trial_engine.counted
                     self._time_in_field(trial_engine, trial_set, direction, samples)
                 self._host += trial_engine.host
+                self._around += trial_engine.around
             self._step()
 
     def _time_in_field(

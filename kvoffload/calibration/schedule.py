@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from kvoffload.calibration.compute import LARGE, MATMUL, MEDIUM, SMALL, Product
+from kvoffload.calibration.compute import LARGE, MEDIUM, SMALL, Product
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning.costs import CopyMethod, Costs, Shape
 
@@ -110,7 +110,7 @@ class Scale(NamedTuple):
         check_bytes, check_blocks: for the errors.
         gather_programs, split_programs: of the kernel.
         concurrent_bytes, concurrent_blocks: of the transfers concurrent with the product.
-        product, products: the computation, and how many times it is repeated.
+        product, products: the computation, a small product since it is slowed most, and how many times it is repeated.
         field: what is timed concurrent with compute and in both directions.
         repeats, hurried: rounds in the first `seconds`, and after that, so that a slow machine has a profile too.
     """
@@ -170,8 +170,8 @@ FULL = Scale(
     split_programs=(1, 2),
     concurrent_bytes=8 * _KIB,
     concurrent_blocks=64,
-    product=MATMUL,
-    products=24,
+    product=MEDIUM,
+    products=240,
     field=FieldScale(
         copy_bytes=tuple(each * _KIB for each in (4, 16, 64, 256, 1024)),
         copies=(64, 128, 1024, 4096, 16384),

@@ -91,6 +91,7 @@ class TrialEngine:
     Attributes:
         counted: transfers whose time was counted in the last `rounds`.
         host: of each transfer timed on an idle GPU, the seconds that its submission kept the caller.
+        around: of each, the seconds from the call until it was seen to have ended, less those on the GPU clock.
     """
 
     def __init__(self, device: Device, memory: TrialMemory, trial_set: TrialSet, *, seed: int = 0) -> None:
@@ -99,6 +100,7 @@ class TrialEngine:
         self._trial_set, self._memory, self._most_blocks = trial_set, memory, most
         self.counted = 0
         self.host: list[Sample] = []
+        self.around: list[Sample] = []
         self.engine = OffloadEngine(
             KVLayout([planes]),
             device=device,
@@ -127,10 +129,15 @@ class TrialEngine:
         begin = time.perf_counter()
         job = self.submit(direction, trial)
         host = time.perf_counter() - begin
-        self.host.append(Sample(trial.method, self._trial_set.shape(direction, trial.blocks), host))
         while not job.done:  # wait() sleeps between looks, and the next transfer would find a slower CPU
             pass
-        return job.wait().seconds
+        until_seen = time.perf_counter() - begin
+        seconds = job.wait().seconds
+        shape = self._trial_set.shape(direction, trial.blocks)
+        self.host.append(Sample(trial.method, shape, host))
+        if not math.isnan(seconds):
+            self.around.append(Sample(trial.method, shape, max(0.0, until_seen - seconds)))
+        return seconds
 
     def seconds_in_field(self, backdrop: Backdrop, direction: Direction, trial: Trial) -> float:
         """Seconds of each of several transfers in a row, concurrent with a backdrop, by wall clock: from the first

@@ -1,5 +1,5 @@
-"""Selects a transfer's copy method, by the seconds expected of each method where it is used, and by how much it slows
-computation.
+"""Selects a transfer's copy method, by the seconds expected of each method where it is used, and by what it takes from
+computation and from its caller.
 
 Nothing is measured here, and nothing is near a device. A choice is made for a *class* of transfers, those that differ
 by a few percent in their number of blocks, and kept: every transfer of a class is carried alike, whichever came first.
@@ -12,28 +12,23 @@ from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
+from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CONCURRENT_COMPUTE, CopierName, CopyMethod, Profile, Shape, Situation
 
 PREFERENCES = ("overlap", "latency")
-TOLERANCE = 1.1  # "overlap" takes what slows computation least among the methods within this factor of the fastest
-# The same for methods of the copy engine, which computation hardly delays, and which hardly delay it. A kernel waits
-# behind other kernels, as long as these take. `bench field` on an H200, planes of 4 KiB that fold: gather with 4
-# programs stored 20 GB/s concurrent with large products and 43 with small ones, which took 1.2 to 1.5 times as long
-# meanwhile; strided copies 30 and 30, and both took 1.0.
-COPY_ENGINE_TOLERANCE = 2.0
-_ALIKE = 0.02  # slow-downs nearer to each other than that are one: about what measuring them again changes
+TOLERANCE = {"overlap": 1.1, "latency": 1.0}  # up to which the copy engine is preferred to a kernel
+_ALIKE = 0.02  # slow-downs nearer to each other than that are said to be one: measuring them again changes as much
 _GATHER_PROGRAMS = (1, 2, 3, 4)
 _MOST_PROGRAMS = 8  # 2 to 4 fill the link; more only slow the computation
 _SPLIT_PROGRAMS = (1, 2)
 _LINK_BOUND = 1.15  # times what a contiguous copy takes
-_MOST_HOST_SECONDS = 1e-3
+_MOST_HOST_SECONDS, _HOST_BYTES = 1e-3, 64 << 20  # for transfers up to that size; larger ones in proportion
 _MANTISSA_BITS = 5
 # Seconds that each further part of a load adds to what its copies and bytes take. By the copy engine, 32 blocks of 64
 # planes x 32 KiB in 2 to 16 parts on an H200: 30 us, in which the driver takes in the next copies. Launches of a kernel
 # are queued well ahead; between two of them the link idles until the first words of the next arrive: 8 us, over
-# 32 parts.
-_PART_SECONDS = {"gather": 8e-6}
-_PART_SECONDS_BY_ENGINE = 30e-6
+# 32 parts. Concurrent with compute each launch waits for a multiprocessor, as the smallest transfer does.
+_PART_SECONDS, _PART_SECONDS_OF_KERNEL = 30e-6, 8e-6
 _SMALL_BYTES = 1 << 20  # transfers whose time says more than their rate
 _BY_DEFAULT = ("strided", "batch", "loop", "gather", "split")  # where no method was measured
 
@@ -55,20 +50,20 @@ class Expected(NamedTuple):
     """What a copy method is expected to take.
 
     Attributes:
-        slowdown: how many times as long a matrix product takes concurrently with it; 1.0 for the copy engine,
+        seconds: on the GPU's clock; with "overlap" the mean of both situations.
+        slowdown: how many times as long a small matrix product takes concurrently with it; 1.0 for the copy engine,
             whose methods differ in that only as much as in bandwidth.
-        cautious: what methods are compared by. With "latency": seconds, and more by the copier's median error where the
-            link is not what bounds it, so that a copier that is as fast as the host happens to be must promise more.
-            With "overlap": the mean of the best methods' times in the situations, times how far this one falls behind
-            where it falls behind most.
         host: for how long the submission keeps its caller.
+        weight: what methods are compared by, the least is the best. With "latency": seconds from the call on, and more
+            by the copier's median error where the link is not what bounds it, so that a copier that is as fast as the
+            host happens to be must promise more. With "overlap": how many times the lowest price, where that is most.
     """
 
     method: CopyMethod
     seconds: float
     slowdown: float
-    cautious: float
     host: float
+    weight: float
 
 
 def check_prefer(prefer: Any) -> str:
@@ -95,11 +90,12 @@ def choose(
         shape: of the transfer.
         available: names of copiers that can carry it; not empty. With one name: the best method of that copier.
         profile: what they cost.
-        prefer: "latency": the fastest on a GPU that computes nothing, where a method whose bound is not the link counts
-            as slower by its copier's median error; "overlap": the one that falls least behind the fastest, with large
-            products of matrices or with small ones, wherever it falls behind more; of all within 1.1x of that, or 2x
-            for the copy engine, the one that slows computation least. Methods that keep the caller for more than a
-            millisecond come after the others, if the copy engine has a method that does not.
+        prefer: "latency": the one that ends soonest after the call on a GPU that computes nothing, where a method whose
+            bound is not the link counts as slower by its copier's median error; "overlap": the one whose price falls
+            least behind the lowest, concurrent with large products of matrices or with small ones, wherever it falls
+            behind more. The price is the transfer's time, the time that computation loses meanwhile, and the time for
+            which the caller is kept, if that is more than a millisecond, or more than one for each 64 MiB. A method of
+            the copy engine within 1.1x of the best is preferred to a kernel: measuring again changes as much.
         sm_limit: programs of a kernel at most.
         parts: in which it is carried, one after the other; the copies of the shape are those of all parts.
         opposite: whether transfers in the other direction are in flight.
@@ -154,18 +150,25 @@ def rank(
     """All methods, the best first; at least one. Arguments as for `choose`."""
     methods = _methods(shape, available, profile, sm_limit)
     times = [_times(method, shape, profile, prefer, parts, opposite) for method in methods]
-    best = tuple(map(min, zip(*times, strict=True)))
-    found = [_expect(method, each, best, shape, profile) for method, each in zip(methods, times, strict=True)]
-    if all(each.seconds == inf for each in found):
-        return sorted(found, key=lambda each: _BY_DEFAULT.index(each.method.copier))
-    found.sort(key=lambda each: each.cautious)
+    if all(each[0] == inf for each in times):
+        methods.sort(key=lambda each: _BY_DEFAULT.index(each.copier))
+        return [Expected(method, inf, 1.0, 0.0, inf) for method in methods]
     if prefer == "latency":
-        return found
-    quick = [each for each in found if each.host <= _MOST_HOST_SECONDS]
-    if all(each.method.programs for each in quick):  # only kernels: then computation decides
-        return _least_disturbing_first(found)
-    slow = [each for each in found if each.host > _MOST_HOST_SECONDS]
-    return _least_disturbing_first(quick) + _least_disturbing_first(slow)
+        weights = [_until_landing(*each, shape, profile) for each in zip(methods, times, strict=True)]
+    else:
+        prices = [_prices(*each, shape, profile, opposite) for each in zip(methods, times, strict=True)]
+        lowest = tuple(map(min, zip(*prices, strict=True)))
+        weights = [max(map(_over, each, lowest)) for each in prices]
+    found = [
+        Expected(method, sum(each) / len(each), _slowdown(method, profile), profile.host_seconds(method, shape), weight)
+        for method, each, weight in zip(methods, times, weights, strict=True)
+    ]
+    least = TOLERANCE[prefer] * min(weights)
+    return sorted(found, key=lambda each: (each.weight > least or each.method.programs > 0, each.weight))
+
+
+def _over(price: float, lowest: float) -> float:
+    return price / lowest if lowest < inf else 1.0
 
 
 def _times(
@@ -176,51 +179,55 @@ def _times(
     Both directions were not measured with compute: what they stretch on a GPU that computes nothing, they are taken to
     stretch there.
     """
-    more = (parts - 1) * _PART_SECONDS.get(method.copier, _PART_SECONDS_BY_ENGINE)
+    more = (parts - 1) * (_PART_SECONDS_OF_KERNEL if method.programs else _PART_SECONDS)
     idle = profile.seconds(method, shape)
     both = profile.seconds(method, shape, Situation.BOTH_DIRECTIONS) if opposite else idle
     if prefer == "latency":
         return (both + more,)
     stretch = max(1.0, both / idle) if idle < inf else 1.0
-    return tuple([profile.seconds(method, shape, situation) * stretch + more for situation in CONCURRENT_COMPUTE])
+    return tuple(
+        profile.seconds(method, shape, situation) * stretch
+        + more
+        + (parts - 1) * _wait_of_a_launch(method, shape.direction, profile, situation)
+        for situation in CONCURRENT_COMPUTE
+    )
 
 
-def _expect(
-    method: CopyMethod,
-    times: tuple[float, ...],
-    best: tuple[float, ...],
-    shape: Shape,
-    profile: Profile,
-) -> Expected:
-    """From the times in each situation: of the method, and of the best method there."""
-    seconds = sum(times) / len(times)
-    if len(times) > 1:
-        behind = [each / least if least < inf else 1.0 for each, least in zip(times, best, strict=True)]
-        cautious = max(seconds, max(behind) * sum(best) / len(best))
-    else:
-        bound = _LINK_BOUND * shape.nbytes / profile.costs[shape.direction].link
-        errors = profile.errors.get(method.copier)
-        cautious = seconds * (1.0 + errors.median) if errors is not None and seconds > bound else seconds
-    slowdown = profile.slowdown(method) if method.programs else 1.0
-    return Expected(method, seconds, slowdown, cautious, profile.host_seconds(method, shape))
+def _wait_of_a_launch(method: CopyMethod, direction: Direction, profile: Profile, situation: Situation) -> float:
+    """How much later a kernel begins concurrent with compute; 0.0 for the copy engine."""
+    if method.copier != "gather":
+        return 0.0
+    least = Shape(direction, 1, 1, 1, 1, 1)
+    concurrent, idle = profile.seconds(method, least, situation), profile.seconds(method, least)
+    return max(0.0, concurrent - idle) if idle < inf else 0.0
 
 
-def _least_disturbing_first(found: list[Expected]) -> list[Expected]:
-    """Sort again: methods near the fastest, by what they cost the computation; then the others."""
-    if not found:
-        return []
-    near = [each for each in found if each.cautious <= _tolerance(each.method) * found[0].cautious]
-    ordered = []
-    rest = near
-    while rest:
-        least = min(each.slowdown for each in rest)
-        ordered += [each for each in rest if each.slowdown <= least + _ALIKE]
-        rest = [each for each in rest if each.slowdown > least + _ALIKE]
-    return ordered + [each for each in found if each not in near]
+def _slowdown(method: CopyMethod, profile: Profile) -> float:
+    return profile.slowdown(method) if method.programs else 1.0
 
 
-def _tolerance(method: CopyMethod) -> float:
-    return TOLERANCE if method.programs else COPY_ENGINE_TOLERANCE
+def _prices(
+    method: CopyMethod, times: tuple[float, ...], shape: Shape, profile: Profile, opposite: bool
+) -> tuple[float, ...]:
+    """What a transfer costs in each situation of `CONCURRENT_COMPUTE`; see `choose`.
+
+    In the seconds that it takes, small products get 1 / slowdown of their work done, so they lose the rest; large ones
+    are hardly slowed. The transfers of the other direction, which are carried alike, slow them once more.
+    """
+    slowdown = _slowdown(method, profile) ** (2 if opposite else 1)
+    host = profile.host_seconds(method, shape)
+    kept = host if host > _MOST_HOST_SECONDS * max(1.0, shape.nbytes / _HOST_BYTES) else 0.0
+    large, small = times
+    return large + kept, small * (2.0 - 1.0 / slowdown) + kept
+
+
+def _until_landing(method: CopyMethod, times: tuple[float, ...], shape: Shape, profile: Profile) -> float:
+    """Seconds from the call until the last byte has landed, cautiously."""
+    (seconds,) = times
+    landing = seconds + profile.seconds_around(method, shape)
+    errors = profile.errors.get(method.copier)
+    bound = _LINK_BOUND * shape.nbytes / profile.costs[shape.direction].link
+    return landing * (1.0 + errors.median) if errors is not None and seconds > bound else landing
 
 
 def _methods(shape: Shape, available: Collection[str], profile: Profile, sm_limit: int) -> list[CopyMethod]:
@@ -263,7 +270,7 @@ def _explain(best: Expected, others: list[Expected], shape: Shape, where: str) -
     if best.slowdown < fastest.slowdown - _ALIKE:
         gain = "slows computation less"
     else:
-        gain = "costs the host less" if best.cautious >= fastest.cautious else "is surer"
+        gain = "costs the host less" if best.host < fastest.host else "is surer"
     return f"{text}, {best.seconds / fastest.seconds:.2f}x of {fastest.method} ({_rate(fastest, shape)}), and {gain}"
 
 

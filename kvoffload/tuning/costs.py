@@ -91,7 +91,7 @@ FIELD = (*CONCURRENT_COMPUTE, Situation.BOTH_DIRECTIONS)
 
 
 class HostCosts(NamedTuple):
-    """Seconds that a submission keeps its caller: a fixed part, and for each copy that the driver is given.
+    """Seconds of the host: a fixed part for a submission, and for each copy that the driver is given.
 
     A copy is a strided operation of "strided", a row of "batch" and "loop", a block of "gather" and "split".
     """

@@ -94,7 +94,7 @@ def fit_strided(samples: Sequence[Sample]) -> StridedCosts:
 
 
 def fit_host(samples: Sequence[Sample]) -> dict[str, HostCosts]:
-    """By copier, from the seconds that submissions kept their caller."""
+    """By copier, from seconds of the host."""
     found = {}
     for copier in dict.fromkeys(each.method.copier for each in samples):
         own = [each for each in samples if each.method.copier == copier]

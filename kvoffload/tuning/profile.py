@@ -83,8 +83,10 @@ class Profile:
         costs: by direction, on an idle GPU.
         situations: by situation and direction, from fewer transfers; empty if unknown.
         host: by copier, how long a submission keeps its caller; empty if unknown.
-        slowdowns: by `CopyMethod.label`: the time of a matrix product that runs concurrently with such transfers, over
-            its time alone.
+        around: by copier, seconds from the call until the transfer is seen to have landed, less those on the GPU's
+            clock; empty if unknown.
+        slowdowns: by `CopyMethod.label`: the time of a small matrix product that runs concurrently with such transfers,
+            over its time alone.
         errors: by copier, of transfers that were not used to fit `costs`; empty if unknown.
     """
 
@@ -95,6 +97,7 @@ class Profile:
     errors: dict[str, Deviation] = field(default_factory=dict)
     situations: dict[Situation, dict[Direction, Costs]] = field(default_factory=dict)
     host: dict[str, HostCosts] = field(default_factory=dict)
+    around: dict[str, HostCosts] = field(default_factory=dict)
     simulated: bool = False
 
     def seconds(self, method: CopyMethod, shape: Shape, situation: Situation = Situation.IDLE) -> float:
@@ -106,11 +109,16 @@ class Profile:
 
     def host_seconds(self, method: CopyMethod, shape: Shape) -> float:
         """For how long the submission is expected to keep its caller; 0.0 if that is unknown."""
-        costs = self.host.get(method.copier)
-        return 0.0 if costs is None else costs.fixed + costs.copy * driver_copies(method.copier, shape)
+        return _host_seconds(self.host, method, shape)
+
+    def seconds_around(self, method: CopyMethod, shape: Shape) -> float:
+        """How much longer a transfer is expected to take from the call until its caller sees that it has landed than on
+        the GPU's clock; 0.0 if that is unknown.
+        """
+        return _host_seconds(self.around, method, shape)
 
     def slowdown(self, method: CopyMethod) -> float:
-        """The time of a matrix product that runs concurrently with such transfers, over its time alone; at least 1.0.
+        """The time of a small matrix product concurrent with such transfers, over its time alone; at least 1.0.
 
         A number of programs that was not measured counts as the next lower one that was, else as the lowest; a split
         that was not measured counts as the kernel alone.
@@ -143,6 +151,11 @@ class Profile:
 
     def __repr__(self) -> str:
         return f"Profile({self.source!r})"
+
+
+def _host_seconds(found: dict[str, HostCosts], method: CopyMethod, shape: Shape) -> float:
+    costs = found.get(method.copier)
+    return 0.0 if costs is None else costs.fixed + costs.copy * driver_copies(method.copier, shape)
 
 
 def _limit(costs: Costs, link: float) -> Costs:
@@ -293,6 +306,7 @@ def render(profile: Profile) -> bytes:
             for situation, found in profile.situations.items()
         },
         "host": {name: render_host(costs) for name, costs in profile.host.items()},
+        "around": {name: render_host(costs) for name, costs in profile.around.items()},
         "slowdowns": {label: short(value) for label, value in profile.slowdowns.items()},
         "errors": {
             name: [short(each.median), short(each.worst), each.transfers] for name, each in profile.errors.items()
@@ -320,6 +334,7 @@ def parse(content: bytes) -> Profile:
                 each: _parse_directions(fields["situations"][each]) for each in FIELD if each in fields["situations"]
             },
             host={parse_label(name): parse_host(each) for name, each in fields["host"].items()},
+            around={parse_label(name): parse_host(each) for name, each in fields["around"].items()},
             slowdowns={parse_label(label): max(1.0, number(value)) for label, value in fields["slowdowns"].items()},
             errors={str(name): _deviation(*each) for name, each in fields["errors"].items()},
         )

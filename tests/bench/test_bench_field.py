@@ -251,6 +251,13 @@ CELLS = [
 ]
 
 
+@pytest.mark.parametrize(("slowdown", "ratio"), [(1.29, 0.5), (1.31, 1.0), (None, 0.5)])
+def test_a_method_that_slows_the_computation_is_not_gentle(slowdown: float | None, ratio: float) -> None:
+    cells = [cell(CHOICE, 20.0), cell("strided", 20.0), cell("gather 4", 40.0, compute_slowdown=slowdown)]
+    (found,) = compare([*cells, cell(CONTIGUOUS_COPY, 50.0)])
+    assert (found["choice/best"], found["choice/gentle"]) == (0.5, ratio)
+
+
 def test_regret() -> None:
     assert regret(50.0, 40.0) == 0.25
     assert regret(40.0, 40.0) == 0
