@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.bench import cache_bookkeeping as bookkeeping
-from kvoffload.bench import field, interference, plots, submit, sweep, transfer
+from kvoffload.bench import field, interference, plots, sharded, submit, sweep, transfer
 from kvoffload.bench import frameworks_compared as interop
 from kvoffload.bench import layer_groups as parts
 from kvoffload.terminal import figures
@@ -21,7 +21,7 @@ def add_parser(commands: Any) -> None:
         "bench", help="measure", description="Measure transfers and what they cost, or draw saved results."
     )
     benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    for bench in (transfer, sweep, field, interference, parts, interop, submit, bookkeeping):
+    for bench in (transfer, sweep, field, sharded, interference, parts, interop, submit, bookkeeping):
         bench.add_parser(benches)
     plot = benches.add_parser(
         "plot",
