@@ -45,7 +45,8 @@ class JaxDevices:
         return ShardedOwnedCache(self.devices, shape, dtype, sharding=sharding, **options)
 
     def engine(self, cache: ShardedOwnedCache, num_slots: int = 8) -> ShardedEngine:
-        return ShardedEngine(cache.layout, devices=self.devices, num_slots=num_slots, sm_limit=0)
+        options: dict[str, Any] = {"sm_limit": 0} if self.devices[0].simulated else {}
+        return ShardedEngine(cache.layout, devices=self.devices, num_slots=num_slots, **options)
 
 
 @contextmanager
