@@ -135,7 +135,7 @@ class ShardedJaxBackend(JaxBackend):
             name: jax.device_put(weight, NamedSharding(mesh, specs[name])) for name, weight in self._weights.items()
         }
         of_each = jax.shard_map(
-            partial(compute, size.part(len(devices)), reduce=add_up),
+            partial(compute, size.shard(len(devices)), reduce=add_up),
             mesh=mesh,
             in_specs=(specs, in_cache, everywhere),
             out_specs=(everywhere, in_cache),

@@ -67,7 +67,7 @@ class ModelSize(NamedTuple):
         """From a block of one plane to the same of the next plane, and to the next block; in blocks of one plane."""
         return (1, 2 * self.layers) if self.layout == BLOCK_MAJOR else (num_blocks, 1)
 
-    def part(self, devices: int) -> "ModelSize":
+    def shard(self, devices: int) -> "ModelSize":
         """What each of several devices has: an equal number of heads and of hidden units."""
         heads, kv_heads = self.query_heads // devices, self.kv_heads // devices
         return self._replace(query_heads=heads, kv_heads=kv_heads, hidden=self.hidden // devices)

@@ -76,7 +76,7 @@ class PlacedCache(ABC):
     def _adopt(self, new: Any) -> None: ...
 
     def _shards(self, array: Any) -> list[Any]:
-        """The part of such an array on each device, in the order of the places."""
+        """The shard of such an array on each device, in the order of the places."""
         return [array]
 
     def _engines(self) -> list[DeviceUser]:

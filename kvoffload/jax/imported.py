@@ -25,11 +25,11 @@ class ImportedCache(PlacedCache):
     """A cache in memory of kvoffload's on one or more devices. `OwnedCache` says what holds for all of them.
 
     Args:
-        devices: of each part of the cache.
-        part_shape: extents of each part.
+        devices: of each shard of the cache.
+        shard_shape: extents of each shard.
         shape: extents of the cache.
         dtype: of an element.
-        options: of `KVLayout.from_stacked`, for each part.
+        options: of `KVLayout.from_stacked`, for each shard.
 
     Raises:
         CapabilityError, CapacityError, LayoutError, ValueError: as `OwnedCache`; nothing stays allocated.
@@ -41,15 +41,15 @@ class ImportedCache(PlacedCache):
     def __init__(
         self,
         devices: Sequence[Device],
-        part_shape: Sequence[int],
+        shard_shape: Sequence[int],
         shape: Sequence[int],
         dtype: Any,
         options: dict[str, Any],
     ) -> None:
         import_jax()
         stated: dict[str, Any] = {"dtype": dtype_name(dtype), "on_default_stream": False} | options
-        layout_of(part_shape, dtype, stated)  # refuses what is wrong before anything is allocated
-        self._memories = _zeros(devices, part_shape, dtype)
+        layout_of(shard_shape, dtype, stated)  # refuses what is wrong before anything is allocated
+        self._memories = _zeros(devices, shard_shape, dtype)
         places = tuple(
             Place(device, memory.address, memory.nbytes) for device, memory in zip(devices, self._memories, strict=True)
         )
@@ -71,7 +71,7 @@ class ImportedCache(PlacedCache):
         return self._array
 
     @abstractmethod
-    def _join(self, parts: list[Any]) -> Any:
+    def _join(self, shards: list[Any]) -> Any:
         """The cache as an array, of arrays that are the memory on each device."""
 
     def _import(self, previous: Any) -> Any:
@@ -79,7 +79,7 @@ class ImportedCache(PlacedCache):
         computation of `previous`, if that is not None."""
         follow = [None] * len(self._memories) if previous is None else self._shards(previous)
         return self._join(
-            [from_device(memory, after=part) for memory, part in zip(self._memories, follow, strict=True)]
+            [from_device(memory, after=shard) for memory, shard in zip(self._memories, follow, strict=True)]
         )
 
     def _ordered(self) -> Any:
@@ -124,8 +124,8 @@ class ImportedCache(PlacedCache):
             raise TransferError("array was computed concurrently with transfers, which a simulated device cannot do")
         for engine in self._engines():
             engine.drain()
-        for memory, part in zip(self._memories, self._shards(new), strict=True):
-            memory.buffer.copy_from(np.asarray(part).view(np.uint8).reshape(-1))
+        for memory, shard in zip(self._memories, self._shards(new), strict=True):
+            memory.buffer.copy_from(np.asarray(shard).view(np.uint8).reshape(-1))
 
 
 class _Unallocated(NamedTuple):

@@ -68,5 +68,5 @@ class OwnedCache(ImportedCache, OneDeviceCache):
         self.memory = self._memories[0]
         self.layout = self._layouts[0]
 
-    def _join(self, parts: list[Any]) -> Any:
-        return parts[0]
+    def _join(self, shards: list[Any]) -> Any:
+        return shards[0]

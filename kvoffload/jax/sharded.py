@@ -24,7 +24,7 @@ class ShardedOwnedCache(ImportedCache):
 
     The caller's obligations:
 
-    - Donate the cache to every update, and set `array` to the result. An update must leave each device's part where it
+    - Donate the cache to every update, and set `array` to the result. An update must leave each device's shard where it
       is, which is checked on every device; so compute with `jax.shard_map`, or name the cache's sharding in
       `jax.jit(..., out_shardings=...)`.
     - Give transfers of a `ShardedEngine`, or of a `BlockCache` on it, `after=cache`; and where other computations have
@@ -74,19 +74,19 @@ class ShardedOwnedCache(ImportedCache):
         self.sharding = _checked_sharding(sharding)
         self._jax_devices = _jax_devices(self.devices, sharding)
         axes = {"plane_axis": plane_axis, "block_axis": block_axis}
-        part_shape = _part_shape(check_shape(shape), sharding)
-        whole, part = (layout_of(each, dtype, axes).groups[0].num_blocks for each in (shape, part_shape))
-        if part != whole:
+        shard_shape = _shard_shape(check_shape(shape), sharding)
+        num_blocks, in_shard = (layout_of(each, dtype, axes).groups[0].num_blocks for each in (shape, shard_shape))
+        if in_shard != num_blocks:
             raise LayoutError(
-                f"sharding {sharding.spec} divides the {whole} blocks of block_axis={block_axis}, and every device "
-                "needs every block: divide heads or planes, or replicate the cache"
+                f"sharding {sharding.spec} divides the {num_blocks} blocks of block_axis={block_axis}, and every "
+                "device needs every block: divide heads or planes, or replicate the cache"
             )
-        super().__init__(self.devices, part_shape, shape, dtype, options | axes)
+        super().__init__(self.devices, shard_shape, shape, dtype, options | axes)
         self.memories = self._memories
         self.layout = ShardedLayout(self._layouts)
 
     def after(self, *results: Any) -> tuple[tuple[Any, ...], ...]:
-        """What a transfer is to follow on each device, in the order of `devices`: the cache's part there, and those of
+        """What a transfer is to follow on each device, in the order of `devices`: the cache's shard there, and those of
         `results`. A `ShardedEngine` takes it as `after`; `after=cache` is the same without results.
 
         Args:
@@ -103,25 +103,25 @@ class ShardedOwnedCache(ImportedCache):
                 "the cache's array was donated, and no result was set: set cache.array to the result of the update; if "
                 "it is lost, read cache.array, which recovers the memory"
             )
-        given = [_parts(self._array)]
+        given = [_shards_of(self._array)]
         for index, result in enumerate(results):
-            given.append(_parts(_checked_result(f"results[{index}]", result)))
+            given.append(_shards_of(_checked_result(f"results[{index}]", result)))
             if given[-1].keys().isdisjoint(self._jax_devices):
                 raise ValueError(
                     f"results[{index}] is on {list(given[-1])}, and the cache on {list(self._jax_devices)}"
                 )
-        return tuple(tuple(parts[device] for parts in given if device in parts) for device in self._jax_devices)
+        return tuple(tuple(shards[device] for shards in given if device in shards) for device in self._jax_devices)
 
     def _shards(self, array: Any) -> list[Any]:
-        parts = _parts(array)
-        return [parts[device] for device in self._jax_devices]
+        shards = _shards_of(array)
+        return [shards[device] for device in self._jax_devices]
 
-    def _join(self, parts: list[Any]) -> Any:
+    def _join(self, shards: list[Any]) -> Any:
         jax = import_jax()
         if self._simulated:  # JAX imports memory of the host on its first CPU device
-            parts = [jax.device_put(part, device) for part, device in zip(parts, self._jax_devices, strict=True)]
-            jax.block_until_ready(parts)
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
+            shards = [jax.device_put(shard, device) for shard, device in zip(shards, self._jax_devices, strict=True)]
+            jax.block_until_ready(shards)
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
     def _check_places(self, new: Any) -> None:
         if not new.sharding.is_equivalent_to(self.sharding, len(self.shape)):
@@ -136,8 +136,8 @@ class ShardedOwnedCache(ImportedCache):
         return f"ShardedOwnedCache({self.shape}, {self.dtype}, {self.sharding.spec}, devices {indices})"
 
 
-def _parts(array: Any) -> dict[Any, Any]:
-    """The part of a `jax.Array` on each device of JAX's, as an array on that device; nothing waits."""
+def _shards_of(array: Any) -> dict[Any, Any]:
+    """The shard of a `jax.Array` on each device of JAX's, as an array on that device; nothing waits."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
@@ -187,7 +187,7 @@ def _place_of(jax_device: Any) -> tuple[str, int]:
     return platform, int(jax_device.id if platform == "cpu" else jax_device.local_hardware_id)
 
 
-def _part_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
+def _shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
     """The extents on each device."""
     if len(sharding.spec) > len(shape):
         raise LayoutError(f"sharding {sharding.spec} is for {len(sharding.spec)} axes, and shape {shape} has fewer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -222,7 +223,16 @@ def test_an_array_from_before_a_transfer_is_deleted(two: JaxDevices) -> None:
         assert bool((cache.array[0] == 0).all())
 
 
-# the example
+# the example and the document
+
+
+def test_the_snippet_of_the_document_runs(two: JaxDevices, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (EXAMPLE.parent.parent / "docs" / "jax.md").read_text()
+    found = re.search(r"<!-- run: several devices -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    given = sorted(two.devices, key=lambda device: device.index)
+    exec(found[1].replace("kvoffload.open_device(index)", "given[index]"), {"given": given})
+    assert capsys.readouterr().out == "True\n"
 
 
 def decode(*options: str, exit_code: int = 0) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import kvoffload
 from kvoffload import BlockCache, LayoutError
 from kvoffload.jax import ShardedOwnedCache
 
+DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "jax.md"
 SHAPE = (8, 6, 4, 4, 2)  # blocks, planes, tokens, heads, head size
 AXES = {"block_axis": 0, "plane_axis": 1}
 HEADS: Spec = (None, None, None, "heads")
@@ -55,7 +58,7 @@ def contents(cache: ShardedOwnedCache) -> Any:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "uint8"])
 @pytest.mark.parametrize(
-    ("spec", "extents", "part"),
+    ("spec", "extents", "shard"),
     [
         ((None, None, None, "heads"), (4,), (8, 6, 4, 1, 2)),
         ((None, "planes", None, "heads"), (2, 2), (8, 3, 4, 2, 2)),
@@ -63,11 +66,11 @@ def contents(cache: ShardedOwnedCache) -> Any:
     ],
 )
 def test_a_cache_is_updated_stored_and_loaded(
-    four: JaxDevices, dtype: str, spec: Spec, extents: tuple[int, ...], part: tuple[int, ...]
+    four: JaxDevices, dtype: str, spec: Spec, extents: tuple[int, ...], shard: tuple[int, ...]
 ) -> None:
     cache = four.cache(SHAPE, dtype, *spec, extents=extents, **AXES)
     assert (cache.shape, cache.dtype, cache.layout.dtype) == (SHAPE, dtype, dtype)
-    assert [memory.shape for memory in cache.memories] == [part] * 4
+    assert [memory.shape for memory in cache.memories] == [shard] * 4
     assert cache.nbytes == sum(memory.nbytes for memory in cache.memories)
     assert all(not layout.on_default_stream for layout in cache.layout.layouts)
     assert (contents(cache) == 0).all()
@@ -140,7 +143,7 @@ def test_a_block_cache_on_it(two: JaxDevices) -> None:
 
 
 def test_updates_by_shard_map_and_with_an_explicit_mesh(two: JaxDevices) -> None:
-    """Two ways to keep each device's part where it is, without naming the sharding of the result."""
+    """Two ways to keep each device's shard where it is, without naming the sharding of the result."""
     jax = two.jax
     spec = jax.sharding.PartitionSpec(*HEADS)
     kinds = jax.sharding.AxisType
@@ -149,8 +152,8 @@ def test_updates_by_shard_map_and_with_an_explicit_mesh(two: JaxDevices) -> None
         sharding = jax.sharding.NamedSharding(mesh, spec)
         cache = ShardedOwnedCache(two.devices, SHAPE, "float32", sharding=sharding, **AXES)
 
-        def write(part: Any) -> Any:
-            return part.at[3].set(jax.lax.axis_index("heads") + 1.0)
+        def write(shard: Any) -> Any:
+            return shard.at[3].set(jax.lax.axis_index("heads") + 1.0)
 
         step = jax.jit(jax.shard_map(write, mesh=mesh, in_specs=spec, out_specs=spec), donate_argnums=0)
         cache.array = step(cache.array)
@@ -166,13 +169,13 @@ def test_updates_by_shard_map_and_with_an_explicit_mesh(two: JaxDevices) -> None
 def test_what_a_transfer_follows_on_each_device(two: JaxDevices) -> None:
     jax = two.jax
     cache = two.cache(SHAPE, "bfloat16", *HEADS, **AXES)
-    assert [[part.devices() for part in parts] for parts in cache.after()] == [[{each}] for each in two.of_jax]
+    assert [[shard.devices() for shard in shards] for shards in cache.after()] == [[{each}] for each in two.of_jax]
     sharded = jax.jit(lambda array: array.astype("float32").sum((0, 1, 2, 4)))(cache.array)
     replicated = jax.device_put(np.ones(3), two.sharding())
     on_one = jax.device_put(np.ones(3), two.of_jax[1])
     first, second = cache.after(sharded, replicated, on_one)
-    assert [part.shape for part in first] == [(8, 6, 4, 2, 2), sharded.sharding.shard_shape((4,)), (3,)]
-    assert [part.devices() for part in second] == [{two.of_jax[1]}] * 4
+    assert [shard.shape for shard in first] == [(8, 6, 4, 2, 2), sharded.sharding.shard_shape((4,)), (3,)]
+    assert [shard.devices() for shard in second] == [{two.of_jax[1]}] * 4
     with two.engine(cache) as engine:
         engine.store([0], [0], after=cache.after(sharded, replicated, on_one)).wait(10)
 
@@ -293,6 +296,14 @@ def test_what_was_computed_concurrently_with_a_transfer_is_refused(two: JaxDevic
         with pytest.raises(kvoffload.TransferError, match="concurrently with transfers"):
             cache.array = computed
         assert (contents(cache)[1] == 5).all()
+
+
+def test_the_snippet_of_the_document_runs(two: JaxDevices, capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(r"<!-- run: several devices -->\n```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert found is not None
+    program = found[1].replace("kvoffload.open_device(index)", "given[index]")
+    exec(program.replace("(512, 64, 16, 8, 128)", "(64, 4, 16, 8, 16)"), {"given": two.devices})
+    assert capsys.readouterr().out == "True\n"
 
 
 def test_it_is_shown(two: JaxDevices) -> None:
