@@ -235,10 +235,12 @@ def test_the_snippet_of_the_document_runs(two: JaxDevices, capsys: pytest.Captur
     assert capsys.readouterr().out == "True\n"
 
 
-def decode(*options: str, exit_code: int = 0) -> str:
+def run(*arguments: str, exit_code: int = 0) -> str:
+    root = EXAMPLE.parent.parent
+    paths = {"PYTHONPATH": f"{root}{os.pathsep}{EXAMPLE.parent}"}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--small", "--devices", "2", *options],
-        env=os.environ | {"PYTHONPATH": str(EXAMPLE.parent.parent), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        [sys.executable, *arguments],
+        env=os.environ | paths | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         capture_output=True,
         text=True,
         timeout=200,
@@ -246,6 +248,10 @@ def decode(*options: str, exit_code: int = 0) -> str:
     )
     assert done.returncode == exit_code, done.stdout + done.stderr
     return done.stdout
+
+
+def decode(*options: str, exit_code: int = 0) -> str:
+    return run(str(EXAMPLE), "--small", "--devices", "2", *options, exit_code=exit_code)
 
 
 @pytest.mark.parametrize("layout", ["block-major", "plane-major"])
@@ -257,3 +263,20 @@ def test_the_example_decodes_the_same_bits_on_two_gpus(layout: str) -> None:
 
 def test_the_example_notices_a_spoiled_block(two: JaxDevices) -> None:  # noqa: ARG001
     assert ": DIFFERENT" in decode("--corrupt", exit_code=1)
+
+
+@pytest.mark.parametrize("layout", ["block-major", "plane-major"])
+def test_a_step_of_the_example_copies_nothing_of_the_cache(layout: str) -> None:
+    """A copy of the whole cache, written back, would undo loads that are concurrent with the step."""
+    program = f"""
+import jax, kvoffload
+from jax_paged_decode import ShardedJaxBackend
+from paged_decode import model
+size = model.SMALL._replace(layout={layout!r})
+sharded = ShardedJaxBackend([kvoffload.open_device(index) for index in range(2)], size)
+cache = jax.ShapeDtypeStruct(size.cache_shape(20000), "uint16", sharding=sharded._sharding)
+for step in (model.Step.padding(2, 1, 10), model.Step.padding(1, 32, 10)):
+    memory = sharded._compute.lower(sharded._weights, cache, step).compile().memory_analysis()
+    print(memory.alias_size_in_bytes >= cache.size * 2 // 2, memory.temp_size_in_bytes < cache.size // 20)
+"""
+    assert run("-c", program) == "True True\nTrue True\n"

@@ -30,7 +30,8 @@ class JaxDevices:
         platform = "cpu" if self.devices[0].simulated else "gpu"
         found = jax.devices(platform)
         if max(device.index for device in self.devices) >= len(found):
-            pytest.skip(f"this JAX has {len(found)} devices of the platform {platform}")
+            assert platform == "gpu", f"JAX was imported before JAX_NUM_CPU_DEVICES was set: it has {found}"
+            pytest.skip(f"this JAX has {len(found)} GPUs")
         self.of_jax = [found[device.index] for device in self.devices]
 
     def sharding(self, *spec: str | None, extents: Sequence[int] | None = None) -> Any:
@@ -54,8 +55,13 @@ def simulated_devices(count: int, seed: int) -> Iterator[JaxDevices]:
     """Simulated devices of one driver, which check themselves at the end; skips without JAX."""
     simulator = SimulatedDriver(device_count=count, seed=seed)
     devices = [kvoffload.open_device(index, backend=simulator) for index in range(count)]
-    with jax_on(devices[0]) as jax:
-        yield JaxDevices(jax, devices)
+    try:
+        with jax_on(devices[0]) as jax:
+            yield JaxDevices(jax, devices)
+    except BaseException:  # the test is skipped
+        for device in devices:
+            device.close(10)
+        raise
     for device in devices[1:]:
         device.close(10)
     check_clean_close(devices[0])
