@@ -13,7 +13,7 @@ from random_programs import run_random_program
 from sharded_jax import JaxDevices, ShardedProgram, Spec, simulated_devices
 
 import kvoffload
-from kvoffload import BlockCache, LayoutError
+from kvoffload import BlockCache, LayoutError, OffloadEngine
 from kvoffload.jax import ShardedOwnedCache
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "jax.md"
@@ -208,6 +208,21 @@ def test_arrays_from_before_a_transfer_are_deleted(two: JaxDevices) -> None:
             cache.after(old)
 
 
+@pytest.mark.parametrize("number", range(2))
+def test_transfers_of_one_device_alone_are_followed_too(two: JaxDevices, number: int) -> None:
+    """By an engine over the shard of that device."""
+    cache = two.cache(SHAPE, "float32", *HEADS, **AXES)
+    layout = cache.layout.layouts[number]
+    with OffloadEngine(layout, device=two.devices[number], num_slots=2, sm_limit=0) as engine:
+        engine.slots[0].view(np.float32)[:] = 5
+        before = cache.array
+        engine.load([0], [1], after=cache.after()[number])
+        assert cache.array is not before
+        heads = slice(2 * number, 2 * number + 2)
+        assert (contents(cache)[1, :, :, heads] == 5).all()
+        assert contents(cache).sum() == 5 * SHAPE[1] * SHAPE[2] * 2 * SHAPE[4]
+
+
 # what is refused
 
 
@@ -238,9 +253,10 @@ def test_what_does_not_fit_is_refused_and_nothing_allocated(
 ) -> None:
     before = allocated(two)
     arguments: dict[str, Any] = {"shape": SHAPE, "dtype": "float32", "sharding": two.sharding(*spec), **AXES, **changes}
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=text) as caught:
         ShardedOwnedCache(two.devices, **arguments)
     assert allocated(two) == before
+    assert caught.tb is not None, "what its frames refer to is not garbage"
 
 
 def test_devices_that_are_not_those_of_the_sharding_are_refused(four: JaxDevices) -> None:
@@ -268,9 +284,10 @@ def test_a_device_without_room_leaves_nothing_on_the_others(two: JaxDevices) -> 
     simulator: Any = two.devices[0].simulator
     before = allocated(two)
     simulator.faults.fail_call("cuMemAlloc", nth=2)
-    with pytest.raises(kvoffload.KVOffloadError):
+    with pytest.raises(kvoffload.KVOffloadError) as caught:
         two.cache(SHAPE, "float32", *HEADS, **AXES)
     assert allocated(two) == before
+    assert caught.tb is not None, "what its frames refer to is not garbage"
 
 
 def test_what_is_no_update_of_the_cache_is_refused(two: JaxDevices) -> None:
