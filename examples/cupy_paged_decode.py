@@ -12,6 +12,7 @@ against computing the prefix again. Code shared with jax_paged_decode.py is in p
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,7 +29,8 @@ class CupyBackend:
     def __init__(self, device: kvoffload.Device, size: model.ModelSize) -> None:
         import cupy
 
-        self.device, self.size, self._cupy = device, size, cupy
+        self.size, self._cupy = size, cupy
+        self.devices: Sequence[kvoffload.Device] = [device]
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.stream: int | None = int(self._stream.ptr)
         with self._stream:

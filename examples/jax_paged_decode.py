@@ -6,6 +6,7 @@ and loaded into other blocks, while other conversations still decode. Timed agai
 against computing the prefix again. Code shared with cupy_paged_decode.py is in paged_decode/.
 
     python examples/jax_paged_decode.py --plot timeline.png       # pip install 'kvoffload[jax,plot]'
+    python examples/jax_paged_decode.py --devices 2               # heads and hidden units divided among two GPUs
     python examples/jax_paged_decode.py --device simulated        # on the CPU; with numpy where there is no JAX
 """
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -24,13 +26,17 @@ from paged_decode.arrays import NumpyBackend
 from paged_decode.backend import Backend, Logits
 
 import kvoffload
+from kvoffload.testing import SimulatedDriver
 
 # XLA measures several algorithms for a product and takes the fastest: not always the same one, nor the same bits.
 ONE_ALGORITHM = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
-def compute(size: model.ModelSize, weights: model.Weights, cache: Any, step: model.Step) -> tuple[Any, Any]:
-    """The logits of a step, and the cache with K and V of its tokens: in the same memory, if it is donated.
+def compute(
+    size: model.ModelSize, weights: model.Weights, cache: Any, step: model.Step, reduce: model.Reduce = model.whole
+) -> tuple[Any, Any]:
+    """The logits of a step, and the cache with K and V of its tokens: in the same memory, if it is donated. On each of
+    several devices, size, weights and cache are those of its heads and hidden units.
 
     The cache holds bfloat16 as bits. XLA may carry out an update of bfloat16 in float32, and convert the whole cache
     before and after: slow, and what is loaded meanwhile would be overwritten. Bits are written where they belong.
@@ -50,9 +56,10 @@ def compute(size: model.ModelSize, weights: model.Weights, cache: Any, step: mod
         cache = cache.at[(*size.place(value_plane, blocks), offsets)].set(cast(values, "uint16"))
         pages = (cache[size.place(plane, step.tables)] for plane in (key_plane, value_plane))
         seen = tuple(cast(page, "bfloat16") for page in pages)
-        seen = jax.lax.optimization_barrier(seen)  # the number of blocks decides nothing about how the rest is compiled
-        x = model.attend(jnp, size, layer, x, step, queries, *seen)
-        return (model.feed_forward(jnp, layer, x), cache), None
+        # The number of blocks decides nothing about how the rest is compiled.
+        seen_keys, seen_values = jax.lax.optimization_barrier(seen)
+        x = model.attend(jnp, size, layer, x, step, queries, seen_keys, seen_values, reduce)
+        return (model.feed_forward(jnp, layer, x, reduce), cache), None
 
     layers = {name: weights[name] for name in model.LAYER_WEIGHTS} | {"number": jnp.arange(size.layers)}
     (x, cache), _ = jax.lax.scan(compute_layer, (model.embed(weights, step), cache), layers)
@@ -67,10 +74,10 @@ class JaxBackend:
 
     stream: int | None = None  # JAX does not show it
 
-    def __init__(self, device: kvoffload.Device, size: model.ModelSize) -> None:
+    def __init__(self, devices: Sequence[kvoffload.Device], size: model.ModelSize) -> None:
         import jax
 
-        self.device, self.size = device, size
+        self.devices, self.size = devices, size
         keys = jax.random.split(jax.random.key(0), len(size.weight_shapes))
         self._weights = {
             name: jax.random.normal(key, shape, "bfloat16") * shape[-2] ** -0.5
@@ -80,14 +87,16 @@ class JaxBackend:
         self._cache: Any = None
         self._follows = False  # whether the next step follows the transfers so far
 
-    def new_cache(self, num_blocks: int) -> kvoffload.KVLayout:
+    def new_cache(self, num_blocks: int) -> kvoffload.KVLayout | kvoffload.ShardedLayout:
+        self._cache = None  # its memory is free, before as much is taken again
+        self._cache = self._allocate(self.size.cache_shape(num_blocks))
+        layout: kvoffload.KVLayout | kvoffload.ShardedLayout = self._cache.layout
+        return layout
+
+    def _allocate(self, shape: tuple[int, ...]) -> Any:
         import kvoffload.jax
 
-        self._cache = None  # its memory is free, before as much is taken again
-        shape = self.size.cache_shape(num_blocks)
-        self._cache = kvoffload.jax.OwnedCache(self.device, shape, "uint16", **self.size.description)
-        layout: kvoffload.KVLayout = self._cache.layout
-        return layout
+        return kvoffload.jax.OwnedCache(self.devices[0], shape, "uint16", **self.size.description)
 
     def step(self, step: model.Step) -> Logits:
         array = self._cache.array if self._follows else self._cache.unordered
@@ -105,28 +114,87 @@ class JaxBackend:
         raise NotImplementedError(f"{job!r}: all layers are one computation of JAX")
 
 
-def find_backend(device: str) -> Callable[[kvoffload.Device, model.ModelSize], Backend] | None:
-    """What can run on a device; None for nothing."""
+class ShardedJaxBackend(JaxBackend):
+    """The same on several devices (tensor parallel): each has the K and V of its heads, in a `ShardedOwnedCache`, and
+    computes with its heads and hidden units. Products of all devices are added up two times a layer.
+    """
+
+    def __init__(self, devices: Sequence[kvoffload.Device], size: model.ModelSize) -> None:
+        super().__init__(devices, size)
+        import jax
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        mesh = Mesh(np.array(jax.devices()[: len(devices)]), ("heads",))
+        everywhere, inputs, outputs = PartitionSpec(), PartitionSpec(None, "heads"), PartitionSpec(None, None, "heads")
+        # Outputs are in the order of the devices: of each its heads of Q, K and V; its gates and what they multiply.
+        specs = {"query_key_value": outputs, "attention_out": inputs, "gate_up": outputs, "down": inputs}
+        specs = {name: specs.get(name, everywhere) for name in self._weights}
+        in_cache = PartitionSpec(None, None, None, "heads")
+        self._sharding = NamedSharding(mesh, in_cache)
+        self._weights = {
+            name: jax.device_put(weight, NamedSharding(mesh, specs[name])) for name, weight in self._weights.items()
+        }
+        of_each = jax.shard_map(
+            partial(compute, size.shard(len(devices)), reduce=add_up),
+            mesh=mesh,
+            in_specs=(specs, in_cache, everywhere),
+            out_specs=(everywhere, in_cache),
+        )
+        self._compute = jax.jit(of_each, donate_argnums=1)
+
+    def _allocate(self, shape: tuple[int, ...]) -> Any:
+        import kvoffload.jax
+
+        description: dict[str, Any] = self.size.description | {"sharding": self._sharding}
+        return kvoffload.jax.ShardedOwnedCache(self.devices, shape, "uint16", **description)
+
+
+def add_up(product: Any) -> Any:
+    """The sum of the products of all devices, in float32."""
+    import jax
+
+    return jax.lax.psum(product.astype("float32"), "heads")
+
+
+def numpy_backend(devices: Sequence[kvoffload.Device], size: model.ModelSize) -> Backend:
+    return NumpyBackend(devices[0], size)
+
+
+Make = Callable[[Sequence[kvoffload.Device], model.ModelSize], Backend]
+
+
+def find_backend(device: str, count: int) -> Make | None:
+    """What can run on so many devices; None for nothing."""
     if find_spec("jax") is None:
-        return NumpyBackend if device == report.SIMULATED else None
+        return numpy_backend if (device, count) == (report.SIMULATED, 1) else None
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_ALGORITHM}"
     import jax
 
     if device == report.SIMULATED:
         jax.config.update("jax_platforms", "cpu")
-        return JaxBackend
-    return JaxBackend if jax.default_backend() == "gpu" else None
+        jax.config.update("jax_num_cpu_devices", count)
+    elif jax.default_backend() != "gpu" or len(jax.devices()) < count:
+        return None
+    return JaxBackend if count == 1 else ShardedJaxBackend
 
 
 def main() -> int:
-    options = report.command_line(__doc__, by_layer=False)
-    make_backend = find_backend(options.device)
+    options = report.command_line(__doc__, sharded=True)
+    count, simulated = options.devices, options.device == report.SIMULATED
+    make_backend = find_backend(options.device, count)
     if make_backend is None:
-        print("there is no JAX with a GPU: pip install 'kvoffload[jax]', or try --device simulated", file=sys.stderr)
+        if simulated:
+            print(f"--devices {count} needs JAX, on the CPU, too: pip install jax", file=sys.stderr)
+        else:
+            gpus = "a GPU" if count == 1 else f"{count} GPUs"
+            remedy = "pip install 'kvoffload[jax]', or try --device simulated"
+            print(f"there is no JAX with {gpus}: {remedy}", file=sys.stderr)
         return 2
-    with kvoffload.open_device(backend=options.device) as device:
+    with ExitStack() as stack:
+        driver: Any = SimulatedDriver(device_count=count) if simulated else report.CUDA
+        devices = [stack.enter_context(kvoffload.open_device(index, backend=driver)) for index in range(count)]
         return report.serve_and_compare(
-            make_backend(device, report.model_size(options)),
+            make_backend(devices, report.model_size(options)),
             options,
             left_out="the order of JAX and transfers on a GPU, and concurrency",
         )

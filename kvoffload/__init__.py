@@ -11,7 +11,7 @@
 
 Imported by name:
 
-    kvoffload.jax             caches for JAX: OwnedCache and three others
+    kvoffload.jax             caches for JAX: OwnedCache and three others, ShardedOwnedCache for several GPUs
     kvoffload.testing         the simulated driver, byte patterns, leak checks, a naive transfer
     kvoffload.observability   Prometheus metrics; notebook cards, which need no import
     kvoffload.cache.policies  the policies, and the base class for others

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,7 @@ class NumpyBackend:
 
     def __init__(self, device: kvoffload.Device, size: model.ModelSize) -> None:
         self.device, self.size = device, size
+        self.devices: Sequence[kvoffload.Device] = [device]
         self._model = ArrayModel(np, size, "float32")
         self._load: kvoffload.CacheJob | None = None  # which the layers of the next step follow one by one
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,17 +15,18 @@ Logits = npt.NDArray[np.float32]
 
 
 class Backend(Protocol):
-    """A framework, with the model's weights and a paged KV cache on `device`.
+    """A framework, with the model's weights and a paged KV cache on its devices.
 
     Attributes:
+        devices: those of the cache; more than one if each has some of the heads.
         stream: handle of the stream that it computes on; None if it shows none.
     """
 
-    device: kvoffload.Device
+    devices: Sequence[kvoffload.Device]
     size: ModelSize
     stream: int | None
 
-    def new_cache(self, num_blocks: int) -> kvoffload.KVLayout:
+    def new_cache(self, num_blocks: int) -> kvoffload.KVLayout | kvoffload.ShardedLayout:
         """Make a cache of zeros in the place of the one before."""
 
     def step(self, step: Step) -> Logits:

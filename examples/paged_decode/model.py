@@ -7,7 +7,7 @@ A step has a fixed shape, and attention reads block tables that are padded to th
 counts for exactly nothing. So a token's logits are the same bits wherever its blocks lie.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,9 @@ NULL_BLOCK = 0  # of no conversation: padding is written there, and tables are p
 
 Int32Array = npt.NDArray[np.int32]
 Weights = Mapping[str, Any]
+Reduce = Callable[
+    [Any], Any
+]  # adds up the products of all devices, of which each has some of the heads or hidden units
 
 
 BLOCK_MAJOR, PLANE_MAJOR = "block-major", "plane-major"  # layouts of the KV cache
@@ -63,6 +66,11 @@ class ModelSize(NamedTuple):
     def page_steps(self, num_blocks: int) -> tuple[int, int]:
         """From a block of one plane to the same of the next plane, and to the next block; in blocks of one plane."""
         return (1, 2 * self.layers) if self.layout == BLOCK_MAJOR else (num_blocks, 1)
+
+    def shard(self, devices: int) -> "ModelSize":
+        """What each of several devices has: an equal number of heads and of hidden units."""
+        heads, kv_heads = self.query_heads // devices, self.kv_heads // devices
+        return self._replace(query_heads=heads, kv_heads=kv_heads, hidden=self.hidden // devices)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -143,7 +151,22 @@ def project(xp: Any, size: ModelSize, layer: Weights, x: Any, rotation: tuple[An
     return rotated[:, :, : size.query_heads], keys, heads[:, :, values_from:]
 
 
-def attend(xp: Any, size: ModelSize, layer: Weights, x: Any, step: Step, queries: Any, keys: Any, values: Any) -> Any:
+def whole(product: Any) -> Any:
+    """The `Reduce` of one device, which has all heads and hidden units."""
+    return product
+
+
+def attend(
+    xp: Any,
+    size: ModelSize,
+    layer: Weights,
+    x: Any,
+    step: Step,
+    queries: Any,
+    keys: Any,
+    values: Any,
+    reduce: Reduce = whole,
+) -> Any:
     """The residual stream behind attention. Keys and values: (batch, table, BLOCK_TOKENS, heads, head_size)."""
     batch, length = step.positions.shape
     context = step.tables.shape[1] * BLOCK_TOKENS
@@ -159,14 +182,14 @@ def attend(xp: Any, size: ModelSize, layer: Weights, x: Any, step: Step, queries
     scores = (scores / scores.sum(axis=-1, keepdims=True)).reshape(batch, size.kv_heads, shared * length, context)
     seen = xp.matmul(scores, values).reshape(batch, size.kv_heads, shared, length, size.head_size)
     weight = layer["attention_out"]
-    return x + seen.transpose(0, 3, 1, 2, 4).reshape(batch * length, -1).astype(weight.dtype) @ weight
+    return x + reduce(seen.transpose(0, 3, 1, 2, 4).reshape(batch * length, -1).astype(weight.dtype) @ weight)
 
 
-def feed_forward(xp: Any, layer: Weights, x: Any) -> Any:
+def feed_forward(xp: Any, layer: Weights, x: Any, reduce: Reduce = whole) -> Any:
     """The residual stream behind the SwiGLU."""
     weight = layer["gate_up"]
     gate, up = xp.split((_normalise(xp, x).astype(weight.dtype) @ weight).astype("float32"), 2, axis=-1)
-    return x + (gate / (1 + xp.exp(-gate)) * up).astype(weight.dtype) @ layer["down"]
+    return x + reduce((gate / (1 + xp.exp(-gate)) * up).astype(weight.dtype) @ layer["down"])
 
 
 def unembed(xp: Any, weights: Weights, x: Any, step: Step) -> Any:

@@ -14,6 +14,22 @@ def complete_tokens(tokens: list[int]) -> int:
     return max(0, len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+Engine = kvoffload.OffloadEngine | kvoffload.ShardedEngine
+
+
+def open_engine(backend: Backend, layout: kvoffload.KVLayout | kvoffload.ShardedLayout, num_slots: int) -> Engine:
+    """An engine over a backend's cache, on one device or on several."""
+    if isinstance(layout, kvoffload.ShardedLayout):
+        return kvoffload.ShardedEngine(layout, devices=backend.devices, num_slots=num_slots)
+    return kvoffload.OffloadEngine(layout, device=backend.devices[0], num_slots=num_slots)
+
+
+def block_bytes(layout: kvoffload.KVLayout | kvoffload.ShardedLayout) -> int:
+    """Bytes of a block, on all devices."""
+    shards = layout.layouts if isinstance(layout, kvoffload.ShardedLayout) else (layout,)
+    return sum(shard.groups[0].bytes_per_block for shard in shards)
+
+
 class Offloader:
     """Stores and loads the complete blocks of conversations. Nothing here waits for a transfer that has not ended.
 
@@ -27,7 +43,7 @@ class Offloader:
     def __init__(
         self,
         backend: Backend,
-        engine: kvoffload.OffloadEngine,
+        engine: Engine,
         timeline: Timeline | None,
         *,
         by_layer: bool,
@@ -79,8 +95,8 @@ class Offloader:
     def count_blocks(self) -> tuple[int, int]:
         """Blocks stored and loaded so far; waits until all transfers have ended."""
         self._engine.drain()
-        totals, block_bytes = self._engine.statistics(), self._engine.layout.groups[0].bytes_per_block
-        return totals.store.nbytes // block_bytes, totals.load.nbytes // block_bytes
+        totals, nbytes = self._engine.statistics(), block_bytes(self._engine.layout)
+        return totals.store.nbytes // nbytes, totals.load.nbytes // nbytes
 
     def _keys(self, tokens: list[int]) -> list[bytes]:
         """Keys of the complete blocks."""
@@ -92,8 +108,10 @@ class Offloader:
             self._timeline.transfer(job)
 
     def _spoil(self, keys: list[bytes]) -> None:
-        """Change a bit in every byte of the last of these blocks, once."""
+        """Change a bit in every byte of the last of these blocks, once; of several devices, on the last one."""
         if self._corrupt:
+            slots = self._engine.slots
+            pool = slots[-1] if isinstance(slots, tuple) else slots
             with self._cache.acquire(keys[-1:]) as lease:
-                self._engine.slots[lease.slots()] ^= 1
+                pool[lease.slots()] ^= 1
             self._corrupt = False

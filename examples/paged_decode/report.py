@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
-import kvoffload
 from paged_decode import model, timeline, workload
 from paged_decode.backend import Backend
-from paged_decode.offload import Offloader
+from paged_decode.offload import Offloader, block_bytes, open_engine
 from paged_decode.server import FITS, LAYER_WISE, ON_DEMAND, PREFETCHED, RECOMPUTED, Mode, Run, Server
 
 CUDA, SIMULATED = "cuda", "simulated"  # as `open_device` calls them
 
 
-def command_line(description: str, *, by_layer: bool) -> argparse.Namespace:
-    """The options. `by_layer`: whether the backend can have a layer follow its part of a load."""
+def command_line(description: str, *, by_layer: bool = False, sharded: bool = False) -> argparse.Namespace:
+    """The options. `by_layer`: whether the backend can have a layer follow its part of a load; `sharded`: whether it
+    can compute on several devices.
+    """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--device", choices=(CUDA, SIMULATED), default=CUDA, help="simulated: small, and without times")
     help_text = "of the KV cache: (blocks, planes, ...) or (planes, blocks, ...)"
@@ -39,6 +40,8 @@ def command_line(description: str, *, by_layer: bool) -> argparse.Namespace:
     parser.add_argument("--corrupt", action="store_true", help="spoil a stored block: the comparison has to notice")
     if by_layer:
         parser.add_argument("--layer-wise", action="store_true", help="also with layers that wait for their part only")
+    if sharded:
+        parser.add_argument("--devices", type=int, default=1, help="divide heads and hidden units among so many")
     options = parser.parse_args()
     options.small |= options.device == SIMULATED
     options.layer_wise = by_layer and options.layer_wise
@@ -50,6 +53,12 @@ def command_line(description: str, *, by_layer: bool) -> argparse.Namespace:
         parser.error("counts are positive, --turns at least 2, and --batch divides --conversations")
     if options.plot and options.device == SIMULATED:
         parser.error("--plot needs a GPU: times of the simulated device mean nothing")
+    if sharded:
+        heads = model_size(options).kv_heads
+        if options.devices < 1 or heads % options.devices:
+            parser.error(f"--devices must divide the {heads} heads of K and V, got {options.devices}")
+        if options.plot and options.devices > 1:
+            parser.error("--plot shows one device: leave out --devices")
     return options
 
 
@@ -70,12 +79,14 @@ def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out
     device_blocks = options.device_blocks or work.blocks_at_once()
     if device_blocks < work.blocks_at_once():
         raise SystemExit(f"a batch and the prefixes of the next need {work.blocks_at_once()} blocks on the device")
-    print(f"{type(backend).__name__} on {backend.device.name}", backend.size, options.extent, sep="\n")
+    device = backend.devices[0]
+    count = f"{len(backend.devices)} x " if len(backend.devices) > 1 else ""
+    print(f"{type(backend).__name__} on {count}{device.name}", backend.size, options.extent, sep="\n")
     print(f"{work.blocks_in_all()} blocks in all, room for {device_blocks} on the device", flush=True)
     modes = [FITS, PREFETCHED, ON_DEMAND, *([LAYER_WISE] if options.layer_wise else []), RECOMPUTED]
     spans: dict[str, list[timeline.Span]] = {}
     runs = [serve(backend, work, mode, device_blocks, options, spans) for mode in modes]
-    if backend.device.simulated:
+    if device.simulated:
         print(f"no times: those of the simulated device mean nothing; left out as well: {left_out}")
     else:
         print(*table(runs), sep="\n")
@@ -96,14 +107,15 @@ def serve(
     """Serve the workload in one mode. With --plot, its spans go into `spans`."""
     num_blocks = work.blocks_in_all() if mode.fits else device_blocks
     layout = backend.new_cache(num_blocks)
-    megabytes = layout.groups[0].bytes_per_block / 1e6
+    megabytes = block_bytes(layout) / 1e6
     notes = offloader = None
     with ExitStack() as stack:
         if options.plot and mode in (FITS, PREFETCHED, RECOMPUTED):
-            notes = stack.enter_context(closing(timeline.Timeline(backend.device)))
+            notes = stack.enter_context(closing(timeline.Timeline(backend.devices[0])))
         if mode.offloads:
             num_slots = work.blocks_in_all()  # the host has room for everything
-            engine = stack.enter_context(kvoffload.OffloadEngine(layout, device=backend.device, num_slots=num_slots))
+            engine = open_engine(backend, layout, num_slots)
+            stack.enter_context(engine)
             offloader = Offloader(backend, engine, notes, by_layer=mode.by_layer, corrupt=options.corrupt)
         run = Server(backend, work, mode, num_blocks, offloader, notes).run()
         if notes is not None:

@@ -14,13 +14,14 @@ from kvoffload.engine.statistics import EngineStatistics
 from kvoffload.engine.wait_streams import After
 from kvoffload.internal.types import StreamLike
 from kvoffload.planning.transfer_plan import Direction
+from kvoffload.sharded.after import ShardedAfter
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # type checkers bring it along
 else:
     from typing import TypeVar
 
-CacheAfter: TypeAlias = After | Sequence[After]
+CacheAfter: TypeAlias = After | ShardedAfter
 """What a transfer is to follow: as the engine's `store` takes it, which for several devices is one value for each."""
 
 CacheStreams: TypeAlias = StreamLike | Sequence[StreamLike]

@@ -1,7 +1,7 @@
 """KV caches in JAX, whose arrays are immutable and whose streams are not visible. See docs/jax.md.
 
-Four classes; in each, `array` is a `jax.Array` of the whole cache. They differ in whose memory it is, and in how JAX is
-made to wait for transfers:
+Four classes for one device; in each, `array` is a `jax.Array` of the whole cache. They differ in whose memory it is,
+and in how JAX is made to wait for transfers:
 
     OwnedCache      recommended. kvoffload's memory, imported by JAX. After a transfer the memory is imported anew, and
                     computations with the new array wait for the transfer on the GPU. Relies on DLPack, and on a donated
@@ -12,6 +12,8 @@ made to wait for transfers:
                     on the device.
     CallbackCache   JAX's memory. Transfers are submitted by a callback in JAX's own stream
                     (`jax.experimental.buffer_callback`, an experimental interface), so they need no other order.
+
+And one for several devices of a process, `ShardedOwnedCache`: an OwnedCache in a sharded array, for a ShardedEngine.
 
 A step that updates the cache is jitted with the cache donated:
 
@@ -31,6 +33,7 @@ from kvoffload.jax.adopted import AdoptedCache
 from kvoffload.jax.callback import CallbackCache
 from kvoffload.jax.imports import from_device
 from kvoffload.jax.owned import OwnedCache
+from kvoffload.jax.sharded import ShardedOwnedCache
 from kvoffload.jax.staged import StagedCache
 
-__all__ = ["AdoptedCache", "CallbackCache", "OwnedCache", "StagedCache", "from_device"]
+__all__ = ["AdoptedCache", "CallbackCache", "OwnedCache", "ShardedOwnedCache", "StagedCache", "from_device"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvoffload.device.device import Device
 from kvoffload.errors import LayoutError
-from kvoffload.jax.base import PlacedCache
+from kvoffload.jax.base import OneDeviceCache, Place
 from kvoffload.jax.imports import address_of, import_jax
 from kvoffload.layout.arrays import is_jax_array, planes_of_view
 from kvoffload.layout.dlpack import view_dlpack
@@ -25,7 +25,7 @@ class Holder:
         self.arrays = [array]
 
 
-class AdoptedCache(PlacedCache):
+class AdoptedCache(OneDeviceCache):
     """A KV cache in an array of JAX's that is updated by donation, and so keeps its address (checked each time).
 
     JAX documents nothing that makes it wait for what others write, so the host does: reading `array` waits until the
@@ -49,7 +49,7 @@ class AdoptedCache(PlacedCache):
     def __init__(self, device: Device, array: Any, *, plane_axis: int, block_axis: int, **options: Any) -> None:
         if not is_jax_array(array):
             raise LayoutError(f"array must be a jax.Array, got {type(array).__name__}")
-        super().__init__(device, address_of(array), tuple(array.shape), array.dtype)
+        super().__init__((Place(device, address_of(array), int(array.nbytes)),), tuple(array.shape), array.dtype)
         self._holder = Holder(array)
         planes = planes_of_view(view_dlpack(array, None), plane_axis, block_axis, self._holder)
         stated: dict[str, Any] = {"dtype": self.dtype, "on_default_stream": False}
@@ -68,7 +68,7 @@ class AdoptedCache(PlacedCache):
             )
         transfers = self._transfers()
         if transfers != self._followed:
-            for engine in self.device.engines_over(self.address, self.nbytes):
+            for engine in self._engines():
                 engine.drain()
             self._replace(_renew())
             self._followed = transfers

@@ -1,38 +1,43 @@
-"""What OwnedCache, AdoptedCache and CallbackCache have in common: an array that stays at its address."""
+"""What all caches but StagedCache have in common: an array that stays at its address."""
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvoffload.device.context import DeviceUser
 from kvoffload.device.device import Device
 from kvoffload.errors import LayoutError
 from kvoffload.jax.imports import address_of, follow
 from kvoffload.layout.arrays import is_jax_array
-from kvoffload.layout.dtypes import dtype_name, element_bytes
+from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.layout import KVLayout
 
 
+class Place(NamedTuple):
+    """Where the memory of a cache lies on one device: its address, and its bytes."""
+
+    device: Device
+    address: int
+    nbytes: int
+
+
 class PlacedCache(ABC):
-    """A cache in one array whose address must not change, because the planes of `layout` are addresses.
+    """A cache in one array whose memory must not move, on any of its devices: the planes of `layout` are addresses.
 
     Attributes:
-        device: the device of the engines that copy the cache.
-        address, shape, dtype, nbytes: of the array.
-        layout: for an `OffloadEngine`.
+        shape, dtype: of the array.
+        nbytes: of its memory on all devices.
     """
 
-    layout: KVLayout
+    _other_remedy = ""
 
-    def __init__(self, device: Device, address: int, shape: tuple[int, ...], dtype: Any) -> None:
-        self.device = device
-        self.address = address
+    def __init__(self, places: tuple[Place, ...], shape: tuple[int, ...], dtype: Any) -> None:
+        self._places = places
         self.shape = shape
         self.dtype = dtype_name(dtype)
-        self.nbytes = element_bytes(self.dtype)
-        for extent in shape:
-            self.nbytes *= extent
+        self.nbytes = sum(place.nbytes for place in places)
 
     @property
     def array(self) -> Any:
@@ -42,7 +47,7 @@ class PlacedCache(ABC):
         Set it to the result of every update, to which the array was given as a donated argument.
 
         Raises:
-            LayoutError: the array that is set has another address, shape or dtype, or is no `jax.Array`.
+            LayoutError: the array that is set has another address, shape, dtype or sharding, or is no `jax.Array`.
         """
         return self._ordered()
 
@@ -70,31 +75,58 @@ class PlacedCache(ABC):
     @abstractmethod
     def _adopt(self, new: Any) -> None: ...
 
+    def _shards(self, array: Any) -> list[Any]:
+        """The shard of such an array on each device, in the order of the places."""
+        return [array]
+
+    def _engines(self) -> list[DeviceUser]:
+        """The engines over this memory."""
+        return [engine for place in self._places for engine in place.device.engines_over(place.address, place.nbytes)]
+
     def _transfers(self) -> frozenset[tuple[weakref.ref[Any], int]]:
         """For each engine over this memory, how many transfers it was given: changes with each submitted transfer."""
-        engines = self.device.engines_over(self.address, self.nbytes)
-        return frozenset((weakref.ref(engine), count) for engine in engines if (count := engine.submitted))
+        return frozenset((weakref.ref(engine), count) for engine in self._engines() if (count := engine.submitted))
 
     def _check(self, new: Any) -> None:
         if not is_jax_array(new):
             raise LayoutError(f"array must be a jax.Array, got {type(new).__name__}")
         if (tuple(new.shape), dtype_name(new.dtype)) != (self.shape, self.dtype):
             raise LayoutError(f"array must be {self.dtype} of shape {self.shape}, got {new.dtype} of {new.shape}")
-        if not self._place_is_right(new):
-            raise LayoutError(
-                f"array lies at {address_of(new):#x}, and the cache at {self.address:#x}: the update made a copy. "
-                "Donate the cache to it (jax.jit(..., donate_argnums=...)), and use the array for nothing else "
-                "meanwhile; if JAX moves it even then, use kvoffload.jax.StagedCache"
-            )
+        self._check_places(new)
 
-    def _place_is_right(self, new: Any) -> bool:
-        return address_of(new) == self.address
-
-    # after=cache: an array whose producer is followed
+    def _check_places(self, new: Any) -> None:
+        for place, shard in zip(self._places, self._shards(new), strict=True):
+            if address_of(shard) != place.address:
+                raise LayoutError(
+                    f"array lies at {address_of(shard):#x} on device {place.device.index}, and the cache at "
+                    f"{place.address:#x}: the update made a copy. Donate the cache to it (jax.jit(..., "
+                    f"donate_argnums=...)), and use the array for nothing else meanwhile{self._other_remedy}"
+                )
 
     def is_deleted(self) -> bool:
         """Whether the array was donated, and no result has been set."""
         return bool(self._latest.is_deleted())
+
+
+class OneDeviceCache(PlacedCache):
+    """A cache on one device, which transfers can follow like an array: `after=cache`.
+
+    Attributes:
+        layout: for an `OffloadEngine`.
+    """
+
+    layout: KVLayout
+    _other_remedy = "; if JAX moves it even then, use kvoffload.jax.StagedCache"
+
+    @property
+    def device(self) -> Device:
+        """The device of the engines that copy the cache."""
+        return self._places[0].device
+
+    @property
+    def address(self) -> int:
+        """Device address of the array, bytes."""
+        return self._places[0].address
 
     def __dlpack_device__(self) -> tuple[int, int]:
         kind, index = self._latest.__dlpack_device__()

@@ -50,7 +50,7 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
     carrier = memory.view(f"uint{8 * memory.itemsize}") if narrow else memory
     array = jax.dlpack.from_dlpack(_Export(carrier, after))
     if narrow:
-        array = _reinterpret(memory.dtype)(array)
+        array = _reinterpret(memory.dtype, array.sharding)(array)
     if address_of(array) != memory.address and not memory.buffer.device.simulated:
         raise LayoutError(f"JAX {jax.__version__} copied {memory!r} instead of importing it in place")
     return array
@@ -62,14 +62,15 @@ def address_of(array: Any) -> int:
 
 
 def wait_for_computations(array: Any) -> None:
-    """Return when everything that JAX was given so far for the device of `array` has ended.
+    """Return when everything that JAX was given so far for the devices of `array` has ended.
 
     JAX computes on one stream per device, in the order in which it was called; so it is enough to wait for one more
-    computation. `array` itself may be deleted.
+    computation on each. `array` itself may be deleted.
     """
     jax = import_jax()
-    (device,) = array.sharding.device_set
-    (jax.device_put(np.int32(0), device) + 1).block_until_ready()
+    last = [jax.device_put(np.int32(0), device) + 1 for device in array.sharding.device_set]
+    for each in last:
+        each.block_until_ready()
 
 
 class _Export:
@@ -94,7 +95,13 @@ def follow(array: Any, stream: int | None) -> Any:
 
 
 @lru_cache
-def _reinterpret(dtype: str) -> Any:
+def _reinterpret(dtype: str, place: Any) -> Any:
+    """Elements of another type in the same memory. `place`: the sharding of argument and result, on one device."""
     jax = import_jax()
     target = jax.numpy.dtype(dtype)
-    return jax.jit(lambda carrier: jax.lax.bitcast_convert_type(carrier, target), donate_argnums=0)
+    return jax.jit(
+        lambda carrier: jax.lax.bitcast_convert_type(carrier, target),
+        donate_argnums=0,
+        in_shardings=place,
+        out_shardings=place,
+    )

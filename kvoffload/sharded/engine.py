@@ -13,22 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
-from kvoffload.device.streams import NO_WAIT, NoWait
+from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import Request, SourceOrderName, make_request
 from kvoffload.engine.wait_streams import After
 from kvoffload.internal.types import Ids
 from kvoffload.planning.transfer_plan import Direction
+from kvoffload.sharded.after import ShardedAfter
 from kvoffload.sharded.job import ShardedJob
 from kvoffload.sharded.lifecycle import ShardedLifecycle
 from kvoffload.sharded.record import ShardedTransfer
 from kvoffload.sharded.shard import Shard
 from kvoffload.tuning import CopierName, CopyMethod
-
-ShardedAfter: TypeAlias = Sequence[After] | NoWait | None
-"""What a transfer on several devices is to follow: a list or tuple with one value for each, or the same for all."""
 
 
 class ShardedEngine(ShardedLifecycle):
@@ -78,7 +76,8 @@ class ShardedEngine(ShardedLifecycle):
             blocks, slots, group, first_sub_block, copier: as for `OffloadEngine.store`; the same on every device.
             after: what must have ended on each device before one of its blocks is read: a list or tuple with one value
                 for each device, in their order, of which each may be what `OffloadEngine.store` takes, a list too.
-                None or `NO_WAIT`: the same for all.
+                An object with a method `after()` that returns such a list, as `kvoffload.jax.ShardedOwnedCache`
+                has: `after=cache` is `after=cache.after()`. None or `NO_WAIT`: the same for all.
 
         Raises:
             As `OffloadEngine.store`. Nothing is in flight on any device then; a note on the exception names the device.

@@ -6,10 +6,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
+from kvoffload.internal.types import GpuArray
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.overlap import share_bytes
@@ -72,6 +73,32 @@ class ShardedLayout:
             ShardedGroup(members[0].num_blocks, members)
             for members in zip(*(layout.groups for layout in layouts), strict=True)
         )
+
+    @classmethod
+    def from_stacked(
+        cls, arrays: Sequence[GpuArray], *, plane_axis: SupportsIndex, block_axis: SupportsIndex, **options: Any
+    ) -> ShardedLayout:
+        """A layout of one group from an array on each device, without a copy. It keeps the arrays alive.
+
+        Args:
+            arrays: a list or tuple with one array for each device, in the order of the devices, each as
+                `KVLayout.from_stacked` takes it. All have as many blocks; heads or planes may differ.
+            plane_axis, block_axis, options: as for `KVLayout.from_stacked`; the same for all arrays.
+
+        Raises:
+            LayoutError: as `KVLayout.from_stacked`, with a note that names the array; or as `ShardedLayout`.
+            TypeError: `arrays` is no list or tuple.
+        """
+        if not isinstance(arrays, list | tuple):
+            raise TypeError(f"arrays must be a list with an array for each device, got {shown(arrays)}")
+        layouts = []
+        for index, array in enumerate(arrays):
+            try:
+                layouts.append(KVLayout.from_stacked(array, plane_axis=plane_axis, block_axis=block_axis, **options))
+            except Exception as error:
+                error.add_note(f"for arrays[{index}]")
+                raise
+        return cls(layouts)
 
     @property
     def num_groups(self) -> int:

@@ -26,6 +26,7 @@ from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import StreamLike, UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import PartsLike
+from kvoffload.sharded.after import FollowedPerDevice
 from kvoffload.sharded.job import ShardedJob
 from kvoffload.sharded.layout import ShardedLayout
 from kvoffload.sharded.record import ShardedTransfer
@@ -256,10 +257,14 @@ class ShardedLifecycle:
         return results
 
     def _per_device(self, name: str, given: Any, what: str) -> Sequence[Any]:
-        """One value for each device of an argument that is a list of them; None and NO_WAIT are for all, of `after`."""
+        """One value for each device of an argument that is a list of them. `after` may also be None or NO_WAIT, which
+        are for all, or an object that has the list."""
         count = len(self._shards)
-        if name == "after" and (given is None or given is NO_WAIT):
-            return (given,) * count
+        if name == "after" and not isinstance(given, list | tuple):
+            if given is None or given is NO_WAIT:
+                return (given,) * count
+            if isinstance(given, FollowedPerDevice):
+                given = given.after()
         if not isinstance(given, list | tuple) or len(given) != count:
             raise TypeError(
                 f"{name} must be a list with one {what} for each of the {count} devices, in their order"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from helpers import all_are
 from sharding import Machine, RandomTransfers, machine
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, ShardedJob
+from kvoffload import NO_WAIT, BlockCache, ShardedEngine, ShardedJob, ShardedLayout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -120,3 +121,32 @@ def test_a_cache_over_the_devices(bench: Machine) -> None:
         mirror.expect("store", [4, 2, 9], slots)
         mirror.expect("load", [10, 11], slots[1:])
         mirror.check()
+
+
+@pytest.mark.parametrize(("block_axis", "plane_axis"), [(0, 1), (1, 0)])
+def test_arrays_of_cupy_on_each_device(devices: list[kvoffload.Device], block_axis: int, plane_axis: int) -> None:
+    """The heads of a cache, an array on each device; each array is written and read on a stream of its device."""
+    cupy = pytest.importorskip("cupy")
+    arrays, streams, expected = [], [], []
+    for number, device in enumerate(devices):
+        with cupy.cuda.Device(device.index):
+            values = np.random.default_rng(number).random((12, 12, 16, 2 + number, 64)).astype(np.float16)
+            stream = cupy.cuda.Stream(non_blocking=True)
+            array = cupy.zeros(values.shape, values.dtype)
+            cupy.cuda.Device().synchronize()
+            with stream:
+                array.set(values)
+            arrays.append(array)
+            streams.append(stream)
+            expected.append(values)
+    layout = ShardedLayout.from_stacked(arrays, block_axis=block_axis, plane_axis=plane_axis)
+    with ShardedEngine(layout, devices=devices, num_slots=4) as engine:
+        engine.store([1, 2, 7], [0, 3, 1], after=streams)
+        engine.load([3, 1], [10, 11], after=streams).order_before(streams)
+        for array, stream, values in zip(arrays, streams, expected, strict=True):
+            with array.device, stream:
+                found = array.get(stream=stream)
+            stream.synchronize()
+            at: Any = (slice(None),) * block_axis
+            values[(*at, [10, 11])] = values[(*at, [2, 7])]
+            assert (found == values).all()

@@ -13,13 +13,15 @@ from random_programs import JaxProgram, jax_on, run_random_program
 
 import kvoffload
 from kvoffload import KVLayout, OffloadEngine
-from kvoffload.jax import AdoptedCache, CallbackCache, OwnedCache, StagedCache, from_device
+from kvoffload.jax import AdoptedCache, CallbackCache, OwnedCache, ShardedOwnedCache, StagedCache, from_device
 
 
 def test_without_jax_the_error_says_what_to_install(device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(kvoffload.CapabilityError, match=r"needs JAX.*pip install 'kvoffload\[jax\]'"):
         OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
+    with pytest.raises(kvoffload.CapabilityError, match=r"pip install 'kvoffload\[jax\]'"):
+        ShardedOwnedCache([device], (2, 4, 8), "float32", sharding=None, plane_axis=0, block_axis=1)
     with pytest.raises(kvoffload.CapabilityError, match=r"pip install 'kvoffload\[jax\]'"):
         from_device(device.empty((2, 4), "float32"))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interrupts import Signals, interrupt_at
+from interrupts import Signals, interrupted_everywhere
 from random_programs import jax_on
 
 import kvoffload
@@ -40,22 +40,6 @@ class InTheCaches(Signals):
         near = [frame, *([frame.f_back] if frame.f_back is not None else [])]
         inside = any("/kvoffload/jax/" in each.f_code.co_filename for each in near)
         return super().kind_of(frame, event, argument) if inside else None
-
-
-def interrupted_everywhere(
-    call: Callable[[int], Callable[[], object]], points: Signals | None = None
-) -> Iterator[tuple[int, bool]]:
-    """Interrupt `call(value)()` at each of its points in turn; yields the value, and whether the exception came out.
-
-    Ends after the first call that had no such point.
-    """
-    for number in range(1, 1000):
-        outcome = interrupt_at(number, call(number), points=points)
-        yield number, outcome.raised
-        if outcome.point is None:
-            assert number > 3, "there are points"
-            return
-    raise AssertionError("the call never ends without an interrupt")
 
 
 def test_reading_an_owned_cache_after_a_load(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001

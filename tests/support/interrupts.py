@@ -29,7 +29,7 @@ import gc
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
@@ -204,6 +204,22 @@ def interrupt_at(
     finally:
         sys.unraisablehook = hook
     return Outcome(profile.hit, error, profile.hit is not None and bool(swallowed) and not error)
+
+
+def interrupted_everywhere(
+    call: Callable[[int], Callable[[], object]], points: Points | None = None
+) -> Iterator[tuple[int, bool]]:
+    """Interrupt `call(value)()` at each of its points in turn; yields the value, and whether the exception came out.
+
+    Ends after the first call that had no such point.
+    """
+    for number in range(1, 1000):
+        outcome = interrupt_at(number, call(number), points=points)
+        yield number, outcome.raised
+        if outcome.point is None:
+            assert number > 3, "there are points"
+            return
+    raise AssertionError("the call never ends without an interrupt")
 
 
 class _Profile:

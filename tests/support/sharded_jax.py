@@ -1,0 +1,85 @@
+"""Several devices, simulated or GPUs, with JAX on all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from random_programs import BLOCKS, PLANES, SHAPE, SLOTS, JaxProgram, Steps, jax_on
+
+import kvoffload
+from kvoffload import NO_WAIT, ShardedEngine
+from kvoffload.jax import ShardedOwnedCache
+from kvoffload.testing import SimulatedDriver, check_clean_close
+
+# Read when JAX is imported, which tests do when they run. Of its devices on the CPU, other tests use the first.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
+
+Spec = tuple[str | None, ...]
+
+
+class JaxDevices:
+    """Devices, and JAX's devices for them."""
+
+    def __init__(self, jax: Any, devices: Sequence[kvoffload.Device]) -> None:
+        self.jax, self.devices = jax, list(devices)
+        platform = "cpu" if self.devices[0].simulated else "gpu"
+        found = jax.devices(platform)
+        if max(device.index for device in self.devices) >= len(found):
+            assert platform == "gpu", f"JAX was imported before JAX_NUM_CPU_DEVICES was set: it has {found}"
+            pytest.skip(f"this JAX has {len(found)} GPUs")
+        self.of_jax = [found[device.index] for device in self.devices]
+
+    def sharding(self, *spec: str | None, extents: Sequence[int] | None = None) -> Any:
+        """A NamedSharding over all of them; the mesh has an axis for each name in `spec`, with these extents."""
+        names = [name for name in spec if name is not None] or ["all"]
+        grid = np.array(self.of_jax).reshape(extents or [len(self.of_jax)])
+        mesh = self.jax.sharding.Mesh(grid, names)
+        return self.jax.sharding.NamedSharding(mesh, self.jax.sharding.PartitionSpec(*spec))
+
+    def cache(self, shape: Sequence[int], dtype: Any, *spec: str | None, **options: Any) -> ShardedOwnedCache:
+        sharding = self.sharding(*spec, extents=options.pop("extents", None))
+        return ShardedOwnedCache(self.devices, shape, dtype, sharding=sharding, **options)
+
+    def engine(self, cache: ShardedOwnedCache, num_slots: int = 8) -> ShardedEngine:
+        options: dict[str, Any] = {"sm_limit": 0} if self.devices[0].simulated else {}
+        return ShardedEngine(cache.layout, devices=self.devices, num_slots=num_slots, **options)
+
+
+@contextmanager
+def simulated_devices(count: int, seed: int) -> Iterator[JaxDevices]:
+    """Simulated devices of one driver, which check themselves at the end; skips without JAX."""
+    simulator = SimulatedDriver(device_count=count, seed=seed)
+    devices = [kvoffload.open_device(index, backend=simulator) for index in range(count)]
+    try:
+        with jax_on(devices[0]) as jax:
+            yield JaxDevices(jax, devices)
+    except BaseException:  # the test is skipped
+        for device in devices:
+            device.close(10)
+        raise
+    for device in devices[1:]:
+        device.close(10)
+    check_clean_close(devices[0])
+
+
+class ShardedProgram(JaxProgram):
+    """A random program on a ShardedOwnedCache, whose elements are divided among the devices."""
+
+    def __init__(self, on: JaxDevices, *, ordered: bool = True) -> None:
+        jax = on.jax
+        self._steps, self._ordered = Steps(jax, 16 if on.devices[0].simulated else 2048), ordered
+        self._recent: list[Any] = []
+        self._seen: list[Any] = []
+        self._sharded = on.cache(SHAPE, np.float32, None, None, "parts", plane_axis=0, block_axis=1)
+        self._cache = self._sharded
+        self._engine: Any = on.engine(self._sharded, SLOTS)
+        assert SHAPE[:2] == (PLANES, BLOCKS)
+
+    def _submit(self, name: str, first: list[int], second: list[int]) -> None:
+        after = self._sharded.after(*self._recent) if self._ordered else NO_WAIT
+        getattr(self._engine, name)(first, second, after=after)
