@@ -175,7 +175,7 @@ class FlatTable:
 
 
 def _more_views(views: list[Any], kind: Any, rows: npt.NDArray[Any], count: int) -> list[Any]:
-    """`views` of the first rows, or a new list that begins with them and has `count` or more: at least twice as many."""
+    """`views` of the first rows, or a new list that begins with them, twice as long or more, with `count` or more."""
     if count <= len(views):
         return views
     wanted = min(len(rows), max(count, 2 * len(views), _FEWEST_OBJECTS))
