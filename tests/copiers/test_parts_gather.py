@@ -84,7 +84,7 @@ def random_parts(random: np.random.Generator, num_planes: int) -> list[list[int]
     return [each.tolist() for each in np.split(planes, borders)]
 
 
-@pytest.mark.parametrize("number", range(30))
+@pytest.mark.parametrize("number", range(20))
 @pytest.mark.parametrize("cut", [False, True], ids=["", "several launches a part"])
 def test_any_parts_move_the_bytes_of_a_naive_loop_and_no_others(
     number: int, cut: bool, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,7 @@ from kvoffload.testing import (
 )
 from kvoffload.tuning import CopierName
 
-EXAMPLES = 100  # at each of five levels
+EXAMPLES = 60  # at each of five levels
 
 
 def open_level(level: str, seed: int) -> kvoffload.Device:
