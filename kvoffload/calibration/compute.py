@@ -49,7 +49,7 @@ _LARGE_TILES = MATMUL.tiles
 LARGE = Product("large product", 8192, 8192, 8192, _LARGE_TILES)
 MEDIUM = Product("small product", 2048, 2048, 2048, _LARGE_TILES)
 SKINNY = Product("skinny product", 64, 28672, 8192, (ProductTile(64, 128, 64, 4, 4), ProductTile(64, 128, 64, 3, 4)))
-SMALL = Product("small product", 32, 64, 32, (ProductTile(16, 32, 16, 2, 4),))  # for the simulated device
+SMALL = Product("small product", 16, 32, 16, (ProductTile(16, 32, 16, 2, 4),))  # where it is interpreted: one program
 
 
 class Computation:

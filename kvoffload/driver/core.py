@@ -315,8 +315,8 @@ class Driver:
 
     def copy_strided(self, table: StridedTable, index: int, stream: int) -> None:
         """One operation of `table` through cuMemcpy2DAsync."""
-        if not table.objects:
-            table.make_objects()
+        if index >= len(table.objects):
+            table.make_objects(index + 1)
         self.call("cuMemcpy2DAsync", table.objects[index], stream)
 
     def copy_strided_batch(self, table: StridedTable, count: int, stream: int) -> None:
@@ -324,9 +324,9 @@ class Driver:
         if self.use_raw:
             self._call_raw("memcpy_3d_batch_async_v2", count, table.address, 0, stream)
         else:
-            if not table.objects:
-                table.make_objects()
-            objects = table.objects if count == table.capacity else table.objects[:count]
+            if count > len(table.objects):
+                table.make_objects(count)
+            objects = table.objects if count == len(table.objects) else table.objects[:count]
             code = self._batch_3d(count, objects, 0, stream)[0]
             if code:
                 raise DriverError("cuMemcpy3DBatchAsync", code.name, int(code))

@@ -2,7 +2,8 @@
 
 The bindings take lists of `CUdeviceptr` and `CUDA_MEMCPY3D_BATCH_OP`. Building such objects costs 132 ns and 3 us each;
 objects made once with `_ptr=` over a numpy array cost 5 to 22 ns to pass on, whatever the array holds by then. (They
-hold no reference to the array, so the table does.) Bindings 13.5 take the addresses of the arrays themselves.
+hold no reference to the array, so the table does.) They are made when a call first needs so many, for a table has room
+for thousands and most engines use tens. Bindings 13.5 take the addresses of the arrays themselves.
 
 The driver reads a table during the call, so a table may be refilled as soon as the call has returned.
 """
@@ -47,6 +48,7 @@ Column = npt.NDArray[np.uint64]
 Columns = tuple[Column, Column, Column, Column, Column, Column]  # source, target, their pitches, width, height
 _OPERAND_POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 _MAX_SLICES = 256
+_FEWEST_OBJECTS = 64  # made at a time
 _MEMORY_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is host or device; uses the *Device fields
 
 
@@ -62,7 +64,7 @@ class StridedTable:
         capacity: operations.
         rows: one for each operation; assigning to its fields refills the table. `DTYPE_3D` if batched, else `DTYPE_2D`.
         address: of the first operation.
-        objects: one object of the bindings over each operation, once `make_objects` was called.
+        objects: one object of the bindings over each of the first operations: as many as were needed so far.
     """
 
     def __init__(self, capacity: int, *, batched: bool) -> None:
@@ -89,11 +91,12 @@ class StridedTable:
         if self._batched:
             rows["order"] = order
 
-    def make_objects(self) -> None:
-        """Make `objects`, once, before they are passed to a driver without raw addresses."""
+    def make_objects(self, count: int) -> None:
+        """Have `objects` of the first `count` operations, before they are passed to a driver without raw addresses."""
         from cuda.bindings import driver
 
-        self.objects = _views(driver.CUDA_MEMCPY3D_BATCH_OP if self._batched else driver.CUDA_MEMCPY2D, self.rows)
+        kind = driver.CUDA_MEMCPY3D_BATCH_OP if self._batched else driver.CUDA_MEMCPY2D
+        self.objects = _more_views(self.objects, kind, self.rows, count)
 
 
 class FlatTable:
@@ -138,8 +141,8 @@ class FlatTable:
         """Targets, sources and sizes of copies `[start, stop)` as the bindings take them."""
         pair = self._slices.get((start, stop))
         if pair is None:  # kept, since chunks mostly begin and end at the same places
-            if not self.attributes:
-                self._make_objects()
+            if stop > len(self._source_objects) or not self.attributes:
+                self._make_objects(stop)
             pair = self._target_objects[start:stop], self._source_objects[start:stop]
             if len(self._slices) < _MAX_SLICES:
                 self._slices[start, stop] = pair
@@ -147,15 +150,16 @@ class FlatTable:
         sizes = self._size_list
         return targets, sources, sizes if len(sizes) == stop - start else sizes[start:stop]
 
-    def _make_objects(self) -> None:
-        """Make the objects of the bindings over this table, once. `attributes` is set last: an interrupt cannot leave
-        half.
+    def _make_objects(self, count: int) -> None:
+        """Have the objects of the bindings over the first `count` copies. Those of the sources are set after those of
+        the targets, and `attributes` last: an interrupt cannot leave half.
         """
         from cuda.bindings import driver
 
-        self._target_objects = _views(driver.CUdeviceptr, self._targets)
-        self._source_objects = _views(driver.CUdeviceptr, self._sources)
-        self.attributes = [[each] for each in _views(driver.CUmemcpyAttributes, self._attribute_rows)]
+        self._target_objects = _more_views(self._target_objects, driver.CUdeviceptr, self._targets, count)
+        self._source_objects = _more_views(self._source_objects, driver.CUdeviceptr, self._sources, count)
+        if not self.attributes:
+            self.attributes = [[each] for each in _views(driver.CUmemcpyAttributes, self._attribute_rows, 0, 4)]
 
     def raw_arrays(self, start: int) -> tuple[int, int, int]:
         """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""
@@ -170,7 +174,15 @@ class FlatTable:
         return self._attribute_address + order * self._attribute_rows.strides[0], self._indices_address
 
 
-def _views(kind: Any, rows: npt.NDArray[Any]) -> list[Any]:
-    """One bindings object over each row of `rows`."""
+def _more_views(views: list[Any], kind: Any, rows: npt.NDArray[Any], count: int) -> list[Any]:
+    """`views` of the first rows, or a new list that begins with them, twice as long or more, with `count` or more."""
+    if count <= len(views):
+        return views
+    wanted = min(len(rows), max(count, 2 * len(views), _FEWEST_OBJECTS))
+    return views + _views(kind, rows, len(views), wanted)
+
+
+def _views(kind: Any, rows: npt.NDArray[Any], start: int, stop: int) -> list[Any]:
+    """One bindings object over each of the rows `[start, stop)`."""
     base, step = address_of(rows), rows.strides[0]
-    return [kind(_ptr=base + index * step) for index in range(len(rows))]
+    return [kind(_ptr=base + index * step) for index in range(start, stop)]

@@ -87,7 +87,7 @@ class MappedPages:
     Where the system does not list them (no /proc), every address counts as mapped.
     """
 
-    _LINE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S)", re.MULTILINE)
+    _READABLE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r", re.MULTILINE)
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -105,18 +105,18 @@ class MappedPages:
 
     def _refresh(self) -> bool:
         try:
-            text = Path("/proc/self/maps").read_text()
+            text = Path("/proc/self/maps").read_bytes()
         except OSError:
             return False
-        starts: list[int] = []
-        ends: list[int] = []
-        for first, last, readable in self._LINE.findall(text):
-            if readable != "r":
-                continue
-            if ends and ends[-1] == int(first, 16):  # neighbours with different rights or files are one span to us
-                ends[-1] = int(last, 16)
+        starts: list[bytes] = []
+        ends: list[bytes] = []
+        end = b""
+        for first, last in self._READABLE.findall(text):
+            if first == end:  # neighbours with different rights or files are one span to us
+                ends[-1] = last
             else:
-                starts.append(int(first, 16))
-                ends.append(int(last, 16))
-        self._starts, self._ends = starts, ends
+                starts.append(first)
+                ends.append(last)
+            end = last
+        self._starts, self._ends = ([int(each, 16) for each in some] for some in (starts, ends))
         return True

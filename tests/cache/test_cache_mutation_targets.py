@@ -194,7 +194,7 @@ def test_victims_that_may_not_go_are_not_taken(choice: str) -> None:
         load = cache.load(keys(0, 1), [20, 21], after=held)
         policy.choose = CHOICES[choice]
         with suppress(Exception):  # to refuse is right, and so is to decline
-            store(cache, 4, 5).wait(3)
+            store(cache, 4, 5).wait(0.3)
         policy.choose = None
         gate.open()
         load.wait(3)

@@ -631,14 +631,14 @@ def machine(base: type[RuleBasedStateMachine], policy: Any, examples: int, steps
     return made
 
 
-TestIndexWithARC = machine(IndexMachine, "arc", 60, 50)
-TestIndexWithLRU = machine(IndexMachine, "lru", 60, 50)
-TestIndexWithPrefix = machine(IndexMachine, "prefix", 60, 50)
-TestIndexWithS3FIFO = machine(IndexMachine, "s3fifo", 60, 50)
-TestCacheWithARC = machine(CacheMachine, "arc", 80, 50)
-TestCacheWithLRU = machine(CacheMachine, "lru", 80, 50)
-TestCacheWithPrefix = machine(CacheMachine, "prefix", 80, 50)
-TestCacheWithS3FIFO = machine(CacheMachine, "s3fifo", 80, 50)
+TestIndexWithARC = machine(IndexMachine, "arc", 40, 50)
+TestIndexWithLRU = machine(IndexMachine, "lru", 40, 50)
+TestIndexWithPrefix = machine(IndexMachine, "prefix", 40, 50)
+TestIndexWithS3FIFO = machine(IndexMachine, "s3fifo", 40, 50)
+TestCacheWithARC = machine(CacheMachine, "arc", 55, 50)
+TestCacheWithLRU = machine(CacheMachine, "lru", 55, 50)
+TestCacheWithPrefix = machine(CacheMachine, "prefix", 55, 50)
+TestCacheWithS3FIFO = machine(CacheMachine, "s3fifo", 55, 50)
 
 
 # threads

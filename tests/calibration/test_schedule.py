@@ -187,8 +187,11 @@ def test_when_time_is_short_there_are_fewer_rounds(device: kvoffload.Device) -> 
 # the product ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_product_is_one(device: kvoffload.Device) -> None:
-    with Computation(device, SMALL, seed=3) as computation:
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_the_product_is_one(device: kvoffload.Device, tiles: int) -> None:
+    """Of one tile; and of two in each dimension."""
+    sizes = {name: getattr(SMALL, name) * tiles for name in ("rows", "columns", "inner")}
+    with Computation(device, SMALL._replace(**sizes), seed=3) as computation:
         assert len(computation.seconds_each(2)) == 2
         product = computation.product
         shapes = {"left": (product.rows, product.inner), "right": (product.inner, product.columns)}

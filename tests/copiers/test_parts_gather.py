@@ -4,14 +4,12 @@ happens to both when something goes wrong."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from gathering import Seeded, fill_slots, layout_spec, overwrite_on_release, record_launches, small_tables
 from helpers import LEGACY, Rig, change_streams, cut_segments, leaks_of, rig, simulated, whole
-from interrupts import Outcome, count_points, interrupt_at
 from layerwise import (
     DEFAULTS,
     PARTS,
@@ -20,8 +18,8 @@ from layerwise import (
     blocks_hold,
     check_after_interrupt,
     hold_from,
+    interrupt_loads,
     load,
-    load_and_drain,
     reader_of,
 )
 from strategies import place
@@ -84,7 +82,7 @@ def random_parts(random: np.random.Generator, num_planes: int) -> list[list[int]
     return [each.tolist() for each in np.split(planes, borders)]
 
 
-@pytest.mark.parametrize("number", range(30))
+@pytest.mark.parametrize("number", range(20))
 @pytest.mark.parametrize("cut", [False, True], ids=["", "several launches a part"])
 def test_any_parts_move_the_bytes_of_a_naive_loop_and_no_others(
     number: int, cut: bool, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -402,30 +400,16 @@ def test_no_stream_passes_a_part_that_failed(bench: Rig) -> None:
             job.order_before(bench.stream(), part=part)
 
 
-def interrupted_load(number: int) -> Outcome | int:
-    """A load in parts with an interrupt at one of its points; for 0 how many points it has."""
-    with simulated(1) as device, rig(device, planes=PLANES, sm_limit=4) as bench:
-        gate = bench.gate(waiting := bench.stream())
-        work = partial(load_and_drain, bench, waiting, gate)
-        outcome = interrupt_at(number, work) if number else count_points(work)
-        check_after_interrupt(bench)
-        assert tables_out(bench) == 0
-    assert sum(leaks_of(device).values()) <= 1, "the handle that an interrupted driver call made"
-    return outcome
-
-
 @pytest.mark.parametrize("offset", range(4))
 def test_an_interrupted_load_in_parts_loses_no_job(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
     """At every sixtieth point where a KeyboardInterrupt can come."""
+
+    def check(bench: Rig) -> None:
+        check_after_interrupt(bench)
+        assert tables_out(bench) == 0
+
     change_streams(monkeypatch)
-    points = interrupted_load(0)
-    assert isinstance(points, int)
-    for number in range(2 + 15 * offset, points + 1, 60):
-        try:
-            interrupted_load(number)
-        except BaseException as error:
-            error.add_note(f"interrupted at point {number} of {points}")
-            raise
+    interrupt_loads(2 + 15 * offset, 60, check, sm_limit=4)
 
 
 def test_loads_in_parts_follow_each_other(bench: Rig) -> None:

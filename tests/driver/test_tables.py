@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from kvoffload.driver import FlatTable, SourceOrder, StridedTable
+from kvoffload.driver import FlatTable, SourceOrder, StridedTable, tables
 from kvoffload.driver.tables import DTYPE_2D, DTYPE_3D, Column, Columns
 
 
@@ -35,7 +35,7 @@ def test_source_orders_are_cudas() -> None:
 @pytest.mark.parametrize("order", SourceOrder)
 def test_a_3d_operation_reads_as_the_bindings_structure(order: SourceOrder) -> None:
     table = StridedTable(4, batched=True)
-    table.make_objects()
+    table.make_objects(4)
     given = columns(3)
     table.fill(in_order(given), order)
     for index, operation in enumerate(table.objects[:3]):
@@ -58,7 +58,7 @@ def test_a_3d_operation_reads_as_the_bindings_structure(order: SourceOrder) -> N
 
 def test_a_2d_operation_reads_as_the_bindings_structure() -> None:
     table = StridedTable(4, batched=False)
-    table.make_objects()
+    table.make_objects(4)
     given = columns(3)
     table.fill(in_order(given), SourceOrder.STREAM)
     unified = cuda.CUmemorytype.CU_MEMORYTYPE_UNIFIED
@@ -109,7 +109,7 @@ def test_what_the_bindings_write_reads_as_our_rows() -> None:
 
 def test_strided_objects_are_made_once_and_follow_the_rows() -> None:
     table = StridedTable(4, batched=True)
-    table.make_objects()
+    table.make_objects(4)
     table.fill(in_order(columns(4)), SourceOrder.STREAM)
     before = table.objects[:4]
     table.fill(in_order({name: column + np.uint64(8) for name, column in columns(2).items()}), SourceOrder.ANY)
@@ -177,6 +177,46 @@ def test_flat_objects_are_made_all_together_or_not_at_all(monkeypatch: pytest.Mo
     table.fill(values, values, values)
     assert [len(each) for each in table.lists(0, 2)] == [2, 2, 2]
     assert len(table.attributes) == 4
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_more_flat_objects_are_made_when_they_are_needed(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    """Those that were made stay. An interrupt after those of the targets, or of the sources, leaves no half."""
+    table = FlatTable(300)
+    values = np.arange(300, dtype=np.uint64)
+    table.fill(values, values + np.uint64(1000), values)
+    first = table.lists(0, 1)
+    made, left = tables._views, [nth]
+
+    def interrupted(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return made(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "_views", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            table.lists(0, 300)
+    assert table.lists(0, 1)[0][0] is first[0][0]
+    for start, stop in ((60, 70), (250, 300), (0, 300)):
+        targets, sources, sizes = table.lists(start, stop)
+        assert [int(each) for each in targets] == list(range(start, stop)) == sizes
+        assert [int(each) for each in sources] == list(range(1000 + start, 1000 + stop))
+    assert table.lists(0, 300)[0][0] is first[0][0]
+    assert len(table.attributes) == 4
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_more_strided_objects_are_made_when_they_are_needed(batched: bool) -> None:
+    table = StridedTable(300, batched=batched)
+    table.make_objects(1)
+    first = table.objects[0]
+    assert len(table.objects) < 300
+    table.make_objects(300)
+    assert table.objects[0] is first
+    step = table.rows.strides[0]
+    assert [int(each.getPtr()) for each in table.objects] == [table.address + index * step for index in range(300)]
 
 
 def test_attributes_of_the_two_orders_are_two_objects() -> None:

@@ -10,14 +10,17 @@ import pytest
 from helpers import Rig, all_are, rig, simulated
 
 from kvoffload import NO_WAIT, CapacityError
+from kvoffload.engine import launcher
 
-TRANSFERS = 240  # more than the launches that a driver queue holds, so that many wait on the host
+TRANSFERS = 60  # more than the launches that a queue holds of which `QUEUE_PLACES` may be used: many wait on the host
+QUEUE_PLACES = 96
 BLOCKS = 500
 
 
 @pytest.fixture
-def bench() -> Iterator[Rig]:
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """Block `b` is filled with `(b + 1) % 256`, slot `s` with `(100 + s) % 256`; one program of a kernel."""
+    monkeypatch.setattr(launcher, "QUEUE_LIMIT", QUEUE_PLACES)
     with simulated(1) as device, rig(device, planes=2, num_blocks=BLOCKS, num_slots=BLOCKS, sm_limit=1) as made:
         yield made
         for gate in made.gates:

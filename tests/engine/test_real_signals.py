@@ -12,7 +12,7 @@ import pytest
 
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
 PROGRAM = SUPPORT / "signal_program.py"
-CPU_SECONDS = 3.0
+CPU_SECONDS = 2.0
 
 
 @pytest.mark.parametrize("policy", ["prefix", "lru", "user"])

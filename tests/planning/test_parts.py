@@ -29,16 +29,14 @@ from helpers import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from interrupts import Outcome, count_points, interrupt_at
 from layerwise import (
     PARTS,
     PLANES,
     Reader,
     blocks_hold,
-    check_after_interrupt,
     hold_from,
+    interrupt_loads,
     load,
-    load_and_drain,
     reader_of,
 )
 from strategies import LayoutSpec, layouts, place, slab_of
@@ -650,30 +648,11 @@ def test_a_part_that_faults_on_the_gpu_fails_the_load(nth: int, copier: str) -> 
     assert device.simulator.violations == []
 
 
-def interrupted_load(number: int) -> Outcome | int:
-    """A load in parts with an interrupt at one of its points; for 0 how many points it has."""
-    with simulated(1) as device, rig(device, planes=PLANES) as bench:
-        held = bench.stream()
-        gate = bench.gate(held)
-        work = partial(load_and_drain, bench, held, gate)
-        outcome = interrupt_at(number, work) if number else count_points(work)
-        check_after_interrupt(bench)
-    assert sum(leaks_of(device).values()) <= 1, "the handle that an interrupted driver call made"
-    return outcome
-
-
 @pytest.mark.parametrize("offset", range(4))
 def test_an_interrupted_load_in_parts_loses_no_job(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
     """At every twelfth point where a KeyboardInterrupt can come."""
     change_streams(monkeypatch)
-    points = interrupted_load(0)
-    assert isinstance(points, int)
-    for number in range(1 + 3 * offset, points + 1, 12):
-        try:
-            interrupted_load(number)
-        except BaseException as error:
-            error.add_note(f"interrupted at point {number} of {points}")
-            raise
+    interrupt_loads(1 + 3 * offset, 12)
 
 
 # the cache

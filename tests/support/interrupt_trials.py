@@ -9,6 +9,7 @@ that the call has kept shows as a hang. A try that does not end is reported, and
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -26,7 +27,7 @@ import interrupt_cache_scenarios  # noqa: F401  (registers its scenarios)
 import interrupt_sharded_scenarios  # noqa: F401
 from interrupt_scenarios import HOOKS, SCENARIOS
 from interrupt_world import POLICIES
-from interrupts import Methods, Outcome, Points, Signals, interrupt_at
+from interrupts import Methods, Outcome, Points, Signals, in_finalizer, interrupt_at
 
 from kvoffload.cache import policies
 from kvoffload.cache.policies import Policy
@@ -119,13 +120,11 @@ def _in_another_thread(world: Any, creating: bool) -> list[str]:
 def tries(unit: Unit) -> Iterator[dict[str, Any]]:
     """Reports: one for each try with a problem or a note, and one at the end."""
     points = points_of(unit)
-    counting = Counting(points)
-    baseline = attempt(unit, 0, counting)  # what happens once in a process happens here
-    clean = baseline.problems + [f"broken: {error}" for error in (baseline.outcome.error,) if error]
+    clean, counts = uninterrupted(unit.scenario, unit.policy)
     numbers: Any = range(unit.start, 1_000_000)
     if unit.sample and unit.start == 1:
         chosen = random.Random(f"{unit} {unit.seed}")
-        numbers = sorted(chosen.sample(range(1, counting.count + 1), min(unit.sample, counting.count)))
+        numbers = sorted(chosen.sample(range(1, counts[unit.mode] + 1), min(unit.sample, counts[unit.mode])))
     tried = 0
     if clean:
         yield {"unit": unit, "number": 0, "point": "uninterrupted", "problems": clean, "notes": []}
@@ -149,17 +148,30 @@ def tries(unit: Unit) -> Iterator[dict[str, Any]]:
     yield {"unit": unit, "end": True, "tried": tried}
 
 
-class Counting:
-    """The points of another, counted."""
+@functools.cache
+def uninterrupted(scenario: str, policy: str) -> tuple[list[str], dict[str, int]]:
+    """What is wrong after a scenario of which nothing was interrupted; its points by mode, counted in that one run.
 
-    def __init__(self, points: Points) -> None:
+    What happens once in a process happens here.
+    """
+    unit = Unit(scenario, policy, MODES[0])
+    counting = Counting({mode: points_of(unit._replace(mode=mode)) for mode in MODES})
+    trial = attempt(unit, 0, counting)
+    return trial.problems + [f"broken: {error}" for error in (trial.outcome.error,) if error], counting.counts
+
+
+class Counting:
+    """Points of several modes, counted: no point of its own."""
+
+    def __init__(self, points: dict[str, Points]) -> None:
         self._points = points
-        self.count = 0
+        self.counts = dict.fromkeys(points, 0)
 
     def kind_of(self, frame: FrameType, event: str, argument: Any) -> str | None:
-        kind = self._points.kind_of(frame, event, argument)
-        self.count += kind is not None
-        return kind
+        for mode, points in self._points.items():
+            if points.kind_of(frame, event, argument) is not None and not in_finalizer(frame):
+                self.counts[mode] += 1
+        return None
 
 
 _watched: dict[str, Any] = {"unit": None, "number": 0, "since": 0.0}

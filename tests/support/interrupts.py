@@ -249,7 +249,7 @@ class _Profile:
 
     def _notice(self, frame: FrameType, event: str, argument: Any) -> None:
         kind = self._kind_of(frame, event, argument)
-        if kind is None or _in_finalizer(frame):
+        if kind is None or in_finalizer(frame):
             return
         if self._keep:
             self.seen.append(_point(kind, frame, argument))
@@ -260,7 +260,8 @@ class _Profile:
             raise self._exception(f"injected: {self.hit}")
 
 
-def _in_finalizer(frame: FrameType | None) -> bool:
+def in_finalizer(frame: FrameType | None) -> bool:
+    """Whether a finalizer runs, out of which no exception comes."""
     while frame is not None:
         code = frame.f_code
         if code is _FINALIZE or code.co_name == "__del__":

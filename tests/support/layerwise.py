@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from helpers import Gate, Rig, release, whole
+from helpers import Gate, Rig, leaks_of, release, rig, simulated, whole
+from interrupts import count_points, interrupt_at
 from transfers import COPY_CALLS, intercepted, queueing
 
 import kvoffload
@@ -100,3 +102,35 @@ def check_after_interrupt(bench: Rig) -> None:
     assert blocks_hold(bench, range(4), range(108, 112))
     whole(bench.engine)
     assert len(bench.engine.poll()) in (0, 1), "the load that was interrupted"
+
+
+def interrupt_loads(
+    first: int, step: int, check: Callable[[Rig], None] = check_after_interrupt, **options: Any
+) -> None:
+    """Interrupt a load in parts at its points `first`, `first + step` and so on, each time on a device of its own.
+
+    Args:
+        check: what must hold then, and after a load that was not interrupted.
+        options: of the rigs.
+    """
+
+    def attempt(number: int) -> int:
+        with simulated(1) as device, rig(device, planes=PLANES, **options) as bench:
+            held = bench.stream()
+            work = partial(load_and_drain, bench, held, bench.gate(held))
+            points = 0
+            if number:
+                interrupt_at(number, work)
+            else:
+                points = count_points(work)
+            check(bench)
+        assert sum(leaks_of(device).values()) <= 1, "the handle that an interrupted driver call made"
+        return points
+
+    points = attempt(0)
+    for number in range(first, points + 1, step):
+        try:
+            attempt(number)
+        except BaseException as error:
+            error.add_note(f"interrupted at point {number} of {points}")
+            raise

@@ -4,17 +4,22 @@
     python mutants.py --mutation NAME PYTEST_ARGUMENT...        a mistake of `mutations.py`
 
 The call at MODULE LINE COLUMN becomes `None`, its arguments unevaluated. MODULE `-` removes nothing, under the same
-hook.
+hook. `run_mutant` does the same in a process that is forked from one in which other people's packages are imported:
+importing them takes longer than most tests that notice a mistake.
 """
 
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
+import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -45,9 +50,12 @@ def wait_sites() -> list[Site]:
     """Every call that makes a stream wait, outside the driver seam and the commands, which order no user's bytes."""
     sites = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        if not NOT_MUTATED & set(path.parents):
+        if NOT_MUTATED & set(path.parents):
+            continue
+        text = path.read_text()
+        if any(wait in text for wait in WAITS):
             module = ".".join(("kvoffload", *path.relative_to(PACKAGE).with_suffix("").parts))
-            calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
             sites += [
                 Site(module, call.lineno, call.col_offset, call.func.attr)
                 for call in calls
@@ -119,6 +127,63 @@ class _Finder(importlib.abc.MetaPathFinder):
             return spec
         spec.loader = _Loader(fullname, spec.loader.path)
         return spec
+
+
+# Of what a mutant imports, all that is nobody's mutant: neither the package, nor a test.
+_PRELOADED = [
+    *("cuda.bindings.driver", "hypothesis.stateful", "hypothesis.strategies", "numpy", "platformdirs", "pytest"),
+    *("_hypothesis_pytestplugin", "pytest_timeout", "xdist.plugin", "triton.language", "triton.runtime.interpreter"),
+]
+
+
+class Run(NamedTuple):
+    """What came of running pytest: its exit code, negative for the signal that killed it; and all that it printed."""
+
+    returncode: int
+    output: str
+
+
+def run_mutant(arguments: Sequence[str], environment: Mapping[str, str], output: Path, seconds: float = 100) -> Run:
+    """As `python mutants.py ARGUMENT...`, with `environment` added and no variable of the running pytest's.
+
+    Args:
+        output: a file to write what is printed to.
+        seconds: after which the process is killed.
+    """
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(_PRELOADED)
+    process = forks.Process(target=_in_child, args=(list(arguments), dict(environment), str(output)))
+    process.start()
+    process.join(seconds)
+    process.kill()  # nothing, where it has ended
+    process.join()
+    code, text = process.exitcode, output.read_text()
+    process.close()
+    return Run(-1 if code is None else code, text)
+
+
+def _in_child(arguments: list[str], environment: dict[str, str], output: str) -> None:
+    with open(output, "wb", buffering=0) as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    code = 70  # none of pytest's
+    try:
+        for name in [name for name in os.environ if name.startswith(("PYTEST_", "COV_"))]:
+            del os.environ[name]
+        os.environ.update(environment)
+        sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ  # the running pytest's flags are handed on
+        gc.freeze()  # what was imported is no garbage
+        os.chdir(PACKAGE.parent)
+        sys.path.insert(0, str(PACKAGE.parent))
+        imported = [name for name in sys.modules if name.split(".")[0] == PACKAGE.name]
+        assert not imported, f"imported before it could be mutated: {imported}"
+        code = main(arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def main(arguments: list[str]) -> int:
