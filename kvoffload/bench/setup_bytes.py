@@ -29,9 +29,10 @@ class SetupBytes:
         self._right: UInt8Array = words.view(np.uint8)
         self._table = FlatTable(_FLAT_COPIES)
         fill, timer = tools.driver.fill, tools.timer
+        nbytes = -(-words.nbytes // PAGE_BYTES) * PAGE_BYTES
         with tools.device.current(), ExitStack() as undo:
             self._poison = undo.enter_context(tools.device.allocate(payload_bytes))
-            self._pinned = PinnedMemory(tools.driver, -(-words.nbytes // PAGE_BYTES) * PAGE_BYTES)
+            self._pinned = PinnedMemory(tools.driver, nbytes, unit_bytes=nbytes)
             undo.callback(self._pinned.release)
             timer.seconds(lambda: fill(self._poison.address, POISON, payload_bytes, timer.stream))
             undo.pop_all()

@@ -15,7 +15,6 @@ from kvoffload.bench.sharded_series import Series, ShardSize, processes
 from kvoffload.device.device import Device, open_device
 from kvoffload.internal.models import ModelGeometry, find_model
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.simulator import SimulatedDriver
 from kvoffload.terminal.console import CommandError, Output
 from kvoffload.terminal.options import model, whole
 
@@ -74,6 +73,8 @@ def size_of(geometry: ModelGeometry) -> ShardSize:
 def _open(first: Device, count: int, undo: ExitStack) -> list[Device]:
     """The device and those after it; on the simulated device, new ones of one driver."""
     if first.simulated:
+        from kvoffload.simulator import SimulatedDriver
+
         driver = SimulatedDriver(device_count=count)
         return [undo.enter_context(open_device(index, backend=driver)) for index in range(count)]
     try:

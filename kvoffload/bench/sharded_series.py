@@ -180,7 +180,7 @@ class _Task(NamedTuple):
 
 
 def _serve(connection: Connection, index: int, size: ShardSize, seed: int) -> None:
-    """The main function of a process: its own engine on one device, until it is told to end by None."""
+    """The main function of a process: its own engine on one device, until it receives None."""
     with open_device(index) as device, Series([device], size, seed, sharded=False) as series:
         connection.send(None)
         while (task := connection.recv()) is not None:

@@ -86,7 +86,7 @@ class FieldScale(NamedTuple):
         if copier == "split":
             return trial_set.block_bytes in self.split_bytes and trial.blocks in self.split_blocks
         copies = trial.blocks * trial_set.planes
-        if trial_set.planes == 1:  # the contiguous copy
+        if trial_set.planes == 1:  # the contiguous copy, and few copies
             return True
         known = trial_set.block_bytes in self.copy_bytes and copies in self.copies
         return known and (not programs or programs in self.gather_programs)
@@ -103,6 +103,7 @@ class Scale(NamedTuple):
         most_bytes: of a transfer; larger ones are left out, for all lines are straight there.
         link_bytes: of a block of the contiguous copy.
         copy_bytes, copies: of batch and gather.
+        few_bytes, few: of batch, as for blocks that are one range each.
         loop_bytes, loop_copies: of the loop, which is slow.
         row_bytes, heights, operations: of strided copies; a height is rows in an operation.
         wide_bytes, wide_operations: of rows that are operations of their own.
@@ -122,6 +123,8 @@ class Scale(NamedTuple):
     link_bytes: int
     copy_bytes: tuple[int, ...]
     copies: tuple[int, ...]
+    few_bytes: tuple[int, ...]
+    few: tuple[int, ...]
     loop_bytes: tuple[int, ...]
     loop_copies: tuple[int, ...]
     row_bytes: tuple[int, ...]
@@ -155,6 +158,8 @@ FULL = Scale(
     link_bytes=64 * _MIB,
     copy_bytes=tuple(each * _KIB for each in (1, 2, 4, 8, 16, 24, 32, 64, 256, 1024)),
     copies=(64, 128, 256, 512, 1024, 4096, 16384),
+    few_bytes=tuple(each * _KIB for each in (64, 256, 1024)),
+    few=(1, 8, 32),
     loop_bytes=tuple(each * _KIB for each in (4, 64, 1024)),
     loop_copies=(64, 512),
     row_bytes=tuple(each * _KIB for each in (1, 2, 4, 8, 16, 32, 64, 256, 1024)),
@@ -197,6 +202,8 @@ MINIATURE = Scale(  # for the simulated device
     link_bytes=16 * _KIB,
     copy_bytes=(64, 256),
     copies=(4, 16),
+    few_bytes=(256,),
+    few=(1, 2),
     loop_bytes=(64, 256),
     loop_copies=(4, 16),
     row_bytes=(64, 256),
@@ -246,6 +253,8 @@ def flat_sets(scale: Scale, missing: Mapping[str, str]) -> Iterator[TrialSet]:
     methods += [] if "batch" in missing else [CopyMethod("batch")]
     for nbytes in scale.copy_bytes if methods else ():
         yield _flat_set(scale, nbytes, scale.copies, methods)
+    for nbytes in () if "batch" in missing else scale.few_bytes:
+        yield same_trials(False, 1, nbytes, [Trial(CopyMethod("batch"), count) for count in scale.few])
     for nbytes in scale.loop_bytes:
         yield _flat_set(scale, nbytes, scale.loop_copies, [CopyMethod("loop")])
 

@@ -154,7 +154,7 @@ def rank(
         methods.sort(key=lambda each: _BY_DEFAULT.index(each.copier))
         return [Expected(method, inf, 1.0, 0.0, inf) for method in methods]
     if prefer == "latency":
-        weights = [_until_landing(*each, shape, profile) for each in zip(methods, times, strict=True)]
+        weights = [_completion_seconds(*each, shape, profile) for each in zip(methods, times, strict=True)]
     else:
         prices = [_prices(*each, shape, profile, opposite) for each in zip(methods, times, strict=True)]
         lowest = tuple(map(min, zip(*prices, strict=True)))
@@ -221,13 +221,13 @@ def _prices(
     return large + kept, small * (2.0 - 1.0 / slowdown) + kept
 
 
-def _until_landing(method: CopyMethod, times: tuple[float, ...], shape: Shape, profile: Profile) -> float:
+def _completion_seconds(method: CopyMethod, times: tuple[float, ...], shape: Shape, profile: Profile) -> float:
     """Seconds from the call until the last byte has landed, cautiously."""
     (seconds,) = times
-    landing = seconds + profile.seconds_around(method, shape)
+    completion = seconds + profile.seconds_around(method, shape)
     errors = profile.errors.get(method.copier)
     bound = _LINK_BOUND * shape.nbytes / profile.costs[shape.direction].link
-    return landing * (1.0 + errors.median) if errors is not None and seconds > bound else landing
+    return completion * (1.0 + errors.median) if errors is not None and seconds > bound else completion
 
 
 def _methods(shape: Shape, available: Collection[str], profile: Profile, sm_limit: int) -> list[CopyMethod]:

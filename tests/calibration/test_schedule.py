@@ -176,7 +176,7 @@ def test_where_memory_is_short_large_transfers_are_left_out(device: kvoffload.De
 
 def test_when_time_is_short_there_are_fewer_rounds(device: kvoffload.Device) -> None:
     field = TINY.field._replace(copy_bytes=(), row_bytes=())  # the contiguous copy alone, in three situations
-    scale = TINY._replace(repeats=2, field=field, split_programs=())  # shares depend on what was measured
+    scale = TINY._replace(repeats=2, field=field, split_programs=(), few_bytes=())  # shares depend on what was measured
     slow = tune(device, scale=scale._replace(seconds=0.0))
     fast = tune(device, scale=scale._replace(seconds=600.0))
     in_field = 3 * len(Direction) * field.repeats
