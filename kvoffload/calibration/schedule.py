@@ -60,7 +60,6 @@ class FieldScale(NamedTuple):
     Attributes:
         copy_bytes, copies, gather_programs: of batch, loop and gather.
         row_bytes, operations: of strided copies.
-        split_bytes, split_blocks: of splits.
         large, small: the products concurrent with which they are timed.
         opposite_bytes: of the contiguous copies in the other direction.
         repeats: rounds.
@@ -71,20 +70,18 @@ class FieldScale(NamedTuple):
     gather_programs: tuple[int, ...]
     row_bytes: tuple[int, ...]
     operations: tuple[int, ...]
-    split_bytes: tuple[int, ...]
-    split_blocks: tuple[int, ...]
     large: Product
     small: Product
     opposite_bytes: int
     repeats: int
 
     def has(self, trial_set: TrialSet, trial: Trial) -> bool:
-        """Whether a trial of a set is timed in the field."""
+        """Whether a trial of a set is timed in the field; splits are not, see `kvoffload.copiers.selection`."""
         copier, programs, _ = trial.method
         if copier == "strided":
             return trial_set.block_bytes in self.row_bytes and trial.blocks in self.operations
         if copier == "split":
-            return trial_set.block_bytes in self.split_bytes and trial.blocks in self.split_blocks
+            return False
         copies = trial.blocks * trial_set.planes
         if trial_set.planes == 1:  # the contiguous copy, and few copies
             return True
@@ -181,10 +178,8 @@ FULL = Scale(
         copy_bytes=tuple(each * _KIB for each in (4, 16, 64, 256, 1024)),
         copies=(64, 128, 1024, 4096, 16384),
         gather_programs=(1, 4),
-        row_bytes=tuple(each * _KIB for each in (4, 16, 32, 64, 1024)),
+        row_bytes=tuple(each * _KIB for each in (4, 8, 16, 32, 64, 1024)),
         operations=(1, 8, 64),
-        split_bytes=tuple(each * _KIB for each in (4, 16, 64)),
-        split_blocks=(32,),
         large=LARGE,
         small=MEDIUM,
         opposite_bytes=32 * _MIB,
@@ -227,8 +222,6 @@ MINIATURE = Scale(  # for the simulated device
         gather_programs=(1,),
         row_bytes=(64,),
         operations=(1,),
-        split_bytes=(64,),
-        split_blocks=(2,),
         large=SMALL,
         small=SMALL,
         opposite_bytes=4 * _KIB,

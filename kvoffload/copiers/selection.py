@@ -148,7 +148,7 @@ def rank(
     opposite: bool = False,
 ) -> list[Expected]:
     """All methods, the best first; at least one. Arguments as for `choose`."""
-    methods = _methods(shape, available, profile, sm_limit)
+    methods = _methods(shape, available, profile, prefer, sm_limit)
     times = [_times(method, shape, profile, prefer, parts, opposite) for method in methods]
     if all(each[0] == inf for each in times):
         methods.sort(key=lambda each: _BY_DEFAULT.index(each.copier))
@@ -230,8 +230,14 @@ def _completion_seconds(method: CopyMethod, times: tuple[float, ...], shape: Sha
     return completion * (1.0 + errors.median) if errors is not None and seconds > bound else completion
 
 
-def _methods(shape: Shape, available: Collection[str], profile: Profile, sm_limit: int) -> list[CopyMethod]:
-    """The methods that could copy a transfer; at least one."""
+def _methods(
+    shape: Shape, available: Collection[str], profile: Profile, prefer: str, sm_limit: int
+) -> list[CopyMethod]:
+    """The methods that could copy a transfer; at least one.
+
+    Concurrent with compute a split ends when its kernel does, which waits, and is never much faster than the better of
+    its halves alone (`bench field`, 36 transfers concurrent with compute: at most 1.04x); its times there scatter.
+    """
     folds = shape.rows > shape.operations
     # Submitted one by one, contiguous copies keep the host four times as long, and are as fast at best.
     flat: CopierName = "batch" if "batch" in available else "loop"
@@ -240,7 +246,7 @@ def _methods(shape: Shape, available: Collection[str], profile: Profile, sm_limi
     methods = [CopyMethod(name) for name in names if name in available]
     if "gather" in available:
         methods += [CopyMethod("gather", programs, 1.0) for programs in _programs(_GATHER_PROGRAMS, sm_limit)]
-    if "split" in available and (folds or not methods):
+    if "split" in available and (folds and prefer == "latency" or not methods):
         methods += _splits(shape, profile, sm_limit)
     return methods
 
