@@ -16,12 +16,11 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CONCURRENT_COMPUTE, CopierName, CopyMethod, Profile, Shape, Situation
 
 PREFERENCES = ("overlap", "latency")
-TOLERANCE = {"overlap": 1.1, "latency": 1.0}  # up to which the copy engine is preferred to a kernel
+TOLERANCE = 1.1  # up to which the copy engine is preferred to a kernel: measuring again changes as much
 _ALIKE = 0.02  # slow-downs nearer to each other than that are said to be one: measuring them again changes as much
 _GATHER_PROGRAMS = (1, 2, 3, 4)
 _MOST_PROGRAMS = 8  # 2 to 4 fill the link; more only slow the computation
 _SPLIT_PROGRAMS = (1, 2)
-_LINK_BOUND = 1.15  # times what a contiguous copy takes
 _MOST_HOST_SECONDS, _HOST_BYTES = 1e-3, 64 << 20  # for transfers up to that size; larger ones in proportion
 _MANTISSA_BITS = 5
 # Seconds that each further part of a load adds to what its copies and bytes take. By the copy engine, 32 blocks of 64
@@ -54,9 +53,8 @@ class Expected(NamedTuple):
         slowdown: how many times as long a small matrix product takes concurrently with it; 1.0 for the copy engine,
             whose methods differ in that only as much as in bandwidth.
         host: for how long the submission keeps its caller.
-        weight: what methods are compared by, the least is the best. With "latency": seconds from the call on, and more
-            by the copier's median error where the link is not what bounds it, so that a copier that is as fast as the
-            host happens to be must promise more. With "overlap": how many times the lowest price, where that is most.
+        weight: what methods are compared by, the least is the best. With "latency": seconds from the call until it is
+            seen to have ended. With "overlap": how many times the lowest price, where that is most.
     """
 
     method: CopyMethod
@@ -90,12 +88,11 @@ def choose(
         shape: of the transfer.
         available: names of copiers that can carry it; not empty. With one name: the best method of that copier.
         profile: what they cost.
-        prefer: "latency": the one that ends soonest after the call on a GPU that computes nothing, where a method whose
-            bound is not the link counts as slower by its copier's median error; "overlap": the one whose price falls
-            least behind the lowest, concurrent with large products of matrices or with small ones, wherever it falls
-            behind more. The price is the transfer's time, the time that computation loses meanwhile, and the time for
-            which the caller is kept, if that is more than a millisecond, or more than one for each 64 MiB. A method of
-            the copy engine within 1.1x of the best is preferred to a kernel: measuring again changes as much.
+        prefer: "latency": the one that ends soonest after the call on a GPU that computes nothing; "overlap": the one
+            whose price falls least behind the lowest, concurrent with large products of matrices or with small ones,
+            wherever it falls behind more. The price is the transfer's time, the time that computation loses meanwhile,
+            and the time for which the caller is kept, if that is more than a millisecond, or more than one for each
+            64 MiB. A method of the copy engine within 1.1x of the best is preferred to a kernel.
         sm_limit: programs of a kernel at most.
         parts: in which it is carried, one after the other; the copies of the shape are those of all parts.
         opposite: whether transfers in the other direction are in flight.
@@ -154,7 +151,9 @@ def rank(
         methods.sort(key=lambda each: _BY_DEFAULT.index(each.copier))
         return [Expected(method, inf, 1.0, 0.0, inf) for method in methods]
     if prefer == "latency":
-        weights = [_completion_seconds(*each, shape, profile) for each in zip(methods, times, strict=True)]
+        weights = [
+            seconds + profile.seconds_around(method, shape) for method, (seconds,) in zip(methods, times, strict=True)
+        ]
     else:
         prices = [_prices(*each, shape, profile, opposite) for each in zip(methods, times, strict=True)]
         lowest = tuple(map(min, zip(*prices, strict=True)))
@@ -163,7 +162,7 @@ def rank(
         Expected(method, sum(each) / len(each), _slowdown(method, profile), profile.host_seconds(method, shape), weight)
         for method, each, weight in zip(methods, times, weights, strict=True)
     ]
-    least = TOLERANCE[prefer] * min(weights)
+    least = TOLERANCE * min(weights)
     return sorted(found, key=lambda each: (each.weight > least or each.method.programs > 0, each.weight))
 
 
@@ -221,15 +220,6 @@ def _prices(
     return large + kept, small * (2.0 - 1.0 / slowdown) + kept
 
 
-def _completion_seconds(method: CopyMethod, times: tuple[float, ...], shape: Shape, profile: Profile) -> float:
-    """Seconds from the call until the last byte has landed, cautiously."""
-    (seconds,) = times
-    completion = seconds + profile.seconds_around(method, shape)
-    errors = profile.errors.get(method.copier)
-    bound = _LINK_BOUND * shape.nbytes / profile.costs[shape.direction].link
-    return completion * (1.0 + errors.median) if errors is not None and seconds > bound else completion
-
-
 def _methods(
     shape: Shape, available: Collection[str], profile: Profile, prefer: str, sm_limit: int
 ) -> list[CopyMethod]:
@@ -246,7 +236,7 @@ def _methods(
     methods = [CopyMethod(name) for name in names if name in available]
     if "gather" in available:
         methods += [CopyMethod("gather", programs, 1.0) for programs in _programs(_GATHER_PROGRAMS, sm_limit)]
-    if "split" in available and (folds and prefer == "latency" or not methods):
+    if "split" in available and ((folds and prefer == "latency") or not methods):
         methods += _splits(shape, profile, sm_limit)
     return methods
 
@@ -273,10 +263,7 @@ def _explain(best: Expected, others: list[Expected], shape: Shape, where: str) -
     fastest = min(known, key=lambda each: each.seconds)
     if best.seconds <= fastest.seconds:
         return f"{text}, the fastest; next is {fastest.method} with {_rate(fastest, shape)}"
-    if best.slowdown < fastest.slowdown - _ALIKE:
-        gain = "slows computation less"
-    else:
-        gain = "costs the host less" if best.host < fastest.host else "is surer"
+    gain = "slows computation less" if best.slowdown < fastest.slowdown - _ALIKE else "costs the host less"
     return f"{text}, {best.seconds / fastest.seconds:.2f}x of {fastest.method} ({_rate(fastest, shape)}), and {gain}"
 
 
