@@ -25,7 +25,7 @@ from kvoffload.errors import (
     LayoutError,
 )
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import at_least, shown
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
@@ -361,6 +361,13 @@ def _release_garbage() -> None:
         except ValueError:
             pass  # another thread opens a device, too
     warn_unreleased(texts)
+
+
+def checked_devices(devices: Any) -> tuple[Device, ...]:
+    """`devices`, if they are a list or tuple of open_device()'s; else TypeError."""
+    if not isinstance(devices, Sequence) or not all(isinstance(each, Device) for each in devices):
+        raise TypeError(f"devices must be a list of devices from open_device(), got {shown(devices)}")
+    return tuple(devices)
 
 
 @atexit.register

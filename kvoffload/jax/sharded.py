@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvoffload.device.buffers import check_shape
-from kvoffload.device.device import Device
+from kvoffload.device.device import Device, checked_devices
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.jax.imported import ImportedCache, layout_of
@@ -70,7 +70,7 @@ class ShardedOwnedCache(ImportedCache):
         block_axis: int,
         **options: Any,
     ) -> None:
-        self.devices = _checked_devices(devices)
+        self.devices = checked_devices(devices)
         self.sharding = _checked_sharding(sharding)
         self._jax_devices = _jax_devices(self.devices, sharding)
         axes = {"plane_axis": plane_axis, "block_axis": block_axis}
@@ -147,12 +147,6 @@ def _checked_result(name: str, result: Any) -> Any:
     if result.is_deleted():
         raise ValueError(f"{name} was deleted, or donated to a computation: pass the array that took its place")
     return result
-
-
-def _checked_devices(devices: Any) -> tuple[Device, ...]:
-    if not isinstance(devices, Sequence) or not all(isinstance(each, Device) for each in devices):
-        raise TypeError(f"devices must be a list of devices from open_device(), got {shown(devices)}")
-    return tuple(devices)
 
 
 def _checked_sharding(sharding: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from kvoffload.device.device import Device
+from kvoffload.device.device import Device, checked_devices
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT, stream_handle
 from kvoffload.engine.callbacks import Callbacks
@@ -66,7 +66,7 @@ class ShardedLifecycle:
         progress: Progress | None = None,
     ) -> None:
         self.layout = layouts if isinstance(layouts, ShardedLayout) else ShardedLayout(layouts)
-        self.devices = _checked_devices(devices, len(self.layout.layouts))
+        self.devices = _as_many(devices, len(self.layout.layouts))
         self.lock = threading.RLock()
         self._process = os.getpid()
         self._closing: set[object] = set()  # a token for each call of close()
@@ -344,9 +344,9 @@ class ShardedLifecycle:
         return f"ShardedEngine({list(self._shards)})"
 
 
-def _checked_devices(devices: Any, count: int) -> tuple[Device, ...]:
-    if not isinstance(devices, Sequence) or not all(isinstance(each, Device) for each in devices):
-        raise TypeError(f"devices must be a list of devices from open_device(), got {shown(devices)}")
-    if len(devices) != count:
-        raise ValueError(f"devices must be as many as layouts, one for each: got {len(devices)}, and {count} layouts")
-    return tuple(devices)
+def _as_many(devices: Sequence[Device], count: int) -> tuple[Device, ...]:
+    """The checked devices, `count` of them."""
+    found = checked_devices(devices)
+    if len(found) != count:
+        raise ValueError(f"devices must be as many as layouts, one for each: got {len(found)}, and {count} layouts")
+    return found
