@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvoffload import kernels
 from kvoffload.bench import field_report
@@ -24,6 +24,8 @@ from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import MODELS, ModelGeometry, find_model
 from kvoffload.terminal.console import Advance, Output
 from kvoffload.terminal.options import models, whole
+
+_Value = TypeVar("_Value")
 
 LAYOUTS = {
     "block-major": Placement.INTERLEAVED,
@@ -79,11 +81,9 @@ class Plan:
     prefer: Prefer
     seconds: float | None
 
-    @property
-    def places(self) -> int:
-        """How many groups of interleaved rounds there are."""
-        sizes = len(self.blocks or (None,))
-        return len(self.models) * sizes * len(self.layouts) * len(self.situations) * len(self.directions)
+    def places(self, situations: int) -> int:
+        """How many groups of interleaved rounds there are, with so many situations that can be had."""
+        return len(self.models) * len(self.blocks or (None,)) * len(self.layouts) * situations * len(self.directions)
 
 
 def repeats_now(repeats: int, seconds: float | None, elapsed: float, done: int, places: int) -> int:
@@ -146,16 +146,20 @@ def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
     named = arguments.model or [[find_model(name) for name in names]]
     situations = arguments.situations or (_QUICK_SITUATIONS if quick or simulated else Situation)
     return Plan(
-        [model for group in named for model in group],
-        list(arguments.layouts or (_QUICK_LAYOUTS if quick else LAYOUTS)),
-        [Situation(each) for each in situations],
-        list(arguments.directions or DIRECTIONS),
-        arguments.blocks,
+        _each_once(model for group in named for model in group),
+        _each_once(arguments.layouts or (_QUICK_LAYOUTS if quick else LAYOUTS)),
+        _each_once(map(Situation, situations)),
+        _each_once(arguments.directions or DIRECTIONS),
+        arguments.blocks and _each_once(arguments.blocks),
         arguments.bytes or _BYTES,
         arguments.transfers,
         arguments.prefer,
         seconds,
     )
+
+
+def _each_once(values: Iterable[_Value]) -> list[_Value]:
+    return list(dict.fromkeys(values))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -240,12 +244,13 @@ class _FieldRun:
 
     def _of_setup(self, measurer: FieldMeasurer) -> Iterator[dict[str, Any]]:
         plan = self._plan
+        places = plan.places(len(self._computes))
         for situation, compute in self._computes.items():
             for directions in plan.directions:
-                repeats = repeats_now(self._lab.repeats, plan.seconds, self.elapsed, self._done, plan.places)
+                repeats = repeats_now(self._lab.repeats, plan.seconds, self.elapsed, self._done, places)
                 yield from measurer.cells(situation, directions, compute, repeats)
                 self._done += 1
-                self._progress(self._done, plan.places)
+                self._progress(self._done, places)
 
     def __enter__(self) -> _FieldRun:
         return self

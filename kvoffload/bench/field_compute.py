@@ -154,7 +154,7 @@ class ConcurrentCompute:
         return self._computation.stream
 
     def begin(self) -> None:
-        """Queue chunks, and wait until the first have ended, so that a series that begins now has company."""
+        """Queue chunks, and wait until the first have ended, so that the GPU is computing when a series begins."""
         for _ in range(self._ahead):
             self._queue()
         lead = 1

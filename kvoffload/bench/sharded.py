@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
+from kvoffload.bench.field_measure import DIRECTIONS
 from kvoffload.bench.lab import Lab
 from kvoffload.bench.report import Fields, add_bench_options, conduct, number
 from kvoffload.bench.rounds import Scenario, time_rounds
@@ -24,7 +25,6 @@ _REPEATS = 7
 _TRANSFER_BYTES, _TRANSFERS = 64 << 20, 8
 _SIMULATED = ShardSize(4, 256, 2, 2)
 _MOST_GPUS = 16
-DIRECTIONS = {"store": (Direction.STORE,), "load": (Direction.LOAD,), "both": tuple(Direction)}
 _DESCRIPTION = f"""\
 Bandwidth by wall clock of series of {_TRANSFERS} transfers of 64 MiB a GPU, block-major, on an otherwise idle machine:
 stores, loads, and both at once. In interleaved rounds: an OffloadEngine on one GPU; a ShardedEngine over all, whose

@@ -53,9 +53,9 @@ class Tuning(NamedTuple):
     """A measured profile.
 
     Attributes:
-        transfers: number of transfers whose times were counted.
+        transfers: how many times were counted.
         seconds: wall clock of the whole measurement.
-        missing: why a copier, or "slowdown", could not be measured.
+        missing: why a copier, "concurrent compute" or "slowdown" could not be measured.
     """
 
     profile: Profile

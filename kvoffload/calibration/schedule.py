@@ -31,7 +31,7 @@ class TrialSet(NamedTuple):
     """Planes, and the transfers to time on them in each direction.
 
     Attributes:
-        folds: whether the planes fold; a single plane does.
+        folds: whether the planes fold.
     """
 
     folds: bool

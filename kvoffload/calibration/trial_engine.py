@@ -52,7 +52,7 @@ class TrialMemory:
             self._undo = undo.pop_all()
 
     def planes(self, trial_set: TrialSet) -> list[Plane]:
-        """The planes of a set; together they cover all of the memory."""
+        """The planes of a set; those of sets with as many planes as the memory has cover all of it."""
         if trial_set.planes == 1:
             return [_plane(self._slab.address, trial_set.block_bytes, self._slab.nbytes)]
         if trial_set.folds:
@@ -89,7 +89,7 @@ class TrialEngine:
     """Transfers of random blocks between the planes of a set and random slots. A context manager.
 
     Attributes:
-        counted: transfers whose time was counted in the last `rounds`.
+        counted: times counted in the last `rounds`, of one transfer on an idle GPU, of three in a row in the field.
         host: of each transfer timed on an idle GPU, the seconds that its submission kept the caller.
         around: of each, the seconds from the call until it was seen to have ended, less those on the GPU clock.
     """

@@ -54,7 +54,7 @@ class Expected(NamedTuple):
             whose methods differ in that only as much as in bandwidth.
         host: for how long the submission keeps its caller.
         weight: what methods are compared by, the least is the best. With "latency": seconds from the call until it is
-            seen to have ended. With "overlap": how many times the lowest price, where that is most.
+            seen to have ended. With "overlap": see `choose`.
     """
 
     method: CopyMethod
@@ -88,11 +88,12 @@ def choose(
         shape: of the transfer.
         available: names of copiers that can carry it; not empty. With one name: the best method of that copier.
         profile: what they cost.
-        prefer: "latency": the one that ends soonest after the call on a GPU that computes nothing; "overlap": the one
-            whose price falls least behind the lowest, concurrent with large products of matrices or with small ones,
-            wherever it falls behind more. The price is the transfer's time, the time that computation loses meanwhile,
-            and the time for which the caller is kept, if that is more than a millisecond, or more than one for each
-            64 MiB. A method of the copy engine within 1.1x of the best is preferred to a kernel.
+        prefer: "latency": the one that ends soonest after the call on a GPU that computes nothing. "overlap": every
+            method has a price concurrent with large products of matrices and one concurrent with small ones; the larger
+            of its two ratios to the lowest price is its weight, and the least weight wins. A price is the transfer's
+            time, the time that computation loses meanwhile, and the time for which the caller is kept, if that is more
+            than a millisecond, or more than one for each 64 MiB. A method of the copy engine within 1.1x of the best is
+            preferred to a kernel.
         sm_limit: programs of a kernel at most.
         parts: in which it is carried, one after the other; the copies of the shape are those of all parts.
         opposite: whether transfers in the other direction are in flight.
@@ -187,7 +188,7 @@ def _times(
     return tuple(
         profile.seconds(method, shape, situation) * stretch
         + more
-        + (parts - 1) * _wait_of_a_launch(method, shape.direction, profile, situation)
+        + (parts > 1 and (parts - 1) * _wait_of_a_launch(method, shape.direction, profile, situation))
         for situation in CONCURRENT_COMPUTE
     )
 

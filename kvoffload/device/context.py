@@ -56,6 +56,10 @@ class DeviceUser(Protocol):
         """
 
 
+_contexts: list[weakref.ref[DeviceContext]] = []  # replaced as a whole, under the lock
+_contexts_lock = threading.Lock()
+
+
 class DeviceContext:
     """What buffers and engines need of an open device. `Device` adds opening, allocating and closing.
 
@@ -82,6 +86,12 @@ class DeviceContext:
         self._process = resources.process
         self._closed = False
         self._users: list[weakref.ref[DeviceUser]] = []
+        self._register()
+
+    def _register(self) -> None:
+        global _contexts
+        with _contexts_lock:
+            _contexts = [known for known in _contexts if known() is not None] + [weakref.ref(self)]
 
     def current(self) -> Current:
         """A context manager: the device's context is current inside, the caller's again afterwards.
@@ -168,13 +178,16 @@ class DeviceContext:
             engine.advance()
 
     def engines_over(self, address: int, nbytes: int) -> list[DeviceUser]:
-        """The engines with a plane in a range of device memory.
+        """The engines with a plane in a range of device memory, also those of other `Device` objects: a GPU may be
+        opened several times, and no two of a process have an address in common.
 
         Raises:
             ClosedError: the device is closed, or this is a forked child.
         """
         self.check_open()
-        return [engine for engine in self.engines() if engine.touches(address, nbytes)]
+        devices = (device for known in _contexts if (device := known()) is not None)
+        engines = (engine for device in devices if device.driver.api is self.driver.api for engine in device.engines())
+        return [engine for engine in engines if engine.touches(address, nbytes)]
 
     def wait_lifecycle(self, timeout: float | None) -> None:
         """Wait until no other thread holds `lifecycle`, for at most `timeout` seconds (None: without a limit).

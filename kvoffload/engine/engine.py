@@ -289,8 +289,16 @@ class OffloadEngine(EngineLifecycle):
         if not sources:
             return NO_WAIT
         self.device.check_process()
-        with self.device.current():
-            return self._follow(sources)
+        return self._follow_here(sources)
+
+    def _follow_here(self, sources: tuple[Source, ...]) -> Followed:
+        """`_follow` with the device's context current."""
+        try:
+            with self.device.current():
+                return self._follow(sources)
+        except DriverError as error:
+            self._mark_lost(error)
+            raise
 
     def _complete_empty(self, request: Request) -> Job:
         """A job with nothing to copy has ended at once."""

@@ -182,6 +182,8 @@ class ShardedLifecycle:
         error = record.error
         if error is not None:
             raise error
+        for index, (shard, handle) in enumerate(zip(self._shards, handles, strict=True)):
+            shard.check_stream(handle, f"streams[{index}]")
         for shard, transfer, handle in zip(self._shards, record.transfers, handles, strict=False):  # of an empty one: 0
             shard.order_job_before(transfer, handle, number)
 
@@ -197,8 +199,7 @@ class ShardedLifecycle:
         """Raise ClosedError or TransferError unless transfers can be submitted on all devices."""
         if self._closing:
             raise ClosedError("the engine is being closed")
-        for shard in self._shards:
-            shard.check_usable()
+        self._for_each(Shard.check_usable)
 
     def check_parts(self, parts: PartsLike) -> None:
         """Raise what a load of some group would raise for these `parts`."""
@@ -259,16 +260,17 @@ class ShardedLifecycle:
     def _per_device(self, name: str, given: Any, what: str) -> Sequence[Any]:
         """One value for each device of an argument that is a list of them. `after` may also be None or NO_WAIT, which
         are for all, or an object that has the list."""
-        count = len(self._shards)
+        count, source = len(self._shards), ""
         if name == "after" and not isinstance(given, list | tuple):
             if given is None or given is NO_WAIT:
                 return (given,) * count
-            if isinstance(given, FollowedPerDevice):
+            if isinstance(given, FollowedPerDevice) and callable(given.after):
+                source = f" from after() of the {type(given).__name__} given"
                 given = given.after()
         if not isinstance(given, list | tuple) or len(given) != count:
             raise TypeError(
                 f"{name} must be a list with one {what} for each of the {count} devices, in their order"
-                f"{', or None or NO_WAIT for all' if name == 'after' else ''}; got {shown(given)}"
+                f"{', or None or NO_WAIT for all' if name == 'after' else ''}; got {shown(given)}{source}"
             )
         return given
 

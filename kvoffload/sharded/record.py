@@ -19,9 +19,10 @@ class ShardedTransfer:
         transfers: one for each device, with the same id; none where there is nothing to copy.
         names: of the shards, for messages.
         sequence: counts those of its direction; 0 where there is nothing to copy.
+        forgotten: whether `poll` is not to report it: its caller has waited for it.
     """
 
-    __slots__ = ("direction", "id", "names", "nbytes", "num_parts", "sequence", "simulated", "transfers")
+    __slots__ = ("direction", "forgotten", "id", "names", "nbytes", "num_parts", "sequence", "simulated", "transfers")
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class ShardedTransfer:
         self.simulated = simulated
         self.nbytes = sum([transfer.nbytes for transfer in transfers])
         self.sequence = 0
+        self.forgotten = False
 
     @property
     def finished(self) -> bool:

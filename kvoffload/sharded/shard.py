@@ -7,6 +7,7 @@ from typing import Any
 
 from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
+from kvoffload.device.streams import raise_for_stream, refuse_capturing
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.request import Limits, Request
 from kvoffload.engine.transfer import Transfer
@@ -39,10 +40,30 @@ class Shard(OffloadEngine):
 
     def follow(self, request: Request) -> Followed:
         """The streams that a request follows, while it is referred to. The lock must not be held."""
-        if not request.arrays:
-            return Followed(request.sources)
-        with self.device.current():
-            return self._follow(request.sources)
+        return self._follow_here(request.sources) if request.arrays else Followed(request.sources)
+
+    def check_stream(self, stream: int, name: str) -> None:
+        """Refuse a stream of another device: it could be made to wait for this one's transfers, but then the stream of
+        this device would not.
+
+        Raises:
+            ValueError: this device's context does not know it; the message names it `name`.
+            TransferError: it is being captured.
+        """
+        in_flight = self._parts.in_flight
+        markers = in_flight.markers
+        with self.device.current(), self.lock:
+            self._repair()
+            refuse_capturing(self._driver, stream, name)
+            in_flight.consistent = False
+            marker = markers.idle.pop() if markers.idle else markers.make()
+            try:
+                self._driver.event_record(marker, stream)
+            except DriverError as error:
+                raise_for_stream(error, stream, name)
+            finally:  # an interrupt before this leaves it to the repair
+                markers.idle.append(marker)
+                in_flight.consistent = True
 
     def check(self, request: Request, streams: tuple[int, ...]) -> None:
         """Refuse what cannot be submitted now. Raises what `store` raises."""

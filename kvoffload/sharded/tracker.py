@@ -8,6 +8,7 @@ when the others have.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -98,7 +99,8 @@ class ShardedTracker:
             totals = _with(queue.totals, record)
             queue.counted = record.sequence or queue.counted  # no call from here to the report: all of it is done
             queue.totals = totals
-            self.reports[record.id] = record
+            if not record.forgotten:
+                self.reports[record.id] = record
         if len(self.reports) > MOST_REPORTS:
             del self.reports[next(iter(self.reports))]
             self.dropped_reports += 1
@@ -110,9 +112,11 @@ class ShardedTracker:
         return list(map(result_of, reports.values()))
 
     def forget(self, job_id: int) -> None:
-        """Keep `poll` from reporting a job that has ended."""
+        """Keep `poll` from reporting a job that has ended, or will be found to have when one before it has."""
         self.settle()
-        self.reports.pop(job_id, None)
+        if self.reports.pop(job_id, None) is None:
+            for record in itertools.chain.from_iterable(queue.transfers for queue in self.both):
+                record.forgotten |= record.id == job_id
 
 
 def _with(totals: DirectionTotals, record: ShardedTransfer) -> DirectionTotals:

@@ -330,14 +330,18 @@ def test_the_plan_of_the_options() -> None:
         *("llama-3.1-8b", "deepseek-v3-mla", "gpt-oss-120b-tp2", "qwen2.5-0.5b")
     ]
     assert (whole.layouts, whole.situations) == (list(field.LAYOUTS), list(Situation))
-    assert (whole.nbytes, whole.blocks, whole.places) == (64 << 20, None, 4 * 3 * 4 * 3)
+    assert (whole.nbytes, whole.blocks, whole.places(4)) == (64 << 20, None, 4 * 3 * 4 * 3)
     quick = plan("--quick", "--layouts", "scattered")
     assert (quick.layouts, quick.situations) == (["scattered"], [Situation.IDLE, Situation.LARGE])
-    assert (quick.places, quick.seconds) == (2 * 1 * 2 * 3, 40)
+    assert (quick.places(2), quick.seconds) == (2 * 1 * 2 * 3, 40)
     chosen = plan("--blocks", "1,512", "--repeats", "5", "--model", "all")
     assert (chosen.blocks, chosen.seconds, len(chosen.models)) == ([1, 512], None, len(MODELS))
+    twice = plan(
+        "--situations", "idle", "idle", "--directions", "store", "store", "--blocks", "8,8", "--layouts", "scattered"
+    )
+    assert (twice.situations, twice.directions, twice.blocks) == ([Situation.IDLE], ["store"], [8])
     small = plan(simulated=True)
-    assert ([model.name for model in small.models], small.places) == (["qwen2.5-0.5b"], 1 * 3 * 2 * 3)
+    assert ([model.name for model in small.models], small.places(2)) == (["qwen2.5-0.5b"], 1 * 3 * 2 * 3)
 
 
 def test_what_is_behind_its_schedule_gets_fewer_rounds() -> None:

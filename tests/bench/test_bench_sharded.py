@@ -11,7 +11,8 @@ from benching import run_json, times_in
 
 import kvoffload
 from kvoffload.bench import sharded_series
-from kvoffload.bench.sharded import DIRECTIONS, ONE, SHARDED, size_of
+from kvoffload.bench.field_measure import DIRECTIONS
+from kvoffload.bench.sharded import ONE, SHARDED, size_of
 from kvoffload.bench.sharded_series import Processes, Series, ShardSize
 from kvoffload.commands import main
 from kvoffload.internal.models import find_model

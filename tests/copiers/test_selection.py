@@ -212,6 +212,16 @@ def test_what_the_other_direction_slows_is_not_taken_with_it(prefer: str) -> Non
     assert choose(where, ALL, profile, prefer, 4, opposite=True).method.copier == "batch"
 
 
+def test_a_situation_without_costs_of_a_method_is_no_price() -> None:
+    """As in a profile that was put together by hand."""
+    times = {situation: {"batch": 1.0e-4, "gather4": 1.0e-4} for situation in Situation}
+    del times[Situation.LARGE_PRODUCTS]["gather4"]
+    for parts in (1, 3):
+        found = rank(shape(4096, 8, folds=False), ALL - {"split"}, field_of(times), "overlap", 4, parts)
+        assert found[0].method.copier == "batch"
+        assert {each.weight for each in found[1:]} == {inf}
+
+
 def test_where_nothing_was_measured_there_is_a_method_nevertheless() -> None:
     profile = profile_of({})
     for available, copier in ((ALL, "strided"), ({"batch", "loop"}, "batch"), ({"loop"}, "loop")):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 import kvoffload
-from kvoffload import KVLayout, KVOffloadWarning, LayoutError, OffloadEngine, Plane
+from kvoffload import NO_WAIT, KVLayout, KVOffloadWarning, LayoutError, OffloadEngine, Plane
 from kvoffload.testing import SimulatedDriver, check_clean_close
 
 KNOWN = ["cuMemAlloc", "default pool", "own pool", "mapped"]
@@ -154,3 +155,19 @@ def test_a_lost_context_is_an_error_and_no_doubt(machine: Machine) -> None:
     machine.simulator.faults.fail_call("cuMemRetainAllocationHandle", error=700)
     with machine.devices[1].current(), pytest.raises(kvoffload.DriverError, match="cuMemRetainAllocationHandle"):
         machine.devices[1].allocations(layout)
+
+
+def test_engines_of_another_device_object_of_the_same_gpu_are_known(machine: Machine) -> None:
+    """A GPU may be opened twice: what is exported waits for transfers of either."""
+    first, second = machine.devices[0], kvoffload.open_device(0, backend=machine.simulator)
+    memory, other = (device.empty((8, 4, 16), "float32") for device in machine.devices)
+    layout = KVLayout.from_stacked(memory, plane_axis=1, block_axis=0)
+    with second, OffloadEngine(layout, device=second, num_slots=8) as engine:
+        assert first.engines_over(memory.address, memory.nbytes) == [engine]
+        assert machine.devices[1].engines_over(other.address, other.nbytes) == []
+        engine.slots[0] = 255
+        engine.load([0], [3], after=NO_WAIT)
+        assert np.isnan(np.from_dlpack(memory)[3]).all(), "the export waits for the load"
+    apart = SimulatedDriver()
+    with kvoffload.open_device(backend=apart) as elsewhere:
+        assert elsewhere.engines_over(memory.address, memory.nbytes) == []

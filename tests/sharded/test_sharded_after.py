@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,9 +72,16 @@ def test_an_object_that_has_not_one_value_for_each_device_is_refused(two: Machin
     following = Following()
     following.values = wrong
     for call in (two.engine.store, two.engine.load):
-        with pytest.raises(TypeError, match="after must be a list with one value for each of the 2 devices"):
+        with pytest.raises(TypeError, match="after must be a list with one value for each of the 2 devices") as caught:
             call([1], [1], after=following)
+        assert "from after() of the Following given" in str(caught.value)
     assert two.engine.submitted == 0
+
+
+def test_an_object_whose_after_is_no_function_is_refused(two: Machine) -> None:
+    following: Any = SimpleNamespace(after=5)
+    with pytest.raises(TypeError, match="after must be a list with one value for each of the 2 devices"):
+        two.engine.store([1], [1], after=following)
 
 
 def test_what_the_object_raises_leaves_nothing_in_flight(two: Machine) -> None:

@@ -6,7 +6,7 @@ import pytest
 from interrupts import Methods, interrupt_at
 from sharding import machine
 
-from kvoffload import NO_WAIT, BlockCache, CapacityError
+from kvoffload import NO_WAIT, BlockCache, CapacityError, TransferError
 from kvoffload.sharded.shard import Shard
 
 COUNTS = (2, 3)
@@ -64,3 +64,20 @@ def test_an_interrupted_store_of_a_cache_keeps_its_slots_until_all_devices_have_
         cache.check()
         cache.store([b"3", b"4", b"5", b"6"], [3, 4, 5, 6], after=NO_WAIT, all_or_nothing=True).wait(10)
         assert cache.lookup([b"3", b"4", b"5", b"6"]) == 4
+
+
+def test_a_job_that_was_waited_for_is_not_reported_also_if_it_ended_before_an_earlier_one() -> None:
+    with machine(COUNTS) as made:
+        streams = made.one_each()
+        gate = made.hold(0, streams[0])
+        first = made.engine.store([1], [1], after=streams)
+        assert interrupt_at(1, lambda: made.engine.store([2], [2], after=NO_WAIT), points=BEFORE_A_LAUNCH).raised
+        _, second = made.engine.jobs_in_flight()
+        with pytest.raises(TransferError, match="interrupted"):
+            second.wait(5)
+        assert not first.done
+        gate.open()
+        made.engine.drain(5)
+        assert [result.job_id for result in made.engine.poll()] == [first.id]
+        assert made.engine.statistics().store.failed == 1
+        made.whole()

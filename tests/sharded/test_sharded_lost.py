@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from sharding import Machine
 
 from kvoffload import NO_WAIT, TransferError
+
+ILLEGAL_ADDRESS = 700
 
 
 @pytest.mark.parametrize("lost", range(2))
@@ -38,3 +41,19 @@ def test_a_lost_context_on_one_device_fails_the_job(lost: int) -> None:
     for device in made.devices:
         device.close(5)
     assert made.simulator.violations == []
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_context_lost_while_arrays_are_followed_is_said_to_be_lost(nth: int) -> None:
+    made = Machine((2, 2))
+    host = np.zeros(4)
+    made.simulator.faults._plan("cuStreamCreateWithPriority", nth, ILLEGAL_ADDRESS, sticky=True)
+    with pytest.raises(TransferError, match="context is lost") as caught:
+        made.engine.store([1], [1], after=[[host], [host]])
+    assert caught.value.__notes__ == [f"on shard {nth - 1} (device {nth - 1})"]
+    with pytest.raises(TransferError, match="context is lost") as caught:
+        made.engine.store([1], [1], after=NO_WAIT)
+    assert caught.value.__notes__ == [f"on shard {nth - 1} (device {nth - 1})"], "the device is named then, too"
+    made.engine.close(5)
+    for device in made.devices:
+        device.close(5)

@@ -178,3 +178,20 @@ def test_a_failure_on_one_device_frees_nothing_early(three: Machine, failing: in
     for mirror in mirrors:
         mirror.expect("store", [1, 3], [2, 4])
         mirror.check()
+
+
+@pytest.mark.parametrize("part", [None, 0])
+def test_streams_in_another_order_than_the_devices_are_refused_and_none_waits(part: int | None) -> None:
+    """A stream may wait for an event of another device; then the work on its own would not wait for its bytes."""
+    with machine((2, 3)) as made:
+        streams, mine = made.one_each(), made.one_each()
+        gate = made.hold(1, streams[1])
+        job = made.engine.load([1], [1], after=streams, parts=1)
+        with pytest.raises(ValueError, match=r"streams\[0\]=0x[0-9a-f]+ is no stream of this device's context"):
+            job.order_before(mine[::-1], part)
+        with pytest.raises(ValueError, match=r"streams\[1\]=0x"):
+            job.order_before([mine[0], mine[0]], part)
+        job.order_before(mine, part)
+        gate.open()
+        job.wait(10)
+        made.whole()
