@@ -48,9 +48,7 @@ def command_line(description: str, *, by_layer: bool = False, sharded: bool = Fa
     extent = workload.SMALL if options.small else workload.LARGE
     chosen = {name: getattr(options, name) for name in extent._fields if name != "chunk"}
     options.extent = extent._replace(**{name: value for name, value in chosen.items() if value is not None})
-    conversations, turns, batch, generated = options.extent[:4]
-    if min(batch, generated) < 1 or turns < 2 or conversations < 1 or conversations % batch:
-        parser.error("counts are positive, --turns at least 2, and --batch divides --conversations")
+    check_counts(parser, options)
     if options.plot and options.device == SIMULATED:
         parser.error("--plot needs a GPU: times of the simulated device mean nothing")
     if sharded:
@@ -60,6 +58,25 @@ def command_line(description: str, *, by_layer: bool = False, sharded: bool = Fa
         if options.plot and options.devices > 1:
             parser.error("--plot shows one device: leave out --devices")
     return options
+
+
+def check_counts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit with a message that names the option unless there is such a workload."""
+    extent = options.extent
+    least = {"conversations": 1, "turns": 2, "batch": 1, "generated": 1}
+    for name, minimum in least.items():
+        if getattr(extent, name) < minimum:
+            parser.error(f"--{name} must be at least {minimum}, got {getattr(extent, name)}")
+    if extent.conversations % extent.batch:
+        parser.error(f"--batch must divide the {extent.conversations} --conversations, got {extent.batch}")
+    for name in ("first-prompt", "later-prompt"):
+        low, high = getattr(extent, name.replace("-", "_"))
+        if not 1 <= low <= high:
+            parser.error(f"--{name} MIN MAX must have 1 <= MIN <= MAX, got {low} {high}")
+    if options.device_blocks is not None and options.device_blocks < 1:
+        parser.error(f"--device-blocks must be at least 1, got {options.device_blocks}")
+    if options.seed < 0:
+        parser.error(f"--seed must be at least 0, got {options.seed}")
 
 
 def model_size(options: argparse.Namespace) -> model.ModelSize:
@@ -76,9 +93,13 @@ def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out
         The exit code: 0 if offloading did not change a bit of any logits, else 1.
     """
     work = workload.Workload(options.extent, backend.size.vocabulary, options.seed)
-    device_blocks = options.device_blocks or work.blocks_at_once()
-    if device_blocks < work.blocks_at_once():
-        raise SystemExit(f"a batch and the prefixes of the next need {work.blocks_at_once()} blocks on the device")
+    at_once = work.blocks_at_once()
+    device_blocks = at_once if options.device_blocks is None else options.device_blocks
+    if device_blocks < at_once:
+        raise SystemExit(
+            f"a batch and the prefixes of the next need {at_once} blocks on the device: --device-blocks must be at "
+            f"least that, got {device_blocks}"
+        )
     device = backend.devices[0]
     count = f"{len(backend.devices)} x " if len(backend.devices) > 1 else ""
     print(f"{type(backend).__name__} on {count}{device.name}", backend.size, options.extent, sep="\n")

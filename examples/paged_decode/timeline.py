@@ -31,6 +31,7 @@ class Timeline:
         self._computations: list[tuple[str, int, int]] = []
         self._transfers: list[tuple[kvoffload.Job, int]] = []
         self._rounds: list[int] = []
+        self._events: list[int] = []  # all of them
         self._marked: set[int] = set()  # streams with events
         with device.current():
             self._idle = self._driver.stream_create(0)
@@ -69,10 +70,8 @@ class Timeline:
 
     def close(self) -> None:
         """Destroy events and streams. All computations and transfers must have ended."""
-        events = [self._origin, *self._rounds, *(event for _, event in self._transfers)]
-        events += [event for _, *pair in self._computations for event in pair]
         with self._device.current():
-            for event in events:
+            for event in self._events:
                 self._driver.event_destroy(event)
             for stream in (self._idle, *self._lanes.values()):
                 self._driver.stream_destroy(stream)
@@ -80,6 +79,7 @@ class Timeline:
     def _mark(self, stream: int) -> int:
         with self._device.current():
             event = self._driver.event_create(timing=True)
+            self._events.append(event)
             self._driver.event_record(event, stream)
         self._marked.add(stream)
         return event

@@ -6,10 +6,16 @@ from functools import lru_cache
 from typing import Any
 
 from kvoffload.device.device import Device
-from kvoffload.errors import LayoutError
-from kvoffload.jax.base import OneDeviceCache, Place
+from kvoffload.jax.base import (
+    OneDeviceCache,
+    Place,
+    check_device,
+    check_is_array,
+    check_is_not_lost,
+    check_is_on_one_device,
+)
 from kvoffload.jax.imports import address_of, import_jax
-from kvoffload.layout.arrays import is_jax_array, planes_of_view
+from kvoffload.layout.arrays import planes_of_view
 from kvoffload.layout.dlpack import view_dlpack
 from kvoffload.layout.layout import KVLayout
 
@@ -43,12 +49,14 @@ class AdoptedCache(OneDeviceCache):
         options: as for `KVLayout`.
 
     Raises:
-        LayoutError: `array` is no `jax.Array`, or as `KVLayout.from_stacked`.
+        TypeError: `device` is no device.
+        LayoutError: `array` is no `jax.Array`, was deleted, or is on several devices; or as `KVLayout.from_stacked`.
     """
 
     def __init__(self, device: Device, array: Any, *, plane_axis: int, block_axis: int, **options: Any) -> None:
-        if not is_jax_array(array):
-            raise LayoutError(f"array must be a jax.Array, got {type(array).__name__}")
+        check_device(device)
+        check_is_array(array)
+        check_is_on_one_device(array)
         super().__init__((Place(device, address_of(array), int(array.nbytes)),), tuple(array.shape), array.dtype)
         self._holder = Holder(array)
         planes = planes_of_view(view_dlpack(array, None), plane_axis, block_axis, self._holder)
@@ -61,11 +69,7 @@ class AdoptedCache(OneDeviceCache):
         return self._holder.arrays[0]
 
     def _ordered(self) -> Any:
-        if self.is_deleted():
-            raise LayoutError(
-                "array was donated and its result was not set, so JAX has freed the memory of the cache: close its "
-                "engines and create a new cache, or use kvoffload.jax.OwnedCache, which keeps its memory"
-            )
+        check_is_not_lost(self._latest)
         transfers = self._transfers()
         if transfers != self._followed:
             for engine in self._engines():

@@ -1,4 +1,4 @@
-"""What all caches but StagedCache have in common: an array that stays at its address."""
+"""What the caches have in common: checks of arrays, and for all but StagedCache an array that stays at its address."""
 
 from __future__ import annotations
 
@@ -9,10 +9,59 @@ from typing import Any, NamedTuple
 from kvoffload.device.context import DeviceUser
 from kvoffload.device.device import Device
 from kvoffload.errors import LayoutError
-from kvoffload.jax.imports import address_of, follow
+from kvoffload.internal.checks import shown
+from kvoffload.jax.imports import address_of, follow, import_jax
 from kvoffload.layout.arrays import is_jax_array
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.layout import KVLayout
+
+
+def check_device(device: object) -> None:
+    """Raise TypeError unless it is a `Device`."""
+    if not isinstance(device, Device):
+        raise TypeError(f"device must be a device from open_device(), got {shown(device)}")
+
+
+def check_is_array(array: Any, remedy: str = "pass jax.numpy.asarray(...)") -> None:
+    """Raise LayoutError unless it is a `jax.Array` that has memory."""
+    if not is_jax_array(array) or not isinstance(array, import_jax().Array):
+        raise LayoutError(f"array must be a jax.Array, got {type(array).__name__}: {remedy}")
+    if isinstance(array, import_jax().core.Tracer):
+        raise LayoutError(
+            f"array must be a jax.Array with memory, got {type(array).__name__}, which has none: leave the jitted "
+            "function first"
+        )
+    if array.is_deleted():
+        raise LayoutError(
+            f"array was deleted, or donated to a computation: {array.dtype} of shape {array.shape}; pass the array "
+            "that the computation has returned"
+        )
+
+
+def check_is_on_one_device(array: Any) -> None:
+    """Raise LayoutError if a `jax.Array` is on several devices."""
+    if len(array.sharding.device_set) > 1:
+        raise LayoutError(
+            f"array must be on one device, got {array.sharding}: move it there (jax.device_put(array, device), or "
+            "jax.jit(..., out_shardings=...)), or use kvoffload.jax.ShardedOwnedCache for several"
+        )
+
+
+def check_update(array: Any, shape: tuple[int, ...], dtype: str) -> None:
+    """Raise LayoutError unless it is a `jax.Array` that has memory, of this shape and dtype."""
+    remedy = "set it to the updated cache"
+    check_is_array(array, remedy)
+    if (tuple(array.shape), dtype_name(array.dtype)) != (shape, dtype):
+        raise LayoutError(f"array must be {dtype} of shape {shape}, got {array.dtype} of {array.shape}: {remedy}")
+
+
+def check_is_not_lost(array: Any) -> None:
+    """Raise LayoutError if the array of a cache in JAX's memory was donated, and no result has been set."""
+    if array.is_deleted():
+        raise LayoutError(
+            "array was donated and its result was not set, so JAX has freed the memory of the cache: close its "
+            "engines and create a new cache, or use kvoffload.jax.OwnedCache, which keeps its memory"
+        )
 
 
 class Place(NamedTuple):
@@ -47,7 +96,8 @@ class PlacedCache(ABC):
         Set it to the result of every update, to which the array was given as a donated argument.
 
         Raises:
-            LayoutError: the array that is set has another address, shape, dtype or sharding, or is no `jax.Array`.
+            LayoutError: the array that is set has another address, shape, dtype or sharding, was deleted, or is no
+                `jax.Array`.
         """
         return self._ordered()
 
@@ -88,11 +138,12 @@ class PlacedCache(ABC):
         return frozenset((weakref.ref(engine), count) for engine in self._engines() if (count := engine.submitted))
 
     def _check(self, new: Any) -> None:
-        if not is_jax_array(new):
-            raise LayoutError(f"array must be a jax.Array, got {type(new).__name__}")
-        if (tuple(new.shape), dtype_name(new.dtype)) != (self.shape, self.dtype):
-            raise LayoutError(f"array must be {self.dtype} of shape {self.shape}, got {new.dtype} of {new.shape}")
+        check_update(new, self.shape, self.dtype)
+        self._check_sharding(new)
         self._check_places(new)
+
+    @abstractmethod
+    def _check_sharding(self, new: Any) -> None: ...
 
     def _check_places(self, new: Any) -> None:
         for place, shard in zip(self._places, self._shards(new), strict=True):
@@ -117,6 +168,9 @@ class OneDeviceCache(PlacedCache):
 
     layout: KVLayout
     _other_remedy = "; if JAX moves it even then, use kvoffload.jax.StagedCache"
+
+    def _check_sharding(self, new: Any) -> None:
+        check_is_on_one_device(new)
 
     @property
     def device(self) -> Device:

@@ -37,7 +37,7 @@ class CallbackCache(AdoptedCache):
 
     Raises:
         CapabilityError: this JAX has no `buffer_callback`.
-        LayoutError: as `AdoptedCache`.
+        LayoutError, TypeError: as `AdoptedCache`.
     """
 
     def __init__(self, device: Device, array: Any, *, plane_axis: int, block_axis: int, **options: Any) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvoffload.device.buffers import DeviceArray
 from kvoffload.errors import CapabilityError, LayoutError
+from kvoffload.internal.checks import shown
 from kvoffload.layout.dtypes import NARROW_BYTES
 
 
@@ -43,8 +44,11 @@ def from_device(memory: DeviceArray, *, after: Any = None) -> Any:
 
     Raises:
         CapabilityError: JAX is not installed.
+        TypeError: `memory` is no `DeviceArray`.
         LayoutError: JAX made a copy.
     """
+    if not isinstance(memory, DeviceArray):
+        raise TypeError(f"memory must be a DeviceArray from Device.empty(), got {shown(memory)}")
     jax = import_jax()
     narrow = memory.dtype in NARROW_BYTES
     carrier = memory.view(f"uint{8 * memory.itemsize}") if narrow else memory

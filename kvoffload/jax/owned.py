@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvoffload.device.device import Device
-from kvoffload.jax.base import OneDeviceCache
+from kvoffload.jax.base import OneDeviceCache, check_device
 from kvoffload.jax.imported import ImportedCache
 
 
@@ -50,6 +50,7 @@ class OwnedCache(ImportedCache, OneDeviceCache):
 
     Raises:
         CapabilityError: JAX is not installed.
+        TypeError: `device` is no device.
         CapacityError, LayoutError, ValueError: as `Device.empty` and `KVLayout.from_stacked`.
     """
 
@@ -63,6 +64,7 @@ class OwnedCache(ImportedCache, OneDeviceCache):
         block_axis: int,
         **options: Any,
     ) -> None:
+        check_device(device)
         options |= {"plane_axis": plane_axis, "block_axis": block_axis}
         super().__init__((device,), shape, shape, dtype, options)
         self.memory = self._memories[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -9,15 +10,18 @@ import numpy as np
 
 from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.engine.job import Job
-from kvoffload.errors import LayoutError
+from kvoffload.engine.job import Job, wait_until
+from kvoffload.errors import CapacityError, LayoutError
+from kvoffload.internal.checks import at_least, shown
 from kvoffload.internal.types import Int64Array
+from kvoffload.jax.base import check_device, check_is_array, check_is_not_lost, check_update
 from kvoffload.jax.imports import follow, from_device, import_jax
-from kvoffload.layout.arrays import is_jax_array
 from kvoffload.layout.dlpack import CPU, CUDA, view_dlpack
+from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
 
+_MOST_GATHERED = 2  # arrays: one is copied to the staging array while JAX computes the next
 _PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD: the calling thread's default stream
 
 
@@ -36,7 +40,13 @@ class StagedCache:
     """A KV cache in an array of JAX's that may move: jitted functions gather what is stored and scatter what is loaded.
 
     Relies on DLPack alone. Costs one more copy on the device for each transfer, a JAX program that is queued for each,
-    and device memory for two times `stage_blocks` blocks. Transfers of more blocks are cut into several.
+    and device memory for three times `stage_blocks` blocks: the staging array, and up to two arrays of blocks that were
+    gathered for stores. Transfers of more blocks are cut into several. Before a third array is gathered, `store` waits
+    on the host until the oldest has been copied and stored. Gathered arrays are freed when `array` is read, and by
+    `store` and `load`, if their jobs have ended.
+
+    If a step was given the array and its result is lost, JAX has freed the memory: close the engines over the cache,
+    and create a new one. `array` raises then, and so does `after=cache`.
 
     One thread may use a cache: that thread's default stream orders the copies to the staging array.
 
@@ -48,12 +58,15 @@ class StagedCache:
         options: as for `KVLayout`; `blocks_per_slot` must stay 1.
 
     Attributes:
+        shape, dtype: of the array.
         layout: of the staging array, for an `OffloadEngine` that has no other use.
         stage: the staging array, a block-major `DeviceArray` of shape (stage_blocks, planes, ...): a block is one copy,
             whatever the axes of the cache.
 
     Raises:
-        LayoutError: `array` is no `jax.Array`, or not where it must be, or an axis is wrong.
+        TypeError: `device` is no device.
+        ValueError: `stage_blocks` is no positive integer.
+        LayoutError: `array` is no `jax.Array`, was deleted, or is not where it must be, or an axis is wrong.
         CapacityError: as `Device.empty`.
     """
 
@@ -67,43 +80,68 @@ class StagedCache:
         block_axis: int,
         **options: Any,
     ) -> None:
-        if not is_jax_array(array):
-            raise LayoutError(f"array must be a jax.Array, got {type(array).__name__}")
+        check_device(device)
+        check_is_array(array)
         if options.get("blocks_per_slot", 1) != 1:
             raise LayoutError(f"blocks_per_slot must be 1 here, got {options['blocks_per_slot']}")
-        shape = np.moveaxis(np.broadcast_to(False, array.shape), (block_axis, plane_axis), (0, 1)).shape
         _check_place(device, array)
+        self.shape, self.dtype = tuple(array.shape), dtype_name(array.dtype)
+        axes = _checked_axes(self.shape, plane_axis, block_axis)
+        in_stage = np.moveaxis(np.broadcast_to(False, self.shape), axes[::-1], (0, 1)).shape
         self._arrays = [array]  # one; see `load`
         self.device = device
-        self.num_blocks = shape[0]
-        self.stage = device.empty((stage_blocks, *shape[1:]), array.dtype)
+        self.num_blocks = in_stage[0]
+        self.stage = device.empty((at_least("stage_blocks", stage_blocks, 1), *in_stage[1:]), array.dtype)
         stated: dict[str, Any] = {"on_default_stream": False} | options
         self.layout = KVLayout.from_stacked(self.stage, plane_axis=1, block_axis=0, **stated)
-        self._gather, self._scatter = _programs(len(array.shape), plane_axis, block_axis)
+        self._gather, self._scatter = _programs(*axes)
         self._gathered: deque[_Gathered] = deque()
 
     @property
     def array(self) -> Any:
-        """The cache as a `jax.Array`; what JAX computes with it follows the loads submitted so far."""
+        """The cache as a `jax.Array`; what JAX computes with it follows the loads submitted so far.
+
+        Set it to the result of every update, which may be at another address.
+
+        Raises:
+            LayoutError: the array that is set has another shape or dtype, is on another device, was deleted, or is no
+                `jax.Array`; or the array that is read was donated, and no result has been set.
+        """
+        self._forget_copied()
+        check_is_not_lost(self._arrays[0])
         return self._arrays[0]
 
     @array.setter
     def array(self, new: Any) -> None:
+        check_update(new, self.shape, self.dtype)
+        _check_place(self.device, new)
         self._arrays[0] = new
+
+    def is_deleted(self) -> bool:
+        """Whether the array was donated, and no result has been set."""
+        return bool(self._arrays[0].is_deleted())
 
     def store(self, engine: OffloadEngine, blocks: Any, slots: Any) -> list[Job]:
         """Copy blocks of the cache as it is now to slots; a job for each `stage_blocks` blocks.
 
-        Later updates of the cache need not wait for the jobs: the blocks are gathered first.
+        Later updates of the cache need not wait for the jobs: the blocks are gathered first. The host waits for jobs of
+        earlier batches, as the class says; that an earlier one fails does not raise here.
 
         Raises:
-            LayoutError, and what `OffloadEngine.store` raises.
+            LayoutError: the engine is another layout's, blocks or slots are out of range or not equally many, a slot is
+                given twice, or the array was donated, and no result has been set.
+            CapacityError: the engine has no room for so many jobs.
+            ClosedError, TransferError: as `OffloadEngine.store`.
+
+        All that is known beforehand is checked before the first batch. An error later, as of JAX or the driver, or an
+        interrupt leaves earlier batches submitted: their slots are written, and the engine's `jobs_in_flight` and
+        `poll` return their jobs.
         """
         batches = self._batches(engine, blocks, slots)
         return [self._store_batch(engine, *batch) for batch in batches]
 
     def _store_batch(self, engine: OffloadEngine, block_ids: Int64Array, slot_ids: Int64Array) -> Job:
-        self._forget_copied()
+        self._make_room()
         gathered = _Gathered(self._gather(self.array, self._padded(block_ids, 0)), [])
         self._gathered.append(gathered)
         engine.order_all_before(_PER_THREAD_STREAM)  # then no transfer uses the staging array any more
@@ -113,6 +151,20 @@ class StagedCache:
         job = engine.store(np.arange(len(block_ids)), slot_ids, after=_PER_THREAD_STREAM)
         gathered.jobs.append(job)
         return job
+
+    def _make_room(self) -> None:
+        """Wait on the host until another array may be gathered."""
+        self._forget_copied()
+        if len(self._gathered) < _MOST_GATHERED:
+            return
+        oldest = next((job for gathered in self._gathered for job in gathered.jobs), None)
+        if oldest is not None:
+            wait_until(lambda: oldest.done, None, repr(oldest))
+            self._forget_copied()
+        else:  # all are of interrupted stores
+            with self.device.current():
+                self.device.driver.stream_synchronize(_PER_THREAD_STREAM)
+            self._gathered.clear()
 
     def _forget_copied(self) -> None:
         """Drop gathered arrays that have been copied. One without a job, of an interrupted store, waits for a later
@@ -127,10 +179,15 @@ class StagedCache:
         """Copy slots to blocks of the cache; `array` is another one afterwards. A job for each `stage_blocks` blocks.
 
         Raises:
-            LayoutError, and what `OffloadEngine.load` raises.
+            LayoutError: as `store`; but a block, not a slot, is given twice.
+            CapacityError: the engine has no room for so many jobs; or as `OffloadEngine.load`.
+            ClosedError, TransferError: as `OffloadEngine.load`.
+
+        As with `store`, an error later or an interrupt leaves earlier batches submitted. `array` then has their blocks;
+        the others are as they were.
         """
         jobs = []
-        for block_ids, slot_ids in self._batches(engine, blocks, slots, targets=True):
+        for block_ids, slot_ids in self._batches(engine, blocks, slots, loads=True):
             # The last scatter, which reads the staging array, produces `array`; the stream has the copies of stores.
             after = (self.array, _PER_THREAD_STREAM)
             jobs.append(engine.load(slot_ids, np.arange(len(block_ids)), after=after))
@@ -142,19 +199,30 @@ class StagedCache:
         return jobs
 
     def _batches(
-        self, engine: OffloadEngine, blocks: Any, slots: Any, *, targets: bool = False
+        self, engine: OffloadEngine, blocks: Any, slots: Any, *, loads: bool = False
     ) -> list[tuple[Int64Array, Int64Array]]:
-        """Block ids and slots, `stage_blocks` at a time, checked. `targets`: the blocks must be distinct."""
+        """Block ids and slots, `stage_blocks` at a time, checked, as is the engine's room for all of them. The targets
+        must be distinct: for `loads` the blocks, otherwise the slots."""
         if engine.layout is not self.layout:
             raise LayoutError("engine must be one of this cache's layout: OffloadEngine(cache.layout, device=...)")
         block_ids = as_ids("blocks", blocks, self.num_blocks)
         slot_ids = as_ids("slots", slots, engine.num_slots)
         if len(block_ids) != len(slot_ids):
             raise LayoutError(f"{len(block_ids)} blocks need as many slots, got {len(slot_ids)}")
-        if targets and len(np.unique(block_ids)) != len(block_ids):
-            raise LayoutError("blocks repeats an id; the targets of a load must be distinct")
+        targets, name = (block_ids, "blocks") if loads else (slot_ids, "slots")
+        if len(np.unique(targets)) != len(targets):
+            raise LayoutError(f"{name} repeats an id; the targets of a {'load' if loads else 'store'} must be distinct")
+        check_is_not_lost(self._arrays[0])
         step = self.stage.shape[0]
         cuts = [slice(start, start + step) for start in range(0, len(block_ids), step)]
+        if len(cuts) > engine.max_in_flight:
+            raise CapacityError(
+                f"{len(block_ids)} blocks are {len(cuts)} jobs of up to {step} blocks, and the engine has "
+                f"max_in_flight={engine.max_in_flight}: copy fewer blocks at a time, or create the cache with a "
+                "greater stage_blocks"
+            )
+        engine.advance()
+        engine.check_room(len(cuts))
         return [(block_ids[cut], slot_ids[cut]) for cut in cuts]
 
     def _padded(self, ids: Int64Array, filler: int) -> Any:
@@ -166,14 +234,14 @@ class StagedCache:
     # after=cache: an array whose producer is followed
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        kind, index = self.array.__dlpack_device__()
+        kind, index = self._arrays[0].__dlpack_device__()
         return int(kind), int(index)
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         return follow(self.array, stream)
 
     def __repr__(self) -> str:
-        return f"StagedCache({tuple(self.array.shape)}, {self.array.dtype}, stage_blocks={self.stage.shape[0]})"
+        return f"StagedCache({self.shape}, {self.dtype}, stage_blocks={self.stage.shape[0]})"
 
 
 def _check_place(device: Device, array: Any) -> None:
@@ -189,14 +257,30 @@ def _check_place(device: Device, array: Any) -> None:
     raise LayoutError(f"array is on {array.sharding}; put it on {target}: jax.device_put(array, ...)")
 
 
-def _programs(num_axes: int, plane_axis: int, block_axis: int) -> tuple[Any, Any]:
+def _checked_axes(shape: tuple[int, ...], plane_axis: Any, block_axis: Any) -> tuple[int, int]:
+    """Both as numbers from 0; LayoutError if one is no axis, or they are the same."""
+    found = []
+    for name, axis in (("plane_axis", plane_axis), ("block_axis", block_axis)):
+        try:
+            number = operator.index(axis)
+        except TypeError:
+            number = len(shape)
+        if isinstance(axis, bool) or not -len(shape) <= number < len(shape):
+            raise LayoutError(f"{name} must be an axis of shape {shape}, got {shown(axis)}")
+        found.append(number % len(shape))
+    if found[0] == found[1]:
+        raise LayoutError(f"plane_axis and block_axis must differ, both are {found[0]}")
+    return found[0], found[1]
+
+
+def _programs(plane_axis: int, block_axis: int) -> tuple[Any, Any]:
     """Gather: (cache, ids) to (ids, planes, ...). Scatter: back into the cache, donated; ids beyond it do nothing.
 
     Axes are moved in what is gathered, never in the cache, of which XLA could make a copy.
     """
     jax = import_jax()
     in_cache, in_stage = (block_axis, plane_axis), (0, 1)
-    before = (slice(None),) * (block_axis % num_axes)
+    before = (slice(None),) * block_axis
 
     def gather(cache: Any, ids: Any) -> Any:
         return jax.numpy.moveaxis(cache[(*before, ids)], in_cache, in_stage)

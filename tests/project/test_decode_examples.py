@@ -159,7 +159,15 @@ def test_without_jax_several_devices_say_what_they_need(device: str, message: st
     ("name", "options", "message"),
     [
         (BOTH[0], ("--device-blocks", "5"), "need 39 blocks on the device"),
-        (BOTH[0], ("--batch", "3"), "--batch divides --conversations"),
+        (BOTH[0], ("--device-blocks", "5"), "--device-blocks must be at least that, got 5"),
+        (BOTH[0], ("--device-blocks", "0"), "--device-blocks must be at least 1, got 0"),
+        (BOTH[0], ("--batch", "3"), "--batch must divide the 8 --conversations, got 3"),
+        (BOTH[0], ("--batch", "0"), "--batch must be at least 1, got 0"),
+        (BOTH[0], ("--turns", "1"), "--turns must be at least 2, got 1"),
+        (BOTH[0], ("--first-prompt", "0", "0"), "--first-prompt MIN MAX must have 1 <= MIN <= MAX, got 0 0"),
+        (BOTH[0], ("--first-prompt", "20", "10"), "--first-prompt MIN MAX must have 1 <= MIN <= MAX, got 20 10"),
+        (BOTH[0], ("--later-prompt", "-5", "3"), "--later-prompt MIN MAX must have 1 <= MIN <= MAX, got -5 3"),
+        (BOTH[0], ("--seed", "-1"), "--seed must be at least 0, got -1"),
         (BOTH[0], ("--plot", "timeline.png"), "--plot needs a GPU"),
         (BOTH[0], ("--devices", "2"), "unrecognized arguments: --devices 2"),
         (BOTH[1], ("--devices", "3"), "--devices must divide the 2 heads of K and V, got 3"),
@@ -337,6 +345,16 @@ def test_a_timeline_has_all_that_ran(paged: Any, device: kvoffload.Device, tmp_p
         pytest.skip("matplotlib is not installed")
     timeline.draw(spans, str(tmp_path / "timeline.png"))
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_timeline_destroys_the_events_of_a_computation_that_raised(paged: Any, device: kvoffload.Device) -> None:
+    calls = device.simulator.faults.call_count
+    created, destroyed = (calls[name] for name in ("cuEventCreate", "cuEventDestroy"))
+    notes = paged("timeline").Timeline(device)
+    with pytest.raises(ZeroDivisionError), notes.computing(None, "decode"):
+        1 / 0  # noqa: B018
+    notes.close()
+    assert calls["cuEventCreate"] - created == calls["cuEventDestroy"] - destroyed == 2
 
 
 # on a GPU
