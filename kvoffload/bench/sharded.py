@@ -21,7 +21,7 @@ from kvoffload.terminal.options import model, whole
 
 ONE, SHARDED, PROCESSES = "one GPU", "sharded", "processes"
 _MODEL = "llama-3.1-8b"
-_REPEATS = 7
+_REPEATS = 5
 _TRANSFER_BYTES, _TRANSFERS = 64 << 20, 8
 _SIMULATED = ShardSize(4, 256, 2, 2)
 _MOST_GPUS = 16

@@ -15,6 +15,8 @@ from kvoffload.bench.tools import POISON
 from kvoffload.device.buffers import DeviceBuffer
 from kvoffload.device.device import Device, open_device
 from kvoffload.device.streams import NO_WAIT
+from kvoffload.driver import address_of
+from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.internal.types import Int64Array, UInt8Array
 from kvoffload.layout.layout import KVLayout
@@ -46,65 +48,79 @@ class ShardSize(NamedTuple):
 
 class SeriesIds:
     """Blocks and slots of the series of both directions, random and the same on every device. Stores have the first
-    half of them, loads the second.
+    half of both, loads the second.
     """
 
     def __init__(self, size: ShardSize, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        self._blocks, self._slots = random.permutation(2 * size.in_series), random.permutation(2 * size.in_series)
+        random, count = np.random.default_rng(seed), size.in_series
         self._size = size
+        self._ids = {
+            direction: (first + random.permutation(count), first + random.permutation(count))
+            for direction, first in ((Direction.STORE, 0), (Direction.LOAD, count))
+        }
 
     def of(self, direction: Direction, index: int | None = None) -> tuple[Int64Array, Int64Array]:
         """Blocks and slots of a transfer; None: of all of the series."""
-        size = self._size
-        first = size.in_series * (direction is Direction.LOAD)
-        taken = slice(first, first + size.in_series)
-        if index is not None:
-            taken = slice(first + index * size.blocks, first + (index + 1) * size.blocks)
-        return self._blocks[taken], self._slots[taken]
+        blocks, slots = self._ids[direction]
+        if index is None:
+            return blocks, slots
+        taken = slice(index * self._size.blocks, (index + 1) * self._size.blocks)
+        return blocks[taken], slots[taken]
 
 
 class ShardBytes:
-    """A block-major cache on a device, and what its blocks and their slots must hold.
+    """A block-major cache on a device, the range of slots that it is stored to, and what both must hold.
 
     Attributes:
         layout: of the cache.
     """
 
     def __init__(self, device: Device, size: ShardSize, ids: SeriesIds, seed: int) -> None:
-        count = 2 * size.in_series
-        planes = device.allocate_blocks(count, planes=size.planes, block_bytes=size.block_bytes)
+        self._device, self._count = device, size.in_series
+        planes = device.allocate_blocks(2 * self._count, planes=size.planes, block_bytes=size.block_bytes)
         self.layout = KVLayout([planes], on_default_stream=False)
         owner = planes[0].owner
         assert isinstance(owner, DeviceBuffer)
         self._memory, self._ids = owner, ids
+        width = size.planes * size.block_bytes
         random = np.random.default_rng((seed, device.index))
-        self._image = random.integers(0, 256, (count, size.planes * size.block_bytes), dtype=np.uint8)
-        self._memory.copy_from(self._image.reshape(-1))
+        self._loaded = random.integers(0, 256, (self._count, width), dtype=np.uint8)  # by block
+        stored = random.integers(0, 256, (self._count, width), dtype=np.uint8)
+        self._memory.copy_from(stored)
+        blocks, slots = ids.of(Direction.STORE)
+        self._stored = np.empty_like(stored)  # by slot
+        self._stored[slots] = stored[blocks]
+        self._half = self._memory.address + self._count * width
+        self._back = np.empty_like(stored)
+
+    def prepare(self, slots: UInt8Array) -> None:
+        """Give loads their sources, which nothing changes."""
+        blocks, places = self._ids.of(Direction.LOAD)
+        slots[places] = self._loaded[blocks - self._count]
 
     def poison(self, slots: UInt8Array, directions: Sequence[Direction]) -> None:
-        """Overwrite the targets, and give loads their sources."""
-        for direction in directions:
-            blocks, places = self._ids.of(direction)
-            if direction is Direction.STORE:
-                slots[places] = POISON
-            else:
-                slots[places] = self._image[blocks]
-                poisoned = self._image.copy()
-                poisoned[blocks] = POISON
-                self._memory.copy_from(poisoned.reshape(-1))
+        """Overwrite the targets."""
+        if Direction.STORE in directions:
+            slots[: self._count] = POISON
+        if Direction.LOAD in directions:
+            with self._device.current():
+                self._device.driver.fill(self._half, POISON, self._loaded.nbytes, LEGACY_STREAM)
+                self._device.driver.stream_synchronize(LEGACY_STREAM)
 
     def wrong(self, slots: UInt8Array, directions: Sequence[Direction]) -> int:
         """How many blocks of the targets are not what they must be."""
         found = 0
-        for direction in directions:
-            blocks, places = self._ids.of(direction)
-            if direction is Direction.STORE:
-                found += int((slots[places] != self._image[blocks]).any(axis=1).sum())
-            else:
-                copied = self._memory.to_numpy().reshape(self._image.shape)
-                found += int((copied != self._image).any(axis=1).sum())
+        if Direction.STORE in directions:
+            found += _differing(slots[: self._count], self._stored)
+        if Direction.LOAD in directions:
+            with self._device.current():
+                self._device.driver.copy_to_host(address_of(self._back), self._half, self._back.nbytes)
+            found += _differing(self._back, self._loaded)
         return found
+
+
+def _differing(found: UInt8Array, right: UInt8Array) -> int:
+    return 0 if np.array_equal(found, right) else int((found != right).any(axis=1).sum())
 
 
 class Series:
@@ -128,6 +144,8 @@ class Series:
             pools = [self._engine.slots]
         width = size.planes * size.block_bytes  # behind it a slot is padded
         self._slots = [pool[:, :width] for pool in pools]
+        for each, slots in zip(self._bytes, self._slots, strict=True):
+            each.prepare(slots)
         self.nbytes = size.nbytes * len(devices)
 
     def poison(self, directions: Sequence[Direction]) -> None:
