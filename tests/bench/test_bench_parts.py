@@ -138,6 +138,7 @@ def test_bench_parts_on_a_gpu(capsys: pytest.CaptureFixture[str], on_gpu: tuple[
     assert (fields["simulated"], fields["wrong_rows"]) == (False, 0)
     assert [(row["blocks"], row["parts"]) for row in fields["parts"]] == [(n, c) for n in (32, 256) for c in COUNTS]
     for row in fields["parts"]:
-        assert all(row[name] > 0 for name in TIMES)
+        assert all(np.isfinite(row[name]) for name in TIMES), "two streams of a GPU that others use may be in any order"
+        assert min(row["call_us"], row["gpu_us"], row["gb_per_s"]) > 0
         if row["parts"] > 1:
             assert row["copier"] in ("strided", "gather", "batch", "loop")
