@@ -148,7 +148,7 @@ def rank(
     """All methods, the best first; at least one. Arguments as for `choose`."""
     methods = _methods(shape, available, profile, prefer, sm_limit)
     times = [_times(method, shape, profile, prefer, parts, opposite) for method in methods]
-    if all(each[0] == inf for each in times):
+    if all(min(each) == inf for each in times):
         methods.sort(key=lambda each: _BY_DEFAULT.index(each.copier))
         return [Expected(method, inf, 1.0, 0.0, inf) for method in methods]
     if prefer == "latency":
@@ -188,18 +188,20 @@ def _times(
     return tuple(
         profile.seconds(method, shape, situation) * stretch
         + more
-        + (parts > 1 and (parts - 1) * _wait_of_a_launch(method, shape.direction, profile, situation))
+        + _waits_of_launches(parts - 1, method, shape.direction, profile, situation)
         for situation in CONCURRENT_COMPUTE
     )
 
 
-def _wait_of_a_launch(method: CopyMethod, direction: Direction, profile: Profile, situation: Situation) -> float:
-    """How much later a kernel begins concurrent with compute; 0.0 for the copy engine."""
-    if method.copier != "gather":
-        return 0.0
+def _waits_of_launches(
+    launches: int, method: CopyMethod, direction: Direction, profile: Profile, situation: Situation
+) -> float:
+    """How much later so many kernels begin concurrent with compute; 0.0 for the copy engine."""
     least = Shape(direction, 1, 1, 1, 1, 1)
-    concurrent, idle = profile.seconds(method, least, situation), profile.seconds(method, least)
-    return max(0.0, concurrent - idle) if idle < inf else 0.0
+    idle = profile.seconds(method, least)
+    if launches == 0 or not method.programs or idle == inf:
+        return 0.0
+    return launches * max(0.0, profile.seconds(method, least, situation) - idle)
 
 
 def _slowdown(method: CopyMethod, profile: Profile) -> float:
