@@ -112,8 +112,7 @@ class ShardedTracker:
         return list(map(result_of, reports.values()))
 
     def forget(self, job_id: int) -> None:
-        """Keep `poll` from reporting a job that has ended, or will be found to have when one before it has."""
-        self.settle()
+        """Keep `poll` from reporting a job that has ended, also if that is noted later, when all before it have."""
         if self.reports.pop(job_id, None) is None:
             for record in itertools.chain.from_iterable(queue.transfers for queue in self.both):
                 record.forgotten |= record.id == job_id

@@ -149,8 +149,8 @@ MUTATIONS = (
     Mutation(
         "a-job-that-was-waited-for-is-reported",
         "sharded/tracker.py",
-        "        self.settle()\n        self.reports.pop(job_id, None)",
-        "        self.reports.pop(job_id, None)",
+        "record.forgotten |= record.id == job_id",
+        "pass",
         ("tests/sharded/test_sharded.py::test_a_job_that_another_call_has_seen_end_is_not_reported_after_wait",),
     ),
     # what is copied
