@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -12,10 +11,11 @@ from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, wait_until
 from kvoffload.errors import CapacityError, LayoutError
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import Int64Array
 from kvoffload.jax.base import check_device, check_is_array, check_is_not_lost, check_update
 from kvoffload.jax.imports import follow, from_device, import_jax
+from kvoffload.layout.arrays import checked_axes
 from kvoffload.layout.dlpack import CPU, CUDA, view_dlpack
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.ids import as_ids
@@ -86,7 +86,7 @@ class StagedCache:
             raise LayoutError(f"blocks_per_slot must be 1 here, got {options['blocks_per_slot']}")
         _check_place(device, array)
         self.shape, self.dtype = tuple(array.shape), dtype_name(array.dtype)
-        axes = _checked_axes(self.shape, plane_axis, block_axis)
+        axes = checked_axes(self.shape, plane_axis, block_axis)
         in_stage = np.moveaxis(np.broadcast_to(False, self.shape), axes[::-1], (0, 1)).shape
         self._arrays = [array]  # one; see `load`
         self.device = device
@@ -255,22 +255,6 @@ def _check_place(device: Device, array: Any) -> None:
         pass
     target = 'jax.devices("cpu")[0], since the device is simulated' if device.simulated else f"GPU {device.index}"
     raise LayoutError(f"array is on {array.sharding}; put it on {target}: jax.device_put(array, ...)")
-
-
-def _checked_axes(shape: tuple[int, ...], plane_axis: Any, block_axis: Any) -> tuple[int, int]:
-    """Both as numbers from 0; LayoutError if one is no axis, or they are the same."""
-    found = []
-    for name, axis in (("plane_axis", plane_axis), ("block_axis", block_axis)):
-        try:
-            number = operator.index(axis)
-        except TypeError:
-            number = len(shape)
-        if isinstance(axis, bool) or not -len(shape) <= number < len(shape):
-            raise LayoutError(f"{name} must be an axis of shape {shape}, got {shown(axis)}")
-        found.append(number % len(shape))
-    if found[0] == found[1]:
-        raise LayoutError(f"plane_axis and block_axis must differ, both are {found[0]}")
-    return found[0], found[1]
 
 
 def _programs(plane_axis: int, block_axis: int) -> tuple[Any, Any]:

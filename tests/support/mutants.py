@@ -129,7 +129,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-# Of what a mutant imports, all that is nobody's mutant: neither the package, nor a test.
+# What the tests of mutants import, apart from the package and the tests: no mutation changes it.
 _PRELOADED = [
     *("cuda.bindings.driver", "hypothesis.stateful", "hypothesis.strategies", "numpy", "platformdirs", "pytest"),
     *("_hypothesis_pytestplugin", "pytest_timeout", "xdist.plugin", "triton.language", "triton.runtime.interpreter"),
