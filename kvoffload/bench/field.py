@@ -79,6 +79,7 @@ class Plan:
     nbytes: int
     transfers: int | None
     prefer: Prefer
+    shipped: bool
     seconds: float | None
 
     def places(self, situations: int) -> int:
@@ -119,6 +120,9 @@ def add_parser(benches: Any) -> None:
     )
     parser.add_argument("--prefer", choices=PREFERENCES, default=PREFERENCES[0], help="of the engine (default overlap)")
     parser.add_argument(
+        "--shipped", action="store_true", help="also the choice by the default profile: what tuning has gained"
+    )
+    parser.add_argument(
         "--quick",
         action="store_true",
         help=f"{', '.join(_QUICK_MODELS)}; {', '.join(_QUICK_LAYOUTS)}; {', '.join(_QUICK_SITUATIONS)}",
@@ -154,6 +158,7 @@ def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
         arguments.bytes or _BYTES,
         arguments.transfers,
         arguments.prefer,
+        arguments.shipped,
         seconds,
     )
 
@@ -183,6 +188,7 @@ def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
         comparisons = field_report.compare(cells)
         fields |= {"comparisons": comparisons, "summary": field_report.summarize(comparisons)}
         fields |= {"worst": field_report.worst(comparisons), "wall_seconds": field_run.elapsed}
+        fields["against_shipped"] = field_report.against_shipped(comparisons)
         fields["repeats"] = min(cell["rounds"] for cell in cells)
     return fields
 
@@ -230,7 +236,7 @@ class _FieldRun:
                     for layout in plan.layouts:
                         with (
                             FieldSetup(lab, model, LAYOUTS[layout], size) as setup,
-                            closing(FieldMethods(setup, contiguous, plan.prefer)) as methods,
+                            closing(FieldMethods(setup, contiguous, plan.prefer, shipped=plan.shipped)) as methods,
                         ):
                             self.profile = setup.setup.engine.profile.source
                             yield from self._of_setup(FieldMeasurer(setup, contiguous, methods, layout))

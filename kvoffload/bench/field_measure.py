@@ -6,7 +6,7 @@ A cell is a record with these fields; those of times are missing on the simulate
     blocks, planes, block_bytes, groups                     of a transfer; planes of each group
     row_bytes, nbytes, transfers                            bytes of a flat copy, of a transfer; transfers of a series
     wrong                                                   wrong rows of targets, over all rounds
-    chosen                                                  of the choice: jobs by direction and copy method
+    chosen                                                  of a choice: jobs by direction and copy method
     gb_per_s, samples_gb_per_s                              median of the series that count; of every counted round
     rounds, rounds_compute_ended                            counted rounds; those whose computation ended or paused
     call_median_us, call_max_us                             of the calls that submit a transfer
@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeAlias
 
 from kvoffload.bench.contiguous import CONTIGUOUS_COPY
 from kvoffload.bench.field_compute import ComputeTimes, ConcurrentCompute, Situation, compute_ended, slowdown
-from kvoffload.bench.field_methods import CHOICE, EngineSubmitter, FieldMethods, Submitter
+from kvoffload.bench.field_methods import CHOICES, EngineSubmitter, FieldMethods, Submitter
 from kvoffload.bench.field_setup import ContiguousSeries, FieldSetup
 from kvoffload.bench.rounds import WARM_UP, Scenario, Timing, time_rounds
 from kvoffload.planning.transfer_plan import Direction
@@ -81,7 +81,7 @@ class FieldMeasurer:
         alone = timings[ALONE].median if compute is not None else None
         for name, submitter in submitters.items():
             record = self._dimensions(situation, directions, name) | {"wrong": timings[name].wrong}
-            if name == CHOICE and isinstance(submitter, EngineSubmitter):
+            if name in CHOICES and isinstance(submitter, EngineSubmitter):
                 record["chosen"] = {str(each): dict(counts) for each, counts in submitter.chosen.items()}
             if not self._setup.lab.device.simulated:
                 record |= figures(recorded[name], timings[name], warm_up, alone)

@@ -22,9 +22,11 @@ from kvoffload.engine.lifecycle import Prefer
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.types import UInt64Array
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopierChoice, CopyMethod
+from kvoffload.tuning import CopierChoice, CopyMethod, Profile, default_profile, key_of
 
 CHOICE = "choice"
+SHIPPED_CHOICE = "shipped choice"  # by the default profile
+CHOICES = (CHOICE, SHIPPED_CHOICE)
 METHODS = (
     CopyMethod("strided"),
     CopyMethod("gather", 4, 1.0),
@@ -54,12 +56,16 @@ class Submitter(Protocol):
 class EngineSubmitter:
     """Submits to the engine, with the copier of each direction; None leaves the choice to it.
 
+    Args:
+        profile: for the choice.
+
     Attributes:
         chosen: by direction, how many jobs of series each copy method has carried.
     """
 
-    def __init__(self, field: FieldSetup, copiers: Mapping[Direction, CopierChoice]) -> None:
+    def __init__(self, field: FieldSetup, copiers: Mapping[Direction, CopierChoice], profile: Profile) -> None:
         self._engine, self._copiers, self._count = field.setup.engine, copiers, field.size.transfers
+        self._profile = profile
         self._in_series = True
         self._transfers = _transfers(field, copiers)
         self._unfinished: deque[Job] = deque()
@@ -68,6 +74,7 @@ class EngineSubmitter:
 
     def submit(self, direction: Direction, index: int) -> None:
         copier = self._copiers[direction]
+        self._engine.profile = self._profile
         self._in_series = index < self._count
         for group, each in enumerate(self._transfers[direction][index]):
             if direction is Direction.STORE:
@@ -122,14 +129,18 @@ class FieldMethods:
 
     Args:
         prefer: of the engine, for its choice.
+        shipped: whether the choice by the default profile is a method too.
 
     Attributes:
         not_run: by name, why a copy method cannot be used here.
     """
 
-    def __init__(self, field: FieldSetup, contiguous: ContiguousSeries, prefer: Prefer) -> None:
+    def __init__(self, field: FieldSetup, contiguous: ContiguousSeries, prefer: Prefer, *, shipped: bool) -> None:
         self._field, self._contiguous = field, contiguous
         field.setup.engine.prefer = prefer
+        self._profiles = {CHOICE: field.setup.engine.profile}
+        if shipped:
+            self._profiles[SHIPPED_CHOICE] = default_profile(key_of(field.lab.device))
         self.not_run: dict[str, str] = {}
         with ExitStack() as undo:
             self._bare = {CONTIGUOUS_COPY: self._contiguous_queues()}
@@ -148,7 +159,10 @@ class FieldMethods:
         setup = self._field.setup
         missing = setup.missing
         self.not_run |= {name: reason for name, reason in missing.items() if reason is not None}
-        found: dict[str, Submitter] = {CHOICE: EngineSubmitter(self._field, dict.fromkeys(directions))}
+        found: dict[str, Submitter] = {
+            name: EngineSubmitter(self._field, dict.fromkeys(directions), profile)
+            for name, profile in self._profiles.items()
+        }
         methods: dict[str, dict[Direction, CopierChoice]] = {}
         for direction in directions:
             self._field.transfer(direction, 0)
@@ -156,7 +170,7 @@ class FieldMethods:
                 if missing[method.copier] is None:
                     methods.setdefault(method.label, {})[direction] = method
         found |= {
-            name: EngineSubmitter(self._field, copiers)
+            name: EngineSubmitter(self._field, copiers, self._profiles[CHOICE])
             for name, copiers in methods.items()
             if len(copiers) == len(directions)
         }

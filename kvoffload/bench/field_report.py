@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvoffload.bench.baselines import FLAT_BATCH
 from kvoffload.bench.contiguous import CONTIGUOUS_COPY
 from kvoffload.bench.field_compute import Situation
-from kvoffload.bench.field_methods import CHOICE, GRID, METHODS
+from kvoffload.bench.field_methods import CHOICE, GRID, METHODS, SHIPPED_CHOICE
 from kvoffload.bench.report import Fields, number
 from kvoffload.terminal.console import Output
 
@@ -76,6 +76,10 @@ def _compared(methods: Mapping[str, Record]) -> dict[str, Any] | None:
     for name, key in ((FLAT_BATCH, "choice/flat_batch"), (GRID, "choice/grid_stride")):
         if name in rates:
             found[key] = choice / rates[name]
+    if SHIPPED_CHOICE in rates:
+        alike = methods[SHIPPED_CHOICE]["chosen"] == chosen["chosen"]
+        found["choice/shipped"] = 1.0 if alike else choice / rates[SHIPPED_CHOICE]
+        found["shipped_chosen"] = methods[SHIPPED_CHOICE]["chosen"]
     return found
 
 
@@ -104,6 +108,20 @@ def summarize(comparisons: Sequence[Record]) -> list[dict[str, Any]]:
     return found
 
 
+def against_shipped(comparisons: Iterable[Record]) -> dict[str, Any] | None:
+    """The choice over that of the default profile, 1.0 where both choose alike; None if that was not measured."""
+    found = [each for each in comparisons if "choice/shipped" in each]
+    if not found:
+        return None
+    ratios = [each["choice/shipped"] for each in found]
+    return {
+        "places": len(found),
+        "alike": ratios.count(1.0),
+        "geometric_mean": statistics.geometric_mean(ratios),
+        "lowest": min(found, key=lambda each: each["choice/shipped"]),
+    }
+
+
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
@@ -118,6 +136,8 @@ def show(fields: Fields, output: Output) -> None:
     for situation in Situation:
         _show_situation(situation, [each for each in fields["cells"] if each["situation"] == situation], output)
     _show_summary(fields["summary"], output)
+    if fields["against_shipped"] is not None:
+        output.line(shipped_text(fields["against_shipped"]))
     early = sum(each["rounds_compute_ended"] for each in fields["cells"])
     if early:
         rounds = sum(each["rounds"] for each in fields["cells"])
@@ -141,6 +161,17 @@ def worst_text(each: Record) -> str:
         f"blocks x {each['planes']} planes x {each['block_bytes']} B{groups}: {each['choice_gb_per_s']:.1f} GB/s of "
         f"{each['limit_gb_per_s']:.1f}, by {chosen}{best}; computation {_slower(each['compute_slowdown'])}, "
         f"longest call {each['call_max_us']:.0f} us, {each['rounds']} rounds"
+    )
+
+
+def shipped_text(found: Record) -> str:
+    """The geometric mean and the place with the lowest ratio."""
+    each = found["lowest"]
+    return (
+        f"choice / choice of the shipped profile: geometric mean {found['geometric_mean']:.3f} of {found['places']} "
+        f"places, {found['alike']} of them with the same copy method; lowest {each['choice/shipped']:.2f}: "
+        f"{each['model']}, {each['layout']}, {Situation(each['situation']).text}, {each['direction']}, "
+        f"{each['blocks']} blocks: {chosen_text(each['chosen'])} instead of {chosen_text(each['shipped_chosen'])}"
     )
 
 

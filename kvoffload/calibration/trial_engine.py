@@ -19,7 +19,7 @@ from kvoffload.engine.job import Job
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.tuning import CopyMethod, default_profile
+from kvoffload.tuning import default_profile
 from kvoffload.tuning.fitting import Sample
 
 _LEAST_SECONDS = 1e-7  # the clock of the events counts half microseconds
@@ -113,15 +113,8 @@ class TrialEngine:
         self._slots = random.permutation(self.engine.num_slots)[:most]
 
     def submit(self, direction: Direction, trial: Trial) -> Job:
-        return self._submit(direction, trial.blocks, trial.method)
-
-    def submit_chosen(self, direction: Direction, blocks: int) -> Job:
-        """A transfer by the copy method that the engine chooses."""
-        return self._submit(direction, blocks, None)
-
-    def _submit(self, direction: Direction, count: int, method: CopyMethod | None) -> Job:
-        blocks, slots = self._blocks[:count], self._slots[:count]
-        return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=method)
+        blocks, slots = self._blocks[: trial.blocks], self._slots[: trial.blocks]
+        return self.engine.submit(direction, blocks, slots, after=NO_WAIT, copier=trial.method)
 
     def seconds(self, direction: Direction, trial: Trial) -> float:
         """Seconds of one transfer on an idle GPU, on the GPU clock; NaN if unknown."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -14,9 +16,19 @@ from kvoffload.bench import field
 from kvoffload.bench.contiguous import CONTIGUOUS_COPY, ContiguousCopy
 from kvoffload.bench.field_compute import ComputeTimes, Situation, Span, compute_ended, slowdown
 from kvoffload.bench.field_measure import Recorded, figures
-from kvoffload.bench.field_methods import CHOICE, GRID, EngineSubmitter, StreamSubmitter
-from kvoffload.bench.field_report import chosen_text, compare, regret, show, summarize, worst, worst_text
-from kvoffload.bench.field_setup import FieldSetup, SeriesSize, series_size
+from kvoffload.bench.field_methods import CHOICE, GRID, SHIPPED_CHOICE, EngineSubmitter, FieldMethods, StreamSubmitter
+from kvoffload.bench.field_report import (
+    against_shipped,
+    chosen_text,
+    compare,
+    regret,
+    shipped_text,
+    show,
+    summarize,
+    worst,
+    worst_text,
+)
+from kvoffload.bench.field_setup import FieldSetup, SeriesSize, contiguous_series, series_size
 from kvoffload.bench.lab import Lab
 from kvoffload.bench.rounds import Timing
 from kvoffload.bench.setup import Placement
@@ -24,10 +36,11 @@ from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output
+from kvoffload.tuning import default_profile, key_of
 
 SIMULATED = ("bench", "field", "--backend", "simulated")
 ONE = (*SIMULATED, "--layouts", "plane-major", "--situations", "idle", "--directions", "both")
-METHODS = {CHOICE, "strided", "gather 4", "batch", "loop", "flat batch", GRID, CONTIGUOUS_COPY}
+METHODS = {CHOICE, SHIPPED_CHOICE, "strided", "gather 4", "batch", "loop", "flat batch", GRID, CONTIGUOUS_COPY}
 
 
 # every cell -----------------------------------------------------------------------------------------------------------
@@ -47,7 +60,8 @@ def test_every_cell_is_verified_and_has_no_times(
     directions: tuple[str, ...],
 ) -> None:
     options = ("--layouts", *layouts, "--situations", *situations, "--directions", *directions)
-    fields = run_json(capsys, *SIMULATED, *options, "--model", "gpt-oss-120b-tp2", "--transfers", "1")
+    options = (*options, "--model", "gpt-oss-120b-tp2", "--transfers", "1", "--shipped")
+    fields = run_json(capsys, *SIMULATED, *options)
     methods: dict[tuple[str, ...], set[str]] = {}
     for cell in fields["cells"]:
         place = cell["layout"], cell["situation"], cell["direction"]
@@ -106,7 +120,7 @@ def test_one_planted_byte_is_one_wrong_row(lab: Lab, placement: Placement) -> No
     model = MODELS["gpt-oss-120b-tp2"].scaled(1 / 64)
     with FieldSetup(lab, model, placement, SeriesSize(2, 2, 1)) as setup:
         both = tuple(Direction)
-        submitter = EngineSubmitter(setup, dict.fromkeys(both))
+        submitter = EngineSubmitter(setup, dict.fromkeys(both), setup.setup.engine.profile)
 
         def move() -> None:
             setup.poison(both)
@@ -280,6 +294,43 @@ def test_comparisons_worst_and_summary() -> None:
     assert worst([]) is None
 
 
+def test_the_choice_over_that_of_the_default_profile() -> None:
+    shipped: Any = {"chosen": {"load": {"gather 4": 4}}}
+    cells = [
+        *(cell(CHOICE, 40.0), cell(SHIPPED_CHOICE, 50.0, chosen={"store": {"gather 4": 3, "strided": 1}})),
+        *(cell(CHOICE, 20.0, "load"), cell(SHIPPED_CHOICE, 25.0, "load", **shipped)),
+        *(cell(CHOICE, 20.0, "load", "scattered"), cell(SHIPPED_CHOICE, None, "load", "scattered", **shipped)),
+    ]
+    comparisons = compare(cells)
+    found = against_shipped(comparisons)
+    assert found is not None
+    assert (found["places"], found["alike"], found["lowest"]) == (2, 1, comparisons[1])
+    assert found["geometric_mean"] == pytest.approx(0.8**0.5)
+    assert "0.80: llama-3.1-8b, plane-major" in shipped_text(found)
+    assert against_shipped(compare(CELLS)) is None
+
+
+def test_each_choice_is_by_its_own_profile(lab: Lab) -> None:
+    size = SeriesSize(1, 1, 1)
+    with (
+        contiguous_series(lab, size) as contiguous,
+        FieldSetup(lab, MODELS["qwen2.5-0.5b"].scaled(1 / 64), Placement.FOLDED, size) as setup,
+    ):
+        engine = setup.setup.engine
+        shipped = default_profile(key_of(lab.device))
+        own = engine.profile = replace(shipped, source="measured here")
+        with closing(FieldMethods(setup, contiguous, "overlap", shipped=True)) as methods:
+            for _ in range(2):  # directions of two places
+                submitters = methods.of([Direction.STORE])
+                for name, profile in ((CHOICE, own), (SHIPPED_CHOICE, shipped), ("strided", own)):
+                    submitters[name].submit(Direction.STORE, 0)
+                    assert engine.profile is profile
+                    while not submitters[name].done():
+                        pass
+                    submitters[name].finish()
+                engine.profile = shipped  # what the last series leaves behind does not count
+
+
 @pytest.mark.parametrize(
     ("chosen", "text"),
     [
@@ -295,7 +346,8 @@ def test_what_carried_the_choice(chosen: dict[str, dict[str, int]], text: str) -
 def test_the_worst_is_printed_first_and_tables_fit_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
     comparisons = compare(CELLS)
     fields: dict[str, Any] = {"simulated": False, "cells": CELLS, "comparisons": comparisons, "wall_seconds": 1.0}
-    show(fields | {"summary": summarize(comparisons)}, Output(False))
+    fields |= {"summary": summarize(comparisons), "against_shipped": against_shipped(comparisons)}
+    show(fields, Output(False))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("lowest choice / limit: 0.40: llama-3.1-8b, plane-major")
     tables = [line for line in lines if line[:1] in "│┃┏┡└"]

@@ -64,7 +64,7 @@ def test_after_a_failed_call_all_is_freed(seed: int, call: str, nth: int) -> Non
         closing(ConcurrentCompute(lab, Situation.SMALL)) as compute,
         contiguous_series(lab, SIZE) as contiguous,
         FieldSetup(lab, MODEL, Placement.INTERLEAVED, SIZE) as setup,
-        closing(FieldMethods(setup, contiguous, "overlap")) as methods,
+        closing(FieldMethods(setup, contiguous, "overlap", shipped=True)) as methods,
     ):
         measurer = FieldMeasurer(setup, contiguous, methods, "block-major")
         device.simulator.faults.fail_call(call, nth)
