@@ -113,7 +113,7 @@ class FieldMeasurer:
         recorded: Recorded,
     ) -> Scenario:
         moved, setup = DIRECTIONS[directions], self._setup
-        targets = self._contiguous if name == CONTIGUOUS_COPY else setup
+        targets = self._methods.targets(name)
         nbytes = self._contiguous.step if name == CONTIGUOUS_COPY else setup.size.nbytes
         return Scenario(
             partial(self._execute, submitter, moved, compute, recorded),

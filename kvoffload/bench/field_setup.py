@@ -58,6 +58,7 @@ class FieldSetup:
 
     def __init__(self, lab: Lab, model: ModelGeometry, placement: Placement, size: SeriesSize) -> None:
         self.lab, self.size = lab, size
+        self._model, self._placement = model, placement
         self.slots_in_series = size.slots * size.transfers
         count = 2 * (self.slots_in_series + size.slots) * len(model.groups)
         with ExitStack() as undo:
@@ -71,6 +72,10 @@ class FieldSetup:
                     self.events[direction] = lab.driver.event_create(timing=False)
             self._prepare(undo)
             self._undo = undo.pop_all()
+
+    def another(self) -> FieldSetup:
+        """One of the same kind and size, with memory of its own."""
+        return FieldSetup(self.lab, self._model, self._placement, self.size)
 
     def _prepare(self, undo: ExitStack) -> None:
         """Write the right bytes into all sources; keep a copy of the planes, in which all else is poison.
