@@ -35,6 +35,7 @@ METHODS = (
     CopyMethod("loop"),
 )
 GRID = grid_stride(GRID_PROGRAMS[0], pinned=True)
+_APART = (FLAT_BATCH, "batch", "loop")
 _FLAT_COPIES = 32_768  # of one driver call; a call with 51,828 has crashed a driver
 
 Queue = Callable[[int], object]  # puts one transfer on a stream
@@ -147,10 +148,10 @@ class Targets(Protocol):
 class FieldMethods:
     """Every copy method for the series of a setup, by name. Free it with `close`.
 
-    The flat batch has memory of its own. On an idle stream the driver copies rows under 28 KiB with the CPU, and GPU
-    memory that the CPU has written to stays different from then on, for megabytes around: strided copies of other rows
-    of 18 KiB in it, concurrent with large products, had 45 GB/s instead of 29 on an H200. Kernels, memsets and single
-    copies, which are what fills a cache, do not do that.
+    The flat batch and the engine's flat copies have memory of their own. On an idle stream the driver copies rows under
+    28 KiB with the CPU, and GPU memory that the CPU has written to stays different from then on, for megabytes around:
+    strided copies of other rows of 18 KiB in it, concurrent with large products, had 45 GB/s instead of 29 on an H200.
+    Kernels, memsets and large copies, which are what fills a cache, do not do that.
 
     Args:
         prefer: of the engine, for its choice.
@@ -167,13 +168,12 @@ class FieldMethods:
         if shipped:
             self._profiles[SHIPPED_CHOICE] = default_profile(key_of(field.lab.device))
         self.not_run: dict[str, str] = {}
-        self._targets: dict[str, Targets] = {CONTIGUOUS_COPY: contiguous}
         with ExitStack() as undo:
+            self._apart = undo.enter_context(field.another())
             self._bare = {CONTIGUOUS_COPY: StreamSubmitter(field, self._contiguous_queues())}
             capabilities = field.lab.device.capabilities
             if capabilities.flat_batch:
-                apart = self._targets[FLAT_BATCH] = undo.enter_context(field.another())
-                self._bare[FLAT_BATCH] = StreamSubmitter(apart, self._flat_queues(apart))
+                self._bare[FLAT_BATCH] = StreamSubmitter(self._apart, self._flat_queues())
             else:
                 self.not_run[FLAT_BATCH] = capabilities.missing["cuMemcpyBatchAsync"]
             grid = self._grid(undo)
@@ -183,7 +183,10 @@ class FieldMethods:
 
     def targets(self, name: str) -> Targets:
         """What the series of a copy method write."""
-        return self._targets.get(name, self._field)
+        return self._contiguous if name == CONTIGUOUS_COPY else self._memory(name)
+
+    def _memory(self, name: str) -> FieldSetup:
+        return self._apart if name in _APART else self._field
 
     def of(self, directions: Sequence[Direction]) -> dict[str, Submitter]:
         """By name; of these directions at once."""
@@ -201,7 +204,7 @@ class FieldMethods:
                 if missing[method.copier] is None:
                     methods.setdefault(method.label, {})[direction] = method
         found |= {
-            name: EngineSubmitter(self._field, copiers, self._profiles[CHOICE])
+            name: EngineSubmitter(self._memory(name), copiers, self._profiles[CHOICE])
             for name, copiers in methods.items()
             if len(copiers) == len(directions)
         }
@@ -217,8 +220,8 @@ class FieldMethods:
         indices = range(self._field.size.transfers)
         return {direction: [*(queue(direction, index) for index in indices), none] for direction in Direction}
 
-    def _flat_queues(self, apart: FieldSetup) -> dict[Direction, list[Queue]]:
-        setup, driver = apart.setup, apart.lab.driver
+    def _flat_queues(self) -> dict[Direction, list[Queue]]:
+        setup, driver = self._apart.setup, self._apart.lab.driver
         sizes = np.array([setup.row_bytes], dtype=np.uint64)
         table = FlatTable(min(self._copies_of_a_transfer(), _FLAT_COPIES))
         if not driver.use_raw:
@@ -232,7 +235,7 @@ class FieldMethods:
 
             return queue
 
-        return _each(apart, make)
+        return _each(self._apart, make)
 
     def _grid(self, undo: ExitStack) -> GridStride | None:
         lab, setup, size = self._field.lab, self._field.setup, self._field.size
@@ -266,7 +269,7 @@ class FieldMethods:
         return _each(self._field, make)
 
     def close(self) -> None:
-        """Wait for the streams, and free the kernel and the memory of the flat batch."""
+        """Wait for the streams, and free the kernel and the memory of flat copies."""
         with self._field.lab.device.current():
             for stream in self._field.streams.values():
                 self._field.lab.driver.stream_synchronize(stream)
