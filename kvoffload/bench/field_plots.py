@@ -9,7 +9,7 @@ from kvoffload.terminal.figures import GRID, MUTED, make_figure
 
 Fields = Mapping[str, Any]
 DIRECTIONS = ("store", "load", "both")
-_PANELS = {
+PANELS = {
     "idle": "idle GPU",
     "large-products": "products, 8192 x 8192",
     "small-products": "products, 2048 x 2048",
@@ -30,7 +30,7 @@ _MARKS = (  # method, label, colour, marker
 def figure_of(fields: Fields, direction: str) -> Any:
     """GB/s by wall clock, without what no computation was concurrent with; None if the direction was not measured."""
     cells = [cell for cell in fields["cells"] if cell["direction"] == direction and cell["gb_per_s"] is not None]
-    situations = [name for name in _PANELS if any(cell["situation"] == name for cell in cells)]
+    situations = [name for name in PANELS if any(cell["situation"] == name for cell in cells)]
     if not situations:
         return None
     names = list(dict.fromkeys(map(_name, cells)))
@@ -39,7 +39,7 @@ def figure_of(fields: Fields, direction: str) -> Any:
     most = max(cell["gb_per_s"] for cell in cells)
     for panel, situation in zip(panels, situations, strict=True):
         _draw_panel(panel, [cell for cell in cells if cell["situation"] == situation], heights)
-        panel.set_title(_PANELS[situation])
+        panel.set_title(PANELS[situation])
         panel.set_xlim(0, most * 1.05)
         panel.grid(axis="both", color=GRID)
         panel.tick_params(left=panel is panels[0])

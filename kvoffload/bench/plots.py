@@ -3,6 +3,7 @@
 bandwidth-DIRECTION.png   `bench sweep`: GB/s against bytes of a copy, the link as a line
 count-DIRECTION.png       `bench sweep`: GB/s against the number of copies
 models-DIRECTION.png      `bench transfer`: GB/s by model
+field.png                 `bench field`: one geometry's loads, in both layouts and every situation
 field-DIRECTION.png       `bench field`: GB/s by transfer and situation; DIRECTION also both
 slowdown-DIRECTION.png    `bench interference`: how much slower a computation concurrent with transfers is
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.bench import field_plots
+from kvoffload.bench.field_headline import geometry_of, headline_of
 from kvoffload.terminal.console import CommandError
 from kvoffload.terminal.figures import (
     DPI,
@@ -86,6 +88,11 @@ def _drawn(name: str, fields: Fields, folder: Path) -> list[Path]:
 
 def _draw(fields: Fields, folder: Path) -> Iterator[Path]:
     if fields["benchmark"] == "field":
+        headline = headline_of(fields)
+        titled = (
+            None if headline is None else _titled(headline, f"Concurrent with compute: {geometry_of(fields)}", fields)
+        )
+        yield from _save(titled, folder / "field.png")
         for direction in field_plots.DIRECTIONS:
             figure = field_plots.figure_of(fields, direction)
             title = f"Series of transfers, {_ARROWS.get(direction, 'stores and loads at once, the sum')}"

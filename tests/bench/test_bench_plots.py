@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffload.bench import plots
+from kvoffload.bench.field_headline import headline_of
 from kvoffload.commands import main
 from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError
@@ -81,9 +82,12 @@ def field() -> dict[str, Any]:
         | {"blocks": 32, "planes": 64, "block_bytes": 4096, "gb_per_s": rate}
         for layout in ("block-major", "plane-major")
         for situation in ("idle", "large-products")
-        for direction in ("store", "both")
-        for method, rate in {"choice, overlap": 40.0, "loop": None, "batch": 45.0, "contiguous copy": 50.0}.items()
+        for direction in ("store", "load", "both")
+        for method, rate in {"choice": 40.0, "flat batch": None, "batch": 45.0, "contiguous copy": 50.0}.items()
     ]
+    for cell in cells:
+        if cell["situation"] != "idle":
+            cell["compute_slowdown"] = 1.25
     return {"benchmark": "field", "cells": cells, **MADE_UP}
 
 
@@ -104,11 +108,33 @@ def test_bench_plot_draws_every_result(tmp_path: Path, capsys: pytest.CaptureFix
     assert written == {path.name for path in target.iterdir()}
     assert written == {
         *("bandwidth-store.png", "bandwidth-load.png", "count-store.png", "count-load.png"),
-        *("models-store.png", "slowdown-load.png", "field-store.png", "field-both.png"),
+        *("models-store.png", "slowdown-load.png"),
+        *("field.png", "field-store.png", "field-load.png", "field-both.png"),
     }
     for path in target.iterdir():
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert path.stat().st_size > 10_000
+
+
+@needs_matplotlib
+def test_a_bar_says_what_computation_loses() -> None:
+    figure = headline_of(field())
+    titles = [panel.get_title() for panel in figure.axes]
+    assert titles == ["idle GPU", "products, 8192 x 8192"]
+    idle, busy = ([text.get_text().strip() for text in panel.texts] for panel in figure.axes)
+    assert idle == ["not measured", "outlasted the computation", "40", "40", "50"]
+    assert busy[2:] == ["40   x1.25", "40   x1.25", "50   x1.25"]
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels[0].startswith("grid-stride")
+    assert labels[-1] == "the limit: contiguous copies"
+
+
+@needs_matplotlib
+@pytest.mark.parametrize(("key", "value"), [("layout", "plane-major"), ("direction", "store")])
+def test_there_is_no_headline_of_one_layout_or_without_loads(key: str, value: str) -> None:
+    fields = field()
+    fields["cells"] = [cell for cell in fields["cells"] if cell[key] == value]
+    assert headline_of(fields) is None
 
 
 @needs_matplotlib
