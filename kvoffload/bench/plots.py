@@ -292,26 +292,31 @@ def _slowdowns(fields: Fields, direction: str) -> Any:
     )
     most = max(1.0, *(100 * (record["slowdown"] - 1) for record in records))
     for panel, computation in zip(panels, computations, strict=True):
-        lost = {
-            record["method"]: 100 * (record["slowdown"] - 1)
-            for record in records
-            if record["computation"] == computation
-        }
+        found = {record["method"]: record for record in records if record["computation"] == computation}
+        lost = {method: 100 * (record["slowdown"] - 1) for method, record in found.items()}
         places = [place for place, method in enumerate(methods) if method in lost]
         values = [lost[methods[place]] for place in places]
         panel.barh(places, values, color=[_bar_colour(methods[place]) for place in places], height=0.68)
         for place, method in enumerate(methods):
-            text = f"{round(lost[method])}%" if method in lost else "not measured"
+            text = _bar_text(found.get(method))
             panel.text(max(lost.get(method, 0), 0) + 0.015 * most, place, text, va="center", fontsize=9.5)
-        panel.set_xlim(min(0, *values), 1.14 * most)
+        panel.set_xlim(min(0, *values), 1.4 * most)
         panel.set_title(computation)
-        panel.set_xlabel("% more time")
+        panel.set_xlabel("% more time, and GB/s of the transfers", loc="left")
         panel.tick_params(left=False)
         panel.spines["left"].set_visible(False)
         panel.axvline(0, color=MUTED, linewidth=1)
     panels[0].set_yticks(range(len(methods)), [_bar_label(method) for method in methods])
     panels[0].invert_yaxis()
     return _titled(figure, f"Slow-down of a computation concurrent with transfers, {_ARROWS[direction]}", fields)
+
+
+def _bar_text(record: Fields | None) -> str:
+    """What computation loses, and what for: a method that moves nothing costs nothing."""
+    if record is None:
+        return "not measured"
+    rate = f", {record['gb_per_s']:.0f} GB/s" if "gb_per_s" in record else ""
+    return f"{round(100 * (record['slowdown'] - 1))}%{rate}"
 
 
 def _bar_order(method: str) -> tuple[int, int]:

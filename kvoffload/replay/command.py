@@ -182,7 +182,8 @@ def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
     title = f"replay without bytes: {traffic}, {blocks:,} blocks in {len(requests):,} requests"
     metadata.print_results(results, title, rates, output)
     if arguments.plot is not None:
-        hitplot.draw(results, f"{traffic}: {blocks:,} blocks in {len(requests):,} requests", arguments.plot)
+        title = f"Prefix-cache hits: {traffic}, {blocks:,} blocks in {len(requests):,} requests"
+        hitplot.draw(results, requests, title, arguments.plot)
         output.line(str(arguments.plot))
     return 0
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffload.cache.policies import DEFAULT_POLICY
 from kvoffload.replay.metadata import OPTIMUM, PolicyResult
+from kvoffload.replay.trace import Request
 from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError
 from kvoffload.terminal.figures import Series
 
 _SERIES = {
-    "prefix": Series("prefix", "#d6336c"),
+    "prefix": Series("prefix, the default", "#d6336c", width=3.2, bold=True),
     "lru": Series("LRU", "#1c7ed6"),
     "arc": Series("ARC", "#2b8a3e"),
     "s3fifo": Series("S3-FIFO", "#e67700"),
@@ -29,8 +29,22 @@ def require(path: Path) -> None:
     figures.require_folder(str(path.parent))
 
 
-def draw(results: Sequence[PolicyResult], title: str, path: Path) -> None:
+def seen_before(requests: Sequence[Request]) -> float:
+    """Percent of the blocks asked for that an earlier request had: what a cache without bounds finds."""
+    seen: set[bytes] = set()
+    found = 0
+    for request in requests:
+        found += sum(key in seen for key in request)
+        seen.update(request)
+    return 100 * found / max(sum(map(len, requests)), 1)
+
+
+def draw(results: Sequence[PolicyResult], requests: Sequence[Request], title: str, path: Path) -> None:
     """Write the figure.
+
+    Args:
+        results: by policy and slots.
+        requests: the traffic that they are of.
 
     Raises:
         CommandError: it cannot be written.
@@ -38,15 +52,15 @@ def draw(results: Sequence[PolicyResult], title: str, path: Path) -> None:
     from matplotlib import rc_context
 
     with rc_context(figures.STYLE):
-        figure = make(results, title)
+        figure = make(results, seen_before(requests), title)
         try:
             figure.savefig(path, dpi=figures.DPI, facecolor="white")
         except OSError as error:
             raise CommandError(f"the figure cannot be written to {path}: {error.strerror or error}") from error
 
 
-def make(results: Sequence[PolicyResult], title: str) -> Any:
-    """The figure: percent of the blocks asked for that were found, against slots."""
+def make(results: Sequence[PolicyResult], ceiling: float, title: str) -> Any:
+    """The figure: percent of the blocks asked for that were found, against slots, up to the ceiling of all policies."""
     figure, (panel,) = figures.make_figure(8.2, 5.2, 1)
     slots = sorted({result.slots for result in results})
     rates = {
@@ -61,20 +75,22 @@ def make(results: Sequence[PolicyResult], title: str) -> Any:
                 slots,
                 [line[each] for each in slots],
                 color=series.colour,
-                linewidth=3.2 if policy == DEFAULT_POLICY else series.width,
+                linewidth=series.width,
                 linestyle="-" if series.ours else (0, (2, 1.2)),
                 marker="o",
                 markersize=4,
             )
             ends[policy] = line[slots[-1]]
-    top = 1.08 * max(max(line.values()) for line in rates.values() if line) or 1.0
+    top = 1.12 * ceiling or 1.0
+    panel.axhline(ceiling, color=figures.MUTED, linewidth=1)
+    panel.text(slots[0], ceiling, f"seen before: {ceiling:.1f}%\n", color=figures.MUTED, va="center", fontsize=9.5)
     panel.set_xscale("log", base=2)
     panel.minorticks_off()
     panel.set_xticks(slots, [f"{each:,}" for each in slots])
     panel.set_ylim(0, top)
     panel.grid(axis="y", color=figures.GRID)
-    panel.set_xlabel("blocks that the cache holds")
-    panel.set_ylabel("% of the blocks asked for that were found")
+    panel.set_xlabel("capacity of the cache, blocks")
+    panel.set_ylabel("hit rate, % of the blocks asked for")
     for policy, (value, height) in figures.spread(ends, 0.05 * top, 1.02 * top).items():
         figures.label_end(panel, slots[-1], value, height, _SERIES[policy])
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")

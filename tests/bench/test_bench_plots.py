@@ -223,11 +223,11 @@ def test_models_show_the_largest_transfer_and_say_so() -> None:
 def test_bars_of_what_was_not_measured_say_so_and_gains_are_drawn() -> None:
     rows = [
         {"computation": "a", "direction": "load", "method": "strided", "slowdown": 0.98},
-        {"computation": "a", "direction": "load", "method": "batch", "slowdown": 1.0},
+        {"computation": "a", "direction": "load", "method": "batch", "slowdown": 1.0, "gb_per_s": 48.4},
         {"computation": "b", "direction": "load", "method": "strided", "slowdown": 0.99},
     ]
     left, right = plots._slowdowns({"interference": rows, **MADE_UP}, "load").axes
-    assert [text.get_text() for text in left.texts] == ["-2%", "0%"]
+    assert [text.get_text() for text in left.texts] == ["-2%", "0%, 48 GB/s"]
     assert [text.get_text() for text in right.texts] == ["-1%", "not measured"]
     assert (len(left.patches), len(right.patches)) == (2, 1)
     for panel in (left, right):

@@ -318,22 +318,33 @@ def test_the_figure_has_a_line_for_each_policy_and_the_optimum(capsys: pytest.Ca
     requests = make_workload("documents", 100)
     output = Output(as_json=True)
     rows = metadata.survey(requests, [512, 128], ["lru", "prefix"], output)
-    (panel,) = hitplot.make(rows, "a title").axes
-    assert [list(line.get_xdata()) for line in panel.lines] == [[128, 512]] * 3
-    drawn = {tuple(line.get_ydata()) for line in panel.lines}
+    ceiling = hitplot.seen_before(requests)
+    (panel,) = hitplot.make(rows, ceiling, "a title").axes
+    *lines, limit = panel.lines
+    assert [list(line.get_xdata()) for line in lines] == [[128, 512]] * 3
+    assert set(limit.get_ydata()) == {ceiling}
+    drawn = {tuple(line.get_ydata()) for line in lines}
     assert drawn == {
         tuple(100 * row.hit_rate for row in reversed(rows) if row.policy == policy)
         for policy in ("lru", "prefix", "belady")
     }
-    assert {text.get_text() for text in panel.texts} == {"LRU", "prefix", "Belady, knows the future"}
+    labels = {"LRU", "prefix, the default", "Belady, knows the future", f"seen before: {ceiling:.1f}%"}
+    assert {text.get_text().strip() for text in panel.texts} == labels
     assert capsys.readouterr().out == ""
 
 
 @needs_matplotlib
 def test_a_figure_without_any_hits_can_be_drawn() -> None:
     rows = [metadata.PolicyResult(policy, 8, 0, 0.0, 0, 0, 0, 0, 0.1) for policy in ("lru", "belady")]
-    (panel,) = hitplot.make(rows, "nothing").axes
+    (panel,) = hitplot.make(rows, 0.0, "nothing").axes
     assert panel.get_ylim()[1] > 0
+
+
+def test_the_ceiling_is_what_an_unbounded_cache_finds() -> None:
+    requests = make_workload("documents", 100)
+    (unbounded,) = metadata.survey(requests, [100_000], ["lru"], Output(as_json=True))[:1]
+    assert hitplot.seen_before(requests) == 100 * unbounded.hit_rate > 0
+    assert hitplot.seen_before([]) == 0
 
 
 def test_every_policy_has_its_line() -> None:
