@@ -1,0 +1,59 @@
+"""For `mkdocs build`: the documents at the repository's root become pages, and links between all documents work.
+
+The documents stay where GitHub shows them; README.md is the site's first page. A link is written as GitHub resolves it,
+relative to the file it stands in, and is rewritten here where the page lies elsewhere in the site.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGES = {  # file at the root: page of the site
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "GLOSSARY.md": "glossary.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+_FILES = {page: file for file, page in PAGES.items()}
+_LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)")
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the root's documents."""
+    from mkdocs.structure.files import File
+
+    for file, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / file).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 - names that mkdocs gives
+    """Rewrite the links of one page."""
+    return for_site(markdown, page.file.src_uri)
+
+
+def for_site(markdown: str, page: str) -> str:
+    """The text with links that are right in the site; `page` is the page's path there. Code is left as it is."""
+    text, end = [], 0
+    for code in _FENCED.finditer(markdown):
+        text += [_relinked(markdown[end : code.start()], page), code.group(0)]
+        end = code.end()
+    return "".join([*text, _relinked(markdown[end:], page)])
+
+
+def _relinked(text: str, page: str) -> str:
+    return _LINK.sub(lambda link: f"]({_in_site(link[1], page)}{link[2] or ''})", text)
+
+
+def _in_site(target: str, page: str) -> str:
+    """Where a link leads in the site, relative to `page`; what is no page keeps its link, which mkdocs reports."""
+    source = _FILES.get(page, f"docs/{page}")
+    file = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    place = PAGES.get(file, file.removeprefix("docs/") if file.startswith("docs/") else None)
+    return target if place is None else posixpath.relpath(place, posixpath.dirname(page) or ".")

@@ -1,0 +1,55 @@
+"""Links of all documents lead to files and headings; every page is in the site, and so is what is at the root."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from documents import DOCUMENTS, ROOT, anchors, links, objects, title
+
+NAVIGATION = re.findall(r"^ +- (?:[\w ]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+OF_THE_ROOT = {"index.md": "README.md"} | {
+    f"{name.lower()}.md": f"{name}.md" for name in ("ARCHITECTURE", "GLOSSARY", "CONTRIBUTING", "CHANGELOG")
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=title)
+def test_links_lead_to_files_and_headings(document: Path) -> None:
+    for target in links(document.read_text()):
+        name, _, heading = target.partition("#")
+        file = document.parent / name if name else document
+        assert file.exists(), target
+        if heading:
+            text = file.read_text()
+            shown = tuple(f"{each}" for each in objects(text))
+            assert heading in anchors(text) or heading.startswith(shown or ("\0",)), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=title)
+def test_links_stay_in_what_the_site_has(document: Path) -> None:
+    """mkdocs cannot link to source files: they are named, not linked."""
+    for target in links(document.read_text()):
+        file = (document.parent / target.partition("#")[0]).resolve().relative_to(ROOT)
+        assert file.parts[0] == "docs" or str(file) in OF_THE_ROOT.values() or file.parts[0] == document.name, target
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")}
+    assert sorted(NAVIGATION) == sorted(pages | OF_THE_ROOT.keys())
+
+
+@pytest.mark.parametrize(
+    ("title_line", "anchor"),
+    [
+        ("## What to allocate", "what-to-allocate"),
+        ("### `order_before`, and when", "order_before-and-when"),
+        ("## Where: concurrent, and both", "where-concurrent-and-both"),
+    ],
+)
+def test_anchors_are_those_of_github(title_line: str, anchor: str) -> None:
+    assert anchors(f"{title_line}\n```\n# not this\n```\n") == {anchor}
+
+
+def test_links_in_code_are_none() -> None:
+    assert links("[a](b.md#c) and [d](https://e)\n```\n[f](g)\n```\n[h]: i.md\n") == ["b.md#c", "i.md"]
