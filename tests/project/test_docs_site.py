@@ -42,9 +42,18 @@ def test_links_are_right_in_the_site(page: str, text: str, expected: str) -> Non
     assert loaded("hooks").for_site(text, page) == expected
 
 
+def test_entries_of_several_names_are_divided() -> None:
+    pytest.importorskip("griffe")
+    parsable = loaded("griffe_customs").parsable
+    text = "Do.\n\nArgs:\n    a, b: both,\n        so.\n    c: one: more.\n\nReturns it.\n"
+    assert parsable(text) == (
+        "Do.\n\nArgs:\n    a: both,\n        so.\n    b: both,\n        so.\n    c: one: more.\n\nReturns it.\n"
+    )
+
+
 def test_sentences_of_raises_are_kept() -> None:
     pytest.importorskip("griffe")
-    split = loaded("griffe_raises").with_sentences_behind
+    split = loaded("griffe_customs").parsable
     text = "Do.\n\nRaises:\n    ValueError: bad,\n        so.\n    Nothing has\n        changed in any case.\n"
     assert split(text) == "Do.\n\nRaises:\n    ValueError: bad,\n        so.\n\nNothing has changed in any case.\n"
     assert split("Raises:\n    ValueError: bad.\n") == "Raises:\n    ValueError: bad.\n"
@@ -65,6 +74,9 @@ def test_the_site_is_built_and_needs_no_other_host(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) > 20
+    engine = (tmp_path / "reference" / "engine.html").read_text()
+    assert 'id="kvoffload.OffloadEngine.store"' in engine
+    assert 'id="kvoffload.OffloadEngine.check_room"' not in engine, "`dir()` does not show it"
     for page in pages:
         text = page.read_text()
         fetched = re.findall(r"<(?:script|img|iframe)[^>]*src=\"?(https?:[^\" >]+)", text)

@@ -1,0 +1,79 @@
+"""For mkdocstrings: customs of the source here that it does not know.
+
+1. An entry may describe several names, "keys, blocks: ...". Each gets an entry of its own.
+2. A `Raises:` section may end with sentences about all of its cases, "Nothing has changed in any of these cases." The
+   parser would drop them with a warning. They become a paragraph behind the section.
+3. Names that a class's `__dir__` leaves out are for other parts of the library, and are not shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from griffe import Extension
+
+_SECTION = re.compile(r"^(Args|Attributes|Raises):\n((?:    .*\n?|\n(?=    ))+)", re.MULTILINE)
+_NAME = re.compile(r"[\"'](\w+)[\"']")
+_ENTRY = re.compile(r"    (\w+(?:, \w+)*):(?= |$)")
+
+
+class Customs(Extension):
+    """Applied to every docstring, before it is parsed."""
+
+    def on_instance(self, *, obj: Any, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = parsable(obj.docstring.value)
+
+    def on_package(self, *, pkg: Any, **_: Any) -> None:
+        hidden = {cls.path: hidden_names(cls) for cls in _classes(pkg)}
+        for cls in _classes(pkg):
+            for name in set().union(*(hidden.get(each.path, ()) for each in (cls, *cls.mro()))) & cls.members.keys():
+                del cls.members[name]
+
+
+def _classes(parent: Any) -> Iterator[Any]:
+    for member in parent.members.values():
+        if not member.is_alias and (member.is_module or member.is_class):
+            yield from (member,) if member.is_class else _classes(member)
+
+
+def hidden_names(cls: Any) -> set[str]:
+    """What the class's own `__dir__` names, by itself or by a constant of its module."""
+    method = cls.members.get("__dir__")
+    if method is None:
+        return set()
+    named = [cls.module.members.get(name) for name in re.findall(r"\b_[A-Z_]+\b", method.source)]
+    constants = [each for each in named if each is not None and not each.is_alias]
+    return {name for text in (method.source, *(each.source for each in constants)) for name in _NAME.findall(text)}
+
+
+def parsable(docstring: str) -> str:
+    """The docstring as the parser takes it, with everything that it said."""
+    return _SECTION.sub(_section, docstring)
+
+
+def _section(section: re.Match[str]) -> str:
+    entries: list[list[str]] = []
+    sentences: list[str] = []
+    latest = sentences
+    for line in filter(str.strip, section[2].splitlines()):
+        if not line.startswith("     "):  # else it goes on with what the line before it began
+            latest = sentences
+            if section[1] != "Raises" or _ENTRY.match(line):
+                entries.append(latest := [])
+        latest.append(line)
+    text = "".join(f"\n{line}" for entry in entries for line in _for_each_name(entry))
+    behind = " ".join(map(str.strip, sentences))
+    if not entries:
+        return f"{section[1]}: {behind}\n"
+    return f"{section[1]}:{text}\n" + (f"\n{behind}\n" if behind else "\n" if section[2].endswith("\n\n") else "")
+
+
+def _for_each_name(entry: list[str]) -> list[str]:
+    found = _ENTRY.match(entry[0])
+    if found is None:
+        return entry
+    text = entry[0][found.end() :]
+    return [line for name in found[1].split(", ") for line in (f"    {name}:{text}", *entry[1:])]
