@@ -27,10 +27,12 @@ class Customs(Extension):
             obj.docstring.value = parsable(obj.docstring.value)
 
     def on_package(self, *, pkg: Any, **_: Any) -> None:
-        hidden = {cls.path: hidden_names(cls) for cls in _classes(pkg)}
         for cls in _classes(pkg):
-            for name in set().union(*(hidden.get(each.path, ()) for each in (cls, *cls.mro()))) & cls.members.keys():
-                del cls.members[name]
+            family = [cls, *cls.mro()]
+            hidden = set().union(*map(hidden_names, family))
+            for each in family:  # bases, too: what is inherited is shown
+                for name in hidden & each.members.keys():
+                    del each.members[name]
 
 
 def _classes(parent: Any) -> Iterator[Any]:
@@ -42,7 +44,7 @@ def _classes(parent: Any) -> Iterator[Any]:
 def hidden_names(cls: Any) -> set[str]:
     """What the class's own `__dir__` names, by itself or by a constant of its module."""
     method = cls.members.get("__dir__")
-    if method is None:
+    if method is None or method.is_alias:
         return set()
     named = [cls.module.members.get(name) for name in re.findall(r"\b_[A-Z_]+\b", method.source)]
     constants = [each for each in named if each is not None and not each.is_alias]
