@@ -4,6 +4,7 @@
 2. A `Raises:` section may end with sentences about all of its cases, "Nothing has changed in any of these cases." The
    parser would drop them with a warning. They become a paragraph behind the section.
 3. Names that a class's `__dir__` leaves out are for other parts of the library, and are not shown.
+4. A method without a docstring keeps the contract of the one that it overrides, and shows that.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class Customs(Extension):
             for each in family:  # bases, too: what is inherited is shown
                 for name in hidden & each.members.keys():
                     del each.members[name]
+            for name, member in cls.members.items():
+                if not member.is_alias and member.docstring is None:
+                    inherited = (each.members[name] for each in family[1:] if name in each.members)
+                    member.docstring = next((each.docstring for each in inherited if each.docstring), None)
 
 
 def _classes(parent: Any) -> Iterator[Any]:

@@ -77,6 +77,8 @@ def test_the_site_is_built_and_needs_no_other_host(tmp_path: Path) -> None:
     engine = (tmp_path / "reference" / "engine.html").read_text()
     assert 'id="kvoffload.OffloadEngine.store"' in engine
     assert 'id="kvoffload.OffloadEngine.check_room"' not in engine, "`dir()` does not show it"
+    jax = (tmp_path / "reference" / "jax.html").read_text()
+    assert 'id="kvoffload.jax.OwnedCache.unordered"' in jax, "its docstring is that of the base class"
     for page in pages:
         text = page.read_text()
         fetched = re.findall(r"<(?:script|img|iframe)[^>]*src=\"?(https?:[^\" >]+)", text)
