@@ -66,6 +66,7 @@ def skip_without(snippet: Snippet) -> None:
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=named)
 def test_each_snippet_is_marked_and_compiles(snippet: Snippet) -> None:
     assert snippet.mark == "fragment" or snippet.mark.startswith("run: "), snippet.code
+    assert not snippet.on_gpu or re.search("^import (cupy|jax)", snippet.code, re.MULTILINE), "all others run anywhere"
     compile(snippet.code, snippet.page, "exec")
 
 
