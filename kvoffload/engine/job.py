@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -35,11 +36,25 @@ class TransferResult(NamedTuple):
     copier: str
     error: TransferError | None
 
+    @property
+    def gb_per_s(self) -> float:
+        """Payload bytes over seconds on the GPU's clock, in 10^9 bytes a second.
+
+        NaN where the seconds are unknown, for an empty or failed transfer, and on the simulated device, whose seconds
+        are invented.
+        """
+        return self.nbytes / self.seconds / 1e9 if self.nbytes and self.seconds > 0 else math.nan
+
 
 class SimulatedTransferResult(TransferResult):
     """A result of the simulated device: `seconds` is invented."""
 
     __slots__ = ()
+
+    @property
+    def gb_per_s(self) -> float:
+        """NaN: no transfer was timed."""
+        return math.nan
 
 
 class TransferRecord(Protocol):
