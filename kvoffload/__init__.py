@@ -4,6 +4,7 @@
     KVLayout, Plane  where the blocks of the KV cache lie        layout/
     DeviceArray      GPU memory that other libraries import      device/buffers.py
     OffloadEngine    store, load, plan, poll                     engine/
+    Stream           for callers without streams of their own    device/caller_stream.py
     Job              a transfer: done, wait, order_before        engine/job.py
     ShardedEngine    the same over several GPUs                  sharded/
     BlockCache       keys to slots: lookup, store, load          cache/
@@ -33,6 +34,7 @@ from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
+from kvoffload.device.caller_stream import Stream
 from kvoffload.device.device import Device, open_device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
@@ -87,6 +89,7 @@ __all__ = [
     "ShardedJob",
     "ShardedLayout",
     "Status",
+    "Stream",
     "Tenant",
     "TransferError",
     "TransferResult",

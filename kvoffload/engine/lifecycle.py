@@ -18,7 +18,7 @@ from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import stream_handle
 from kvoffload.engine.callbacks import Callbacks
 from kvoffload.engine.hazards import HazardTable
-from kvoffload.engine.job import Job, TransferResult, wait_until
+from kvoffload.engine.job import Job, TransferResult
 from kvoffload.engine.request import Limits
 from kvoffload.engine.resources import EngineResources
 from kvoffload.engine.slot_guard import SlotGuard, replaced_guard
@@ -29,6 +29,7 @@ from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferEr
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
+from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.fold import describe_fold
 from kvoffload.layout.layout import KVLayout, describe_groups
 from kvoffload.planning.layer_groups import Folds, PartsLike, as_parts

@@ -15,7 +15,7 @@ from kvoffload.device.device import Device, checked_devices
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT, stream_handle
 from kvoffload.engine.callbacks import Callbacks
-from kvoffload.engine.job import Job, TransferResult, wait_until
+from kvoffload.engine.job import Job, TransferResult
 from kvoffload.engine.lifecycle import Prefer
 from kvoffload.engine.slot_guard import SlotGuard, replaced_guard
 from kvoffload.engine.statistics import EngineStatistics
@@ -24,6 +24,7 @@ from kvoffload.errors import CapacityError, ClosedError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import StreamLike, UInt8Array
+from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import PartsLike
 from kvoffload.sharded.after import FollowedPerDevice

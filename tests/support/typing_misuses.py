@@ -39,6 +39,11 @@ def memory(device: Device) -> None:
     device.closed()  # wrong
     device.allocate(64).copy_from("bytes", offset="0")  # wrong
     device.close("now")  # wrong
+    device.stream(0)  # wrong
+    device.stream(priority="high")  # wrong
+    device.stream().handle()  # wrong
+    device.stream().synchronize("1")  # wrong
+    device.stream().done()  # wrong
 
 
 def layouts(planes: list[Plane]) -> None:
@@ -113,6 +118,7 @@ def jobs(engine: OffloadEngine) -> None:
     job.order_before(0, part="a")  # wrong
     job.order_before()  # wrong
     job.result().secs  # noqa: B018  # wrong
+    job.result().gb_per_s()  # wrong
 
 
 def caches(engine: OffloadEngine, layout: KVLayout) -> None:
@@ -145,3 +151,4 @@ def cached(cache: BlockCache) -> None:
     cache.reserve(b"key")  # wrong
     cache.reserve([b"key"]).commit("job")  # wrong
     cache.statistics().hits_total  # noqa: B018  # wrong
+    cache.statistics().hit_rate()  # wrong
