@@ -36,6 +36,14 @@ if TYPE_CHECKING:
 
 _ALLOCATION_ALIGNMENT = 512  # what cuMemAlloc aligns to, at least; planes of a slab keep it
 
+_FOR_ENGINES = frozenset(
+    [
+        *("adopt", "advance_engines", "allocations", "check_open", "check_process", "check_stream_priority"),
+        *("engines", "engines_over", "foreign", "free", "lifecycle", "owned", "reclaim", "register_engine"),
+        "wait_lifecycle",
+    ]
+)
+
 _watches: set[Watch] = set()  # of the devices that are not closed
 _garbage: deque[Watch] = deque()  # of devices that are garbage and were not closed
 
@@ -300,6 +308,10 @@ class Device(DeviceContext):
             texts = self._resources.free_all()  # also after an interrupted `close`: what is freed is not freed again
             self._unwatch()
         warn_unreleased(texts)
+
+    def __dir__(self) -> list[str]:
+        """Without the names that are for engines and buffers, so that completion shows users theirs."""
+        return sorted(set(super().__dir__()) - _FOR_ENGINES)
 
     def __enter__(self) -> Device:
         return self

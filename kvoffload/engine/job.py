@@ -201,7 +201,7 @@ class Job:
         """
         wait_until(lambda: self.done, timeout, repr(self))
         self._engine.forget_report(self._transfer.id)
-        self.raise_error()
+        self._raise_error()
         return result_of(self._transfer)
 
     def result(self) -> TransferResult:
@@ -218,7 +218,7 @@ class Job:
             raise RuntimeError(f"{self!r} has not ended; call wait(), or ask done, before outcome()")
         return result_of(self._transfer)
 
-    def raise_error(self) -> None:
+    def _raise_error(self) -> None:
         """Raise the transfer's error, if it has one: a copy each time, so that the stored one refers to no frames."""
         error = self._transfer.error
         if error is not None:
@@ -268,6 +268,10 @@ class Job:
                 transfer, or of the part.
         """
         self._engine.order_job_before(self._transfer, stream, part)
+
+    def __dir__(self) -> list[str]:
+        """Without `lock`, which is for caches."""
+        return sorted(set(super().__dir__()) - {"lock"})
 
     def __repr__(self) -> str:
         return describe(self._transfer)

@@ -18,6 +18,7 @@ from kvoffload import (
     chain_keys,
     open_device,
 )
+from kvoffload.jax import OwnedCache
 
 
 def opening() -> None:
@@ -55,6 +56,16 @@ def layouts(planes: list[Plane]) -> None:
     KVLayout([planes], tokens_per_block=16.0)  # wrong
     KVLayout([planes], slot_order="blocks")  # wrong
     KVLayout([planes], block_axes=("tokens", 2))  # wrong
+
+
+def caches_of_jax(device: Device) -> None:
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1)  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", 1, 0)  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1, block_axis=0, tokens_per_block="16")  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1, block_axis=0, tokens_in_block=16)  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1, block_axis=0, block_axes=("tokens", 2))  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1, block_axis=0, slot_order="blocks")  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1, block_axis=0, on_default_stream=True)  # wrong
 
 
 def engines(layout: KVLayout, device: Device) -> None:
