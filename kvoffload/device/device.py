@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import operator
 import time
@@ -27,6 +28,7 @@ from kvoffload.errors import (
 )
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.log import LOGGER
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
@@ -80,7 +82,19 @@ def open_device(
     count = int(driver.call("cuDeviceGetCount"))
     if at_least("index", index, 0) >= count:
         raise ValueError(f"index must name one of the {count} devices, 0 to {count - 1}, got {index}")
-    return Device(driver, operator.index(index), context_handle(context), count)
+    device = Device(driver, operator.index(index), context_handle(context), count)
+    _log_opening(device)
+    return device
+
+
+def _log_opening(device: Device) -> None:
+    can = device.capabilities
+    kind = "simulated device" if device.simulated else "device"
+    versions = can.driver_version, can.bindings_version
+    LOGGER.info("opened %s %d (%s): driver %s, cuda-bindings %s", kind, device.index, device.name, *versions)
+    for name, reason in can.missing.items():
+        level = logging.INFO if can.flat_batch and can.strided_batch else logging.WARNING  # else copies go one by one
+        LOGGER.log(level, "%s cannot be used on device %d: %s", name, device.index, reason)
 
 
 class Device(DeviceContext):

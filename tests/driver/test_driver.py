@@ -269,4 +269,4 @@ def test_without_bindings_importing_works_and_opening_says_what_to_install() -> 
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
-    assert "pip install 'cuda-python>=12.9'" in done.stdout
+    assert "pip install 'cuda-bindings>=12.9'" in done.stdout

@@ -20,8 +20,8 @@ ROOT = Path(kvoffload.__file__).parent
 # what importing costs
 
 HEAVY = (
-    "torch", "triton", "jax", "cupy", "numba", "matplotlib", "rich", "platformdirs", "prometheus_client",
-    "ctypes.wintypes",
+    "torch", "triton", "jax", "cupy", "numba", "matplotlib", "rich", "nvtx", "platformdirs",
+    "prometheus_client", "ctypes.wintypes",
 )  # fmt: skip
 
 

@@ -157,6 +157,28 @@ def keys(layout: KVLayout) -> list[bytes]:
     return found
 
 
+class Spans:
+    """A tracer: what on_submit returns comes back in on_end."""
+
+    def __init__(self) -> None:
+        self.ended: list[float] = []
+
+    def on_submit(self, job: Job) -> int:
+        return job.nbytes
+
+    def on_end(self, started: int, result: TransferResult) -> None:
+        self.ended.append(started / max(result.seconds, 1e-9))
+
+
+def tracers() -> None:
+    spans = Spans()
+    before = kvoffload.set_tracer(spans)
+    assert_type(before, kvoffload.Tracer | None)
+    kvoffload.set_tracer(before)
+    tracer: kvoffload.Tracer = spans
+    assert tracer is spans
+
+
 def errors() -> None:
     assert issubclass(kvoffload.LayoutError, ValueError)
     error = kvoffload.DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2)
@@ -171,4 +193,5 @@ def main() -> None:
         assert len(transfers(layout, device)) == 3
         assert caches(layout, device) == 2
         assert len(keys(layout)) == 3
+    tracers()
     errors()

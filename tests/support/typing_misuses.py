@@ -16,7 +16,9 @@ from kvoffload import (
     OffloadEngine,
     Plane,
     chain_keys,
+    nvtx_tracer,
     open_device,
+    set_tracer,
 )
 from kvoffload.jax import OwnedCache
 
@@ -130,6 +132,13 @@ def jobs(engine: OffloadEngine) -> None:
     job.order_before()  # wrong
     job.result().secs  # noqa: B018  # wrong
     job.result().gb_per_s()  # wrong
+
+
+def tracers(engine: OffloadEngine) -> None:
+    set_tracer(engine)  # wrong
+    set_tracer(print)  # wrong
+    set_tracer()  # wrong
+    nvtx_tracer(3)  # wrong
 
 
 def caches(engine: OffloadEngine, layout: KVLayout) -> None:
