@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -60,10 +61,18 @@ def test_work_that_has_not_ended_is_not_done(device: kvoffload.Device) -> None:
 
 
 def test_the_end_of_the_block_waits_for_the_work(device: kvoffload.Device) -> None:
-    buffer = device.allocate(1 << 16)
-    with device.stream() as stream, device.current():
-        device.driver.fill(buffer.address, 5, buffer.nbytes, stream.handle)
-    assert (buffer.to_numpy() == 5).all()
+    gate = Gate(device)
+    opened: list[bool] = []
+
+    def open_gate() -> None:
+        opened.append(True)
+        gate.open()
+
+    with device.stream() as stream:
+        gate.hold(stream.handle)
+        threading.Timer(0.05, open_gate).start()
+    assert opened == [True], "the work was held until then"
+    gate.close()
 
 
 def test_it_waits_for_nothing_on_the_legacy_stream(device: kvoffload.Device) -> None:
