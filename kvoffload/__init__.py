@@ -4,16 +4,18 @@
     KVLayout, Plane  where the blocks of the KV cache lie        layout/
     DeviceArray      GPU memory that other libraries import      device/buffers.py
     OffloadEngine    store, load, plan, poll                     engine/
+    Stream           for callers without streams of their own    device/caller_stream.py
     Job              a transfer: done, wait, order_before        engine/job.py
     ShardedEngine    the same over several GPUs                  sharded/
     BlockCache       keys to slots: lookup, store, load          cache/
     chain_keys       tokens to keys                              cache/keys.py
+    set_tracer       follow every transfer                       engine/tracing.py
 
 Imported by name:
 
     kvoffload.jax             caches for JAX: OwnedCache and three others, ShardedOwnedCache for several GPUs
     kvoffload.testing         the simulated driver, byte patterns, leak checks, a naive transfer
-    kvoffload.observability   Prometheus metrics; notebook cards, which need no import
+    kvoffload.observability   Prometheus metrics; NVTX ranges; notebook cards, which need no import
     kvoffload.cache.policies  the policies, and the base class for others
 
 Below them: planning/ (what a transfer copies), copiers/ (the copy methods and their selection), tuning/ (what
@@ -33,11 +35,13 @@ from kvoffload.cache.keys import chain_keys
 from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
+from kvoffload.device.caller_stream import Stream
 from kvoffload.device.device import Device, open_device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.engine.report import PlanReport
+from kvoffload.engine.tracing import Tracer, set_tracer
 from kvoffload.errors import (
     CapabilityError,
     CapacityError,
@@ -52,6 +56,7 @@ from kvoffload.errors import (
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.observability import notebook as _notebook
+from kvoffload.observability.nvtx_ranges import nvtx_tracer
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.sharded.engine import ShardedEngine
 from kvoffload.sharded.job import ShardedJob
@@ -87,11 +92,15 @@ __all__ = [
     "ShardedJob",
     "ShardedLayout",
     "Status",
+    "Stream",
     "Tenant",
+    "Tracer",
     "TransferError",
     "TransferResult",
     "chain_keys",
+    "nvtx_tracer",
     "open_device",
+    "set_tracer",
 ]
 
 __version__ = "0.1.0"

@@ -59,7 +59,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         max_load_blocks: `lookup` reports no more hits than this; None: all. (Loading a very long prefix delays all
             other transfers of the link.)
         on_event: is called with a `CacheEvent` for what has happened, one at a time and in the order in which it did,
-            by a thread at the end of its call of this cache, outside all locks.
+            by a thread at the end of its call of this cache, or of `wait` or `done` of a job of it, outside all locks.
 
     Raises:
         CapacityError: the engine has fewer slots than groups, or belongs to another cache.
@@ -175,7 +175,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         except BaseException:
             state.abandoned.append(record)  # ignored if it has not begun, or has come to its end
             raise
-        return CacheJob(tuple(record.keys), jobs)
+        return CacheJob(tuple(record.keys), jobs, self._index, record)
 
     def _store(self, record: ReservationRecord, per_group: list[Int64Array], after: CacheAfter) -> tuple[Job, ...]:
         """Carry a proposal out and submit its transfer, under the lock. There are four cases:
@@ -256,7 +256,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         except BaseException:
             state.abandoned.append(record)  # ignored if it has not begun, or has come to its end
             raise
-        return CacheJob(tuple(checked), jobs, record.sources)
+        return CacheJob(tuple(checked), jobs, self._index, record)
 
     def _load(
         self, record: LeaseRecord, per_group: list[Int64Array], after: CacheAfter, parts: Parts

@@ -210,6 +210,21 @@ class CacheIndex:
         """See `Reservation.abort`. In the middle of another call it is left to the next one."""
         self._drop(record)
 
+    def settle_ended(self) -> None:
+        """Take note of what has ended, and report it. In the middle of another call it is left to that one."""
+        self._check_usable()
+        state = self._state
+        with self.lock:
+            if state.working:
+                return
+            try:
+                state.working = True
+                state.enter()
+            finally:
+                state.working = False
+        if state.recorder.unreported:
+            state.recorder.notify()
+
     # reading ------------------------------------------------------------------------------------------------------
 
     def acquire(self, keys: Sequence[bytes], *, pending: bool = False) -> Lease:

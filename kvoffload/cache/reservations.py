@@ -16,9 +16,10 @@ import numpy as np
 
 from kvoffload.cache.engines import CacheStreams
 from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, Stage
-from kvoffload.engine.job import Job, TransferResult, wait_until
+from kvoffload.engine.job import Job, TransferResult
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
+from kvoffload.internal.waiting import wait_until
 
 
 class Owner(Protocol):
@@ -32,6 +33,8 @@ class Owner(Protocol):
     def abort(self, record: ReservationRecord) -> None: ...
 
     def release(self, record: LeaseRecord) -> None: ...
+
+    def settle_ended(self) -> None: ...
 
 
 class Reservation:
@@ -189,6 +192,10 @@ class Lease:
 class CacheJob:
     """The transfers of one `BlockCache.store` or `load`: one job per group, none if there was nothing to copy.
 
+    When `wait` has returned or raised TransferError, or `done` was True, the cache has taken note of the end: the keys
+    are hits, and its event ("stored", or "failed") has been reported. Called from the cache's `on_event`, that event
+    follows the one being reported.
+
     Attributes:
         keys: the keys whose blocks are being copied.
         jobs: the engine's jobs.
@@ -196,12 +203,16 @@ class CacheJob:
 
     keys: tuple[bytes, ...]
     jobs: tuple[Job, ...]
-    _sources: tuple[ReservationRecord, ...] = ()  # what was pending when it was loaded
+    _index: Owner
+    _record: ReservationRecord | LeaseRecord
 
     @property
     def done(self) -> bool:
         """Whether all of it has ended, well or not. Asks the GPU; never blocks."""
-        return all(job.done for job in self.jobs)
+        ended = all(job.done for job in self.jobs)
+        if ended:
+            self._settle()
+        return ended
 
     def wait(self, timeout: float | None = None) -> list[TransferResult]:
         """Wait for all of it, at most `timeout` seconds for each job; a result per job.
@@ -211,8 +222,11 @@ class CacheJob:
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
         results: list[TransferResult] = []
-        run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
-        for source in self._sources:
+        try:
+            run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
+        finally:
+            self._settle()
+        for source in self._record.sources if isinstance(self._record, LeaseRecord) else ():
             source.raise_if_failed()
         return results
 
@@ -233,6 +247,13 @@ class CacheJob:
         """
         jobs: tuple[Any, ...] = self.jobs  # of one device or of several
         run_all(partial(job.order_before, stream, part) for job in jobs)
+
+    def _settle(self) -> None:
+        """Have the cache take note of what has ended, unless it has done so."""
+        record = self._record
+        settled = record.released if isinstance(record, LeaseRecord) else record.stage is not Stage.SETTLING
+        if self.jobs and not settled:
+            self._index.settle_ended()
 
     def __repr__(self) -> str:
         return f"CacheJob({len(self.keys)} keys, {list(self.jobs)})"

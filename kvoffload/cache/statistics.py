@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -22,6 +23,7 @@ _RESIDENCY_SECONDS = tuple(float(4**power) for power in range(-5, 12))  # 1 ms t
 _REUSE_DISTANCES = tuple(float(2**power) for power in range(6, 31))
 _COUNTED = ("lookups", "hits", "stored", "evicted", "failed", "declined", "removed")
 _BY_TENANT = ("stored", "failed", "declined")
+_SHOWN_WHERE_NOT_0 = ("pending", "pinned", "stored", "loaded", "evicted", "declined", "failed", "removed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class TenantCounts:
     declined: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CacheStatistics:
     """What a block cache holds and has done; counted in blocks of the cache, one per key.
 
@@ -86,6 +88,18 @@ class CacheStatistics:
     residency_seconds: Histogram
     reuse_distance_blocks: Histogram
     tenants: tuple[tuple[str, TenantCounts], ...] = ()
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the keys asked for by `lookup` that were found, 0.0 to 1.0; NaN if none was asked for."""
+        return self.hits / self.lookups if self.lookups else math.nan
+
+    def __repr__(self) -> str:
+        """One line: what the cache holds, the hit rate, and the counts that are not 0. Every count is an attribute."""
+        rate = f"hit_rate={self.hit_rate:.3f}" if self.lookups else "no lookups"
+        counts = {name: getattr(self, name) for name in _SHOWN_WHERE_NOT_0}
+        shown = "".join(f", {name}={count}" for name, count in counts.items() if count)
+        return f"CacheStatistics(capacity={self.capacity}, resident={self.resident}, {rate}{shown})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import operator
 import time
@@ -11,13 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvoffload.device.backends import context_handle, load_driver
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer, check_shape
+from kvoffload.device.caller_stream import Stream
 from kvoffload.device.context import DeviceContext
 from kvoffload.device.ownership import DeviceResources, Watch, warn_unreleased
 from kvoffload.device.placement import UnknownPlaceError, device_of
 from kvoffload.driver import Capabilities, Driver, probe
 from kvoffload.errors import (
-    CapabilityError,
     CapacityError,
     DriverError,
     KVOffloadError,
@@ -26,6 +28,7 @@ from kvoffload.errors import (
 )
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.log import LOGGER
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
@@ -33,8 +36,15 @@ from kvoffload.layout.planes import Plane
 if TYPE_CHECKING:
     from kvoffload.simulator import SimulatedDriver
 
-_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _ALLOCATION_ALIGNMENT = 512  # what cuMemAlloc aligns to, at least; planes of a slab keep it
+
+_FOR_ENGINES = frozenset(
+    [
+        *("adopt", "advance_engines", "allocations", "check_open", "check_process", "check_stream_priority"),
+        *("engines", "engines_over", "foreign", "free", "lifecycle", "owned", "reclaim", "register_engine"),
+        "wait_lifecycle",
+    ]
+)
 
 _watches: set[Watch] = set()  # of the devices that are not closed
 _garbage: deque[Watch] = deque()  # of devices that are garbage and were not closed
@@ -68,50 +78,23 @@ def open_device(
     """
     _release_garbage()
     options = {"seed": seed, "driver_version": driver_version, "bindings_version": bindings_version}
-    driver = _load(backend, {name: value for name, value in options.items() if value is not None})
+    driver = load_driver(backend, {name: value for name, value in options.items() if value is not None})
     count = int(driver.call("cuDeviceGetCount"))
     if at_least("index", index, 0) >= count:
         raise ValueError(f"index must name one of the {count} devices, 0 to {count - 1}, got {index}")
-    return Device(driver, operator.index(index), _context_handle(context), count)
+    device = Device(driver, operator.index(index), context_handle(context), count)
+    _log_opening(device)
+    return device
 
 
-def _load(backend: Any, simulation: dict[str, Any]) -> Driver:
-    from kvoffload.driver import cuda
-
-    if backend == "cuda":
-        if simulation:
-            raise ValueError(f"{', '.join(simulation)} belong to the simulated device, but backend is 'cuda'")
-        return cuda.load()
-    if backend == "auto":
-        try:
-            return cuda.load()
-        except CapabilityError:  # no driver library
-            backend = "simulated"
-        except DriverError as error:
-            if error.code != _NO_DEVICE:  # a GPU that is there and broken is not passed over
-                raise
-            backend = "simulated"
-    if backend == "simulated":
-        from kvoffload.simulator import SimulatedDriver
-
-        backend = SimulatedDriver(**simulation)
-    if not getattr(backend, "simulated", False):
-        raise ValueError(f"backend must be 'cuda', 'simulated', 'auto' or a SimulatedDriver, got {backend!r:.80}")
-    driver = Driver(backend, raw=backend.raw, bindings_version=backend.bindings_version, simulated=True)
-    driver.init()
-    return driver
-
-
-def _context_handle(context: Any) -> int | None:
-    if context is None:
-        return None
-    try:
-        handle = -1 if isinstance(context, bool | str | bytes) else int(context)
-    except (TypeError, ValueError, OverflowError):
-        handle = -1
-    if handle <= 0:
-        raise TypeError(f"context must be None or the handle of a CUDA context, got {context!r:.80}")
-    return handle
+def _log_opening(device: Device) -> None:
+    can = device.capabilities
+    kind = "simulated device" if device.simulated else "device"
+    versions = can.driver_version, can.bindings_version
+    LOGGER.info("opened %s %d (%s): driver %s, cuda-bindings %s", kind, device.index, device.name, *versions)
+    for name, reason in can.missing.items():
+        level = logging.INFO if can.flat_batch and can.strided_batch else logging.WARNING  # else copies go one by one
+        LOGGER.log(level, "%s cannot be used on device %d: %s", name, device.index, reason)
 
 
 class Device(DeviceContext):
@@ -244,11 +227,32 @@ class Device(DeviceContext):
         name, extents = dtype_name(dtype), check_shape(shape)
         return DeviceArray(self.allocate(math.prod(extents) * element_bytes(name)), extents, name)
 
-    def check_stream_priority(self, priority: int) -> None:
-        """Raise ValueError unless streams of this device can have that priority."""
+    def stream(self, *, priority: int = 0) -> Stream:
+        """A new stream, for programs without a library that makes streams; the same on a GPU and on the simulated one.
+
+            with device.stream() as stream:
+                engine.load(slots, blocks, after=stream).order_before(stream)
+
+        At the end of the block the host waits until the work on it has ended, and the stream is destroyed.
+
+        Args:
+            priority: within `stream_priorities`: numbers below 0 go before 0. It orders kernels, not copies.
+
+        Raises:
+            ValueError: no such priority.
+            ClosedError: the device is closed, or this is a forked child.
+        """
+        self.check_process()
+        self.check_stream_priority(priority, "priority")
+        self.reclaim()
+        with self.lifecycle:
+            return Stream(self, priority)
+
+    def check_stream_priority(self, priority: int, name: str = "stream_priority") -> None:
+        """Raise ValueError unless streams of this device can have that priority; the message names the argument."""
         if priority not in self.stream_priorities:
             lowest, highest = self.stream_priorities[0], self.stream_priorities[-1]
-            raise ValueError(f"stream_priority must be in {lowest} .. {highest}, got {priority!r}")
+            raise ValueError(f"{name} must be in {lowest} .. {highest}, got {priority!r}")
 
     def allocations(self, layout: KVLayout) -> list[list[int]]:
         """For each plane of each group, the base of the driver allocation that holds it; the context must be current.
@@ -318,6 +322,10 @@ class Device(DeviceContext):
             texts = self._resources.free_all()  # also after an interrupted `close`: what is freed is not freed again
             self._unwatch()
         warn_unreleased(texts)
+
+    def __dir__(self) -> list[str]:
+        """Without the names that are for engines and buffers, so that completion shows users theirs."""
+        return sorted(set(super().__dir__()) - _FOR_ENGINES)
 
     def __enter__(self) -> Device:
         return self

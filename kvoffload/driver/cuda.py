@@ -7,7 +7,7 @@ from typing import Any
 from kvoffload.driver.core import Driver
 from kvoffload.errors import CapabilityError, DriverError
 
-_INSTALL = "install it: pip install 'cuda-python>=12.9'"
+_INSTALL = "install it: pip install 'cuda-bindings>=12.9'"
 
 
 def load() -> Driver:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 
 from kvoffload.engine.job import Job
 from kvoffload.errors import KVOffloadError
+from kvoffload.internal.log import LOGGER
 
 _POLL_SECONDS = 2e-4
 _WAITING = tuple[Job, Callable[[Job], object]]
@@ -64,4 +64,4 @@ def _call(callback: Callable[[Job], object], job: Job) -> None:
     try:
         callback(job)
     except Exception:  # as concurrent.futures does: the other callbacks are called all the same
-        logging.getLogger("kvoffload").exception("a done callback of %r raised", job)
+        LOGGER.exception("a done callback of %r raised", job)

@@ -21,6 +21,7 @@ from typing import Literal
 from kvoffload.device.current import make_current
 from kvoffload.device.streams import NO_WAIT, NoWait, raise_for_stream, refuse_capturing
 from kvoffload.driver import SourceOrder
+from kvoffload.engine import tracing
 from kvoffload.engine.job import Job
 from kvoffload.engine.lifecycle import EngineLifecycle
 from kvoffload.engine.queues import TransferQueue
@@ -201,7 +202,10 @@ class OffloadEngine(EngineLifecycle):
                     # 5. enqueue: as much as there is room for; the rest waits on the host
                     self._record_markers(transfer, streams)
                     self._enqueue(request, transfer)
-                    return Job(self, transfer)
+                    job = Job(self, transfer)
+                    if tracing.current is not None:
+                        tracing.start(tracing.current, job, transfer, self._parts.tracker.notices)
+                    return job
         except DriverError as error:
             self._mark_lost(error)
             raise

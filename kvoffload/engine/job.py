@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
-import time
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
 from kvoffload.engine.transfer import State
 from kvoffload.errors import TransferError
 from kvoffload.internal.types import StreamLike
+from kvoffload.internal.waiting import wait_until
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopyMethod
 
@@ -35,11 +36,25 @@ class TransferResult(NamedTuple):
     copier: str
     error: TransferError | None
 
+    @property
+    def gb_per_s(self) -> float:
+        """Payload bytes over seconds on the GPU's clock, in 10^9 bytes a second.
+
+        NaN where the seconds are unknown, for an empty or failed transfer, and on the simulated device, whose seconds
+        are invented.
+        """
+        return self.nbytes / self.seconds / 1e9 if self.nbytes and self.seconds > 0 else math.nan
+
 
 class SimulatedTransferResult(TransferResult):
     """A result of the simulated device: `seconds` is invented."""
 
     __slots__ = ()
+
+    @property
+    def gb_per_s(self) -> float:
+        """NaN: no transfer was timed."""
+        return math.nan
 
 
 class TransferRecord(Protocol):
@@ -186,7 +201,7 @@ class Job:
         """
         wait_until(lambda: self.done, timeout, repr(self))
         self._engine.forget_report(self._transfer.id)
-        self.raise_error()
+        self._raise_error()
         return result_of(self._transfer)
 
     def result(self) -> TransferResult:
@@ -203,7 +218,7 @@ class Job:
             raise RuntimeError(f"{self!r} has not ended; call wait(), or ask done, before outcome()")
         return result_of(self._transfer)
 
-    def raise_error(self) -> None:
+    def _raise_error(self) -> None:
         """Raise the transfer's error, if it has one: a copy each time, so that the stored one refers to no frames."""
         error = self._transfer.error
         if error is not None:
@@ -254,6 +269,10 @@ class Job:
         """
         self._engine.order_job_before(self._transfer, stream, part)
 
+    def __dir__(self) -> list[str]:
+        """Without `lock`, which is for caches."""
+        return sorted(set(super().__dir__()) - {"lock"})
+
     def __repr__(self) -> str:
         return describe(self._transfer)
 
@@ -262,20 +281,3 @@ def describe(transfer: TransferRecord) -> str:
     """A transfer in words, as the repr of its job."""
     name = f"{transfer.id}, {transfer.direction}, {transfer.nbytes} bytes"
     return f"Job({name}, {transfer.copier}, {transfer.state.name.lower()})"
-
-
-def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) -> None:
-    """Poll `condition` with sleeps that grow from nothing to 0.2 ms, so that Ctrl-C and timeouts work.
-
-    A sleep is a fiftieth of what was waited so far, so it delays the caller by 2% at most. Linux adds 50 us to every
-    sleep (its timer slack), so there is none in the first 2.5 ms.
-
-    Raises:
-        TimeoutError: `timeout` seconds have passed.
-    """
-    begin = time.perf_counter()
-    while not condition():
-        waited = time.perf_counter() - begin
-        if timeout is not None and waited >= timeout:
-            raise TimeoutError(f"{what} was not done within {timeout} seconds; it goes on")
-        time.sleep(0.0 if waited < 2.5e-3 else min(2e-4, waited / 50))

@@ -16,26 +16,29 @@ from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import stream_handle
+from kvoffload.engine.arguments import check_types, checked_slots
 from kvoffload.engine.callbacks import Callbacks
 from kvoffload.engine.hazards import HazardTable
-from kvoffload.engine.job import Job, TransferResult, wait_until
+from kvoffload.engine.job import Job, TransferResult
 from kvoffload.engine.request import Limits
 from kvoffload.engine.resources import EngineResources
 from kvoffload.engine.slot_guard import SlotGuard, replaced_guard
 from kvoffload.engine.statistics import EngineStatistics
 from kvoffload.engine.stream_order import as_part, await_queueing
+from kvoffload.engine.tracing import deliver
 from kvoffload.engine.transfer import Transfer
-from kvoffload.errors import CapacityError, ClosedError, DriverError, TransferError
+from kvoffload.errors import ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import at_least
+from kvoffload.internal.log import LOGGER
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
+from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.fold import describe_fold
 from kvoffload.layout.layout import KVLayout, describe_groups
 from kvoffload.planning.layer_groups import Folds, PartsLike, as_parts
 from kvoffload.tuning import Profile, profile_for
 
 Prefer = Literal["overlap", "latency"]
-_MOST_POOL_BYTES = 1 << 50
 _numbers = itertools.count(1)
 _FOR_INTEGRATIONS = frozenset(
     [
@@ -71,10 +74,9 @@ class EngineLifecycle(HtmlRepresentation):
         stream_priority: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        _check_types(layout, device, profile)
-        self.layout = layout
-        self.device = device
-        self.num_slots = _checked_slots(num_slots, layout)
+        check_types(layout, device, profile)
+        self.layout, self.device = layout, device
+        self.num_slots = checked_slots(num_slots, layout)
         device.check_process()
         device.check_stream_priority(stream_priority)
         device.reclaim()
@@ -108,6 +110,12 @@ class EngineLifecycle(HtmlRepresentation):
             self._limits = Limits(layout, self.num_slots, self._parts.copiers.missing)
             self._slots = self._parts.memory.array.reshape(self.num_slots, layout.slot_bytes)
             device.register_engine(self)
+        self._log_opening()
+
+    def _log_opening(self) -> None:
+        """A record of the log is given no objects of the library, which it could keep alive."""
+        sizes = self._parts.memory.nbytes, self._parts.pinning_seconds, self.num_slots, self.device.index
+        LOGGER.info("pinned %d bytes in %.3f s: %d slots for device %d; profile: %s", *sizes, self.profile.source)
 
     # results ------------------------------------------------------------------------------------------------------
 
@@ -121,17 +129,19 @@ class EngineLifecycle(HtmlRepresentation):
         with self.lock:
             in_flight = self._parts.in_flight
             idle = not in_flight.stores.transfers and not in_flight.loads.transfers
-            if self._closed or (idle and in_flight.consistent):
-                return
-        try:
-            with make_current(self._driver, self._context), self.lock:
-                self._repair()
-                self._parts.tracker.advance()
-        except DriverError as error:
-            if not error.sticky:
-                raise
-            with self.lock:  # every transfer in flight has failed: that is what there was to find out
-                self._parts.tracker.mark_lost(error)
+            up_to_date = self._closed or (idle and in_flight.consistent)
+        if not up_to_date:
+            try:
+                with make_current(self._driver, self._context), self.lock:
+                    self._repair()
+                    self._parts.tracker.advance()
+            except DriverError as error:
+                if not error.sticky:
+                    raise
+                with self.lock:  # every transfer in flight has failed: that is what there was to find out
+                    self._parts.tracker.mark_lost(error)
+        if self._parts.tracker.notices:
+            deliver(self._parts.tracker.notices)
 
     def _repair(self) -> None:
         """If a call was interrupted, put the engine in order. Under the lock, with the context current."""
@@ -315,6 +325,8 @@ class EngineLifecycle(HtmlRepresentation):
         token = object()
         try:
             self._closing.add(token)
+            if self._parts.in_flight.count:
+                LOGGER.info("an engine is being closed, and waits for %d transfers", self._parts.in_flight.count)
             self.drain(timeout)
             wait_until(lambda: not self._following, timeout, "asking an array for its producer")
             self.device.wait_lifecycle(timeout)
@@ -374,22 +386,3 @@ class EngineLifecycle(HtmlRepresentation):
 
     def _html_options(self) -> dict[str, Any]:
         return {"folded": self._folds.groups, "copiers": self._parts.copiers.missing, "closed": self._closed}
-
-
-def _check_types(layout: object, device: object, profile: object) -> None:
-    if not isinstance(layout, KVLayout):
-        raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
-    if not isinstance(device, Device):
-        raise TypeError(f"device must be a Device from open_device(), got {device!r:.80}")
-    if profile is not None and not isinstance(profile, Profile):
-        raise TypeError(f"profile must be a kvoffload.tuning.Profile or None, got {profile!r:.80}")
-
-
-def _checked_slots(num_slots: Any, layout: KVLayout) -> int:
-    count = at_least("num_slots", num_slots, 1)
-    if count * layout.slot_bytes > _MOST_POOL_BYTES:
-        raise CapacityError(
-            f"num_slots={count} of {layout.slot_bytes} bytes are {count * layout.slot_bytes} bytes of host memory, "
-            f"more than any machine has; ask for at most {_MOST_POOL_BYTES // layout.slot_bytes}"
-        )
-    return count

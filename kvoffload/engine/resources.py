@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from kvoffload.copiers import CopierSet
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import PinnedMemory, Progress
@@ -23,6 +25,7 @@ class EngineResources:
 
     Attributes:
         memory: the pinned pool.
+        pinning_seconds: what it took to map, touch and register it.
         slot_addresses: of its slots, for planning.
         copiers: that carry transfers out.
         in_flight: the transfers that have not ended.
@@ -38,6 +41,7 @@ class EngineResources:
         self._driver = driver
         self._memory: list[PinnedMemory] = []  # one, once `open` has begun to pin it
         self.memory: PinnedMemory
+        self.pinning_seconds = 0.0
         self.slot_addresses: Int64Array
         self.copiers = CopierSet(driver, device.capabilities, sm_limit)
         self.in_flight = InFlight(driver, max_in_flight)
@@ -48,6 +52,7 @@ class EngineResources:
 
     def open(self, layout: KVLayout, progress: Progress | None) -> None:
         """Pin the pool, make streams and copiers; the context must be current."""
+        begin = time.perf_counter()
         self.memory = PinnedMemory(
             self._driver,
             self._num_slots * layout.slot_bytes,
@@ -56,6 +61,7 @@ class EngineResources:
             progress=progress,
             holder=self._memory,
         )
+        self.pinning_seconds = time.perf_counter() - begin
         self.slot_addresses = addresses_of_slots(layout, self.memory.address, self._num_slots)
         self.copiers.open(layout, self.memory)
         for queue in self.in_flight.both:

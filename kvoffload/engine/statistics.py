@@ -21,7 +21,7 @@ class DirectionTotals:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class EngineStatistics:
     """What an engine holds and has done.
 
@@ -48,3 +48,15 @@ class EngineStatistics:
     events_in_use: int
     store: DirectionTotals
     load: DirectionTotals
+
+    def __repr__(self) -> str:
+        """One line: the pool, and what has ended or not. Every count is an attribute."""
+        parts = [f"num_slots={self.num_slots}", f"pinned_bytes={self.pinned_bytes}", f"in_flight={self.in_flight}"]
+        parts += [f"{name}={count}" for name in ("held", "dropped_reports") if (count := getattr(self, name))]
+        parts += [f"{name}: {_described(totals)}" for name, totals in (("store", self.store), ("load", self.load))]
+        return f"EngineStatistics({'simulated, ' if self.simulated else ''}{', '.join(parts)})"
+
+
+def _described(totals: DirectionTotals) -> str:
+    failed = f", {totals.failed} failed" if totals.failed else ""
+    return f"{totals.jobs} jobs{failed}, {totals.nbytes} bytes"

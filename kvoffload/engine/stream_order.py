@@ -8,11 +8,12 @@ from typing import Any
 
 from kvoffload.device.streams import refuse_capturing
 from kvoffload.driver import Driver
-from kvoffload.engine.job import TransferRecord, describe, wait_until
+from kvoffload.engine.job import TransferRecord, describe
 from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight
 from kvoffload.engine.transfer import Transfer
 from kvoffload.errors import CapacityError
+from kvoffload.internal.waiting import wait_until
 
 _QUEUEING_SECONDS = 1.0  # how long a caller waits for room in the driver's queues
 

@@ -14,6 +14,7 @@ from kvoffload.driver import Driver
 from kvoffload.engine.job import TransferResult, result_of
 from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight, TransferQueue
+from kvoffload.engine.tracing import new_notices, note_failure, note_loss
 from kvoffload.engine.transfer import Event, Segment, State, Transfer
 from kvoffload.errors import CapacityError, DriverError, KVOffloadError, TransferError
 
@@ -27,6 +28,7 @@ class Tracker:
     Attributes:
         reports: by id, finished transfers that `poll` has still to report, the oldest first.
         dropped_reports: how many were dropped because there were more than `most_reports`.
+        notices: what is reported once the lock is released, see `tracing`.
     """
 
     def __init__(self, driver: Driver, in_flight: InFlight, launcher: Launcher, copiers: CopierSet) -> None:
@@ -37,6 +39,7 @@ class Tracker:
         self.most_reports = MOST_REPORTS
         self.reports: dict[int, Transfer] = {}
         self.dropped_reports = 0
+        self.notices = new_notices()
 
     def check_alive(self) -> None:
         """Raise the one exception that a lost context leaves behind."""
@@ -143,6 +146,10 @@ class Tracker:
                 if transfer.seconds == transfer.seconds:  # not NaN
                     queue.seconds += transfer.seconds
             self.reports[transfer.id] = transfer
+            if transfer.trace is not None:
+                self.notices.append(transfer)
+            if transfer.error is not None and self._in_flight.lost is None:
+                note_failure(self.notices, transfer.error)
         if len(self.reports) > self.most_reports:
             del self.reports[next(iter(self.reports))]
             self.dropped_reports += 1
@@ -155,7 +162,9 @@ class Tracker:
     def mark_lost(self, error: Exception) -> None:
         """The context is lost: nothing runs any more, nothing can be freed, every transfer in flight has failed."""
         in_flight = self._in_flight
-        in_flight.lost = in_flight.lost or error
+        if in_flight.lost is None:
+            note_loss(self.notices, error, in_flight.count)
+            in_flight.lost = error
         for queue in in_flight.both:
             queue.waiting.clear()
             while queue.transfers:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
+from typing import Any
 
 from kvoffload.copiers import Share
 from kvoffload.copiers.table_arena import Table
@@ -97,6 +98,7 @@ class Transfer:
         query_failures: errors in a row when asking whether it has ended.
         seconds: between `start` and `end`, on the GPU's clock; NaN if unknown.
         error: why it failed.
+        trace: if a tracer follows it, which one, and what that has started.
     """
 
     # What most transfers have when they are made stays in the class: assigning it to each would take 1 us.
@@ -117,6 +119,7 @@ class Transfer:
     query_failures = 0
     seconds = 0.0
     error: TransferError | None = None
+    trace: Any = None
 
     def __init__(self, number: int, direction: Direction, nbytes: int, num_parts: int) -> None:
         self.id = number

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvoffload.errors import KVOffloadWarning
+from kvoffload.internal.log import LOGGER
 
 FOLDER_VARIABLE = "KVOFFLOAD_CACHE"
 
@@ -95,9 +96,10 @@ def why_not_writable() -> str | None:
 
 
 def warn_once(text: str, *, cause: str) -> None:
-    """Warn, unless this process has warned about `cause` before."""
+    """Warn, and log it, unless this process has warned about `cause` before."""
     if cause not in _warned:
         _warned.add(cause)
+        LOGGER.warning("%s", text)
         warnings.warn(text, KVOffloadWarning, stacklevel=2)
 
 

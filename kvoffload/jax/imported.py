@@ -5,20 +5,36 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
 from kvoffload.device.buffers import DeviceArray, check_shape
 from kvoffload.device.device import Device
 from kvoffload.driver.core import LEGACY_STREAM
-from kvoffload.errors import KVOffloadWarning, TransferError
+from kvoffload.errors import KVOffloadWarning, LayoutError, TransferError
 from kvoffload.internal.teardown import run_all
+from kvoffload.internal.types import DTypeLike, GpuArray
 from kvoffload.jax.base import Place, PlacedCache
-from kvoffload.jax.imports import from_device, import_jax, wait_for_computations
+from kvoffload.jax.imports import address_of, from_device, import_jax, wait_for_computations
 from kvoffload.layout.dlpack import ArrayView, packed_strides
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import SlotOrder
+
+
+class LayoutOptions(NamedTuple):
+    """The arguments of `KVLayout.from_stacked` that callers of these caches give."""
+
+    plane_axis: SupportsIndex
+    block_axis: SupportsIndex
+    tokens_per_block: SupportsIndex | None
+    block_axes: Sequence[str] | None
+    blocks_per_slot: SupportsIndex
+    slot_order: SlotOrder | None
+
+    def layout(self, array: GpuArray, dtype: DTypeLike) -> KVLayout:
+        return KVLayout.from_stacked(array, dtype=dtype_name(dtype), on_default_stream=False, **self._asdict())
 
 
 class ImportedCache(PlacedCache):
@@ -29,7 +45,7 @@ class ImportedCache(PlacedCache):
         shard_shape: extents of each shard.
         shape: extents of the cache.
         dtype: of an element.
-        options: of `KVLayout.from_stacked`, for each shard.
+        options: of the layout of each shard.
 
     Raises:
         CapabilityError, CapacityError, LayoutError, ValueError: as `OwnedCache`; nothing stays allocated.
@@ -43,19 +59,18 @@ class ImportedCache(PlacedCache):
         devices: Sequence[Device],
         shard_shape: Sequence[int],
         shape: Sequence[int],
-        dtype: Any,
-        options: dict[str, Any],
+        dtype: DTypeLike,
+        options: LayoutOptions,
     ) -> None:
         import_jax()
-        stated: dict[str, Any] = {"dtype": dtype_name(dtype), "on_default_stream": False} | options
-        layout_of(shard_shape, dtype, stated)  # refuses what is wrong before anything is allocated
+        layout_of(shard_shape, dtype, options)  # refuses what is wrong before anything is allocated
         self._memories = _zeros(devices, shard_shape, dtype)
         places = tuple(
             Place(device, memory.address, memory.nbytes) for device, memory in zip(devices, self._memories, strict=True)
         )
         super().__init__(places, check_shape(shape), dtype)
         self._simulated = any(device.simulated for device in devices)
-        self._layouts = [KVLayout.from_stacked(memory, **stated) for memory in self._memories]
+        self._layouts = [options.layout(memory, dtype) for memory in self._memories]
         self._array = self._import(None)
         self._replaced: Any = None  # an array that must be deleted
         self._followed = self._transfers()
@@ -115,8 +130,19 @@ class ImportedCache(PlacedCache):
         self._array = new
 
     def _check_places(self, new: Any) -> None:
-        if not self._simulated:  # there JAX copies imported memory to update it
+        if not self._simulated:
             super()._check_places(new)
+        elif not self._array.is_deleted() and not self._is_in_place(new):
+            raise LayoutError(
+                "array is no update in place: the cache's array was not donated to it, which makes a copy on a GPU. "
+                "Donate the cache to it (jax.jit(..., donate_argnums=...))"
+            )
+
+    def _is_in_place(self, new: Any) -> bool:
+        """On a simulated device, where JAX on the CPU copies imported memory to update it: whether an array has the
+        memory of the present one."""
+        shards = zip(self._shards(new), self._shards(self._array), strict=True)
+        return all(address_of(shard) == address_of(present) for shard, present in shards)
 
     def _write_back(self, new: Any) -> None:
         """Give simulated devices what JAX computed on the CPU, where it updates no imported memory in place."""
@@ -125,6 +151,8 @@ class ImportedCache(PlacedCache):
         for engine in self._engines():
             engine.drain()
         for memory, shard in zip(self._memories, self._shards(new), strict=True):
+            if address_of(shard) == memory.address:  # an imported array, as it was read
+                continue
             memory.buffer.copy_from(np.asarray(shard).view(np.uint8).reshape(-1))
 
 
@@ -140,10 +168,10 @@ class _Unallocated(NamedTuple):
         return ArrayView(some_address, self.shape, strides, self.itemsize, read_only=False)
 
 
-def layout_of(shape: Sequence[int], dtype: Any, options: dict[str, Any]) -> KVLayout:
+def layout_of(shape: Sequence[int], dtype: DTypeLike, options: LayoutOptions) -> KVLayout:
     """The layout of such an array, but for its addresses. Raises what `Device.empty` and `from_stacked` raise."""
     array: Any = _Unallocated(check_shape(shape), element_bytes(dtype_name(dtype)))
-    return KVLayout.from_stacked(array, **options)
+    return options.layout(array, dtype)
 
 
 def _zeros(devices: Sequence[Device], shape: Sequence[int], dtype: Any) -> tuple[DeviceArray, ...]:

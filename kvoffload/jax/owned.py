@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from kvoffload.device.device import Device
+from kvoffload.internal.types import DTypeLike
 from kvoffload.jax.base import OneDeviceCache, check_device
-from kvoffload.jax.imported import ImportedCache
+from kvoffload.jax.imported import ImportedCache, LayoutOptions
+from kvoffload.layout.planes import SlotOrder
 
 
 class OwnedCache(ImportedCache, OneDeviceCache):
@@ -35,15 +37,18 @@ class OwnedCache(ImportedCache, OneDeviceCache):
     JAX takes three quarters of the GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE); the cache is not in it.
 
     On a simulated device JAX computes on the CPU. Setting `array` copies it to the device: the bytes are those that a
-    GPU would have, but no order is tested.
+    GPU would have, but no order is tested. An update to which the array was not donated is refused there, too.
 
     Args:
         device: opened with the GPU's primary context (the default), which is JAX's.
         shape: extents.
-        dtype: of an element, such as `jnp.bfloat16`.
+        dtype: of an element, such as `jnp.bfloat16`, also of the layout.
         plane_axis, block_axis: which axes count planes (a layer's K, a layer's V) and blocks. Always named: the shape
             does not tell them apart.
-        options: as for `KVLayout`.
+        tokens_per_block: tokens in a block; needed for keys (`chain_keys`, `layout.fingerprint`), not for transfers.
+        block_axes: the names of the axes of one block of one plane, the slowest first, such as
+            `("tokens", "heads", "dim")`; needed for keys.
+        blocks_per_slot, slot_order: as for `KVLayout`.
 
     Attributes:
         memory: the `DeviceArray`.
@@ -58,14 +63,17 @@ class OwnedCache(ImportedCache, OneDeviceCache):
         self,
         device: Device,
         shape: Sequence[int],
-        dtype: Any,
+        dtype: DTypeLike,
         *,
-        plane_axis: int,
-        block_axis: int,
-        **options: Any,
+        plane_axis: SupportsIndex,
+        block_axis: SupportsIndex,
+        tokens_per_block: SupportsIndex | None = None,
+        block_axes: Sequence[str] | None = None,
+        blocks_per_slot: SupportsIndex = 1,
+        slot_order: SlotOrder | None = None,
     ) -> None:
         check_device(device)
-        options |= {"plane_axis": plane_axis, "block_axis": block_axis}
+        options = LayoutOptions(plane_axis, block_axis, tokens_per_block, block_axes, blocks_per_slot, slot_order)
         super().__init__((device,), shape, shape, dtype, options)
         self.memory = self._memories[0]
         self.layout = self._layouts[0]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from kvoffload.device.buffers import check_shape
 from kvoffload.device.device import Device, checked_devices
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
-from kvoffload.jax.imported import ImportedCache, layout_of
+from kvoffload.internal.types import DTypeLike
+from kvoffload.jax.imported import ImportedCache, LayoutOptions, layout_of
 from kvoffload.jax.imports import import_jax
 from kvoffload.layout.arrays import is_jax_array
+from kvoffload.layout.planes import SlotOrder
 from kvoffload.sharded.layout import ShardedLayout
 
 
@@ -37,12 +39,13 @@ class ShardedOwnedCache(ImportedCache):
     Args:
         devices: opened with the primary contexts (the default), each once. Their order is that of the engine's.
         shape: extents of the whole cache.
-        dtype: of an element, such as `jnp.bfloat16`.
+        dtype: of an element, such as `jnp.bfloat16`, also of the layout.
         sharding: a `jax.sharding.NamedSharding` over the same devices in any order, all of this process. JAX's device
             for a GPU is the one whose `local_hardware_id` is the GPU's index; for a simulated device, the CPU device
             whose `id` is that index.
         plane_axis, block_axis: which axes count planes and blocks; always named. The block axis is not divided.
-        options: as for `KVLayout`.
+        tokens_per_block, block_axes: as for `OwnedCache`; needed for keys.
+        blocks_per_slot, slot_order: as for `KVLayout`.
 
     Attributes:
         devices, sharding: as given.
@@ -63,25 +66,28 @@ class ShardedOwnedCache(ImportedCache):
         self,
         devices: Sequence[Device],
         shape: Sequence[int],
-        dtype: Any,
+        dtype: DTypeLike,
         *,
         sharding: Any,
-        plane_axis: int,
-        block_axis: int,
-        **options: Any,
+        plane_axis: SupportsIndex,
+        block_axis: SupportsIndex,
+        tokens_per_block: SupportsIndex | None = None,
+        block_axes: Sequence[str] | None = None,
+        blocks_per_slot: SupportsIndex = 1,
+        slot_order: SlotOrder | None = None,
     ) -> None:
         self.devices = checked_devices(devices)
         self.sharding = _checked_sharding(sharding)
         self._jax_devices = _jax_devices(self.devices, sharding)
-        axes = {"plane_axis": plane_axis, "block_axis": block_axis}
+        options = LayoutOptions(plane_axis, block_axis, tokens_per_block, block_axes, blocks_per_slot, slot_order)
         shard_shape = _shard_shape(check_shape(shape), sharding)
-        num_blocks, in_shard = (layout_of(each, dtype, axes).groups[0].num_blocks for each in (shape, shard_shape))
+        num_blocks, in_shard = (layout_of(each, dtype, options).groups[0].num_blocks for each in (shape, shard_shape))
         if in_shard != num_blocks:
             raise LayoutError(
                 f"sharding {sharding.spec} divides the {num_blocks} blocks of block_axis={block_axis}, and every "
                 "device needs every block: divide heads or planes, or replicate the cache"
             )
-        super().__init__(self.devices, shard_shape, shape, dtype, options | axes)
+        super().__init__(self.devices, shard_shape, shape, dtype, options)
         self.memories = self._memories
         self.layout = ShardedLayout(self._layouts)
 

@@ -9,10 +9,11 @@ import numpy as np
 
 from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.engine.job import Job, wait_until
+from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, LayoutError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import Int64Array
+from kvoffload.internal.waiting import wait_until
 from kvoffload.jax.base import check_device, check_is_array, check_is_not_lost, check_update
 from kvoffload.jax.imports import follow, from_device, import_jax
 from kvoffload.layout.arrays import checked_axes

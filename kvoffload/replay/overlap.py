@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kvoffload.cache.reservations import CacheJob
-from kvoffload.engine.job import wait_until
+from kvoffload.internal.waiting import wait_until
 
 _T = TypeVar("_T")
 

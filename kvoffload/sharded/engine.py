@@ -16,6 +16,7 @@ from functools import partial
 from typing import Literal
 
 from kvoffload.device.streams import NO_WAIT
+from kvoffload.engine import tracing
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import Request, SourceOrderName, make_request
 from kvoffload.engine.wait_streams import After
@@ -163,7 +164,10 @@ class ShardedEngine(ShardedLifecycle):
             for shard, request, transfer in zip(self._shards, requests, transfers, strict=True):
                 shard.launch(request, transfer)
             self._tracker.consistent = True
-            return ShardedJob(self, record)
+            job = ShardedJob(self, record)
+            if tracing.current is not None:
+                tracing.start(tracing.current, job, record, self._tracker.notices)
+            return job
 
     def _requests(
         self,

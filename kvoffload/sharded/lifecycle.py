@@ -15,15 +15,17 @@ from kvoffload.device.device import Device, checked_devices
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT, stream_handle
 from kvoffload.engine.callbacks import Callbacks
-from kvoffload.engine.job import Job, TransferResult, wait_until
+from kvoffload.engine.job import Job, TransferResult
 from kvoffload.engine.lifecycle import Prefer
 from kvoffload.engine.slot_guard import SlotGuard, replaced_guard
 from kvoffload.engine.statistics import EngineStatistics
 from kvoffload.engine.stream_order import as_part
+from kvoffload.engine.tracing import deliver
 from kvoffload.errors import CapacityError, ClosedError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import StreamLike, UInt8Array
+from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import PartsLike
 from kvoffload.sharded.after import FollowedPerDevice
@@ -105,13 +107,15 @@ class ShardedLifecycle:
         """Take note of transfers that have ended, and queue as many segments as there is room for. Never blocks."""
         self.check_process()
         with self.lock:
-            if self._tracker.count == 0 and self._tracker.consistent:
-                return
-        for shard in self._shards:
-            shard.advance()
-        with self.lock:
-            self._tracker.repair()
-            self._tracker.settle()
+            up_to_date = self._tracker.count == 0 and self._tracker.consistent
+        if not up_to_date:
+            for shard in self._shards:
+                shard.advance()
+            with self.lock:
+                self._tracker.repair()
+                self._tracker.settle()
+        if self._tracker.notices:
+            deliver(self._tracker.notices)
 
     def poll(self) -> list[TransferResult]:
         """As `OffloadEngine.poll`: a result for each job, of all devices together."""

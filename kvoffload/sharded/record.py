@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from kvoffload.engine.transfer import Event, State, Transfer
 from kvoffload.errors import TransferError
@@ -19,10 +20,14 @@ class ShardedTransfer:
         transfers: one for each device, with the same id; none where there is nothing to copy.
         names: of the shards, for messages.
         sequence: counts those of its direction; 0 where there is nothing to copy.
+        trace: if a tracer follows it, which one, and what that has started.
         forgotten: whether `poll` is not to report it: its caller has waited for it.
     """
 
-    __slots__ = ("direction", "forgotten", "id", "names", "nbytes", "num_parts", "sequence", "simulated", "transfers")
+    __slots__ = (
+        *("direction", "forgotten", "id", "names", "nbytes", "num_parts", "sequence", "simulated", "trace"),
+        "transfers",
+    )
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class ShardedTransfer:
         self.nbytes = sum([transfer.nbytes for transfer in transfers])
         self.sequence = 0
         self.forgotten = False
+        self.trace: Any = None
 
     @property
     def finished(self) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from kvoffload.engine.job import TransferResult, result_of
 from kvoffload.engine.statistics import DirectionTotals
+from kvoffload.engine.tracing import new_notices
 from kvoffload.engine.tracker import MOST_REPORTS
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.sharded.record import ShardedTransfer, fail_unqueued
@@ -44,6 +45,7 @@ class ShardedTracker:
         consistent: False while a call submits, and after it was interrupted there: then the next one repairs.
         reports: by id, finished transfers that `poll` has still to report, the oldest first.
         dropped_reports: how many were dropped because there were more than 65,536.
+        notices: transfers that a tracer follows and that have ended; reported once the lock is released.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -53,6 +55,7 @@ class ShardedTracker:
         self.consistent = True
         self.reports: dict[int, ShardedTransfer] = {}
         self.dropped_reports = 0
+        self.notices = new_notices()
 
     @property
     def count(self) -> int:
@@ -101,6 +104,8 @@ class ShardedTracker:
             queue.totals = totals
             if not record.forgotten:
                 self.reports[record.id] = record
+            if record.trace is not None:
+                self.notices.append(record)
         if len(self.reports) > MOST_REPORTS:
             del self.reports[next(iter(self.reports))]
             self.dropped_reports += 1

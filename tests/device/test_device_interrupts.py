@@ -18,6 +18,7 @@ from kvoffload.testing import SimulatedDriver
 CREATING = {
     "cuMemAlloc": "device_allocations",
     "cuDevicePrimaryCtxRetain": "primary_retains",
+    "cuStreamCreateWithPriority": "streams",
     "cuMemHostRegister": "",  # its range is known before the call
 }
 
@@ -76,6 +77,18 @@ def lose_a_buffer(world: World) -> None:
     world.device.reclaim()
 
 
+def use_a_stream(world: World) -> None:
+    with world.device.stream() as stream:
+        with world.device.current():
+            world.device.driver.fill(world.buffer.address, 1, world.buffer.nbytes, stream.handle)
+        stream.synchronize()
+
+
+def lose_a_stream(world: World) -> None:
+    world.device.stream()
+    world.device.reclaim()
+
+
 CALLS: dict[str, Callable[[World], object]] = {
     "open_device": reopen,
     "open_device, not closed": lose_an_open,
@@ -85,6 +98,8 @@ CALLS: dict[str, Callable[[World], object]] = {
     "allocate_planes": lambda world: world.device.allocate_planes(2, block_bytes=64, num_blocks=4),
     "empty": lambda world: world.device.empty((4, 4), "float16"),
     "copies": lambda world: world.buffer.copy_from(world.buffer.to_numpy()),
+    "stream": use_a_stream,
+    "stream, not kept": lose_a_stream,
     "buffer.close": lambda world: world.buffer.close(),
     "PinnedMemory": lambda world: world.pin(),
     "PinnedMemory.release": pin_and_release,

@@ -256,7 +256,7 @@ def test_bindings_that_are_too_old_are_refused_with_the_command_to_run(monkeypat
     import cuda.bindings as package
 
     monkeypatch.setattr(package, "__version__", "12.6.2")
-    with pytest.raises(CapabilityError, match=r"cuda-bindings 12.6 is too old.*pip install 'cuda-python>=12.9'"):
+    with pytest.raises(CapabilityError, match=r"cuda-bindings 12.6 is too old.*pip install 'cuda-bindings>=12.9'"):
         cuda.load()
 
 
@@ -269,4 +269,4 @@ def test_without_bindings_importing_works_and_opening_says_what_to_install() -> 
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
-    assert "pip install 'cuda-python>=12.9'" in done.stdout
+    assert "pip install 'cuda-bindings>=12.9'" in done.stdout

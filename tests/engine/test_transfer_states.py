@@ -11,8 +11,9 @@ from helpers import LEVELS, rig, simulated
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, TransferError
-from kvoffload.engine.job import SimulatedTransferResult, TransferResult, result_of, wait_until
+from kvoffload.engine.job import SimulatedTransferResult, TransferResult, result_of
 from kvoffload.engine.transfer import TRANSITIONS, Event, State, Transfer
+from kvoffload.internal.waiting import wait_until
 
 
 def made(state: State = State.NEW) -> Transfer:

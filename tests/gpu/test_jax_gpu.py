@@ -88,7 +88,7 @@ def test_a_store_follows_jax_without_the_host_waiting(jax: Any, gpu_device: kvof
 def test_a_block_major_cache_is_updated_in_place_and_moved(jax: Any, gpu_device: kvoffload.Device, factor: int) -> None:
     """A paged update, a store and a load that JAX follows, and a paged gather; the setter checks the address."""
     jnp = jax.numpy
-    options = {"block_axis": 0, "plane_axis": 1, "blocks_per_slot": factor}
+    options: dict[str, Any] = {"block_axis": 0, "plane_axis": 1, "blocks_per_slot": factor}
     cache = OwnedCache(gpu_device, (24, PLANES, 8, 64), "bfloat16", **options)
     write = jax.jit(lambda array, blocks, plane, values: array.at[blocks, plane].set(values), donate_argnums=0)
     read = jax.jit(lambda array, blocks, plane: array[blocks, plane])

@@ -16,7 +16,8 @@ from transfers import COPY_CALLS, intercepted, queueing
 
 import kvoffload
 from kvoffload import NO_WAIT, Direction, KVLayout, OffloadEngine
-from kvoffload.engine.job import Job, wait_until
+from kvoffload.engine.job import Job
+from kvoffload.internal.waiting import wait_until
 from kvoffload.testing import Mirror, scramble
 from kvoffload.tuning import CopierName
 

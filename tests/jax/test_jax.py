@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -98,13 +99,15 @@ def test_what_was_computed_concurrently_with_a_transfer_is_refused_on_a_simulate
     cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
     with OffloadEngine(cache.layout, device=device, num_slots=2, sm_limit=0) as engine:
         engine.slots[0].view(np.float32)[:] = 5
-        computed = jax.numpy.copy(cache.array)
+        before = cache.array
         engine.load([0], [1], after=cache)
+        computed = jax.jit(lambda array: array + 1, donate_argnums=0)(before)
         with pytest.raises(
             kvoffload.TransferError, match="concurrently with transfers, which a simulated device cannot do"
         ):
             cache.array = computed
-        assert (np.asarray(cache.array)[:, 1] == 5).all()
+        with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set"):
+            assert (np.asarray(cache.array)[:, 1] == 5).all()
 
 
 def test_transfers_of_a_later_engine_are_followed_too(jax: Any, device: kvoffload.Device) -> None:  # noqa: ARG001
@@ -120,6 +123,41 @@ def test_transfers_of_a_later_engine_are_followed_too(jax: Any, device: kvoffloa
         del engine
         gc.collect()
         before = cache.array
+
+
+def test_an_update_that_was_not_donated_is_refused_as_on_a_gpu(jax: Any, device: kvoffload.Device) -> None:
+    cache = OwnedCache(device, (2, 4, 8), "float32", plane_axis=0, block_axis=1)
+    before = cache.array
+    for not_donated in (jax.jit(lambda array: array + 1)(before), before.at[0].set(1), jax.numpy.zeros((2, 4, 8))):
+        with pytest.raises(kvoffload.LayoutError, match=r"was not donated to it, which makes a copy on a GPU\. Donate"):
+            cache.array = not_donated
+        assert cache.array is before
+    assert (cache.memory.buffer.to_numpy() == 0).all()
+    cache.array = before
+    cache.array = jax.jit(lambda array: array + 1, donate_argnums=0)(before)
+    assert (cache.memory.buffer.to_numpy().view(np.float32) == 1).all()
+
+
+def test_what_keys_need_is_named_at_the_cache(device: kvoffload.Device) -> None:
+    axes: Any = {"plane_axis": 1, "block_axis": 0, "tokens_per_block": 16, "block_axes": ("tokens", "heads", "dim")}
+    cache = OwnedCache(device, (8, 2, 16, 4, 8), "bfloat16", **axes)
+    layout = cache.layout
+    assert (layout.dtype, layout.tokens_per_block, layout.block_axes) == ("bfloat16", 16, ("tokens", "heads", "dim"))
+    assert len(kvoffload.chain_keys(range(32), layout=layout, salt="model")) == 2
+    bare = OwnedCache(device, (8, 2, 16, 4, 8), "bfloat16", plane_axis=1, block_axis=0)
+    with pytest.raises(kvoffload.LayoutError, match="block_axes of the layout is None, and keys depend on it"):
+        kvoffload.chain_keys(range(32), layout=bare.layout, salt="model")
+
+
+@pytest.mark.parametrize("cache", [OwnedCache, ShardedOwnedCache])
+def test_options_of_a_cache_are_named_in_its_signature(cache: type) -> None:
+    parameters = inspect.signature(cache).parameters
+    named = {"plane_axis", "block_axis", "tokens_per_block", "block_axes", "blocks_per_slot", "slot_order"}
+    assert named <= set(parameters)
+    assert not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    assert cache.__doc__ is not None
+    assert all(name in cache.__doc__ for name in named)
+    assert "needed for keys" in cache.__doc__
 
 
 def test_what_is_no_update_of_the_cache_is_refused(jax: Any, device: kvoffload.Device) -> None:

@@ -15,7 +15,7 @@ from kvoffload import LayoutError, OffloadEngine
 from kvoffload.jax import AdoptedCache, CallbackCache, OwnedCache, StagedCache, from_device
 
 SHAPE = (4, 6, 8)  # planes, blocks, elements
-AXES = {"plane_axis": 0, "block_axis": 1}
+AXES: dict[str, Any] = {"plane_axis": 0, "block_axis": 1}
 DONATED = "array was donated and its result was not set, so JAX has freed the memory of the cache: close its engines"
 
 

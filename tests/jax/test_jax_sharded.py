@@ -18,7 +18,7 @@ from kvoffload.jax import ShardedOwnedCache
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "jax.md"
 SHAPE = (8, 6, 4, 4, 2)  # blocks, planes, tokens, heads, head size
-AXES = {"block_axis": 0, "plane_axis": 1}
+AXES: dict[str, Any] = {"block_axis": 0, "plane_axis": 1}
 HEADS: Spec = (None, None, None, "heads")
 
 
@@ -308,11 +308,22 @@ def test_what_was_computed_concurrently_with_a_transfer_is_refused(two: JaxDevic
     with two.engine(cache) as engine:
         for pool in engine.slots:
             pool.view(np.float32)[0] = 5
-        computed = two.jax.numpy.copy(cache.array)
+        before = cache.array
         engine.load([0], [1], after=cache)
+        computed = two.jax.jit(lambda array: array + 1, donate_argnums=0)(before)
         with pytest.raises(kvoffload.TransferError, match="concurrently with transfers"):
             cache.array = computed
-        assert (contents(cache)[1] == 5).all()
+        with pytest.warns(kvoffload.KVOffloadWarning, match="array was donated and no result was set"):
+            assert (contents(cache)[1] == 5).all()
+
+
+def test_an_update_that_was_not_donated_is_refused(two: JaxDevices) -> None:
+    cache = two.cache(SHAPE, "float32", *HEADS, **AXES)
+    update = lambda array: array + 1  # noqa: E731
+    with pytest.raises(kvoffload.LayoutError, match="was not donated to it, which makes a copy on a GPU"):
+        cache.array = two.jax.jit(update, out_shardings=cache.sharding)(cache.array)
+    cache.array = two.jax.jit(update, out_shardings=cache.sharding, donate_argnums=0)(cache.array)
+    assert (contents(cache) == 1).all()
 
 
 def test_the_snippet_of_the_document_runs(two: JaxDevices, capsys: pytest.CaptureFixture[str]) -> None:

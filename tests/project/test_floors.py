@@ -21,7 +21,18 @@ from house import (
     tree,
 )
 
-LAZY_ONLY = {"cuda", "triton", "jax", "cupy", "numba", "matplotlib", "rich", "platformdirs", "prometheus_client"}
+LAZY_ONLY = {
+    "cuda",
+    "triton",
+    "jax",
+    "cupy",
+    "numba",
+    "matplotlib",
+    "rich",
+    "nvtx",
+    "platformdirs",
+    "prometheus_client",
+}
 NEVER = {"torch", "ctypes", "cffi"}
 FILE_LINES, FUNCTION_LINES = 400, 50
 

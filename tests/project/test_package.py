@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,8 @@ ROOT = Path(kvoffload.__file__).parent
 # what importing costs
 
 HEAVY = (
-    "torch", "triton", "jax", "cupy", "numba", "matplotlib", "rich", "platformdirs", "prometheus_client",
-    "ctypes.wintypes",
+    "torch", "triton", "jax", "cupy", "numba", "matplotlib", "rich", "nvtx", "platformdirs",
+    "prometheus_client", "ctypes.wintypes",
 )  # fmt: skip
 
 
@@ -107,3 +109,17 @@ def test_the_package_is_typed_and_has_a_version() -> None:
 
 def test_typical_calls_do_what_their_types_say() -> None:
     typing_calls.main()
+
+
+# what is installed
+
+
+def test_direct_dependencies_are_those_that_are_imported() -> None:
+    """`cuda-python` is a meta package; the library imports `cuda.bindings` and, for arrays of others, `cuda.core`."""
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=;\[ ]", each, maxsplit=1)[0] for each in settings["dependencies"]}
+    assert needed == {"numpy", "cuda-bindings", "cuda-core", "platformdirs", "triton"}
+    extras = settings["optional-dependencies"]
+    assert set(extras) >= {"cli", "plot", "notebook", "cupy", "cupy12", "jax", "jax12", "nvtx", "prometheus"}
+    assert extras["cupy12"][0].startswith("cupy-cuda12x")
+    assert extras["jax12"][0].startswith("jax[cuda12]")

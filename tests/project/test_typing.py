@@ -51,6 +51,7 @@ def pyright(folder: Path) -> Found:
         pytest.skip("pyright needs node, which is not installed")
     settings = {
         "include": [os.path.relpath(path, folder) for path in (CALLS, MISUSES)],
+        "strict": [os.path.relpath(CALLS, folder)],
         "extraPaths": [str(ROOT), str(SUPPORT)],
         "reportUnusedExpression": False,  # attributes that do not exist are asked for
         "useLibraryCodeForTypes": True,

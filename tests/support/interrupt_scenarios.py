@@ -119,6 +119,28 @@ def on_event(_: object) -> None:
     """A hook."""
 
 
+class Tracing:
+    """A tracer."""
+
+    def on_submit(self, job: kvoffload.Job) -> int:
+        return job.id
+
+    def on_end(self, started: int, result: kvoffload.TransferResult) -> None:
+        assert started == result.job_id
+
+
+@scenario("engine.store.traced", World)
+def _traced(world: World) -> Call:
+    def call() -> None:
+        kvoffload.set_tracer(Tracing())
+        try:
+            _transfer_and_wait(world, "store")()
+        finally:
+            kvoffload.set_tracer(None)
+
+    return call
+
+
 class StreamLike:
     """A stream of another library's."""
 
@@ -142,7 +164,9 @@ class ArrayLike:
         return self.array.__dlpack__(**options)
 
 
-HOOKS: tuple[Any, ...] = (on_progress, on_event, StreamLike.__cuda_stream__, ArrayLike.__dlpack__)
+HOOKS: tuple[Any, ...] = (
+    *(on_progress, on_event, StreamLike.__cuda_stream__, ArrayLike.__dlpack__, Tracing.on_submit, Tracing.on_end),
+)
 
 
 @scenario("engine.store.after_stream_object", World)
@@ -331,6 +355,16 @@ def _allocate_blocks(world: World) -> Call:
 @scenario("device.empty", World)
 def _empty(world: World) -> Call:
     return lambda: world.device.empty((2, 3), "float16")
+
+
+@scenario("device.stream", World)
+def _device_stream(world: World) -> Call:
+    def call() -> None:
+        with world.device.stream() as stream:
+            world.busy.load([0], TARGETS[:1], after=stream).order_before(stream)
+            stream.synchronize(SECONDS)
+
+    return call
 
 
 @scenario("device.reclaim", World)

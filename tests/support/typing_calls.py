@@ -53,6 +53,12 @@ def devices() -> Device:
     assert_type(buffer.address, int)
     buffer.copy_from(np.arange(10))
     assert_type(buffer.to_numpy(), npt.NDArray[np.uint8])
+    with device.stream(priority=0) as stream:
+        assert_type(stream, kvoffload.Stream)
+        assert_type(stream.handle, int)
+        assert_type(stream.done, bool)
+        assert_type(stream.__cuda_stream__(), tuple[int, int])
+        stream.synchronize(timeout=10.0)
     return device
 
 
@@ -85,6 +91,10 @@ def transfers(layout: KVLayout, device: Device) -> list[TransferResult]:
             raise RuntimeError(str(error)) from error
         assert_type(result, TransferResult)
         assert_type(result.seconds, float)
+        assert_type(result.gb_per_s, float)
+        with device.stream() as stream:
+            engine.store([5], [9], after=stream).order_before(stream)
+            engine.load([9], [6], after=[stream, Stream()]).wait(timeout=10.0)
         assert_type(result.direction, Direction)
         assert_type(result.error, TransferError | None)
         assert_type(job.id, int)
@@ -133,6 +143,7 @@ def caches(layout: KVLayout, device: Device) -> int:
         assert_type(cache.remove([b"two"]) + cache.clear(), int)
         cache.check()
         assert_type(cache.statistics(), CacheStatistics)
+        assert_type(cache.statistics().hit_rate, float)
         assert {event.kind for event in events} >= {"stored", "hit", "removed"}
         return found
 
@@ -146,6 +157,28 @@ def keys(layout: KVLayout) -> list[bytes]:
     return found
 
 
+class Spans:
+    """A tracer: what on_submit returns comes back in on_end."""
+
+    def __init__(self) -> None:
+        self.ended: list[float] = []
+
+    def on_submit(self, job: Job) -> int:
+        return job.nbytes
+
+    def on_end(self, started: int, result: TransferResult) -> None:
+        self.ended.append(started / max(result.seconds, 1e-9))
+
+
+def tracers() -> None:
+    spans = Spans()
+    before = kvoffload.set_tracer(spans)
+    assert_type(before, kvoffload.Tracer | None)
+    kvoffload.set_tracer(before)
+    tracer: kvoffload.Tracer = spans
+    assert tracer is spans
+
+
 def errors() -> None:
     assert issubclass(kvoffload.LayoutError, ValueError)
     error = kvoffload.DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2)
@@ -157,7 +190,8 @@ def main() -> None:
     """All of it, once."""
     with devices() as device:
         layout = layouts(device)
-        assert len(transfers(layout, device)) == 2
+        assert len(transfers(layout, device)) == 3
         assert caches(layout, device) == 2
         assert len(keys(layout)) == 3
+    tracers()
     errors()

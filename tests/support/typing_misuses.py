@@ -16,8 +16,11 @@ from kvoffload import (
     OffloadEngine,
     Plane,
     chain_keys,
+    nvtx_tracer,
     open_device,
+    set_tracer,
 )
+from kvoffload.jax import OwnedCache
 
 
 def opening() -> None:
@@ -39,6 +42,11 @@ def memory(device: Device) -> None:
     device.closed()  # wrong
     device.allocate(64).copy_from("bytes", offset="0")  # wrong
     device.close("now")  # wrong
+    device.stream(0)  # wrong
+    device.stream(priority="high")  # wrong
+    device.stream().handle()  # wrong
+    device.stream().synchronize("1")  # wrong
+    device.stream().done()  # wrong
 
 
 def layouts(planes: list[Plane]) -> None:
@@ -50,6 +58,16 @@ def layouts(planes: list[Plane]) -> None:
     KVLayout([planes], tokens_per_block=16.0)  # wrong
     KVLayout([planes], slot_order="blocks")  # wrong
     KVLayout([planes], block_axes=("tokens", 2))  # wrong
+
+
+def caches_of_jax(device: Device) -> None:
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1)  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", 1, 0)  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1, block_axis=0, tokens_per_block="16")  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1, block_axis=0, tokens_in_block=16)  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1, block_axis=0, block_axes=("tokens", 2))  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1, block_axis=0, slot_order="blocks")  # wrong
+    OwnedCache(device, (4, 2, 64), "uint8", plane_axis=1, block_axis=0, on_default_stream=True)  # wrong
 
 
 def engines(layout: KVLayout, device: Device) -> None:
@@ -113,6 +131,14 @@ def jobs(engine: OffloadEngine) -> None:
     job.order_before(0, part="a")  # wrong
     job.order_before()  # wrong
     job.result().secs  # noqa: B018  # wrong
+    job.result().gb_per_s()  # wrong
+
+
+def tracers(engine: OffloadEngine) -> None:
+    set_tracer(engine)  # wrong
+    set_tracer(print)  # wrong
+    set_tracer()  # wrong
+    nvtx_tracer(3)  # wrong
 
 
 def caches(engine: OffloadEngine, layout: KVLayout) -> None:
@@ -145,3 +171,4 @@ def cached(cache: BlockCache) -> None:
     cache.reserve(b"key")  # wrong
     cache.reserve([b"key"]).commit("job")  # wrong
     cache.statistics().hits_total  # noqa: B018  # wrong
+    cache.statistics().hit_rate()  # wrong

@@ -1,0 +1,113 @@
+"""`Stream`: a stream for callers that have no library which makes streams."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from kvoffload.device.context import DeviceContext
+from kvoffload.driver import Driver
+from kvoffload.driver.core import NON_BLOCKING
+from kvoffload.errors import ClosedError, DriverError
+from kvoffload.internal.waiting import wait_until
+
+
+class Stream:
+    """A stream of a device, in which work runs in the order in which it was queued. Made by `Device.stream`.
+
+    It goes wherever the library takes a stream: `after=stream`, `job.order_before(stream)`; and to other libraries,
+    by `__cuda_stream__` or by its `handle`: `cupy.cuda.ExternalStream(stream.handle)`. It does not wait for work on the
+    legacy default stream (what CuPy uses by default), nor does that wait for it.
+
+    Usable from any thread. A context manager: leaving the block waits for the work and destroys the stream. A stream
+    that becomes garbage before is destroyed by a later call of the device, with a ResourceWarning; one that is open
+    when its device closes is destroyed then.
+
+    Attributes:
+        device: the device that it is on.
+    """
+
+    def __init__(self, device: DeviceContext, priority: int) -> None:
+        handles: list[Any] = []  # the truth about what must be destroyed
+        self.device = device
+        with device.current():
+            self._resource = device.adopt(self, partial(_destroy, device.driver, handles), "a Stream")
+            try:
+                device.driver.create("cuStreamCreateWithPriority", handles, NON_BLOCKING, priority)
+            except DriverError:
+                self._resource.free()
+                raise
+        self._handle = int(handles[0])
+
+    @property
+    def handle(self) -> int:
+        """The CUstream, as an integer.
+
+        Raises:
+            ClosedError: the stream is destroyed, its device is closed, or this is a forked child.
+        """
+        self.device.check_open()
+        if not self._resource.alive:
+            raise ClosedError(f"the stream {self._handle:#x} is destroyed: its with block has ended; make another one")
+        return self._handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """(0, `handle`): the protocol by which CUDA libraries of Python take streams of each other."""
+        return 0, self.handle
+
+    @property
+    def done(self) -> bool:
+        """Whether all work queued so far has ended. Asks the GPU; never blocks.
+
+        Raises:
+            ClosedError: as `handle`.
+            DriverError: the driver failed, as after a loss of the context.
+        """
+        handle = self.handle
+        with self.device.current():
+            return self.device.driver.stream_query(handle)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait on the host until all work queued so far has ended.
+
+        Args:
+            timeout: seconds; None waits for as long as it takes.
+
+        Raises:
+            ClosedError, DriverError: as `done`.
+            TimeoutError: `timeout` seconds have passed; the work goes on.
+        """
+        wait_until(lambda: self.done, timeout, repr(self))
+
+    def close(self) -> None:
+        """Wait until its work has ended, and destroy the stream. Idempotent; does nothing in a forked child.
+
+        Interrupted, it can be called again. In a lost context it destroys nothing: the context has taken it along.
+
+        Raises:
+            DriverError: the driver failed.
+        """
+        if not self._resource.alive or self.device.foreign:
+            return
+        try:
+            self.synchronize()
+            self.device.free(self._resource)
+        except DriverError as error:
+            if not error.sticky:
+                raise
+            self._resource.drop()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "" if self._resource.alive else ", destroyed"
+        return f"Stream({self._handle:#x}, device {self.device.index}{state})"
+
+
+def _destroy(driver: Driver, handles: list[Any]) -> None:
+    """The driver lets work that is queued on it end first, and does not wait for that."""
+    driver.destroy("cuStreamDestroy", handles)

@@ -1,0 +1,32 @@
+"""Checks of the arguments of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvoffload.device.device import Device
+from kvoffload.errors import CapacityError
+from kvoffload.internal.checks import at_least
+from kvoffload.layout.layout import KVLayout
+from kvoffload.tuning import Profile
+
+_MOST_POOL_BYTES = 1 << 50
+
+
+def check_types(layout: object, device: object, profile: object) -> None:
+    if not isinstance(layout, KVLayout):
+        raise TypeError(f"layout must be a KVLayout, got {layout!r:.80}")
+    if not isinstance(device, Device):
+        raise TypeError(f"device must be a Device from open_device(), got {device!r:.80}")
+    if profile is not None and not isinstance(profile, Profile):
+        raise TypeError(f"profile must be a kvoffload.tuning.Profile or None, got {profile!r:.80}")
+
+
+def checked_slots(num_slots: Any, layout: KVLayout) -> int:
+    count = at_least("num_slots", num_slots, 1)
+    if count * layout.slot_bytes > _MOST_POOL_BYTES:
+        raise CapacityError(
+            f"num_slots={count} of {layout.slot_bytes} bytes are {count * layout.slot_bytes} bytes of host memory, "
+            f"more than any machine has; ask for at most {_MOST_POOL_BYTES // layout.slot_bytes}"
+        )
+    return count

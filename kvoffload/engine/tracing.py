@@ -1,0 +1,130 @@
+"""The hook by which a tracer follows transfers, and what is reported outside the engine's lock: ends, and log lines.
+
+A tracer's `on_submit` is called in the submission, which is where its span begins. The end of a transfer is found under
+the engine's lock; a notice of it is kept until the call that has found it has released the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any, NamedTuple, Protocol
+
+from kvoffload.engine.job import Job, TransferRecord, TransferResult, result_of
+from kvoffload.internal.checks import shown
+from kvoffload.internal.log import LOGGER
+
+MOST_NOTICES = 1 << 16
+
+
+class Tracer(Protocol):
+    """What follows transfers; see `set_tracer`."""
+
+    def on_submit(self, job: Job) -> Any:
+        """A transfer is in flight. What this returns is given to `on_end`: a span, a range, a time.
+
+        Called by the thread that submits, with the engine's lock held: it must return soon, must not wait for another
+        thread that uses the engine or its cache, and must not submit transfers.
+        """
+
+    def on_end(self, started: Any, result: TransferResult) -> object:
+        """That transfer was found to have ended, well or not: `result.error` says which.
+
+        Called by the thread that found it, in a call such as `poll` or `wait` of a job, with no lock held. The host
+        finds an end later than it happens; `result.seconds` is the time on the GPU.
+        """
+
+
+class Trace(NamedTuple):
+    """A transfer that a tracer follows.
+
+    Attributes:
+        started: what `on_submit` returned.
+    """
+
+    tracer: Tracer
+    started: Any
+
+
+class Notice(NamedTuple):
+    """A line for the log."""
+
+    level: int
+    text: str
+
+
+class TracedRecord(TransferRecord, Protocol):
+    """A record that may be followed by a tracer."""
+
+    trace: Trace | None
+
+
+Notices = deque[TracedRecord | Notice]
+"""What is to be reported once the lock is released: transfers that a tracer follows and that have ended; log lines."""
+
+current: Tracer | None = None  # read by every submission
+
+
+def new_notices() -> Notices:
+    return deque(maxlen=MOST_NOTICES)
+
+
+def set_tracer(tracer: Tracer | None) -> Tracer | None:
+    """From now on have `tracer` follow every transfer of every engine of this process; None: no tracer.
+
+    For each store or load that copies something, `started = tracer.on_submit(job)` is called when it is submitted, and
+    `tracer.on_end(started, result)` when it is found to have ended, well or not; by the tracer that was set when it was
+    submitted. A transfer of a `ShardedEngine` is followed once, not on each device. What a tracer raises is logged
+    (logger "kvoffload") and harms no transfer. Without a tracer this costs nothing.
+
+    Returns:
+        The tracer that was set before.
+
+    Raises:
+        TypeError: `tracer` lacks `on_submit` or `on_end`; nothing has changed.
+    """
+    global current
+    if tracer is not None and not (
+        callable(getattr(tracer, "on_submit", None)) and callable(getattr(tracer, "on_end", None))
+    ):
+        raise TypeError(f"tracer must have on_submit(job) and on_end(started, result), got {shown(tracer)}")
+    before, current = current, tracer
+    return before
+
+
+def start(tracer: Tracer, job: Job, record: TracedRecord, notices: Notices) -> None:
+    """Have a tracer follow a transfer that was just put in flight; under the engine's lock."""
+    try:
+        record.trace = Trace(tracer, tracer.on_submit(job))
+    except Exception:
+        LOGGER.exception("on_submit of %r raised", tracer)
+        return
+    if record.finished:  # the context was lost in its submission
+        notices.append(record)
+
+
+def deliver(notices: Notices) -> None:
+    """Write log lines, and notify tracers of ends. No lock may be held."""
+    while notices:
+        try:
+            notice = notices.popleft()
+        except IndexError:  # another thread delivers, too
+            return
+        if isinstance(notice, Notice):
+            LOGGER.log(notice.level, "%s", notice.text)
+        elif notice.trace is not None:
+            tracer, started = notice.trace
+            notice.trace = None
+            try:
+                tracer.on_end(started, result_of(notice))
+            except Exception:
+                LOGGER.exception("on_end of %r raised", tracer)
+
+
+def note_failure(notices: Notices, error: Exception) -> None:
+    notices.append(Notice(logging.WARNING, str(error)))
+
+
+def note_loss(notices: Notices, error: Exception, in_flight: int) -> None:
+    text = f"the CUDA context is lost with {in_flight} transfers in flight, which fail: {error}"
+    notices.append(Notice(logging.ERROR, text))

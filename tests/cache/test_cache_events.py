@@ -1,0 +1,114 @@
+"""When events of a copy arrive: with the end of its job's `wait`, or once `done` is True; no other call is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from helpers import Rig, keys, rig, simulated
+
+from kvoffload import NO_WAIT, BlockCache, CacheEvent, CacheJob, TransferError
+from kvoffload.cache.entries import Status
+
+
+class Watched(NamedTuple):
+    bench: Rig
+    cache: BlockCache
+    events: list[CacheEvent]
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """A cache of four keys, and the events that its hook was called with."""
+    events: list[CacheEvent] = []
+    with simulated() as device, rig(device, num_blocks=32, num_slots=4) as bench:
+        yield Watched(bench, BlockCache(bench.engine, on_event=events.append), events)
+
+
+def test_stored_arrives_when_wait_has_returned(watched: Watched) -> None:
+    job = watched.cache.store(keys(0, 1), [3, 4])
+    assert watched.events == []
+    job.wait(10)
+    assert watched.events == [CacheEvent("stored", tuple(keys(0, 1)))]
+    job.wait(10)
+    assert job.done
+    assert watched.kinds() == ["stored"], "once"
+
+
+def test_stored_arrives_when_done_was_true(watched: Watched) -> None:
+    job = watched.cache.store(keys(0), [3])
+    watched.bench.engine.drain(10)
+    assert watched.events == []
+    assert job.done
+    assert watched.kinds() == ["stored"]
+
+
+def test_nothing_arrives_before_the_end(watched: Watched) -> None:
+    stream = watched.bench.stream()
+    gate = watched.bench.gate(stream)
+    job = watched.cache.store(keys(0), [3], after=stream)
+    assert not job.done
+    with pytest.raises(TimeoutError):
+        job.wait(0.01)
+    assert watched.events == []
+    gate.open()
+    job.wait(10)
+    assert watched.kinds() == ["stored"]
+
+
+def test_failed_arrives_when_wait_has_raised(watched: Watched) -> None:
+    watched.bench.device.simulator.faults.fail_call("cuEventRecord", 2)
+    job = watched.cache.store(keys(0), [3])
+    with pytest.raises(TransferError):
+        job.wait(10)
+    assert watched.kinds() == ["failed"]
+    watched.cache.check()
+
+
+def test_loaded_blocks_are_counted_when_wait_has_returned(watched: Watched) -> None:
+    watched.cache.store(keys(0), [3]).wait(10)
+    load = watched.cache.load(keys(0), [5])
+    recorder = watched.cache._state.recorder
+    assert recorder.loaded == 0
+    load.wait(10)
+    assert recorder.loaded == 1
+
+
+def test_a_job_that_copies_nothing_reports_nothing(watched: Watched) -> None:
+    watched.cache.store(keys(0), [3]).wait(10)
+    again = watched.cache.store(keys(0), [3])
+    assert again.wait(10) == []
+    assert again.done
+    assert watched.kinds() == ["stored"]
+
+
+def test_events_of_several_jobs_keep_their_order(watched: Watched) -> None:
+    first = watched.cache.store(keys(0), [3], after=NO_WAIT)
+    second = watched.cache.store(keys(1), [4], after=NO_WAIT)
+    second.wait(10)
+    assert [event.keys for event in watched.events] == [tuple(keys(0)), tuple(keys(1))], "in their order"
+    first.wait(10)
+    assert watched.kinds() == ["stored", "stored"]
+
+
+def test_a_hook_may_wait_for_another_job() -> None:
+    waiting: list[CacheJob] = []
+    seen: list[tuple[bytes, ...]] = []
+    with simulated() as device, rig(device, num_blocks=32, num_slots=4) as bench:
+
+        def hook(event: CacheEvent) -> None:
+            if waiting:
+                waiting.pop().wait(10)
+            seen.append(event.keys)
+
+        cache = BlockCache(bench.engine, on_event=hook)
+        first = cache.store(keys(0), [3], after=NO_WAIT)
+        first.wait(10)
+        waiting.append(cache.store(keys(1), [4], after=NO_WAIT))
+        cache.remove(keys(0))
+        assert seen == [tuple(keys(0)), tuple(keys(0)), tuple(keys(1))]
+        assert cache.status(keys(0, 1)) == [Status.MISS, Status.HIT]

@@ -1,0 +1,117 @@
+"""The logger "kvoffload": which lines are written, and that there are none by default and none for each transfer."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from helpers import LEVELS, rig, simulated
+
+import kvoffload
+from kvoffload import KVLayout, OffloadEngine, TransferError
+from kvoffload.internal import cachefiles
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.DEBUG, logger="kvoffload"):
+        yield caplog
+
+
+def texts(lines: pytest.LogCaptureFixture, level: int) -> list[str]:
+    return [each.getMessage() for each in lines.records if each.levelno == level]
+
+
+def test_opening_pinning_and_profile_are_logged(lines: pytest.LogCaptureFixture) -> None:
+    with simulated() as device:
+        layout = KVLayout([device.allocate_blocks(4, planes=2, block_bytes=64)])
+        OffloadEngine(layout, device=device, num_slots=4).close()
+    found = texts(lines, logging.INFO)
+    assert any(
+        text.startswith("opened simulated device 0 (") and "driver (13, 0), cuda-bindings (13, 3)" in text
+        for text in found
+    )
+    [pinned] = [text for text in found if text.startswith("pinned 16384 bytes in ")]
+    assert " s: 4 slots for device 0; profile: default for an unknown GPU" in pinned
+    assert {each.name for each in lines.records} == {"kvoffload"}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_an_old_driver_lacks_is_a_warning(level: str, lines: pytest.LogCaptureFixture) -> None:
+    with simulated(level=level) as device:
+        missing = device.capabilities.missing
+        batches = device.capabilities.flat_batch and device.capabilities.strided_batch
+    found = [text for text in texts(lines, logging.WARNING) if "cannot be used on device 0: " in text]
+    assert len(found) == (0 if batches else len(missing))
+    assert batches or any(text.startswith("cuMemcpyBatchAsync cannot be used") for text in found)
+
+
+def test_a_failed_transfer_is_one_warning(device: kvoffload.Device, lines: pytest.LogCaptureFixture) -> None:
+    with rig(device) as bench:
+        device.simulator.faults.fail_call("cuEventRecord", 2)
+        job = bench.engine.store([1], [1])
+        with pytest.raises(TransferError) as caught:
+            job.wait(10)
+        bench.engine.poll()
+    assert texts(lines, logging.WARNING) == [str(caught.value)]
+
+
+def test_a_lost_context_is_one_error(lines: pytest.LogCaptureFixture) -> None:
+    with simulated() as device, rig(device) as bench:
+        gate = bench.gate(bench.stream())
+        jobs = [bench.engine.store([index], [index], after=bench.streams[0]) for index in range(3)]
+        bench.device.simulator.faults.sticky()
+        gate.open()
+        for job in jobs:
+            with pytest.raises(TransferError):
+                job.wait(10)
+        bench.streams.clear()
+    [text] = texts(lines, logging.ERROR)
+    assert text.startswith("the CUDA context is lost with 3 transfers in flight, which fail: ")
+    assert texts(lines, logging.WARNING) == []
+
+
+def test_closing_with_work_in_flight_is_logged(device: kvoffload.Device, lines: pytest.LogCaptureFixture) -> None:
+    layout = KVLayout([device.allocate_blocks(4, planes=2, block_bytes=64)])
+    engine = OffloadEngine(layout, device=device, num_slots=4)
+    engine.store([0], [0])
+    engine.close()
+    found = [text for text in texts(lines, logging.INFO) if "is being closed" in text]
+    assert found == ["an engine is being closed, and waits for 1 transfers"]
+
+
+def test_transfers_that_end_well_are_not_logged(device: kvoffload.Device, lines: pytest.LogCaptureFixture) -> None:
+    with rig(device) as bench:
+        before = len(lines.records)
+        for _ in range(3):
+            bench.engine.store([1], [1]).wait(10)
+            bench.engine.load([1], [2]).wait(10)
+        assert len(lines.records) == before
+
+
+def test_a_warning_of_the_library_is_logged_too(
+    monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cachefiles, "_warned", set())
+    with pytest.warns(kvoffload.KVOffloadWarning):
+        cachefiles.warn_once("the profile x is ignored", cause="unusable profile")
+    cachefiles.warn_once("the profile x is ignored", cause="unusable profile")
+    assert texts(lines, logging.WARNING) == ["the profile x is ignored"]
+
+
+def test_it_is_quiet_by_default() -> None:
+    program = (
+        "import kvoffload\n"
+        "device = kvoffload.open_device(backend='simulated', driver_version=(12, 4))\n"
+        "layout = kvoffload.KVLayout([device.allocate_blocks(4, planes=2, block_bytes=64)])\n"
+        "with kvoffload.OffloadEngine(layout, device=device, num_slots=4, sm_limit=0) as engine:\n"
+        "    device.simulator.faults.fail_call('cuEventRecord', 2)\n"
+        "    try: engine.store([0], [0]).wait()\n"
+        "    except kvoffload.TransferError: pass\n"
+        "device.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

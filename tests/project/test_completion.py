@@ -1,0 +1,69 @@
+"""What completion shows of each object: the names that are for users, all of them, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import kvoffload
+from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine
+
+JOB = (
+    "add_done_callback copier direction done error finished id method nbytes num_parts order_before outcome reason "
+    "result wait"
+)
+ENGINE = "close drain layout load max_in_flight missing_copiers num_slots plan poll slots statistics store submit"
+SHOWN = {
+    "Device": (
+        "allocate allocate_blocks allocate_planes capabilities close closed context current driver empty index name "
+        "pci simulated simulator stream stream_priorities"
+    ),
+    "Stream": "close device done handle synchronize",
+    "KVLayout": (
+        "block_axes blocks_per_slot dtype fingerprint from_arrays from_stacked groups num_groups on_default_stream "
+        "slot_bytes slots_for tokens_per_block"
+    ),
+    "OffloadEngine": f"{ENGINE} device prefer profile sm_limit",
+    "ShardedEngine": f"{ENGINE} devices",
+    "Job": JOB,
+    "ShardedJob": JOB,
+    "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds",
+    "BlockCache": (
+        "acquire capacity check clear engine load lookup lookup_many remove reserve statistics status store touch"
+    ),
+    "CacheJob": "done jobs keys num_parts order_before result wait",
+    "OwnedCache": "address array device dtype is_deleted layout memory nbytes shape unordered",
+}
+
+
+@pytest.fixture(scope="module")
+def objects() -> Iterator[dict[str, Any]]:
+    """One of each, by the name of its class."""
+    with kvoffload.open_device(backend="simulated") as device:
+        layout = KVLayout([device.allocate_blocks(8, planes=2, block_bytes=64)])
+        engine = OffloadEngine(layout, device=device, num_slots=4)
+        sharded = ShardedEngine([layout], devices=[device], num_slots=4)
+        cache = BlockCache(engine)
+        stored = cache.store([b"a"], [0])
+        both = sharded.store([1], [0])
+        with device.stream() as stream:
+            found = (device, stream, layout, engine, sharded, cache, stored, stored.jobs[0], both)
+            result = kvoffload.TransferResult(*stored.jobs[0].wait(10))
+            both.wait(10)
+            yield {type(each).__name__: each for each in (*found, result)}
+
+
+@pytest.mark.parametrize("name", [name for name in SHOWN if name != "OwnedCache"])
+def test_completion_shows_what_is_for_users(name: str, objects: dict[str, Any]) -> None:
+    shown = [each for each in dir(objects[name]) if not each.startswith("_")]
+    assert shown == sorted(SHOWN[name].split())
+
+
+def test_completion_of_a_cache_of_jax(device: kvoffload.Device) -> None:
+    pytest.importorskip("jax", reason="JAX is not installed")
+    from kvoffload.jax import OwnedCache
+
+    cache = OwnedCache(device, (8, 2, 64), "bfloat16", plane_axis=1, block_axis=0)
+    assert [each for each in dir(cache) if not each.startswith("_")] == sorted(SHOWN["OwnedCache"].split())
