@@ -4,7 +4,8 @@
     WARNING   a transfer failed; a measured profile is ignored; the driver lacks what fast copies need
     ERROR     a CUDA context is lost; code of the caller's raised: a done callback, a tracer
 
-Nothing is logged for a transfer that ends well, and nothing while the engine's lock is held.
+Errors are printed to stderr where no logging is configured, since nothing else tells of them. Nothing is logged for a
+transfer that ends well, and nothing while the engine's lock is held.
 """
 
 from __future__ import annotations
@@ -12,4 +13,15 @@ from __future__ import annotations
 import logging
 
 LOGGER = logging.getLogger("kvoffload")
-LOGGER.addHandler(logging.NullHandler())
+
+
+class _UnlessConfigured(logging.Handler):
+    """Prints errors as Python does without any handler, unless the program has given a handler to a logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        configured = logging.getLogger().handlers or any(each is not self for each in LOGGER.handlers)
+        if not configured and logging.lastResort is not None:
+            logging.lastResort.handle(record)
+
+
+LOGGER.addHandler(_UnlessConfigured(logging.ERROR))
