@@ -19,6 +19,7 @@ from kvoffload.bench.report import Fields, add_bench_options, conduct, number
 from kvoffload.bench.rounds import Scenario, time_rounds
 from kvoffload.bench.setup import TransferSetup
 from kvoffload.bench.tables import direction_text
+from kvoffload.bench.verified import ALONE
 from kvoffload.calibration.compute import MATMUL, SKINNY, SMALL, Computation, Product
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
@@ -26,7 +27,6 @@ from kvoffload.terminal.console import CommandError, Output
 from kvoffload.terminal.options import COMMON, add_command
 from kvoffload.tuning import CopyMethod
 
-ALONE = "alone"
 LOOP = "decode-like loop, stores only"
 _CHOICE = choice("overlap")
 _PROGRAMS = (1, 2, 4, 8)

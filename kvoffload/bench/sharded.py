@@ -139,7 +139,8 @@ def _show(fields: Fields, output: Output) -> None:
     slowest, behind = (min(records, key=lambda each: each[key]) for key in ("sharded/one", "sharded/processes"))
     output.line(
         f"bench sharded: {gpus} GPUs in one process: at least {slowest['sharded/one']:.2f} times one GPU "
-        f"({slowest['direction']}), and {behind['sharded/processes']:.2f} of a process for each GPU ({behind['direction']})"
+        f"({slowest['direction']}), and {behind['sharded/processes']:.2f} of a process for each GPU "
+        f"({behind['direction']})"
     )
     lines = [
         [

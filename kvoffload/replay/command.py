@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_traffic(parser: argparse.ArgumentParser) -> None:
-    traffic = parser.add_mutually_exclusive_group(required=True)
+    traffic = parser.add_mutually_exclusive_group()  # one is required: see _check
     traffic.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help=argparse.SUPPRESS)
     traffic.add_argument("--workload", choices=tuple(WORKLOADS), metavar="NAME", help=", ".join(WORKLOADS))
     parser.add_argument(
@@ -101,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse options that do not go together."""
+    """Refuse options that do not go together, or are missing."""
+    if arguments.trace is None and arguments.workload is None:
+        raise CommandError("one of the arguments TRACE --workload is required: a file, or synthetic traffic")
     if arguments.metadata_only:
         if arguments.in_flight != 1:
             raise CommandError(f"--in-flight {arguments.in_flight} needs bytes: leave out --metadata-only")
