@@ -6,12 +6,14 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from benching import run_json
 from measured import GPU, measured
 
+import kvoffload
 from kvoffload.bench.report import print_fields
 from kvoffload.calibration import Tuning
 from kvoffload.commands import demo, doctor, findings, main, tune
@@ -20,6 +22,7 @@ from kvoffload.terminal.console import Output
 from kvoffload.terminal.tables import WIDTH
 from kvoffload.tuning import Deviation, HostCosts, ProfileKey, default_profile
 
+CONTINUED = r"\n(?! )|\n(?=  (?:ok|warn|fail) )"  # a line that begins with a space continues the one before it
 SIMULATED = ("--backend", "simulated")
 REPLAY = ("replay", "--workload", "agents", "--requests", "20")
 WITH_BYTES = (*REPLAY, "--model", "qwen2.5-0.5b", "--scale", "0.001", "--slots", "40")
@@ -59,7 +62,8 @@ def check(text: str, verdict: str) -> str:
     assert [line for line in lines if len(line) > WIDTH] == []
     parts = [part.splitlines() for part in text.strip().split("\n\n")]
     tables = [part for part in parts if any(re.fullmatch("-+(  -+)+", line) for line in part)]
-    told = [line for part in parts for line in (part[:1] if part in tables else part)]
+    told = [said for part in parts if part not in tables for said in re.split(CONTINUED, "\n".join(part))]
+    told += [part[0] for part in tables]
     assert [line for line in told if told.count(line) > 1] == []
     assert "SIMULATED" not in text
     return text
@@ -130,7 +134,8 @@ def test_wrong_bytes_of_a_benchmark_are_named(capsys: pytest.CaptureFixture[str]
     print_fields(fields, show, Output(as_json=False))
     text = capsys.readouterr().out
     assert "1 wrong (7 rows of bytes)" in text
-    assert re.search(r"batch +7$", text, re.MULTILINE)
+    (line,) = re.findall(r"^.* 7$", text, re.MULTILINE)
+    assert line.startswith("model 8 planes, placement folded, direction store")
 
 
 # with figures of a GPU ------------------------------------------------------------------------------------------------
@@ -273,7 +278,33 @@ def test_without_a_command_the_overview_is_printed(capsys: pytest.CaptureFixture
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    import kvoffload
-
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvoffload {kvoffload.__version__}\n"
+
+
+# documentation --------------------------------------------------------------------------------------------------------
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+
+
+@pytest.mark.parametrize("command", HELPS, ids=" ".join)
+def test_every_option_and_exit_code_is_documented(capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
+    assert main(command) == 0
+    for option in re.findall(r"--[a-z-]+", capsys.readouterr().out):
+        assert option in DOCUMENT
+    codes = re.findall(r"^    (\d+) ", kvoffload.commands.__doc__ or "", re.MULTILINE)
+    assert codes == re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE) == ["0", "1", "2", "3", "130"]
+
+
+@pytest.mark.parametrize("name", [*BENCHES, "doctor", "demo", "replay", "metadata", "show"])
+def test_every_field_of_json_is_documented(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    commands = {
+        "replay": (*WITH_BYTES, *SIMULATED),
+        "metadata": METADATA,
+        "show": ("tune", "--show", *SIMULATED),
+    }
+    if name in BENCHES:
+        fields = json.loads(recorded(name))
+    else:
+        fields = run_json(capsys, *commands.get(name, (name, *SIMULATED)))
+    assert [field for field in fields if f"`{field}`" not in DOCUMENT] == []
