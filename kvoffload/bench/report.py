@@ -70,7 +70,9 @@ def conduct(
     print_fields(fields, show, output)
     output.result(fields)
     if arguments.plot:
-        for path in plots.draw({"what was measured": fields}, arguments.plot):
+        with output.progress("drawing"):
+            paths = list(plots.draw({"what was measured": fields}, arguments.plot))
+        for path in paths:
             output.note(f"kvoffload: wrote {path}")
     return 1 if fields["wrong_rows"] else 0
 

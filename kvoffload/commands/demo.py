@@ -166,7 +166,8 @@ def _print(fields: dict[str, Any], tokens_per_block: int, output: Output) -> Non
     output.line("")
     output.line("try next:")
     for what, command in _NEXT[simulated]:
-        output.line(f"  {what}: {command}", indent="    ")
+        output.line(f"  {what}:")
+        output.line(f"    {command}")
 
 
 def _rate(fields: dict[str, Any], what: str) -> str:

@@ -79,7 +79,7 @@ def _device_fields(arguments: argparse.Namespace, output: Output) -> dict[str, A
         device = open_backend(arguments, output)
     except (CapabilityError, DriverError, ImportError):
         return {"simulated": None}
-    with device:
+    with device, output.progress("trying copy methods"):
         return describe_device(device) | _capabilities(device)
 
 
@@ -175,4 +175,6 @@ def _print(fields: dict[str, Any], output: Output) -> None:
                 output.line(f"{_INDENT}-> {each.remedy}", indent=f"{_INDENT}   ")
     if fields["problem"] is not None:
         output.line("")
-        output.line(_WITHOUT_A_GPU)
+        output.line("without a GPU, on the simulated device:")
+        for command in ("demo", "replay --workload agents --metadata-only"):
+            output.line(f"  kvoffload {command}")

@@ -205,7 +205,8 @@ def _rate(shape: Shape, seconds: float) -> float | None:
 
 def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     profile = profile_for(device)
-    missing = missing_copiers(device, sm_limit)
+    with output.progress("trying copy methods"):
+        missing = missing_copiers(device, sm_limit)
     not_offered = _INTERPRETED if device.simulated else ()
     available = frozenset(name for name, reason in missing.items() if reason is None and name not in not_offered)
     found = list(decisions(profile, available, prefer, sm_limit))

@@ -156,7 +156,8 @@ def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
     title = f"replay without bytes: {traffic}, {blocks:,} blocks in {len(requests):,} requests"
     metadata.print_results(results, title, rates, output)
     if arguments.plot is not None:
-        hitplot.draw(results, f"{traffic}: {blocks:,} blocks in {len(requests):,} requests", arguments.plot)
+        with output.progress("drawing"):
+            hitplot.draw(results, f"{traffic}: {blocks:,} blocks in {len(requests):,} requests", arguments.plot)
         output.path(arguments.plot)
     return 0
 
