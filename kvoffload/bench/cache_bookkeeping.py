@@ -16,52 +16,63 @@ from random import Random
 from typing import Any
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import POLICIES, PolicyName
-from kvoffload.terminal.console import Output
-from kvoffload.terminal.options import whole
+from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES, PolicyName
+from kvoffload.terminal.console import Advance, Output
+from kvoffload.terminal.options import add_command, whole
 
 _KEY_BYTES = 16
 _COLUMNS = ("lookup_us", "reserve_commit_us", "touch_us", "bytes_per_block")
 
 
 def add_parser(benches: Any) -> None:
-    parser = benches.add_parser(
+    parser = add_command(
+        benches,
         "cache",
-        help="microseconds and bytes of the prefix cache's bookkeeping",
-        description="Fill a cache with blocks, then look requests of it up at random, and reserve and commit new ones, "
-        "each of which displaces as many blocks; microseconds of a request, medians. Then bytes of Python memory a "
-        "block, with every key touched. Compared with a collections.OrderedDict that finds, drops and inserts the same "
-        "keys. Half of the requests come twice. No GPU is used.",
+        "host time and memory of the prefix cache's bookkeeping",
+        "Times lookups, reserve and commit, and touch of requests in a full cache, and counts Python memory; beside a "
+        "collections.OrderedDict. Medians; uses no GPU.",
+        example="bench cache --blocks 100000 --policy prefix",
+        common="--json",
     )
     parser.add_argument("--blocks", type=whole(1024, 1 << 28), default=1_000_000, metavar="N", help="default 1,000,000")
     parser.add_argument("--keys", type=whole(1), default=512, metavar="N", help="of a request (default 512)")
-    parser.add_argument("--policy", choices=[*sorted(POLICIES), "all"], default="all", help="default all")
+    policies = [*sorted(POLICIES), "all"]
+    parser.add_argument("--policy", choices=policies, default="all", metavar="NAME", help=", ".join(policies))
     parser.add_argument(
         "--repeats", type=whole(1, 1_000_000), default=300, metavar="N", help="timed requests (default 300)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout instead of a table")
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     output = Output(arguments.json)
-    fields = measure(
-        sorted(POLICIES) if arguments.policy == "all" else [arguments.policy],
-        arguments.blocks,
-        min(arguments.keys, arguments.blocks),
-        arguments.repeats,
-    )
+    policies = sorted(POLICIES) if arguments.policy == "all" else [arguments.policy]
+    with output.progress("caches") as progress:
+        fields = measure(policies, arguments.blocks, min(arguments.keys, arguments.blocks), arguments.repeats, progress)
     output.result(fields)
-    columns = ("what", "lookup", "best", "reserve + commit", "best", "touch", "bytes a block")
-    title = f"{fields['blocks']:,} blocks, requests of {fields['keys']}: microseconds"
-    output.table(title, columns, [_record(record, fields["records"][0]) for record in fields["records"]])
+    _show(fields, output)
     return 0
 
 
-def measure(policies: Sequence[PolicyName], blocks: int, keys: int, repeats: int) -> dict[str, Any]:
+def _show(fields: dict[str, Any], output: Output) -> None:
+    reference, *records = fields["records"]
+    default = next((record for record in records if record["name"] == DEFAULT_POLICY), records[0])
+    output.line(
+        f"bench cache: {default['name']} finds {fields['keys']} keys in {default['lookup_us']:.0f} us and stores them "
+        f"in {default['reserve_commit_us']:.0f} us, with {default['bytes_per_block']:.0f} bytes of memory a block"
+    )
+    columns = ("policy", "lookup", "best", "reserve + commit", "best", "touch", "bytes a block")
+    title = f"{fields['blocks']:,} blocks, requests of {fields['keys']}: microseconds (times an OrderedDict's)"
+    output.table(title, columns, [_record(record, reference) for record in fields["records"]])
+
+
+def measure(policies: Sequence[PolicyName], blocks: int, keys: int, repeats: int, progress: Advance) -> dict[str, Any]:
     """Medians, best and bytes: of the OrderedDict first, then of each policy."""
     records = [_measure("OrderedDict", partial(_Dictionary, blocks), blocks, keys, repeats)]
-    records += [_measure(name, partial(_Cache, blocks, name), blocks, keys, repeats) for name in policies]
+    for number, name in enumerate(policies, start=1):
+        progress(number, 1 + len(policies))
+        records.append(_measure(name, partial(_Cache, blocks, name), blocks, keys, repeats))
     return {"benchmark": "cache", "blocks": blocks, "keys": keys, "repeats": repeats, "records": records}
 
 

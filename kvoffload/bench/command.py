@@ -14,25 +14,39 @@ from kvoffload.bench import frameworks_compared as interop
 from kvoffload.bench import layer_groups as parts
 from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError, write_out
+from kvoffload.terminal.options import add_command
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "bench", help="measure", description="Measure transfers and what they cost, or draw saved results."
+    parser = add_command(
+        commands,
+        "bench",
+        "measure",
+        "Measures transfers and what they cost, or draws saved results. Without a GPU the bytes are verified alone.",
+        example="bench field --quick",
+        usage="BENCHMARK [options]",
     )
-    benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", prog="kvoffload bench")
     for bench in (transfer, sweep, field, sharded, interference, parts, interop, submit, bookkeeping):
         bench.add_parser(benches)
-    plot = benches.add_parser(
+    plot = add_command(
+        benches,
         "plot",
-        help="figures of saved results",
-        description="Draw the figures of results that were saved with --save, on this or another machine, as PNGs.",
+        "figures of saved results",
+        "Draws the figures of results that were saved with --save, on this or another machine, as PNGs.",
+        example="bench plot field.json --output figures",
+        usage="FILE [FILE ...] --output FOLDER",
     )
-    plot.add_argument(
-        "results", nargs="+", metavar="FILE", help="JSON of `bench transfer`, `sweep`, `field` or `interference`"
-    )
+    plot.add_argument("results", nargs="+", metavar="FILE", help="of bench transfer, sweep, field or interference")
     plot.add_argument("--output", required=True, metavar="FOLDER", help="where to write them")
     plot.set_defaults(run=run_plot)
+    parser.set_defaults(run=lambda _: overview(parser))
+
+
+def overview(parser: argparse.ArgumentParser) -> int:
+    """Print what a parser's help says; 0."""
+    parser.print_help()
+    return 0
 
 
 def run_plot(arguments: argparse.Namespace) -> int:

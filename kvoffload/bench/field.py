@@ -21,9 +21,9 @@ from kvoffload.bench.setup import Placement
 from kvoffload.copiers.selection import PREFERENCES
 from kvoffload.engine.lifecycle import Prefer
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.models import MODELS, ModelGeometry, find_model
+from kvoffload.internal.models import ModelGeometry, find_model
 from kvoffload.terminal.console import Advance, Output
-from kvoffload.terminal.options import models, whole
+from kvoffload.terminal.options import COMMON, add_command, models, whole
 
 _Value = TypeVar("_Value")
 
@@ -46,25 +46,9 @@ _HURRIED = 1
 _SECONDS, _QUICK_SECONDS = 270.0, 40.0  # without --repeats
 _SIMULATED_TRANSFERS = 2
 _SIMULATED_BLOCKS = 2
-_DESCRIPTION = """\
-Bandwidth by wall clock of series of transfers, from the first call until the last transfer has ended, and how much
-slower a concurrent computation was in the same rounds.
-Situations: an idle GPU; a stream full of products of bf16 matrices of 8192 x 8192, or of 2048 x 2048; "decode-loop",
-many short kernels that read 128 MiB of weights each. In each: stores, loads, and both at once (the sum). Layouts:
-"block-major", planes interleaved, a block is one range; "plane-major", planes that fold; "scattered", an allocation for
-each plane. Each transfer of a series has random blocks and slots of its own. With --transfers 1 a series is one
-transfer, from the call until its last byte has landed.
-Methods, in interleaved rounds: the engine's choice, each copy method, contiguous pinned copies of the same size in the
-same directions (the limit), one cuMemcpyBatchAsync a transfer ("flat batch"), and a grid-stride kernel of 12 programs
-with its address arrays in pinned memory; these two compute addresses from blocks and slots in the call. Regret: how
-much faster the best copy method is than the choice. "gentle": the best of the copy methods that slow the computation
-at most 0.05 more than contiguous copies do. "slow": time of a product during the choice's series over its time alone.
-"max us": the longest call of store() or load(). "ended": the computation ended or paused before the transfers had
-ended, in every round; such a series counts as measured in no situation. Targets are poisoned before each series, and
-all bytes verified after it.
-Takes about 5 minutes on an H200, a minute with --quick: without --repeats, what is behind that schedule gets 1 round
-instead of 3.
-On the simulated device: without options one geometry and two situations; small sizes, verified, and no times."""
+_TEXT = """\
+Times transfers while the GPU computes and while copies move in the other direction, by the engine's choice and every \
+method. Takes 5 minutes."""
 
 
 @dataclass(frozen=True)
@@ -94,47 +78,37 @@ def repeats_now(repeats: int, seconds: float | None, elapsed: float, done: int, 
 
 
 def add_parser(benches: Any) -> None:
-    parser = benches.add_parser(
-        "field", help="transfers concurrent with computation, both directions at once", description=_DESCRIPTION
+    parser = add_command(
+        benches,
+        "field",
+        "transfers concurrent with computation, both directions",
+        _TEXT,
+        example="bench field --quick --model llama-3.1-8b",
+        common=COMMON,
     )
-    parser.add_argument(
-        "--model",
-        type=models,
-        nargs="+",
-        metavar="NAME",
-        help=f"geometries, or all (default {', '.join(_MODELS)}): {', '.join(MODELS)}",
-    )
-    _add_choices(parser, "--layouts", "where planes lie", tuple(LAYOUTS))
-    _add_choices(parser, "--situations", "what the GPU does meanwhile", tuple(map(str, Situation)))
-    _add_choices(parser, "--directions", "stores, loads, or both at once", tuple(DIRECTIONS))
+    parser.add_argument("--model", type=models, nargs="+", metavar="NAME", help="geometries, or all (default: four)")
+    _add_choices(parser, "--layouts", tuple(LAYOUTS))
+    _add_choices(parser, "--situations", tuple(map(str, Situation)))
+    _add_choices(parser, "--directions", tuple(DIRECTIONS))
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--blocks", type=_blocks, metavar="N,...", help=f"blocks of a transfer, 1 to {_MOST_BLOCKS}")
     size.add_argument(
-        "--bytes", type=whole(1, _MOST_BYTES), metavar="N", help=f"bytes of a transfer, about (default {_BYTES})"
+        "--bytes", type=whole(1, _MOST_BYTES), metavar="N", help=f"bytes of a transfer (default {_BYTES})"
     )
     parser.add_argument(
-        "--transfers",
-        type=whole(1, _MOST_TRANSFERS),
-        metavar="N",
-        help="transfers of a series in one direction (default: 256 MiB of them, but 2 to 64)",
-    )
-    parser.add_argument("--prefer", choices=PREFERENCES, default=PREFERENCES[0], help="of the engine (default overlap)")
-    parser.add_argument(
-        "--shipped", action="store_true", help="also the choice by the default profile: what tuning has gained"
+        "--transfers", type=whole(1, _MOST_TRANSFERS), metavar="N", help="of a series (default: 256 MiB of them)"
     )
     parser.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"{', '.join(_QUICK_MODELS)}; {', '.join(_QUICK_LAYOUTS)}; {', '.join(_QUICK_SITUATIONS)}",
+        "--prefer", choices=PREFERENCES, default=PREFERENCES[0], metavar="NAME", help=" or ".join(PREFERENCES)
     )
+    parser.add_argument("--shipped", action="store_true", help="also the choice by the default profile")
+    parser.add_argument("--quick", action="store_true", help="fewer geometries, layouts and situations")
     add_bench_options(parser, _REPEATS)
     parser.set_defaults(run=run)
 
 
-def _add_choices(parser: argparse.ArgumentParser, name: str, what: str, values: tuple[str, ...]) -> None:
-    parser.add_argument(
-        name, nargs="+", choices=values, metavar="NAME", help=f"{what} (default all): {', '.join(values)}"
-    )
+def _add_choices(parser: argparse.ArgumentParser, name: str, values: tuple[str, ...]) -> None:
+    parser.add_argument(name, nargs="+", choices=values, metavar="NAME", help=", ".join(values))
 
 
 def _blocks(text: str) -> list[int]:

@@ -126,15 +126,17 @@ def against_shipped(comparisons: Iterable[Record]) -> dict[str, Any] | None:
 
 
 def show(fields: Fields, output: Output) -> None:
-    if fields["simulated"]:
-        _show_simulated(fields, output)
-        return
     comparisons = fields["comparisons"]
     lowest = worst(comparisons)
-    if lowest is not None:
-        output.line(worst_text(lowest))
+    output.line("bench field: the engine's choice was not measured" if lowest is None else worst_text(lowest))
+    if fields["cells"]:
+        output.line(f"wall clock of series of transfers; {_transfers_text(fields['cells'])}")
     for situation in Situation:
-        _show_situation(situation, [each for each in fields["cells"] if each["situation"] == situation], output)
+        for layout in dict.fromkeys(each["layout"] for each in fields["cells"]):
+            place = situation, layout
+            _show_place(
+                *place, [each for each in fields["cells"] if (each["situation"], each["layout"]) == place], output
+            )
     _show_summary(fields["summary"], output)
     if fields["against_shipped"] is not None:
         output.line(shipped_text(fields["against_shipped"]))
@@ -190,18 +192,18 @@ def chosen_text(chosen: Mapping[str, Mapping[str, int]]) -> str:
     return names[0] if len(names) == 1 else "/".join(name[:3] for name in names)
 
 
-def _show_situation(situation: Situation, cells: Sequence[Record], output: Output) -> None:
+def _show_place(situation: Situation, layout: str, cells: Sequence[Record], output: Output) -> None:
     if not cells:
         return
     found = {tuple(each[name] for name in PLACE): each for each in compare(cells)}
-    columns = ("transfer", "layout", "moves", "GB/s", "by", "/limit", "best", "regret", "slow", "max us")
+    columns = ("transfer", "moves", "GB/s", "by", "/limit", "best", "regret", "slow", "max us")
     lines = []
     for cell in cells:
         if cell["method"] != CHOICE:
             continue
         each = found.get(tuple(cell[name] for name in PLACE))
         blocks = f"{cell['blocks']}x{cell['planes']}x{_kib(cell['block_bytes'])}"
-        line = [blocks, cell["layout"], cell["direction"]]
+        line = [blocks, cell["direction"]]
         if each is None:
             line += ["ended", chosen_text(cell["chosen"]), "-", "-", "-", "-"]
         else:
@@ -209,7 +211,7 @@ def _show_situation(situation: Situation, cells: Sequence[Record], output: Outpu
             best = each.get("best_method")
             line += [best or "-", f"{each['regret']:.0%}" if best else "-", number(each["compute_slowdown"], 2)]
         lines.append([*line, f"{cell['call_max_us']:.0f}"])
-    output.table(f"{situation.text}: wall clock of series of transfers; {_transfers_text(cells)}", columns, lines)
+    output.table(f"{situation.text}, {layout}", columns, lines)
 
 
 def _transfers_text(cells: Sequence[Record]) -> str:
@@ -226,21 +228,13 @@ def _kib(nbytes: int) -> str:
 
 
 def _show_summary(summary: Sequence[Record], output: Output) -> None:
-    columns = ("layout", *(ratio.heading for ratio in _RATIOS), "max us")
-    lines = []
-    for each in summary:
-        line = [each["layout"]]
-        for ratio in _RATIOS:
-            pair = each.get(ratio.key)
-            line.append("-" if pair is None else f"{pair['lowest']:.2f} / {pair['median']:.2f}")
-        lines.append([*line, f"{each['call_max_us']:.0f}"])
-    output.table("the choice's GB/s over others': lowest / median", columns, lines)
-
-
-def _show_simulated(fields: Fields, output: Output) -> None:
-    output.line("times need a GPU: bytes only")
-    counts: dict[tuple[str, str], list[int]] = {}
-    for cell in fields["cells"]:
-        counts.setdefault((cell["situation"], cell["layout"]), []).append(cell["wrong"])
-    lines = [[*place, len(wrong), sum(wrong)] for place, wrong in counts.items()]
-    output.table("SIMULATED", ("situation", "layout", "cells", "wrong rows"), lines)
+    lines = [
+        (each["layout"], ratio.heading, f"{each[ratio.key]['lowest']:.2f}", f"{each[ratio.key]['median']:.2f}")
+        for each in summary
+        for ratio in _RATIOS
+        if ratio.key in each
+    ]
+    if lines:
+        output.table("the choice's GB/s over others'", ("layout", "over", "lowest", "median"), lines)
+        longest = ", ".join(f"{each['layout']} {each['call_max_us']:.0f}" for each in summary)
+        output.line(f"longest call of the choice, us: {longest}")

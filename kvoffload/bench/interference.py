@@ -19,13 +19,14 @@ from kvoffload.bench.report import Fields, add_bench_options, conduct, number
 from kvoffload.bench.rounds import Scenario, time_rounds
 from kvoffload.bench.setup import TransferSetup
 from kvoffload.bench.tables import direction_text
+from kvoffload.bench.verified import ALONE
 from kvoffload.calibration.compute import MATMUL, SKINNY, SMALL, Computation, Product
 from kvoffload.errors import CapabilityError
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output
+from kvoffload.terminal.options import COMMON, add_command
 from kvoffload.tuning import CopyMethod
 
-ALONE = "alone"
 LOOP = "decode-like loop, stores only"
 _CHOICE = choice("overlap")
 _PROGRAMS = (1, 2, 4, 8)
@@ -38,16 +39,9 @@ _METHODS = (
 )
 _PLANES, _BLOCK_BYTES = 64, 8192
 _SMALL_PLANES, _SMALL_BLOCKS = 2, 2  # on the simulated device
-_DESCRIPTION = """\
-Time a computation alone and concurrent with transfers by each copy method, in interleaved rounds: a product of bf16
-matrices of 4096 x 4096, a skinny one (64 x 8192 by 8192 x 28672, which reads its weights from memory, as decoding
-does), and a loop of steps of 32 skinny products, each followed by a store of 32 MiB, as a server without cache hits
-does. Concurrent with the products, transfers of 64 planes of 8 KiB blocks that fold follow each other without a pause;
-"contiguous copy" copies 256 MiB at a time (32 MiB in the loop), "grid-stride 12" and "20" are the kernels of `bench
-transfer`. Figures are the factor by which the computation became slower, by medians on the GPU clock, and the GB/s of
-the transfers that ended before the computation did. Targets are poisoned before each timed execution, and all bytes
-verified after it.
-On the simulated device: small sizes, verified, and no times."""
+_TEXT = """\
+Times a computation alone and concurrent with transfers by each copy method: a matrix product, a skinny one, and a \
+loop of steps. Medians on the GPU clock; every byte is verified."""
 
 
 class Effort(NamedTuple):
@@ -64,8 +58,13 @@ _SMALL = Effort(1, 0, 1, 1)
 
 
 def add_parser(benches: Any) -> None:
-    parser = benches.add_parser(
-        "interference", help="how much transfers slow a concurrent computation", description=_DESCRIPTION
+    parser = add_command(
+        benches,
+        "interference",
+        "how much transfers slow a computation",
+        _TEXT,
+        example="bench interference --repeats 3",
+        common=COMMON,
     )
     add_bench_options(parser, 7)
     parser.set_defaults(run=run)
@@ -243,15 +242,23 @@ def _ratios(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _show(fields: Fields, output: Output) -> None:
-    simulated = fields["simulated"]
-    columns = ["copy method"] + ([] if simulated else ["us", "slow-down", "transfers GB/s"]) + ["wrong rows"]
+    chosen = [record for record in fields["interference"] if record["method"] == _CHOICE]
+    if chosen:
+        worst = max(chosen, key=lambda record: float(record["slowdown"]))
+        output.line(
+            f"bench interference: the engine's choice slows a computation by {worst['slowdown']:.2f} times at most "
+            f"({worst['computation']}, {worst['direction']}, {worst['chosen']})"
+        )
     for name in dict.fromkeys((record["computation"], record["direction"]) for record in fields["interference"]):
-        records = [record for record in fields["interference"] if (record["computation"], record["direction"]) == name]
-        lines = []
-        for record in records:
-            line = [record["method"]]
-            if not simulated:
-                line += [number(record["seconds"] * 1e6), number(record["slowdown"], 3), number(record.get("gb_per_s"))]
-            lines.append([*line, record["wrong"]])
-        title = f"{name[0]}, {name[1]} ({direction_text(Direction(name[1]))})" + (", SIMULATED" if simulated else "")
-        output.table(title, columns, lines)
+        lines = [
+            (
+                record["method"],
+                number(record["seconds"] * 1e6),
+                number(record["slowdown"], 3),
+                number(record.get("gb_per_s")),
+            )
+            for record in fields["interference"]
+            if (record["computation"], record["direction"]) == name
+        ]
+        title = f"{name[0]}, {name[1]} ({direction_text(Direction(name[1]))})"
+        output.table(title, ("copy method", "us", "slow-down", "transfers GB/s"), lines)

@@ -109,19 +109,14 @@ def _once(setup: TransferSetup, direction: Direction) -> tuple[float, float]:
 
 
 def print_latencies(fields: Mapping[str, Any], output: Output) -> None:
-    simulated = fields["simulated"]
-    columns = ["transfer", "direction", "wrong rows"]
-    columns += [] if simulated else ["call us", "wall us", "GB/s, wall", "contiguous copy GB/s", "wall/contiguous copy"]
     lines = []
     for each in fields["latencies"]:
-        name = f"{each['model']}: {each['blocks']} blocks, {each['planes']} x {each['block_bytes']}"
-        line = [name, each["direction"], each["wrong"]]
-        if not simulated:
-            line += [f"{each['call_seconds'] * 1e6:.0f}", f"{each['wall_seconds'] * 1e6:.0f}"]
-            line += [number(each["nbytes"] / each["wall_seconds"] / 1e9), number(each["contiguous_copy_gb_per_s"])]
-            line += [number(each["wall/contiguous copy"], 2)]
-        lines.append(line)
-    output.table("the whole engine, from the call to poll()" + (", SIMULATED" if simulated else ""), columns, lines)
+        line = [f"{each['model']}, {each['blocks']} blocks", each["direction"]]
+        line += [f"{each['call_seconds'] * 1e6:.0f}", f"{each['wall_seconds'] * 1e6:.0f}"]
+        line += [number(each["nbytes"] / each["wall_seconds"] / 1e9), number(each["contiguous_copy_gb_per_s"])]
+        lines.append([*line, number(each["wall/contiguous copy"], 2)])
+    columns = ("transfer", "direction", "call us", "wall us", "GB/s, wall", "limit GB/s", "wall / limit")
+    output.table("the whole engine, from the call until poll() returns the result", columns, lines)
 
 
 # descriptors ----------------------------------------------------------------------------------------------------------
@@ -197,17 +192,12 @@ def other_ratios(
 
 
 def print_descriptors(fields: Mapping[str, Any], output: Output) -> None:
-    records, simulated = fields["descriptors"], fields["simulated"]
-    if not records:
-        return
-    columns = ["record bytes", "descriptors", "wrong rows"]
-    clocks = () if simulated else ("wall", "gpu")
-    columns += [f"{name}, {clock}" for clock in clocks for name in ("batch", "flat batch", "ratio")]
     lines = []
-    for record in records:
-        line = [record["row_bytes"], record["descriptors"], sum(record["wrong"].values())]
-        for clock in clocks:
+    for record in fields["descriptors"]:
+        for clock in ("wall", "gpu"):
+            line = [record["row_bytes"], record["descriptors"], clock]
             line += [number(record[f"{name}_{clock}_gb_per_s"]) for name in ("batch", "flat_batch")]
-            line.append(number(record[f"batch/flat batch, {clock}"], 2))
-        lines.append(line)
-    output.table("load, one number of descriptors" + (", SIMULATED" if simulated else ", GB/s"), columns, lines)
+            lines.append([*line, number(record[f"batch/flat batch, {clock}"], 2)])
+    if lines:
+        columns = ("bytes of a copy", "copies", "clock", "batch GB/s", FLAT_BATCH + " GB/s", "ratio")
+        output.table("loads of one number of copies, by the batch copier and as one flat batch", columns, lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, CommandError, Output
-from kvoffload.terminal.options import model, numbers
+from kvoffload.terminal.options import COMMON, add_command, model, numbers
 from kvoffload.tuning import CopierName
 
 _MODEL = "llama-3.1-8b"
@@ -29,24 +29,21 @@ _BLOCKS = [32, 256]
 _PARTS = [1, 2, 4, 8, 16, 32]
 _COPIERS = (*COPY_ENGINE, "gather")  # those that copy parts
 _SIMULATED_SHARE = 16  # of the blocks, one in so many is loaded on the simulated device
-_DESCRIPTION = """\
-Loads of random, non-adjacent blocks into folded planes (in one allocation), in 1, 2, 4, ... parts of equally many
-planes; the engine chooses the copy method; 1 part is an ordinary load. "call": host time of load(). "part 0" and "all":
-from just before the call until a stream that is ordered after the first part, and one that is ordered after the whole
-load, has passed that point, by events on the GPU clock (so not before the call has returned). "GPU": the time of the
-load itself on the GPU clock, and its bandwidth. Medians of interleaved rounds. Targets are poisoned before each load,
-and all bytes verified after it; right before it, a small load warms up the CPU's caches.
-On the simulated device: small sizes, verified, and no times."""
+_TEXT = """\
+Times loads in 1, 2, 4, ... parts of equally many planes: until the first part may be used, and until all may. Every \
+byte is verified."""
 
 
 def add_parser(benches: Any) -> None:
-    parser = benches.add_parser("parts", help="loading layer by layer", description=_DESCRIPTION)
+    parser = add_command(
+        benches, "parts", "loading layer by layer", _TEXT, example="bench parts --blocks 32 --parts 1,8", common=COMMON
+    )
     parser.add_argument(
-        "--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=f"geometry of one group (default {_MODEL})"
+        "--model", type=model, default=MODELS[_MODEL], metavar="NAME", help=f"geometry of one group ({_MODEL})"
     )
     parser.add_argument("--blocks", type=numbers, default=_BLOCKS, metavar="N,...", help="of a load (default 32,256)")
     parser.add_argument("--parts", type=numbers, default=_PARTS, metavar="N,...", help="default 1,2,4,8,16,32")
-    parser.add_argument("--copier", choices=_COPIERS, help="default: what the engine chooses")
+    parser.add_argument("--copier", choices=_COPIERS, metavar="NAME", help=", ".join(_COPIERS))
     add_bench_options(parser, 15, drawn=False)
     parser.set_defaults(run=run)
 
@@ -178,18 +175,29 @@ def _record(setup: TransferSetup, parts: int, copier: str, timing: Timing, spent
 
 
 def _show(fields: Fields, output: Output) -> None:
-    simulated = fields["simulated"]
-    columns = ["load", "parts", "copier", "wrong rows"]
-    columns += [] if simulated else ["call us", "part 0 us", "all us", "GPU us", "GB/s"]
-    lines = []
-    for record in fields["parts"]:
-        line = [
-            f"{record['model']}: {record['blocks']} blocks, {record['planes']} x {record['block_bytes']}",
-            record["parts"],
+    records = fields["parts"]
+    output.line(_verdict(records))
+    for name in dict.fromkeys(map(_load_text, records)):
+        lines = [
+            (
+                record["parts"],
+                record["copier"],
+                *(number(record[f"{what}_us"], 0) for what in ("call", "first", "all", "gpu")),
+                number(record["gb_per_s"]),
+            )
+            for record in records
+            if _load_text(record) == name
         ]
-        line += [record["copier"], record["wrong"]]
-        if not simulated:
-            line += [number(record[f"{what}_us"], 0) for what in ("call", "first", "all", "gpu")]
-            line.append(number(record["gb_per_s"]))
-        lines.append(line)
-    output.table("loading in parts" + (", SIMULATED" if simulated else ""), columns, lines)
+        output.table(name, ("parts", "copier", "call us", "part 0 us", "all us", "GPU us", "GB/s"), lines)
+
+
+def _verdict(records: Sequence[Mapping[str, Any]]) -> str:
+    """The load whose first part is usable soonest, beside the same load as a whole."""
+    soonest = min(records, key=lambda record: float(record["first_us"]))
+    text = f"bench parts: {_load_text(soonest)}: part 0 of {soonest['parts']} usable after {soonest['first_us']:.0f} us"
+    whole = [record for record in records if record["parts"] == 1 and _load_text(record) == _load_text(soonest)]
+    return text + (f", without parts after {whole[0]['all_us']:.0f} us" if whole else "")
+
+
+def _load_text(record: Mapping[str, Any]) -> str:
+    return f"{record['model']}: {record['blocks']} blocks, {record['planes']} x {record['block_bytes']} B"

@@ -10,6 +10,7 @@ from typing import Any
 from kvoffload.bench import plots
 from kvoffload.bench.lab import Lab
 from kvoffload.bench.tools import FULL, SMALL
+from kvoffload.bench.verified import print_wrong, verdict
 from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError, Output, as_json, open_backend
 from kvoffload.terminal.files import require_writable, write_whole
@@ -25,11 +26,11 @@ def add_bench_options(parser: argparse.ArgumentParser, repeats: int, *, drawn: b
     parser.add_argument(
         "--repeats", type=whole(1, MOST_REPEATS), metavar="N", help=f"timed rounds (default {repeats}; simulated 1)"
     )
-    add_seed(parser, "the bytes and of where blocks lie")
-    use = ", for `bench plot`" if drawn else ""
-    parser.add_argument("--save", type=Path, metavar="FILE", help=f"write all figures to FILE, as JSON{use}")
+    add_seed(parser, "bytes and places of blocks")
+    use = ", for bench plot" if drawn else ""
+    parser.add_argument("--save", type=Path, metavar="FILE", help=f"write all figures as JSON{use}")
     if drawn:
-        parser.add_argument("--plot", metavar="FOLDER", help="draw the figures, as PNGs in FOLDER; needs matplotlib")
+        parser.add_argument("--plot", metavar="FOLDER", help="draw figures as PNGs in FOLDER")
     add_common_options(parser)
     parser.set_defaults(default_repeats=repeats)
     if not drawn:
@@ -47,9 +48,9 @@ def conduct(
     Args:
         arguments: with the options of `add_bench_options`.
         measure: gives figures that JSON can hold, among them `wrong_rows`.
-        show: prints tables of them.
+        show: prints a verdict and tables of them, if they were measured on a GPU.
     """
-    output = Output(arguments.json)
+    output = Output(arguments.json, wide=getattr(arguments, "wide", False))
     if arguments.plot:
         figures.require()
     if arguments.save is not None:
@@ -66,26 +67,39 @@ def conduct(
             fields |= measure(lab, output)
     if arguments.save is not None:  # first: standard output may turn out to be full
         write_whole("--save", arguments.save, (as_json(fields) + "\n").encode())
-    output.banner(fields["simulated"])
-    show(fields, output)
-    print_end(fields, output)
+    print_fields(fields, show, output)
     output.result(fields)
     if arguments.plot:
-        for path in plots.draw({"what was measured": fields}, arguments.plot):
+        with output.progress("drawing"):
+            paths = list(plots.draw({"what was measured": fields}, arguments.plot))
+        for path in paths:
             output.note(f"kvoffload: wrote {path}")
     return 1 if fields["wrong_rows"] else 0
 
 
+def print_fields(fields: Fields, show: Callable[[Fields, Output], None], output: Output) -> None:
+    """Print the verdict first, then the tables of `show`; from the simulated device the verdict alone."""
+    verified = verdict(fields)
+    if fields["simulated"]:
+        output.line(f"bench {fields['benchmark']}: {verified}; times need a GPU")
+    else:
+        show(fields, output)
+        output.line("")
+        output.line(verified)
+    print_wrong(fields, output)
+    print_end(fields, output)
+
+
 def print_end(fields: Mapping[str, Any], output: Output) -> None:
-    """Print what could not be measured, the machine, the ratios, and the number of wrong rows."""
+    """Print what could not be measured, the ratios, the machine and the profile."""
     for name, reason in fields.get("not_run", {}).items():
         output.line(f"not run: {name}: {reason}")
-    output.line(f"{fields['device']}, driver {fields['driver']}, bindings {fields['bindings']}, link {fields['link']}")
-    if "profile" in fields:
-        output.line(f"profile: {fields['profile']}")
     for each in fields.get("ratios", []):
         output.line(f"{each['ratio']}: {each['which']} {each['value']:.2f} ({each['at']})")
-    output.line(f"rows of bytes that were wrong: {fields['wrong_rows']}")
+    if not fields["simulated"]:
+        output.line(f"{fields['device']}, driver {fields['driver']}, bindings {fields['bindings']}, {fields['link']}")
+        if "profile" in fields:
+            output.line(f"profile: {fields['profile']}")
 
 
 def number(value: float | None, digits: int = 1) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvoffload.bench.lab import Lab
@@ -12,22 +12,28 @@ from kvoffload.bench.measurements import Measurement, Measurer, describe, size_t
 from kvoffload.bench.report import Fields, add_bench_options, conduct
 from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.bench.summary import ratios
-from kvoffload.bench.tables import chosen_methods, direction_text, figures, headings, scenarios_of, what
+from kvoffload.bench.tables import (
+    choice_verdict,
+    chosen_methods,
+    direction_text,
+    figures,
+    headings,
+    scenarios_of,
+    show_choice,
+    show_methods,
+)
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, CommandError, Output
-from kvoffload.terminal.options import numbers
+from kvoffload.terminal.options import COMMON, add_command, add_wide, numbers
 
 _STEP_BYTES = 32  # block bytes are multiples of this
 _SIZES = [4096, 8192, 16384, 32768, 65536]
 _COUNTS = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 _PLANES = 64
 _SMALL_SIZES, _SMALL_COUNTS, _SMALL_PLANES = [4096, 32768], [8, 32], 8  # for the simulated device
-_DESCRIPTION = """\
-Transfers of 64 to 8192 copies of 4 to 64 KiB over 64 planes, folded (in one allocation) and scattered (an allocation
-each), in both directions: by the engine's choice (prefer "overlap" and "latency"), by each of its copiers, and by the
-other methods of `bench transfer`, on the same addresses, in interleaved rounds. Medians on the GPU clock. Targets are
-poisoned before each timed transfer, and all bytes verified after it.
-On the simulated device: few and small transfers, verified, and no times."""
+_TEXT = """\
+Times transfers of 64 to 8192 copies of 4 to 64 KiB over 64 planes, by every copy method and in both directions. \
+Medians on the GPU clock; every byte is verified."""
 
 
 class Grid(NamedTuple):
@@ -40,17 +46,26 @@ class Grid(NamedTuple):
 
 
 def add_parser(benches: Any) -> None:
-    parser = benches.add_parser("sweep", help="bytes of a copy x number of copies", description=_DESCRIPTION)
+    parser = add_command(
+        benches,
+        "sweep",
+        "bytes of a copy x number of copies",
+        _TEXT,
+        example="bench sweep --sizes 4096,32768 --counts 64,1024",
+        common=COMMON,
+    )
     parser.add_argument("--sizes", type=numbers, metavar="BYTES,...", help="of a copy (default 4096 to 65536)")
-    parser.add_argument("--counts", type=numbers, metavar="N,...", help="copies of a transfer (default 64 to 8192)")
+    parser.add_argument("--counts", type=numbers, metavar="N,...", help="copies of a transfer (64 to 8192)")
     parser.add_argument(
         "--planes",
         type=Placement,
         nargs="+",
         choices=[Placement.FOLDED, Placement.SCATTERED],
         default=[Placement.FOLDED, Placement.SCATTERED],
-        help="where planes lie (default: both)",
+        metavar="NAME",
+        help="folded or scattered (default both)",
     )
+    add_wide(parser, "a column for each method")
     add_bench_options(parser, 5)
     parser.set_defaults(run=run)
 
@@ -101,21 +116,25 @@ def _records(grid: Grid, lab: Lab, measurer: Measurer, progress: Advance) -> Ite
 
 
 def _show(fields: Fields, output: Output) -> None:
-    simulated = fields["simulated"]
-    placements = dict.fromkeys(record["placement"] for record in fields["transfers"])
-    for direction in Direction:
-        for placement in placements:
-            chosen = ("direction", "placement"), (direction, placement)
-            records = [record for record in fields["transfers"] if tuple(record[key] for key in chosen[0]) == chosen[1]]
-            scenarios = scenarios_of(records)
-            lines = [
-                [
-                    size_text(record["row_bytes"]),
-                    record["copies"],
-                    *figures(record, scenarios, simulated),
-                    chosen_methods(record),
-                ]
-                for record in records
-            ]
-            title = f"{direction} ({direction_text(direction)}), {placement}, {what(simulated)}"
-            output.table(title, ("copy", "n", *headings(scenarios), "chosen_methods"), lines)
+    records = fields["transfers"]
+    output.line(choice_verdict("sweep", records))
+    for placement in dict.fromkeys(record["placement"] for record in records):
+        here = [record for record in records if record["placement"] == placement]
+        show_choice(f"planes {placement}", ("bytes of a copy", "copies"), _label, here, output)
+        show_methods(f"planes {placement}", here, output)
+        if output.wide:
+            for direction in Direction:
+                of_it = [record for record in here if record["direction"] == direction]
+                _show_records(f"{direction} ({direction_text(direction)}), {placement}", of_it, output)
+
+
+def _label(record: Mapping[str, Any]) -> tuple[object, ...]:
+    return size_text(record["row_bytes"]), record["copies"]
+
+
+def _show_records(title: str, records: Sequence[Mapping[str, Any]], output: Output) -> None:
+    """With a column for each copy method."""
+    scenarios = scenarios_of(records)
+    lines = [[*_label(record), *figures(record, scenarios), chosen_methods(record)] for record in records]
+    columns = ("bytes of a copy", "copies", *headings(scenarios), "copy method")
+    output.table(f"{title}: GB/s on the GPU clock", columns, lines)

@@ -1,8 +1,9 @@
-"""Tables of records: GB/s by scenario, or on the simulated device how many rows of bytes were wrong."""
+"""Tables of records: GB/s of the engine's choice by transfer, and of every copy method."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvoffload.bench.baselines import BARE_STRIDED, COPY_LOOP, FLAT_BATCH, grid_stride
@@ -11,6 +12,7 @@ from kvoffload.bench.frameworks import CUPY, JAX
 from kvoffload.bench.measurements import COPY_ENGINE, GRID, METHODS, PREFERENCES, choice
 from kvoffload.bench.report import number
 from kvoffload.planning.transfer_plan import Direction
+from kvoffload.terminal.console import Output
 
 _ORDER = (
     *map(choice, PREFERENCES),
@@ -27,10 +29,8 @@ def scenarios_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in _ORDER if name in present]
 
 
-def figures(record: Mapping[str, Any], scenarios: Sequence[str], simulated: bool) -> list[str]:
+def figures(record: Mapping[str, Any], scenarios: Sequence[str]) -> list[str]:
     """A cell for each scenario."""
-    if simulated:
-        return [str(record["wrong"].get(name, "-")) for name in scenarios]
     return [number(record["gb_per_s"].get(name)) for name in scenarios]
 
 
@@ -51,8 +51,60 @@ def headings(scenarios: Sequence[str]) -> list[str]:
     return [name.replace(",", "").replace("-", " ") for name in scenarios]
 
 
-def what(simulated: bool) -> str:
-    return "SIMULATED: rows of bytes that were wrong" if simulated else "GB/s on the GPU clock"
+def choice_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """How near the engine's choice comes to the contiguous copy, at least and in the middle."""
+    chosen = choice(PREFERENCES[0])
+    found = [(share, record) for record in records if (share := _over_limit(record, chosen)) is not None]
+    if not found:
+        return f"bench {name}: the engine's choice was not measured"
+    lowest, at = min(found, key=lambda each: each[0])
+    middle = statistics.median(share for share, _ in found)
+    return (
+        f"bench {name}: the engine's choice has {lowest:.2f} (lowest) and {middle:.2f} (median) of the contiguous "
+        f"copy's GB/s; lowest: {at['model']}, {at['placement']}, {at['direction']}, {at['blocks']} blocks"
+    )
+
+
+def show_choice(
+    title: str,
+    names: Sequence[str],
+    label: Callable[[Mapping[str, Any]], tuple[object, ...]],
+    records: Sequence[Mapping[str, Any]],
+    output: Output,
+) -> None:
+    """A line for each transfer, which `label` identifies: the engine's choice, both directions."""
+    chosen = choice(PREFERENCES[0])
+    by_label: dict[tuple[object, ...], dict[str, Mapping[str, Any]]] = {}
+    for record in records:
+        by_label.setdefault(label(record), {})[record["direction"]] = record
+    lines = []
+    for labels, found in by_label.items():
+        both = [found.get(direction, {"gb_per_s": {}, "chosen": {}}) for direction in Direction]
+        rates = [number(each["gb_per_s"].get(chosen)) for each in both]
+        shares = [number(_over_limit(each, chosen), 2) for each in both]
+        methods = ", ".join(dict.fromkeys(name for each in both if (name := chosen_methods(each))))
+        lines.append((*labels, *rates, *shares, methods))
+    columns = (*names, "store GB/s", "load GB/s", "store / limit", "load / limit", "copy method")
+    output.table(f"{title}: the engine's choice; the limit is one contiguous copy", columns, lines)
+
+
+def show_methods(title: str, records: Sequence[Mapping[str, Any]], output: Output) -> None:
+    """A line for each copy method: its bandwidths over all these transfers."""
+    lines = []
+    for name in scenarios_of(records):
+        line: list[str] = [name]
+        for direction in Direction:
+            of_it = [record["gb_per_s"] for record in records if record["direction"] == direction]
+            rates = [each[name] for each in of_it if name in each]
+            line += [number(statistics.median(rates)), number(min(rates))] if rates else ["-", "-"]
+        lines.append(line)
+    columns = ("copy method", "store median", "lowest", "load median", "lowest")
+    output.table(f"{title}: GB/s on the GPU clock, by copy method", columns, lines)
+
+
+def _over_limit(record: Mapping[str, Any], name: str) -> float | None:
+    rates = record["gb_per_s"]
+    return rates[name] / rates[CONTIGUOUS_COPY] if name in rates and CONTIGUOUS_COPY in rates else None
 
 
 def direction_text(direction: Direction) -> str:

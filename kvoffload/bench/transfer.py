@@ -20,30 +20,27 @@ from kvoffload.bench.measurements import Measurement, Measurer, describe, wrong_
 from kvoffload.bench.report import Fields, add_bench_options, conduct
 from kvoffload.bench.setup import Placement, TransferSetup
 from kvoffload.bench.summary import ratios
-from kvoffload.bench.tables import chosen_methods, direction_text, figures, headings, scenarios_of, what
+from kvoffload.bench.tables import (
+    choice_verdict,
+    chosen_methods,
+    direction_text,
+    figures,
+    headings,
+    scenarios_of,
+    show_choice,
+    show_methods,
+)
 from kvoffload.errors import KVOffloadError
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, Output
-from kvoffload.terminal.options import models, numbers
+from kvoffload.terminal.options import COMMON, add_command, add_wide, models, numbers
 from kvoffload.tuning import CopyMethod
 
 _METHODS = (CopyMethod("gather", 4, 1.0), CopyMethod("split", 2), CopyMethod("split", 1))
-_DESCRIPTION = """\
-Copy random, non-adjacent blocks between planes and random slots of the pinned pool, in both directions: by the engine's
-choice (prefer "overlap" and "latency"), by each of its copiers ("gather 4": with 4 programs), and by other methods:
-"bare strided", these operations, built once, given to cuMemcpy3DBatchAsync; "flat batch", one cuMemcpyBatchAsync on
-an idle stream; "copy loop", cuMemcpyAsync; "grid-stride 12", a kernel of 12 programs of 4 warps, with three address
-arrays that are copied to the GPU at each call, from ordinary or from pinned memory; "contiguous copy", one pinned copy
-of 256 MiB. All methods of a line use the same addresses, in interleaved rounds; figures are medians on the GPU clock.
-Targets are poisoned before each timed transfer, and all bytes verified after it; right before it, the same method
-copies a few other blocks, since a CPU that has just compared 32 MiB has cold caches. A model with two groups needs two
-jobs a transfer, timed from before the first call. Planes are folded (in one allocation), scattered (an allocation each)
-or interleaved (blocks, planes, ...).
-Then: loads of 4096 descriptors by the batch copier and as one flat batch; the host time of store() and load(), and the
-time until poll() returns the result; last CuPy (indexing and get/set, pinned) and JAX (gather and device_put, by wall
-clock), if they are installed, on arrays of their own.
-On the simulated device: small sizes, verified, and no times."""
+_TEXT = """\
+Times every copy method for the geometries of models, in both directions, on random blocks and slots. Medians on the \
+GPU clock; every byte is verified."""
 
 
 @dataclass(frozen=True)
@@ -72,22 +69,25 @@ class Plan:
 
 
 def add_parser(benches: Any) -> None:
-    parser = benches.add_parser("transfer", help="every copy method, per geometry", description=_DESCRIPTION)
+    parser = add_command(
+        benches,
+        "transfer",
+        "every copy method, per geometry",
+        _TEXT,
+        example="bench transfer --model llama-3.1-8b --blocks-per-slot 1",
+        common=COMMON,
+    )
     parser.add_argument(
         "--model",
         type=models,
         nargs="+",
         default=[list(MODELS.values())],
         metavar="NAME",
-        help=f"geometries, or all (the default): {', '.join(MODELS)}",
+        help="geometries (default all)",
     )
-    parser.add_argument("--blocks", type=numbers, metavar="N,...", help="blocks of a transfer (default: 32 MiB)")
+    parser.add_argument("--blocks", type=numbers, metavar="N,...", help="blocks of a transfer (default 32 MiB)")
     parser.add_argument(
-        "--blocks-per-slot",
-        type=numbers,
-        default=[1, 8],
-        metavar="N,...",
-        help="adjacent blocks in a slot (default 1,8)",
+        "--blocks-per-slot", type=numbers, default=[1, 8], metavar="N,...", help="adjacent blocks (default 1,8)"
     )
     parser.add_argument(
         "--planes",
@@ -95,9 +95,11 @@ def add_parser(benches: Any) -> None:
         nargs="+",
         choices=list(Placement),
         default=list(Placement),
-        help="where planes lie (default: all)",
+        metavar="NAME",
+        help=f"default all: {', '.join(Placement)}",
     )
     parser.add_argument("--no-frameworks", action="store_true", help="leave CuPy and JAX out")
+    add_wide(parser, "a column for each method")
     add_bench_options(parser, 5)
     parser.set_defaults(run=run)
 
@@ -119,7 +121,8 @@ def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
     measurer = Measurer(_METHODS)
     with output.progress("geometries") as progress:
         records = list(_records(plan, lab, measurer, progress))
-    descriptors, latencies = measure_descriptors(lab), measure_latency(lab)
+    with output.progress("batches and latencies"):
+        descriptors, latencies = measure_descriptors(lab), measure_latency(lab)
     wrong = wrong_rows(records) + sum(sum(record["wrong"].values()) for record in descriptors)
     return {
         "transfers": describe(records),
@@ -162,24 +165,34 @@ def _add_frameworks(fields: Fields, models: Sequence[ModelGeometry], lab: Lab, o
 
 
 def _show(fields: Fields, output: Output) -> None:
-    for direction in Direction:
-        for placement in dict.fromkeys(record["placement"] for record in fields["transfers"]):
-            kind = direction, placement
-            records = [record for record in fields["transfers"] if (record["direction"], record["placement"]) == kind]
-            _show_records(
-                f"{direction} ({direction_text(direction)}), {placement}", records, fields["simulated"], output
-            )
+    records = fields["transfers"]
+    output.line(choice_verdict("transfer", records))
+    for placement in dict.fromkeys(record["placement"] for record in records):
+        here = [record for record in records if record["placement"] == placement]
+        show_choice(f"planes {placement}", ("model", "blocks a slot", "blocks"), _label, here, output)
+        show_methods(f"planes {placement}", here, output)
+        if output.wide:
+            for direction in Direction:
+                of_it = [record for record in here if record["direction"] == direction]
+                _show_records(f"{direction} ({direction_text(direction)}), {placement}", of_it, output)
     if fields.get("frameworks"):
-        _show_records("frameworks, on arrays of their own", fields["frameworks"], fields["simulated"], output)
+        show_methods("frameworks, on arrays of their own", fields["frameworks"], output)
+        if output.wide:
+            _show_records("frameworks, on arrays of their own", fields["frameworks"], output)
     print_descriptors(fields, output)
     print_latencies(fields, output)
 
 
-def _show_records(title: str, records: Sequence[Mapping[str, Any]], simulated: bool, output: Output) -> None:
+def _label(record: Mapping[str, Any]) -> tuple[object, ...]:
+    return record["model"], record["blocks_per_slot"], record["blocks"]
+
+
+def _show_records(title: str, records: Sequence[Mapping[str, Any]], output: Output) -> None:
+    """With a column for each copy method."""
     scenarios = scenarios_of(records)
-    columns = ("model", "planes x bytes", "blocks per slot", "blocks", *headings(scenarios), "chosen_methods")
+    columns = ("model", "planes x bytes", "blocks per slot", "blocks", *headings(scenarios), "copy method")
     lines = []
     for record in records:
         line = [record["model"], f"{record['planes']} x {record['block_bytes']}", record["blocks_per_slot"]]
-        lines.append([*line, record["blocks"], *figures(record, scenarios, simulated), chosen_methods(record)])
-    output.table(f"{title}, {what(simulated)}", columns, lines)
+        lines.append([*line, record["blocks"], *figures(record, scenarios), chosen_methods(record)])
+    output.table(f"{title}: GB/s on the GPU clock", columns, lines)

@@ -24,6 +24,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvoffload import __version__
 from kvoffload.bench import command as bench
 from kvoffload.commands import demo, doctor, tune
 from kvoffload.errors import KVOffloadError
@@ -76,13 +77,51 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+class _Version(argparse.Action):
+    """Prints the version to standard output; a failure to write it is not ignored, as argparse does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        write_out(f"kvoffload {__version__}\n")
+        parser.exit()
+
+
+_OVERVIEW = """\
+usage: kvoffload COMMAND [options]    kvoffload COMMAND --help
+
+Move blocks of a paged KV cache between the GPU and pinned host memory.
+Every command verifies the bytes that it moves, and runs without a GPU, too.
+
+commands:
+  doctor    what works here, and what to do about the rest
+              kvoffload doctor
+  demo      a chat workload through the cache, every byte verified
+              kvoffload demo
+  replay    hit rates of your trace, or of synthetic traffic
+              kvoffload replay --workload agents --metadata-only --policy all
+  tune      measure what transfers cost on this machine
+              kvoffload tune
+  bench     compare copy methods, with and without concurrent computation
+              kvoffload bench field --quick
+
+exit codes: 0 done; 1 done, and a byte was wrong; 2 refused or failed;
+            3 standard output could not be written; 130 interrupted
+more: docs/command-line.md
+"""
+
+
+class _Overview(_Parser):
+    """Has a help of its own: what each command is for, an example of it, and the exit codes."""
+
+    def format_help(self) -> str:
+        return _OVERVIEW
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = _Parser(
-        prog="kvoffload",
-        description="Move blocks of a paged KV cache between the GPU and pinned host memory: look, try, measure.",
-    )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser = _Overview(prog="kvoffload", usage="%(prog)s COMMAND [options]")
+    parser.add_argument("--version", nargs=0, action=_Version)
+    commands = parser.add_subparsers(metavar="COMMAND", prog="kvoffload", parser_class=_Parser)
     for command in (doctor, demo, replay, bench, tune):
         command.add_parser(commands)
+    parser.set_defaults(run=lambda _: bench.overview(parser))
     return parser

@@ -13,15 +13,25 @@ import numpy as np
 from kvoffload.internal.models import MODELS
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.terminal.console import Output, bandwidth, mib, open_backend
-from kvoffload.terminal.options import add_common_options, add_seed, model, whole
+from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_seed, model, whole
 
 _SYSTEM_BLOCKS = 8
 _MOST_NEW_BLOCKS = 8  # added by a turn: its question and the answer before it
 _SIMULATED_SCALE = 0.01
-_DESCRIPTION = """\
-Several conversations take turns. All start with the same system prompt; every turn sends the whole history and some new
-blocks. The cache holds less than all of it, so blocks are stored, evicted and loaded; every byte of every load is
-verified. Takes seconds, on a GPU and on the simulated device (there with a hundredth of a block's bytes)."""
+_TEXT = """\
+Conversations take turns with one system prompt; the cache holds less than all of them, so blocks are stored, evicted \
+and loaded. Every byte of every load is verified. Takes seconds, with and without a GPU."""
+
+
+_AGENTS = ("hit rates of agents' traffic", "kvoffload replay --workload agents --metadata-only")
+_NEXT = {  # by whether the device is simulated
+    True: (("what this machine lacks for a GPU", "kvoffload doctor"), _AGENTS),
+    False: (
+        ("copy methods by this machine's figures", "kvoffload tune"),
+        ("transfers concurrent with computation", "kvoffload bench field --quick"),
+        _AGENTS,
+    ),
+}
 
 
 class Turn(NamedTuple):
@@ -32,16 +42,20 @@ class Turn(NamedTuple):
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "demo", help="a synthetic chat workload, every byte verified", description=_DESCRIPTION
+    parser = add_command(
+        commands,
+        "demo",
+        "a chat workload through the cache, every byte verified",
+        _TEXT,
+        example="demo --model qwen2.5-0.5b --slots 80",
+        common=COMMON,
     )
-    names = ", ".join(MODELS)
     parser.add_argument(
         "--model",
         type=model,
         default=MODELS["llama-3.1-8b"],
         metavar="NAME",
-        help=f"one of {names} (default llama-3.1-8b)",
+        help="default llama-3.1-8b; an unknown name lists all",
     )
     parser.add_argument("--conversations", type=whole(1, 1000), default=8, metavar="N", help="default 8")
     parser.add_argument("--turns", type=whole(1, 1000), default=8, metavar="N", help="of each conversation (default 8)")
@@ -73,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             fields = _fields(served, turns, arguments, device.name, device.simulated)
         fields["seconds"] = round(time.perf_counter() - begin, 3)
     output.result(fields)
-    _print(fields, output)
+    _print(fields, geometry.tokens_per_block, output)
     return 1 if fields["corrupt_blocks"] else 0
 
 
@@ -127,23 +141,35 @@ def _fields(
     return fields
 
 
-def _print(fields: dict[str, Any], output: Output) -> None:
+def _print(fields: dict[str, Any], tokens_per_block: int, output: Output) -> None:
     simulated = fields["simulated"]
+    hit, asked = (tokens_per_block * fields[f"blocks_{what}"] for what in ("hit", "requested"))
+    rate, corrupt = fields["blocks_hit"] / fields["blocks_requested"], fields["corrupt_blocks"]
+    output.line(
+        f"demo: {hit:,} of {asked:,} prompt tokens not recomputed (hit rate {rate:.1%}); "
+        + (f"{corrupt:,} loaded blocks WRONG" if corrupt else "every loaded byte verified, 0 wrong")
+    )
+    where = "simulated device" if simulated else fields["device"]
+    stored, loaded = (mib(fields[f"bytes_{what}"]) for what in ("stored", "loaded"))
     lines = [
-        ("turns", f"{fields['turns']} of {fields['conversations']} conversations"),
-        ("blocks requested", f"{fields['blocks_requested']:,} ({fields['distinct_blocks']:,} different ones)"),
-        ("blocks hit", f"{fields['blocks_hit']:,}"),
-        ("stored", f"{fields['blocks_stored']:,} ({mib(fields['bytes_stored'])})"),
+        ("turns", f"{fields['turns']:,} of {fields['conversations']:,} conversations"),
+        ("blocks of their prompts", f"{fields['blocks_requested']:,} ({fields['distinct_blocks']:,} different)"),
+        ("stored", f"{fields['blocks_stored']:,} ({stored}{_rate(fields, 'store')})"),
+        ("loaded", f"{fields['blocks_hit']:,} ({loaded}{_rate(fields, 'load')})"),
         ("evicted", f"{fields['blocks_evicted']:,}"),
         ("not worth storing", f"{fields['blocks_declined']:,}"),
-        ("loaded", f"{fields['blocks_hit']:,} ({mib(fields['bytes_loaded'])})"),
         ("verified, every byte", f"{fields['verified_blocks']:,}"),
-        ("corrupt", f"{fields['corrupt_blocks']:,}"),
+        ("corrupt", f"{corrupt:,}"),
     ]
-    if not simulated:
-        lines.append(("stores, GPU clock", f"{fields['store_gb_per_s']} GB/s"))
-        lines.append(("loads, GPU clock", f"{fields['load_gb_per_s']} GB/s"))
-    output.banner(simulated)
-    where = "SIMULATED" if simulated else fields["device"]
-    title = f"demo: {fields['model']}, {fields['slots']} slots of {mib(fields['bytes_per_block'])}, {where}"
-    output.table(title, ("what", "how much"), lines)
+    title = f"{fields['model']}, {fields['slots']} slots of {mib(fields['bytes_per_block'])}, {where}"
+    output.table(title, ("blocks", "how many"), lines)
+    output.line("")
+    output.line("try next:")
+    for what, command in _NEXT[simulated]:
+        output.line(f"  {what}:")
+        output.line(f"    {command}")
+
+
+def _rate(fields: dict[str, Any], what: str) -> str:
+    rate = fields.get(f"{what}_gb_per_s")
+    return "" if rate is None else f", {rate} GB/s on the GPU clock"

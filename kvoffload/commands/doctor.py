@@ -7,25 +7,33 @@ import platform
 from importlib import metadata
 from typing import Any
 
+from kvoffload.commands import findings
 from kvoffload.device.device import Device
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal import cachefiles, hostinfo
-from kvoffload.terminal.console import Output, mib, open_backend
+from kvoffload.terminal.console import Output, open_backend
 from kvoffload.terminal.machine import describe_device, missing_copiers
-from kvoffload.terminal.options import add_common_options
+from kvoffload.terminal.options import COMMON, add_command, add_common_options
 from kvoffload.tuning import profile_for
 
-_PACKAGES = ("kvoffload", "numpy", "cuda-python", "cuda-bindings", "cuda-core", "platformdirs", "triton")
+_PACKAGES = ("kvoffload", "numpy", "cuda-bindings", "cuda-core", "platformdirs", "triton")
+_INDENT = " " * len("  warn  ")
+_WITHOUT_A_GPU = (
+    "without a GPU: `kvoffload demo` and `kvoffload replay TRACE --model NAME --scale 0.01` run on the simulated device"
+)
 _EXTRAS = ("rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax")
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "doctor",
-        help="what is installed and what can be used",
-        description="Show the GPU, driver, bindings, link, NUMA node and memory limits, which copiers can be used and "
-        "why others cannot, and installed versions. Creates a CUDA context on the device asked for and on no other.",
+        "what works here, and what to do about the rest",
+        "Shows GPU, link, copy methods, packages and limits, and what to do about each that is not ok. Creates a CUDA "
+        "context on the device asked for and on no other.",
+        example="doctor --device 0",
+        common=COMMON,
     )
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -71,7 +79,7 @@ def _device_fields(arguments: argparse.Namespace, output: Output) -> dict[str, A
         device = open_backend(arguments, output)
     except (CapabilityError, DriverError, ImportError):
         return {"simulated": None}
-    with device:
+    with device, output.progress("trying copy methods"):
         return describe_device(device) | _capabilities(device)
 
 
@@ -128,15 +136,12 @@ def _advice(fields: dict[str, Any]) -> list[str]:
     """Advice, the most pressing first."""
     advice = []
     if fields["packages"]["cuda-bindings"] is None:
-        advice.append("install the CUDA bindings: pip install 'cuda-python>=12.9'")
+        advice.append("install the CUDA bindings: pip install 'cuda-bindings>=12.9'")
     if fields["problem"] is not None:
         advice.append(
             "to use a GPU: install the NVIDIA driver, see that `nvidia-smi` works, run `kvoffload doctor` again"
         )
-        advice.append(
-            "without a GPU: `kvoffload demo` and `kvoffload replay TRACE --model NAME --scale 0.01` run on the "
-            "simulated device"
-        )
+        advice.append(_WITHOUT_A_GPU)
     if fields["simulated"] is False:
         if (width := fields["link_width"]) and width < (fields["max_link_width"] or 0):
             advice.append(f"the link has {width} of {fields['max_link_width']} lanes: check the slot and the riser")
@@ -155,74 +160,21 @@ def _advice(fields: dict[str, Any]) -> list[str]:
     return advice
 
 
-# tables ---------------------------------------------------------------------------------------------------------------
+# text -----------------------------------------------------------------------------------------------------------------
 
 
 def _print(fields: dict[str, Any], output: Output) -> None:
-    simulated = fields["simulated"]
-    output.banner(bool(simulated))
-    lines = [("GPUs", _gpu_list(fields["gpus"]))]
-    if simulated is not None:
-        lines += _device_lines(fields)
-    problem = fields["cache_folder_problem"]
-    lines.append(("cache folder", fields["cache_folder"] + (f", cannot be written: {problem}" if problem else "")))
-    lines += _memory_lines(fields["memory"])
-    lines.append(("Python", f"{fields['python']} on {fields['platform']}"))
-    lines += [(name, version or "not installed") for name, version in fields["packages"].items()]
-    lines += [(f"{name} (optional)", version or "not installed") for name, version in fields["extras"].items()]
-    output.table("kvoffload doctor" + (", SIMULATED device" if simulated else ""), ("what", "found"), lines)
+    found = findings.groups(fields)
+    output.line(findings.verdict(fields, [each for group in found.values() for each in group]))
+    for heading, group in found.items():
+        output.line("")
+        output.line(heading)
+        for each in group:
+            output.line(f"  {each.status:<4}  {each.name}: {each.text}", indent=_INDENT)
+            if each.remedy:
+                output.line(f"{_INDENT}-> {each.remedy}", indent=f"{_INDENT}   ")
     if fields["problem"] is not None:
-        output.line(f"no GPU to use: {fields['problem']}")
-    for line in fields["advice"]:
-        output.line(f"- {line}")
-
-
-def _gpu_list(gpus: list[str] | None) -> str:
-    if gpus is None:
-        return "not looked for"
-    return ", ".join(f"{index}: {name}" for index, name in enumerate(gpus)) or "none"
-
-
-def _device_lines(fields: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = [
-        ("device", f"{fields['index']}: {fields['device']}" + (" (simulated)" if fields["simulated"] else "")),
-        ("driver / bindings", f"CUDA {fields['driver']} / {fields['bindings']}"),
-    ]
-    if not fields["simulated"]:
-        lines += _gpu_lines(fields)
-    for name, reason in fields["copiers"].items():
-        lines.append((f"{name} copier", "can run" if reason is None else f"cannot run: {reason}"))
-    lines += [(name, reason) for name, reason in fields["missing"].items()]
-    lines.append(("profile", fields["profile"]))
-    lines.append(("stream memory operations", "yes" if fields["stream_memory_operations"] else "no"))
-    return lines
-
-
-def _gpu_lines(fields: dict[str, Any]) -> list[tuple[str, str]]:
-    generation = fields["link_generation"]
-    link = fields["link"] + (f" (generation {generation})" if generation else "")
-    most = f"{fields['max_link_speed'] or 'speed unknown'} x{fields['max_link_width'] or '?'}"
-    node = fields["numa_node"]
-    return [
-        ("GPU memory", f"{mib(fields['gpu_memory_free_bytes'])} free of {mib(fields['gpu_memory_bytes'])}"),
-        ("compute capability", f"{fields['compute_capability']}, {fields['multiprocessors']} SMs"),
-        ("copy engines", str(fields["copy_engines"])),
-        ("link now", f"{link}, at {fields['pci_address']}; an idle GPU may show less than it has"),
-        ("link at most", most),
-        ("NUMA node", "Linux does not say" if node is None else f"{node} ({fields['numa_cpus'] or 0} usable CPUs)"),
-    ]
-
-
-def _memory_lines(memory: dict[str, Any]) -> list[tuple[str, str]]:
-    def size(name: str, otherwise: str) -> str:
-        return otherwise if memory[name] is None else mib(memory[name])
-
-    cgroup = "no limit"
-    if memory["cgroup_limit_bytes"] is not None:
-        cgroup = f"{mib(memory['cgroup_usage_bytes'])} used of {mib(memory['cgroup_limit_bytes'])}"
-    return [
-        ("host memory", f"{size('available_bytes', 'unknown')} available of {size('total_bytes', 'unknown')}"),
-        ("memory cgroup", cgroup),
-        ("RLIMIT_MEMLOCK", size("locked_memory_limit_bytes", "unlimited") + "; it does not bound what CUDA pins"),
-        ("usable CPUs", str(memory["usable_cpus"])),
-    ]
+        output.line("")
+        output.line("without a GPU, on the simulated device:")
+        for command in ("demo", "replay --workload agents --metadata-only"):
+            output.line(f"  kvoffload {command}")

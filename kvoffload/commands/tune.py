@@ -17,7 +17,7 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output, open_backend
 from kvoffload.terminal.files import require_writable, write_whole
 from kvoffload.terminal.machine import describe_device, missing_copiers
-from kvoffload.terminal.options import add_common_options, whole
+from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_wide, whole
 from kvoffload.tuning import Profile, Shape, profile_for, render, save_profile
 
 _PLANES = 64
@@ -25,30 +25,28 @@ _BLOCK_BYTES = tuple(1 << exponent for exponent in range(11, 19))
 _BLOCKS = (1, 4, 16, 128)
 _PLACEMENTS = ("folded", "scattered")
 _INTERPRETED = ("gather", "split")  # on the simulated device, which engines therefore do not choose there
-_DESCRIPTION = """\
-Measure each copy method: batches, loops and the gather kernel over sizes and numbers of copies, strided copies over
-sizes of rows, rows and operations, transfers shared by kernel and copy engine; then how much each slows a bf16 matrix
-product concurrent with it. Takes less than 30 seconds; nothing else should use the GPU. The profile is kept in the
-user's cache folder for this GPU, driver, link and bindings, and engines that are created later choose by it. On the
-simulated device: small sizes, and no profile is kept."""
+_TEXT = """\
+Measures each copy method and how much it slows a concurrent computation, in less than 30 seconds; nothing else should \
+use the GPU. The profile is kept for this GPU, driver and link, and engines choose by it."""
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("tune", help="measure what transfers cost on this machine", description=_DESCRIPTION)
-    parser.add_argument("--show", action="store_true", help="measure nothing: print what the profile in force decides")
+    parser = add_command(
+        commands, "tune", "measure what transfers cost on this machine", _TEXT, example="tune --show", common=COMMON
+    )
+    parser.add_argument("--show", action="store_true", help="measure nothing: print what the profile decides")
     parser.add_argument(
-        "--prefer", choices=PREFERENCES, default="overlap", help="of --show: what to choose by (default overlap)"
+        "--prefer",
+        choices=PREFERENCES,
+        default="overlap",
+        metavar="NAME",
+        help=f"of --show: {' or '.join(PREFERENCES)}",
     )
     parser.add_argument(
-        "--sm-limit",
-        type=whole(0, 1 << 16),
-        default=4,
-        metavar="N",
-        help="of --show: SMs for a copy kernel at most (default 4)",
+        "--sm-limit", type=whole(0, 1 << 16), default=4, metavar="N", help="of --show: SMs of a kernel (default 4)"
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the profile to FILE instead of the user's cache folder"
-    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the profile to FILE alone")
+    add_wide(parser, "the runner-up, with --show")
     add_common_options(parser)
     parser.set_defaults(run=run)
 
@@ -57,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure or show; 0."""
     if arguments.show and arguments.output is not None:
         raise CommandError("--show measures nothing, so --output has nothing to write: use one of them")
-    output = Output(arguments.json)
+    output = Output(arguments.json, wide=arguments.wide)
     with open_backend(arguments, output) as device:
         if arguments.show:
             _show(device, output, arguments.prefer, arguments.sm_limit)
@@ -118,26 +116,31 @@ def _figures(profile: Profile) -> dict[str, Any]:
 
 
 def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output) -> None:
-    output.banner(fields["simulated"])
-    if not fields["simulated"]:
-        profile = tuning.profile
-        slow = [(label, f"{value:.2f}") for label, value in profile.slowdowns.items()]
-        output.table("slow-down of a matrix product concurrent with transfers", ("method", "times"), slow)
-        errors = [
-            (name, f"{100 * error.median:.1f}", f"{100 * error.worst:.1f}", error.transfers)
-            for name, error in profile.errors.items()
-        ]
-        columns = ("copier", "median", "worst", "transfers")
-        output.table("expected against measured, %, at sizes in between", columns, errors)
-        host = [(name, f"{each.fixed * 1e6:.0f}", f"{each.copy * 1e6:.2f}") for name, each in profile.host.items()]
-        output.table("us that a submission keeps its caller", ("copier", "fixed", "each copy"), host)
-        links = ", ".join(f"{direction} {rate:.1f}" for direction, rate in fields["link_gb_per_s"].items())
-        output.line(f"one contiguous copy, GB/s: {links}; {fields['device']}, link {fields['link']}")
-        output.line(f"{tuning.transfers} transfers in {tuning.seconds:.1f} s")
+    written = "no profile written" if fields["written"] is None else f"wrote {fields['written']}"
+    if fields["simulated"]:
+        output.line(f"tune: simulated device: {tuning.transfers:,} transfers copied, {written}; times need a GPU")
+    else:
+        links = ", ".join(f"{rate:.1f} ({direction})" for direction, rate in fields["link_gb_per_s"].items())
+        output.line(
+            f"tune: {written}: {tuning.transfers:,} transfers in {tuning.seconds:.1f} s; one contiguous copy has "
+            f"{links} GB/s; {fields['device']}, link {fields['link']}"
+        )
+        _print_measured(tuning.profile, output)
     for name, reason in tuning.missing.items():
         output.line(f"not measured: {name}: {reason}")
-    written = fields["written"]
-    output.line(f"no profile written, {tuning.transfers} transfers timed" if written is None else f"wrote {written}")
+
+
+def _print_measured(profile: Profile, output: Output) -> None:
+    slow = [(label, f"{value:.2f}") for label, value in profile.slowdowns.items()]
+    output.table("slow-down of a matrix product concurrent with transfers", ("copy method", "times"), slow)
+    errors = [
+        (name, f"{100 * error.median:.1f}", f"{100 * error.worst:.1f}", error.transfers)
+        for name, error in profile.errors.items()
+    ]
+    columns = ("copier", "median", "worst", "transfers")
+    output.table("expected against measured, %, at sizes in between", columns, errors)
+    host = [(name, f"{each.fixed * 1e6:.0f}", f"{each.copy * 1e6:.2f}") for name, each in profile.host.items()]
+    output.table("us that a submission keeps its caller", ("copier", "fixed", "each copy"), host)
 
 
 # showing --------------------------------------------------------------------------------------------------------------
@@ -202,7 +205,8 @@ def _rate(shape: Shape, seconds: float) -> float | None:
 
 def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     profile = profile_for(device)
-    missing = missing_copiers(device, sm_limit)
+    with output.progress("trying copy methods"):
+        missing = missing_copiers(device, sm_limit)
     not_offered = _INTERPRETED if device.simulated else ()
     available = frozenset(name for name, reason in missing.items() if reason is None and name not in not_offered)
     found = list(decisions(profile, available, prefer, sm_limit))
@@ -210,33 +214,33 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     fields["not_available"] = {name: reason for name, reason in missing.items() if reason is not None}
     fields["not_offered"] = list(not_offered)
     output.result(fields | _figures(profile) | {"decisions": [asdict(each) for each in found]})
-    output.banner(device.simulated)
+    output.line(f"tune --show: the figures are expectations, from this profile: {profile.source}")
+    runner_up = "then the runner-up, " if output.wide else ""
+    output.line(f"a cell: the chosen copy method and its GB/s, {runner_up}for {_PLANES} planes, prefer={prefer!r}")
     for direction in Direction:
         for placement in _PLACEMENTS:
             here = [each for each in found if (each.direction, each.placement) == (direction, placement)]
-            _print_decisions(f"{direction}, {_PLANES} planes {placement}, prefer={prefer!r}", here, output)
+            _print_decisions(f"{direction}, planes {placement}", here, output)
+    if fields["not_available"] or not_offered:
+        output.line("")
     for name, reason in fields["not_available"].items():
         output.line(f"not available: {name}: {reason}")
     if not_offered:
         output.line("gather and split are kernels: on the simulated device they run when asked for, and are not chosen")
-    output.line(
-        "a cell: the chosen copy method and its expected GB/s, then the runner-up; gather and split with programs"
-    )
-    output.line(f"the figures are expectations, from this profile: {profile.source}")
 
 
 def _print_decisions(title: str, found: list[Decision], output: Output) -> None:
     columns = ("block bytes", *(f"{blocks} block{'s' if blocks > 1 else ''}" for blocks in _BLOCKS))
     lines = [
-        (f"{nbytes >> 10} KiB", *(_cell(each) for each in found if each.block_bytes == nbytes))
+        (f"{nbytes >> 10} KiB", *(_cell(each, output.wide) for each in found if each.block_bytes == nbytes))
         for nbytes in _BLOCK_BYTES
     ]
     output.table(title, columns, lines)
 
 
-def _cell(decision: Decision) -> str:
+def _cell(decision: Decision, wide: bool) -> str:
     text = f"{decision.method} {_number(decision.gb_per_s)}"
-    if decision.runner_up is None:
+    if decision.runner_up is None or not wide:
         return text
     return f"{text} ({decision.runner_up} {_number(decision.runner_up_gb_per_s)})"
 

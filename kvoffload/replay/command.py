@@ -13,109 +13,80 @@ import numpy as np
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.device.device import Device
-from kvoffload.internal.models import MODELS
 from kvoffload.replay import hitplot, metadata, saving
 from kvoffload.replay.trace import Request, read_trace
 from kvoffload.replay.verified import Counts, VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
 from kvoffload.terminal.console import CommandError, Output, bandwidth, mib, open_backend
-from kvoffload.terminal.options import add_common_options, add_seed, model, numbers, scale, whole
+from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_seed, model, numbers, scale, whole
 
 _MOST_IN_FLIGHT = 256  # an engine has room for so many with several groups, too
-_DESCRIPTION = """\
-Serve the requests of a trace in file order. Of each, the leading blocks that the cache holds are loaded and their bytes
-verified; of the others, those that it does not hold are filled with bytes derived from their keys and stored, unless
-the policy declines them. A request longer than the cache uses its first keys. At its end all its keys are touched.
-With --metadata-only no bytes move: a line for each policy and number of slots, and Belady's optimum as the upper bound.
-"""
+_TEXT = """\
+Serves the requests of a trace (JSON lines with "hash_ids"), and verifies every loaded byte. With --metadata-only no \
+bytes move: hit rates alone."""
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("replay", help="serve a trace, verify every byte", description=_DESCRIPTION)
+    parser = add_command(
+        commands,
+        "replay",
+        "hit rates of a trace, every byte verified",
+        _TEXT,
+        example="replay --workload agents --metadata-only --policy all",
+        common=f"--wide, {COMMON}",
+        usage="(TRACE | --workload NAME) [options]",
+    )
     _add_traffic(parser)
     _add_cache(parser)
     _add_bytes(parser)
     saving.add_options(parser)
+    parser.add_argument("--wide", action="store_true", help=argparse.SUPPRESS)
     add_common_options(parser)
     parser.set_defaults(run=run)
 
 
 def _add_traffic(parser: argparse.ArgumentParser) -> None:
-    traffic = parser.add_mutually_exclusive_group(required=True)
-    traffic.add_argument(
-        "trace", type=Path, nargs="?", metavar="TRACE", help='JSON lines, each with "hash_ids": a list of integers'
-    )
-    kinds = "; ".join(f"{name}: {workload.summary}" for name, workload in WORKLOADS.items())
-    traffic.add_argument(
-        "--workload", choices=tuple(WORKLOADS), metavar="NAME", help=f"synthetic traffic instead of a trace ({kinds})"
-    )
+    traffic = parser.add_mutually_exclusive_group()  # one is required: see _check
+    traffic.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help=argparse.SUPPRESS)
+    traffic.add_argument("--workload", choices=tuple(WORKLOADS), metavar="NAME", help=", ".join(WORKLOADS))
     parser.add_argument(
         "--requests",
         type=whole(1, 10_000_000),
         metavar="N",
-        help=f"stop after so many requests (default: all of a trace, {DEFAULT_REQUESTS} of a workload)",
+        help=f"at most (default all, {DEFAULT_REQUESTS} of a workload)",
     )
-    add_seed(parser, "workloads, of bytes and of where blocks lie")
+    add_seed(parser, "workload, bytes and places")
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--slots",
-        type=numbers,
-        default=[4096],
-        metavar="N[,N...]",
-        help="blocks that the cache holds, one per hash id (default 4096: 8 GiB of pinned memory for llama-3.1-8b); "
-        "several with --metadata-only",
+        "--slots", type=numbers, default=[4096], metavar="N[,N...]", help="hash ids the cache holds (default 4096)"
     )
-    parser.add_argument(
-        "--policy",
-        choices=(*sorted(POLICIES), "all"),
-        default=DEFAULT_POLICY,
-        help=f"what the cache evicts (default {DEFAULT_POLICY}); all with --metadata-only",
-    )
-    parser.add_argument(
-        "--metadata-only", action="store_true", help="count hits only: no bytes, no device; --model is not needed"
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="with --metadata-only: draw the hit rate against the slots"
-    )
+    policies = (*sorted(POLICIES), "all")
+    parser.add_argument("--policy", choices=policies, default=DEFAULT_POLICY, metavar="NAME", help=", ".join(policies))
+    parser.add_argument("--metadata-only", action="store_true", help="count hits only: no bytes, no device")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="hit rates, with --metadata-only")
 
 
 def _add_bytes(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("with bytes")
-    group.add_argument("--model", type=model, metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    group.add_argument(
-        "--scale",
-        type=scale,
-        default=1.0,
-        metavar="X",
-        help="shrink a block's bytes to X times as many, rounded up to 16, for machines without a GPU; above 0, at "
-        "most 1 (the default)",
+    parser.add_argument("--model", type=model, metavar="NAME", help="whose blocks move; unknown: lists all")
+    parser.add_argument(
+        "--scale", type=scale, default=1.0, metavar="X", help="share of a block's bytes, 0 to 1 (default 1)"
     )
-    group.add_argument(
-        "--blocks-per-hash",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="device blocks that a hash id covers (default 1; 32 blocks of 16 tokens are the 512 tokens of an id)",
+    parser.add_argument(
+        "--blocks-per-hash", type=whole(1), default=1, metavar="N", help="device blocks of a hash id (default 1)"
     )
-    group.add_argument(
-        "--in-flight",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="requests that may be unfinished at a time, each with device blocks of its own (default 1)",
-    )
+    parser.add_argument("--in-flight", type=whole(1), default=1, metavar="N", help="requests at a time (default 1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay; 0 if every loaded byte was right, else 1."""
-    output = Output(arguments.json)
+    output = Output(arguments.json, wide=arguments.wide)
     _check(arguments)
     if arguments.metadata_only:
         return _without_bytes(arguments, output)
     saving.rates(arguments, measures=arguments.backend != "simulated")  # before the trace is read
-    requests = _requests(arguments)
+    requests = _requests(arguments, output)
     with open_backend(arguments, output, arguments.seed) as device:
         rates = saving.rates(arguments, measures=not device.simulated)
         if device.simulated and arguments.scale == 1:
@@ -130,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse options that do not go together."""
+    """Refuse options that do not go together, or are missing."""
+    if arguments.trace is None and arguments.workload is None:
+        raise CommandError("one of the arguments TRACE --workload is required: a file, or synthetic traffic")
     if arguments.metadata_only:
         if arguments.in_flight != 1:
             raise CommandError(f"--in-flight {arguments.in_flight} needs bytes: leave out --metadata-only")
@@ -148,10 +121,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--in-flight must be at most {_MOST_IN_FLIGHT}, got {arguments.in_flight}")
 
 
-def _requests(arguments: argparse.Namespace) -> list[Request]:
-    if arguments.workload is None:
-        return read_trace(arguments.trace, arguments.requests)
-    return make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
+def _requests(arguments: argparse.Namespace, output: Output) -> list[Request]:
+    with output.progress("reading requests"):
+        if arguments.workload is None:
+            return read_trace(arguments.trace, arguments.requests)
+        return make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
 
 
 def _traffic(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -164,7 +138,7 @@ def _traffic(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
     rates = saving.rates(arguments, measures=False)
-    requests = _requests(arguments)
+    requests = _requests(arguments, output)
     blocks = sum(map(len, requests))
     policies = sorted(POLICIES) if arguments.policy == "all" else [arguments.policy]
     results = metadata.survey(requests, list(dict.fromkeys(arguments.slots)), policies, output)
@@ -183,8 +157,9 @@ def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
     metadata.print_results(results, title, rates, output)
     if arguments.plot is not None:
         title = f"Prefix-cache hits: {traffic}, {blocks:,} blocks in {len(requests):,} requests"
-        hitplot.draw(results, requests, title, arguments.plot)
-        output.line(str(arguments.plot))
+        with output.progress("drawing"):
+            hitplot.draw(results, requests, title, arguments.plot)
+        output.path(arguments.plot)
     return 0
 
 
@@ -268,38 +243,50 @@ def _bandwidths(counts: Counts, wall_seconds: float) -> dict[str, Any]:
 
 
 def _print(fields: dict[str, Any], rates: saving.Rates | None, output: Output) -> None:
-    simulated = fields["simulated"]
-    host = "host time of the simulated device" if simulated else "host time"
-    lines = [
+    simulated, corrupt = fields["simulated"], fields["corrupt_blocks"]
+    output.line(
+        f"replay: {fields['blocks_hit']:,} of {fields['blocks_requested']:,} blocks found (hit rate "
+        f"{fields['hit_rate']:.2%}); "
+        + (f"{corrupt:,} loaded blocks WRONG" if corrupt else "every loaded byte verified, 0 wrong")
+    )
+    where = "simulated device" if simulated else fields["device"]
+    slots = f"{fields['slots']:,} slots of {mib(fields['bytes_per_slot'])}"
+    title = f"{fields['model']}, {fields['policy']}, {slots}, {where}"
+    lines = [*_counts(fields), *_times(fields)]
+    lines += [] if rates is None else _saved(rates, fields["blocks_hit"])
+    output.table(title, ("what", "how much"), lines)
+    if rates is not None:
+        output.line(f"Of {rates.tokens_per_hash} tokens a block: {rates.describe()}.")
+
+
+def _counts(fields: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
         ("requests", f"{fields['requests']:,}, {fields['in_flight']} unfinished at a time"),
         ("requests not stored, or in part", f"{fields['requests_refused']:,}"),
-        ("blocks requested", f"{fields['blocks_requested']:,}"),
-        ("blocks hit", f"{fields['blocks_hit']:,} ({fields['hit_rate']:.2%})"),
         ("blocks stored", f"{fields['blocks_stored']:,} ({mib(fields['bytes_stored'])})"),
         ("blocks evicted", f"{fields['blocks_evicted']:,}"),
         ("blocks declined", f"{fields['blocks_declined']:,}"),
         ("bytes loaded", mib(fields["bytes_loaded"])),
         ("blocks verified", f"{fields['verified_blocks']:,} ({fields['sampled_blocks']:,} also plane by plane)"),
         ("blocks corrupt", f"{fields['corrupt_blocks']:,}"),
-        (f"inside cache calls, a request, {host}", f"{fields['call_us_mean']} us, p99 {fields['call_us_p99']} us"),
     ]
-    if simulated:
-        lines.append(("host seconds, simulated device", f"{fields['seconds']:.1f}"))
-    else:
-        lines.append(("wall seconds, verification included", f"{fields['seconds']:.1f}"))
-        for name in ("store", "load"):
-            lines.append((f"{name}s, GPU clock", f"{fields[f'{name}_gb_per_s']} GB/s"))
-            lines.append((f"{name}s, wall clock, verification included", f"{fields[f'{name}_gb_per_wall_s']} GB/s"))
-    lines += [] if rates is None else _saved(rates, fields["blocks_hit"])
-    output.banner(simulated)
-    where = "SIMULATED" if simulated else fields["device"]
-    title = (
-        f"replay: {fields['model']}, {fields['policy']}, {fields['slots']} slots of {mib(fields['bytes_per_slot'])}, "
-        f"{where}"
-    )
-    output.table(title, ("what", "how much"), lines)
-    if rates is not None:
-        output.line(f"Of {rates.tokens_per_hash} tokens a block: {rates.describe()}.")
+
+
+def _times(fields: dict[str, Any]) -> list[tuple[str, str]]:
+    calls = f"{fields['call_us_mean']} us, p99 {fields['call_us_p99']} us"
+    if fields["simulated"]:
+        return [
+            ("inside cache calls, a request, host time", calls),
+            ("host seconds, simulated device", f"{fields['seconds']:.1f}"),
+        ]
+    lines = [
+        ("inside cache calls, a request, host time", calls),
+        ("wall seconds, verification included", f"{fields['seconds']:.1f}"),
+    ]
+    for name in ("store", "load"):
+        lines.append((f"{name}s, GPU clock", f"{fields[f'{name}_gb_per_s']} GB/s"))
+        lines.append((f"{name}s, wall clock, verification included", f"{fields[f'{name}_gb_per_wall_s']} GB/s"))
+    return lines
 
 
 def _saved(rates: saving.Rates, hits: int) -> list[tuple[str, str]]:

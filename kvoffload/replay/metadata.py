@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import make_policy
+from kvoffload.cache.policies import DEFAULT_POLICY, make_policy
 from kvoffload.replay.belady import belady_hits
 from kvoffload.replay.saving import Rates
 from kvoffload.replay.trace import Request
@@ -104,7 +104,8 @@ def survey(
         for policy in policies:
             with output.progress(f"{policy}, {slots} slots") as progress:
                 done.append(drive(requests, slots, policy, progress))
-        results += _with_shares([*done, optimum(requests, slots)])
+        with output.progress(f"{OPTIMUM}, {slots} slots"):
+            results += _with_shares([*done, optimum(requests, slots)])
     return results
 
 
@@ -118,20 +119,38 @@ def _with_shares(results: Sequence[PolicyResult]) -> Iterator[PolicyResult]:
 
 
 def print_results(results: Sequence[PolicyResult], title: str, rates: Rates | None, output: Output) -> None:
-    headings = ["policy", "slots", "hits", "hit rate", "stored", "evicted", "declined", "seconds"]
+    headings = ["policy", "slots", "hits", "hit rate", "stored", "declined"]
+    headings += ["evicted", "seconds"] if output.wide else []
     with_share = any(result.share_of_optimum is not None for result in results)
     headings += ["LRU to optimum"] if with_share else []
     headings += ["refused"] if any(result.requests_refused for result in results) else []
-    headings += ["prefill saved", "loading"] if rates is not None else []
-    output.table(title, headings, [_cells(result, headings, rates) for result in results])
-    output.line(
-        f"{OPTIMUM}: the most that is possible, knowing the future. Seconds are this machine's, for all requests."
-    )
+    output.line(verdict(results))
+    output.table(title, headings, [_cells(result, headings) for result in results])
     if rates is not None:
+        lines = [(result.policy, f"{result.slots:,}", *_worth(result, rates)) for result in results]
+        output.table("the time that hits save", ("policy", "slots", "prefill saved", "loading"), lines)
         output.line(f"Of {rates.tokens_per_hash} tokens a block, {rates.model.name}: {rates.describe()}.")
+    output.line("")
+    output.line(f"{OPTIMUM}: the most that is possible, knowing the future.")
 
 
-def _cells(result: PolicyResult, headings: Sequence[str], rates: Rates | None) -> list[str]:
+def verdict(results: Sequence[PolicyResult]) -> str:
+    """The hit rate of the default policy, or else of the first one, with the most slots, and the highest possible."""
+    slots = max(result.slots for result in results)
+    of_them = {result.policy: result for result in results if result.slots == slots}
+    shown = of_them.get(DEFAULT_POLICY) or next(iter(of_them.values()))
+    return (
+        f"replay: with {slots:,} slots, {shown.policy} finds {shown.hit_rate:.2%} of the blocks asked for; at most "
+        f"{of_them[OPTIMUM].hit_rate:.2%} are possible"
+    )
+
+
+def _worth(result: PolicyResult, rates: Rates) -> tuple[str, str]:
+    hits = result.blocks_hit
+    return f"{rates.prefill_seconds(hits):,.1f} s", f"{rates.load_seconds(hits) or 0.0:,.1f} s"
+
+
+def _cells(result: PolicyResult, headings: Sequence[str]) -> list[str]:
     counts = (result.blocks_hit, result.blocks_stored, result.blocks_evicted, result.blocks_declined)
     hits, stored, evicted, declined = ("-" if count is None else f"{count:,}" for count in counts)
     cells = {
@@ -146,9 +165,6 @@ def _cells(result: PolicyResult, headings: Sequence[str], rates: Rates | None) -
         "LRU to optimum": "-" if result.share_of_optimum is None else f"{result.share_of_optimum:.1%}",
         "refused": f"{result.requests_refused:,}",
     }
-    if rates is not None:
-        cells["prefill saved"] = f"{rates.prefill_seconds(result.blocks_hit):,.1f} s"
-        cells["loading"] = f"{rates.load_seconds(result.blocks_hit) or 0.0:,.1f} s"
     return [cells[heading] for heading in headings]
 
 

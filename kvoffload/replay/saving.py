@@ -74,22 +74,16 @@ class Rates:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the time that hits save (printed with --prefill-tokens-per-second)")
-    group.add_argument(
-        "--prefill-tokens-per-second", type=positive, metavar="X", help="prompt tokens that the model computes a second"
+    parser.add_argument(
+        "--prefill-tokens-per-second", type=positive, metavar="X", help="print what hits save, at this rate"
     )
-    group.add_argument(
-        "--load-gb-per-s",
-        type=positive,
-        metavar="X",
-        help="host to GPU, where this replay does not measure it: without bytes, and on the simulated device",
-    )
-    group.add_argument(
+    parser.add_argument("--load-gb-per-s", type=positive, metavar="X", help="where no GPU measures it")
+    parser.add_argument(
         "--tokens-per-hash",
         type=whole(1),
         default=_TOKENS_PER_HASH,
         metavar="N",
-        help=f"prompt tokens that a hash id covers (default {_TOKENS_PER_HASH})",
+        help=f"tokens of a hash id (default {_TOKENS_PER_HASH})",
     )
 
 

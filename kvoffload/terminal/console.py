@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 from kvoffload.device.device import Device, open_device
 from kvoffload.errors import CapabilityError, DriverError
+from kvoffload.terminal.tables import render, wrap
 
-SIMULATED_BANNER = "SIMULATED DEVICE: bytes are verified, no figure comes from a GPU"
+SIMULATED_NOTE = "the simulated device verifies bytes; times need a GPU"
 Advance = Callable[[int, int], None]  # done, in all
 
 
@@ -75,16 +76,13 @@ class Output:
     """Results to stdout, as tables or as one JSON object; notes and progress to stderr.
 
     Raises:
-        CommandError: tables are asked for and rich is not installed.
         OutputError: standard output is closed. The other methods raise it if standard output cannot be written.
     """
 
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
+    def __init__(self, as_json: bool, *, wide: bool = False) -> None:
+        self.as_json, self.wide = as_json, wide
         self._rich = find_spec("rich") is not None
         require_out()  # now, not after minutes of measuring
-        if not as_json and not self._rich:
-            raise CommandError("tables need rich: pip install 'kvoffload[cli]' (or use --json)")
 
     def note(self, text: str) -> None:
         write_error(text)
@@ -94,35 +92,31 @@ class Output:
         if self.as_json:
             write_out(as_json(fields) + "\n")
 
-    def banner(self, simulated: bool) -> None:
-        """Say on standard output that no figure comes from a GPU."""
-        if simulated and not self.as_json:
-            self.line(SIMULATED_BANNER)
-
-    def line(self, text: str) -> None:
+    def line(self, text: str, indent: str = "  ") -> None:
+        """Print text in lines of at most 80 columns, the second and later ones indented; nothing with --json."""
         if not self.as_json:
-            write_out(text + "\n")
+            write_out(wrap(text, indent) + "\n")
+
+    def path(self, path: object) -> None:
+        """Print a path, which is not wrapped; nothing with --json."""
+        if not self.as_json:
+            write_out(f"{path}\n")
 
     def table(self, title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
-        """A table with its first column to the left and the others to the right; nothing with --json."""
-        if self.as_json:
-            return
-        from rich.console import Console
-        from rich.table import Table
+        """A title and a table with its first column to the left and the others to the right; nothing with --json.
 
-        table = Table(title=title, title_justify="left", header_style="bold")
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-        for line in lines:
-            table.add_row(*(str(cell) for cell in line))
-        console = Console() if sys.stdout.isatty() else Console(width=200)
-        with console.capture() as capture:
-            console.print(table, markup=False, highlight=False)
-        write_out(capture.get())
+        At most 80 columns, unless --wide was given.
+        """
+        if not self.as_json:
+            self.line("")
+            self.line(title)
+            write_out(render(columns, lines, wide=self.wide))
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
-        """A bar on stderr: call what this yields with (done, in all). Nothing when stderr is no terminal."""
+        """A bar on stderr: call what this yields with (done, in all). Nothing when stderr is no terminal,
+        or without rich.
+        """
         if not (self._rich and sys.stderr is not None and sys.stderr.isatty()):
             yield _no_progress
             return
@@ -157,27 +151,32 @@ def _plain(value: Any) -> Any:
 def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0) -> Device:
     """The device that was asked for; with `auto`, the simulated one if CUDA has none to offer.
 
+    Writes one line to standard error if it is the simulated device.
+
     Raises:
         CommandError: there is no such device.
         CapabilityError, DriverError: `--backend cuda` and CUDA cannot be used.
     """
+    reason = ""
     try:
         if arguments.backend == "auto":
             try:
                 return open_device(arguments.device, backend="cuda")
-            except (CapabilityError, DriverError) as error:
-                output.note(f"kvoffload: no GPU to use ({error})")
+            except (CapabilityError, DriverError):
+                reason = "no GPU to use (`kvoffload doctor` shows why): "
         backend: Literal["cuda", "simulated"] = "cuda" if arguments.backend == "cuda" else "simulated"
         device = open_device(arguments.device, backend=backend, seed=seed if backend == "simulated" else None)
     except ValueError as error:
         raise CommandError(f"--device {arguments.device}: {error}") from error
     if device.simulated:
-        output.note(f"kvoffload: {SIMULATED_BANNER}")
+        output.note(f"kvoffload: {reason}{SIMULATED_NOTE}")
     return device
 
 
 def mib(nbytes: float) -> str:
-    """Bytes as text: MiB below 1 GiB, else GiB."""
+    """Bytes as text: KiB below 1 MiB, MiB below 1 GiB, else GiB."""
+    if nbytes < 1 << 20:
+        return f"{nbytes / 1024:.1f} KiB"
     return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.2f} MiB"
 
 

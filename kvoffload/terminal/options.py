@@ -7,21 +7,65 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from kvoffload.internal.models import MODELS, ModelGeometry, find_model
+from kvoffload.terminal.tables import WIDTH, wrap
 
 LARGEST = (1 << 32) - 1  # of counts, unless an option has a limit of its own
 
 
-def add_common_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout instead of tables")
-    parser.add_argument(
-        "--backend",
-        choices=("auto", "cuda", "simulated"),
-        default="auto",
-        help="auto (the default) takes the simulated device where there is no usable GPU, and says so",
+_DETAILS = "docs/command-line.md"
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=WIDTH)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(text, width=width).splitlines()  # argparse would break words at hyphens
+
+
+def add_command(
+    commands: Any, name: str, summary: str, text: str, *, example: str, common: str = "", usage: str = "[options]"
+) -> argparse.ArgumentParser:
+    """The parser of a command, whose help has at most 25 lines of 80 columns.
+
+    Args:
+        commands: what `add_subparsers` has returned.
+        name, summary: as the list of commands shows them.
+        text: what the command does, in a line or two.
+        example: a command line without the program's name.
+        common: the options that `add_common_options` adds, to be named in a line; "" for none.
+        usage: the arguments after the command's name.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=wrap(text),
+        formatter_class=_Formatter,
+        add_help=False,
+        usage=f"%(prog)s {usage}",
+        epilog=(f"common: {common}\n" if common else "") + f"example: kvoffload {example}\nmore: {_DETAILS}",
     )
-    parser.add_argument("--device", type=whole(0), default=0, metavar="N", help="which GPU (default 0)")
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    return parser
+
+
+COMMON = "--json, --backend auto|cuda|simulated, --device N"
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `COMMON` names: the simulated device is taken by `auto` if there is no usable GPU."""
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--json", action="store_true", help=hidden)
+    parser.add_argument("--backend", choices=("auto", "cuda", "simulated"), default="auto", help=hidden)
+    parser.add_argument("--device", type=whole(0), default=0, metavar="N", help=hidden)
+
+
+def add_wide(parser: argparse.ArgumentParser, more: str) -> None:
+    """The option `--wide`; `more` names what it adds."""
+    parser.add_argument("--wide", action="store_true", help=f"also {more}; no limit of 80 columns")
 
 
 def add_seed(parser: argparse.ArgumentParser, use: str) -> None:

@@ -52,10 +52,7 @@ def test_bench_submit_shows_every_line_verified_and_without_times(capsys: pytest
 
 def test_the_table_says_that_times_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SIMULATED]) == 0
-    out = capsys.readouterr().out
-    assert "times need a GPU" in out
-    assert "host time of one submission, SIMULATED" in out
-    assert "ours / bare" not in out
+    assert capsys.readouterr().out == "bench submit: 40 transfers verified, 0 wrong; times need a GPU\n"
 
 
 @pytest.mark.parametrize("kind", [BareBatch, BareStrided, BareGather])

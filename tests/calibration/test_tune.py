@@ -52,9 +52,9 @@ def test_on_the_simulated_device_no_profile_is_kept_and_no_time_printed(
 ) -> None:
     assert main(["tune", "--backend", "simulated"]) == 0
     out = capsys.readouterr().out
-    assert "SIMULATED" in out
+    assert "simulated device" in out
     assert "no profile written" in out
-    assert not any(unit in out for unit in ("GB/s", " s\n", "us", "%", "times"))
+    assert not any(unit in out for unit in ("GB/s", " s\n", " us", "%"))
     assert not folder.exists()
 
 

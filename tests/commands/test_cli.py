@@ -17,7 +17,7 @@ import kvoffload
 from kvoffload.commands import build_parser, main
 from kvoffload.commands import demo as demo_module
 from kvoffload.replay.verified import VerifiedCache
-from kvoffload.terminal.console import Output
+from kvoffload.terminal.console import SIMULATED_NOTE, Output
 
 SMALL_OPTIONS = ("--model", "gpt-oss-20b", "--planes", "folded", "--blocks-per-slot", "2", "--blocks", "2")
 SMALL_TRANSFER = ("bench", "transfer", *SMALL_OPTIONS)
@@ -45,9 +45,8 @@ def test_without_a_gpu_every_command_runs_simulated_and_says_so(
     without_cuda(monkeypatch)
     assert main(command) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith("SIMULATED DEVICE")
-    assert captured.out.count("SIMULATED") >= 2  # and in the titles of the tables
-    assert "no driver library here" in captured.err
+    assert captured.err == f"kvoffload: no GPU to use (`kvoffload doctor` shows why): {SIMULATED_NOTE}\n"
+    assert re.search("simulated device|times need a GPU", captured.out)
     assert not GPU_FIGURES.search(captured.out)
 
 
@@ -92,20 +91,21 @@ def test_progress_goes_to_stderr_when_that_is_a_terminal(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, SMALL_CACHE], ids=lambda each: each[-1])
-def test_without_rich_tables_are_an_error_and_json_works(
+def test_without_rich_tables_are_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("kvoffload.terminal.console.find_spec", lambda _: None)
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert main(command) == 2
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(command) == 0
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "pip install 'kvoffload[cli]'" in captured.err
-    options = () if "cache" in command else ("--backend", "simulated")
-    run_json(capsys, *command, *options)
+    assert captured.out
+    assert captured.err.count("\n") <= 1
 
 
-@pytest.mark.parametrize("arguments", [(), ("juggle",), ("bench",), ("demo", "--slots", "0"), ("demo", "--model", "x")])
+@pytest.mark.parametrize(
+    "arguments", [("juggle",), ("bench", "juggle"), ("demo", "--slots", "0"), ("demo", "--model", "x")]
+)
 def test_bad_usage_is_exit_code_2_with_usage_on_stderr(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
@@ -241,7 +241,7 @@ def test_demo_with_a_wrong_byte_is_exit_code_1(
 
     monkeypatch.setattr(VerifiedCache, "serve", serve_then_spoil)
     assert main(["demo", "--backend", "simulated"]) == 1
-    assert re.search(r"corrupt\s+│\s+[1-9]", capsys.readouterr().out)
+    assert re.search(r"corrupt +[1-9]", capsys.readouterr().out)
 
 
 def test_the_parser_names_every_command() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -158,3 +159,40 @@ def test_a_memory_error_is_exit_code_2_and_says_what_to_change(
     monkeypatch.setattr("kvoffload.replay.metadata.survey", short)
     assert main([*WORKLOAD, "--metadata-only"]) == 2
     assert "host memory is short: Unable to allocate 745. GiB; choose smaller numbers" in capsys.readouterr().err
+
+
+# progress -------------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    """Standard error as a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ((*WORKLOAD, "--metadata-only"), ("reading requests", "prefix, 4096 slots", "belady, 4096 slots")),
+        (WITH_BYTES, ("reading requests", "pinning the pool", "requests")),
+        (("doctor", "--backend", "simulated"), ("trying copy methods",)),
+        (("tune", "--show", "--backend", "simulated"), ("trying copy methods",)),
+        (("demo", "--turns", "1", "--backend", "simulated"), ("turns",)),
+        (("bench", "cache", "--blocks", "2048", "--repeats", "1"), ("caches",)),
+        (("bench", "parts", "--parts", "1", "--backend", "simulated"), ("loads",)),
+    ],
+    ids=lambda each: " ".join(each[:2]),
+)
+def test_whatever_may_take_seconds_shows_progress_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], what: tuple[str, ...]
+) -> None:
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert not any(name in captured.err for name in what)
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(command) == 0
+    assert [name for name in what if name not in terminal.getvalue()] == []
+    assert "\x1b" not in capsys.readouterr().out

@@ -115,3 +115,17 @@ def test_it_is_quiet_by_default() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("configure", "printed"),
+    [
+        ("", True),
+        ("logging.getLogger('kvoffload').addHandler(logging.NullHandler())", False),
+        ("logging.getLogger().addHandler(logging.NullHandler())", False),
+    ],
+)
+def test_an_error_is_printed_unless_logging_is_configured(configure: str, printed: bool) -> None:
+    program = f"import logging, kvoffload\n{configure}\nlogging.getLogger('kvoffload').error('a callback raised')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "a callback raised\n" if printed else "")

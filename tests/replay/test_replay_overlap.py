@@ -137,9 +137,9 @@ def test_the_table_says_whose_time_it_is(tmp_path: Path, capsys: pytest.CaptureF
     worth = ("--prefill-tokens-per-second", "1000", "--load-gb-per-s", "50")
     assert main(["replay", str(path), *options, *worth]) == 0
     printed = capsys.readouterr().out
-    assert "inside cache calls, a request, host time of the simulated device" in printed
+    assert "inside cache calls, a request, host time" in printed
     assert "prefill not computed again" in printed
-    assert "loads at 50 GB/s, as given" in printed
+    assert "loads at 50 GB/s, as given" in " ".join(printed.split())
 
 
 def test_hits_with_bytes_are_worth_blocks_of_full_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,138 @@
+"""What `kvoffload doctor` says of its findings: good, bad, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from kvoffload.internal import cachefiles
+from kvoffload.terminal.console import mib
+
+Status = Literal["ok", "warn", "fail"]
+Fields = Mapping[str, Any]
+_CUDA_PACKAGES = ("cuda-python", "cuda-bindings", "cuda-core")
+_SMALL_MEMORY_BYTES = 4 << 30
+
+
+class Finding(NamedTuple):
+    """A line of the doctor's: `remedy` says what to do, "" if nothing needs to be done."""
+
+    status: Status
+    name: str
+    text: str
+    remedy: str = ""
+
+
+def groups(fields: Fields) -> dict[str, list[Finding]]:
+    """All findings, by the headings that they are printed under."""
+    found = {"GPU and link": list(_gpu(fields))}
+    if fields["simulated"] is not None:
+        found["copy methods"] = list(_copy_methods(fields))
+    return found | {"packages": list(_packages(fields)), "limits": list(_limits(fields))}
+
+
+def verdict(fields: Fields, findings: Iterable[Finding]) -> str:
+    """Whether transfers can run here, and how many lines ask for attention."""
+    statuses = [each.status for each in findings]
+    counts = f"{statuses.count('fail')} fail, {statuses.count('warn')} warn"
+    if fields["simulated"] is False:
+        return f"doctor: ready: {fields['device']}, {fields['link']} ({counts})"
+    if fields["simulated"]:
+        reason = "no GPU to use" if fields["problem"] is not None else "no GPU was asked for"
+        return f"doctor: {reason}; the simulated device works ({counts})"
+    return f"doctor: no device to use ({counts})"
+
+
+def _gpu(fields: Fields) -> Iterator[Finding]:
+    gpus, problem = fields["gpus"], fields["problem"]
+    if problem is not None:
+        remedy = "install the NVIDIA driver, see that `nvidia-smi` works, run `kvoffload doctor` again"
+        yield Finding("fail", "GPUs", f"none: {problem}", remedy)
+    elif gpus is None:
+        yield Finding("ok", "GPUs", "not looked for, as --backend simulated asks")
+    else:
+        names = ", ".join(f"{index}: {name}" for index, name in enumerate(gpus))
+        yield Finding("ok" if gpus else "fail", "GPUs", names or "none", "" if gpus else "see that `nvidia-smi` works")
+    if fields["simulated"] is None:
+        return
+    yield Finding("ok", "device", f"{fields['index']}: {fields['device']}")
+    yield Finding("ok", "driver", f"CUDA {fields['driver']}, cuda-bindings {fields['bindings']}")
+    if not fields["simulated"]:
+        yield from _real_gpu(fields)
+
+
+def _real_gpu(fields: Fields) -> Iterator[Finding]:
+    memory = f"{mib(fields['gpu_memory_free_bytes'])} free of {mib(fields['gpu_memory_bytes'])}"
+    yield Finding("ok", "GPU memory", memory)
+    sms = f"{fields['compute_capability']}, {fields['multiprocessors']} SMs, {fields['copy_engines']} copy engines"
+    yield Finding("ok", "compute capability", sms)
+    width, most = fields["link_width"], fields["max_link_width"]
+    generation = f", generation {fields['link_generation']}" if fields["link_generation"] else ""
+    limit = f"{fields['max_link_speed'] or 'speed unknown'} x{most or '?'}"
+    link = f"{fields['link']}{generation}, at most {limit}, {fields['pci_address']}; an idle GPU may show less"
+    narrow = bool(width) and width < (most or 0)
+    remedy = f"the link has {width} of {most} lanes: check the slot and the riser" if narrow else ""
+    yield Finding("warn" if narrow else "ok", "link", link, remedy)
+    node = fields["numa_node"]
+    where = "Linux does not say" if node is None else f"{node} ({fields['numa_cpus'] or 0} usable CPUs)"
+    away = node is not None and not fields["numa_cpus"]
+    remedy = "let the process run on the CPUs of the GPU's NUMA node (numactl --cpunodebind)" if away else ""
+    yield Finding("warn" if away else "ok", "NUMA node", where, remedy)
+
+
+def _copy_methods(fields: Fields) -> Iterator[Finding]:
+    for name, reason in fields["copiers"].items():
+        if reason is None:
+            yield Finding("ok", name, "can run")
+        else:
+            yield Finding("warn", name, f"cannot run: {reason}", "the others carry its copies, more slowly")
+    for name, reason in fields["missing"].items():
+        yield Finding("ok", name, f"not used: {reason}")
+    measured = fields["profile_is_measured"] or fields["simulated"]
+    remedy = "" if measured else "copy methods are chosen by figures of another machine: run `kvoffload tune`"
+    yield Finding("ok" if measured else "warn", "profile", fields["profile"], remedy)
+    operations = "yes" if fields["stream_memory_operations"] else "no"
+    yield Finding("ok", "stream memory operations", operations)
+
+
+def _packages(fields: Fields) -> Iterator[Finding]:
+    yield Finding("ok", "Python", f"{fields['python']} on {fields['platform']}")
+    for name, version in fields["packages"].items():
+        if version is not None:
+            yield Finding("ok", name, version)
+        elif name in _CUDA_PACKAGES:
+            wanted = name == "cuda-bindings"
+            remedy = "pip install 'cuda-python>=12.9'" if wanted else ""
+            yield Finding("fail" if wanted else "ok", name, "not installed", remedy)
+        else:
+            yield Finding("warn", name, "not installed", f"pip install {name}")
+    extras = [f"{name} {version}" for name, version in fields["extras"].items() if version is not None]
+    lacking = [name for name, version in fields["extras"].items() if version is None]
+    yield Finding("ok", "optional", ", ".join(extras) or "none")
+    if lacking:
+        yield Finding("ok", "not installed", ", ".join(lacking) + " (optional)")
+
+
+def _limits(fields: Fields) -> Iterator[Finding]:
+    memory = fields["memory"]
+
+    def size(name: str, otherwise: str) -> str:
+        return otherwise if memory[name] is None else mib(memory[name])
+
+    available = memory["available_bytes"]
+    small = available is not None and available < _SMALL_MEMORY_BYTES
+    text = f"{size('available_bytes', 'unknown')} available of {size('total_bytes', 'unknown')}"
+    remedy = "pinned memory comes out of this: choose a small num_slots" if small else ""
+    yield Finding("warn" if small else "ok", "host memory", text, remedy)
+    limit = memory["cgroup_limit_bytes"]
+    used = "no limit" if limit is None else f"{mib(memory['cgroup_usage_bytes'])} used of {mib(limit)}"
+    yield Finding("ok", "memory cgroup", used)
+    locked = size("locked_memory_limit_bytes", "unlimited")
+    yield Finding("ok", "RLIMIT_MEMLOCK", f"{locked}; it does not bound what CUDA pins")
+    yield Finding("ok", "usable CPUs", str(memory["usable_cpus"]))
+    problem = fields["cache_folder_problem"]
+    if problem:
+        remedy = f"set {cachefiles.FOLDER_VARIABLE} to a folder that can be written, to keep kernels and profiles"
+        yield Finding("warn", "cache folder", f"{fields['cache_folder']} cannot be written: {problem}", remedy)
+    else:
+        yield Finding("ok", "cache folder", fields["cache_folder"])

@@ -1,0 +1,53 @@
+"""Tables and text of at most 80 columns, broken between words only."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+WIDTH = 80
+WIDE = 1000  # of --wide: as wide as the figures are
+_GAP = 2  # between the columns of a table
+
+
+def wrap(text: str, indent: str = "", width: int = WIDTH) -> str:
+    """Lines of at most `width` columns, the later ones indented; a longer word has a line of its own."""
+    lines = textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
+    return "\n".join(lines)
+
+
+def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Widths of a table's columns, whose lines, the headings among them, fit `width` if their words do.
+
+    The widest column is narrowed first, and none below its longest word.
+    """
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    least = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    room = width - _GAP * (len(columns) - 1)
+    while sum(widths) > room:
+        narrowed = [index for index, each in enumerate(widths) if each > least[index]]
+        if not narrowed:
+            break
+        widths[max(narrowed, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def render(columns: Sequence[str], lines: Sequence[Sequence[object]], *, wide: bool) -> str:
+    """A table as text: the first column to the left, the others to the right, two spaces between them."""
+    cells = [[str(cell) for cell in line] for line in (columns, *lines)]
+    widths = column_widths(cells, WIDE if wide else WIDTH)
+    heading, *body = ["\n".join(_physical_lines(line, widths)) for line in cells]
+    return "\n".join((heading, "  ".join("-" * width for width in widths), *body)) + "\n"
+
+
+def _physical_lines(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """The lines that a table's line takes, where cells are broken between words."""
+    broken = [wrap(cell, width=max(width, 1)).splitlines() for cell, width in zip(cells, widths, strict=True)]
+    for texts in zip_longest(*broken, fillvalue=""):
+        (first, *others), (width, *other_widths) = texts, widths
+        aligned = (text.rjust(each) for text, each in zip(others, other_widths, strict=True))
+        yield "  ".join((first.ljust(width), *aligned)).rstrip()

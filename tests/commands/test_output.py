@@ -1,0 +1,310 @@
+"""What every command prints: a verdict first, 80 columns, nothing twice; with figures of a GPU and without one."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benching import run_json
+from measured import GPU, measured
+
+import kvoffload
+from kvoffload.bench.report import print_fields
+from kvoffload.calibration import Tuning
+from kvoffload.commands import demo, doctor, findings, main, tune
+from kvoffload.replay import command as replay
+from kvoffload.terminal.console import Output
+from kvoffload.terminal.tables import WIDTH
+from kvoffload.tuning import Deviation, HostCosts, ProfileKey, default_profile
+
+CONTINUED = r"\n(?! )|\n(?=  (?:ok|warn|fail) )"  # a line that begins with a space continues the one before it
+SIMULATED = ("--backend", "simulated")
+REPLAY = ("replay", "--workload", "agents", "--requests", "20")
+WITH_BYTES = (*REPLAY, "--model", "qwen2.5-0.5b", "--scale", "0.001", "--slots", "40")
+WORTH = ("--model", "llama-3.1-70b-tp4", "--prefill-tokens-per-second", "20000", "--load-gb-per-s", "50")
+METADATA = (*REPLAY, "--metadata-only", "--policy", "all", "--slots", "16,1000000", *WORTH)
+BENCHES = {
+    "transfer": ("--model", "llama-3.1-70b-tp4", "gpt-oss-120b-tp2"),
+    "sweep": ("--sizes", "4096", "--counts", "8"),
+    "field": (),
+    "sharded": (),
+    "interference": (),
+    "parts": ("--parts", "1,4"),
+    "submit": (),
+}
+FRAMEWORKS = {"benchmark": "interop", "blocks": 32, "planes": 64, "block_bytes": 32768, "nbytes": 64 << 20}
+COMMANDS = [
+    ("doctor", *SIMULATED),
+    ("demo", *SIMULATED),
+    ("tune", *SIMULATED),
+    ("tune", "--show", *SIMULATED),
+    (*WITH_BYTES, *SIMULATED),
+    METADATA,
+    ("bench", "cache", "--blocks", "2048", "--repeats", "2"),
+    *(("bench", name, *options, *SIMULATED) for name, options in BENCHES.items()),
+]
+HELPS = [
+    ("--help",),
+    *((name, "--help") for name in ("doctor", "demo", "replay", "tune", "bench")),
+    *(("bench", name, "--help") for name in (*BENCHES, "interop", "cache", "plot")),
+]
+
+
+def check(text: str, verdict: str) -> str:
+    """The text, if it begins with the verdict, fits 80 columns, and says nothing twice."""
+    lines = text.splitlines()
+    assert lines[0].startswith(verdict)
+    assert [line for line in lines if len(line) > WIDTH] == []
+    parts = [part.splitlines() for part in text.strip().split("\n\n")]
+    tables = [part for part in parts if any(re.fullmatch("-+(  -+)+", line) for line in part)]
+    told = [said for part in parts if part not in tables for said in re.split(CONTINUED, "\n".join(part))]
+    told += [part[0] for part in tables]
+    assert [line for line in told if told.count(line) > 1] == []
+    assert "SIMULATED" not in text
+    return text
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: " ".join(each[:2]))
+def test_every_command_prints_a_verdict_and_80_columns(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    name = " ".join(command[: 2 if command[0] == "bench" else 1])
+    text = check(captured.out, name)
+    if "--metadata-only" in command or "cache" in command:
+        assert captured.err == ""
+    else:
+        assert captured.err == "kvoffload: the simulated device verifies bytes; times need a GPU\n"
+    if command[0] == "bench" and "cache" not in command:
+        transfers = re.fullmatch(rf"{name}: ([0-9,]+) transfers verified, 0 wrong; times need a GPU\n", text)
+        assert transfers
+        assert transfers.group(1) != "0"
+
+
+@cache
+def recorded(name: str) -> str:
+    """What a benchmark gives on the simulated device, as JSON text."""
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
+        assert main(["bench", name, *BENCHES[name], *SIMULATED, "--json"]) == 0
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("name", [*BENCHES, "interop"])
+def test_every_benchmark_prints_figures_of_a_gpu_in_80_columns(
+    capsys: pytest.CaptureFixture[str], name: str, wide: bool
+) -> None:
+    recording = {**FRAMEWORKS, "wrong_rows": 0} if name == "interop" else json.loads(recorded(name))
+    fields, show = measured(recording)
+    output = Output(as_json=False, wide=wide)
+    print_fields(fields, show, output)
+    text = capsys.readouterr().out
+    begin = "lowest choice / limit" if name == "field" else f"bench {name}"
+    if wide:
+        assert text.startswith(begin)
+    else:
+        check(text, begin)
+    assert "nan" not in text
+    assert "GB/s" in text
+    assert re.search(r"^[0-9,]+ transfers verified, 0 wrong$", text, re.MULTILINE)
+    assert text.count(str(GPU["device"])) >= 1
+
+
+def test_wide_prints_a_column_for_each_copy_method(capsys: pytest.CaptureFixture[str]) -> None:
+    fields, show = measured(json.loads(recorded("transfer")))
+    show(fields, Output(as_json=False, wide=True))
+    heading = next(line for line in capsys.readouterr().out.splitlines() if "planes x bytes" in line)
+    for name in ("strided", "batch", "gather 4", "flat batch", "contiguous copy"):
+        assert name in heading
+
+
+def test_wrong_bytes_of_a_benchmark_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    fields, show = measured(json.loads(recorded("sweep")))
+    fields["transfers"][0]["wrong"]["batch"] = 7
+    fields["wrong_rows"] = 7
+    print_fields(fields, show, Output(as_json=False))
+    text = capsys.readouterr().out
+    assert "1 wrong (7 rows of bytes)" in text
+    (line,) = re.findall(r"^.* 7$", text, re.MULTILINE)
+    assert line.startswith("model 8 planes, placement folded, direction store")
+
+
+# with figures of a GPU ------------------------------------------------------------------------------------------------
+
+
+def test_demo_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = run_json(capsys, "demo", "--turns", "2", *SIMULATED)
+    fields |= {"simulated": False, "device": GPU["device"], "store_gb_per_s": 41.2, "load_gb_per_s": 44.5}
+    demo._print(fields, 16, Output(as_json=False))
+    text = check(capsys.readouterr().out, "demo: ")
+    tokens = 16 * fields["blocks_hit"]
+    assert f"{tokens:,} of {16 * fields['blocks_requested']:,} prompt tokens not recomputed (hit rate " in text
+    assert "41.2 GB/s on the GPU clock" in text
+    assert "kvoffload tune" in text.partition("try next:")[2]
+
+
+def test_demo_says_first_that_bytes_were_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = run_json(capsys, "demo", "--turns", "2", *SIMULATED) | {"corrupt_blocks": 3}
+    demo._print(fields, 16, Output(as_json=False))
+    first = " ".join(capsys.readouterr().out.partition("\n\n")[0].split())
+    assert "3 loaded blocks WRONG" in first
+    assert "every loaded byte verified" not in first
+
+
+def test_replay_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = run_json(capsys, *WITH_BYTES, *SIMULATED)
+    rates = {f"{name}_gb_per_{clock}": 46.1 for name in ("store", "load") for clock in ("s", "wall_s")}
+    replay._print(fields | {"simulated": False, "device": GPU["device"]} | rates, None, Output(as_json=False))
+    text = check(capsys.readouterr().out, "replay: ")
+    assert f"{fields['hit_rate']:.2%}" in text
+    assert "46.1 GB/s" in text
+
+
+def test_tune_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = replace(
+        default_profile(ProfileKey("NVIDIA H200", "13.0", 5, 16, "13.3")),
+        slowdowns={"gather 4": 1.04, "strided": 1.0},
+        errors={"strided": Deviation(0.02, 0.1, 120)},
+        host={"batch": HostCosts(2e-5, 1e-7)},
+    )
+    tuning = Tuning(profile, 4321, 24.5, {"concurrent compute": "kernels need Triton, which is not installed"})
+    fields = {**GPU, "written": "/home/user/.cache/kvoffload/profile.json", "link_gb_per_s": {"store": 55.1}}
+    tune._print_tuning(tuning, fields, Output(as_json=False))
+    text = check(capsys.readouterr().out, "tune: wrote ")
+    assert "4,321 transfers in 24.5 s" in " ".join(text.split())
+    assert re.search(r"gather 4 +1\.04", text)
+
+
+# doctor ---------------------------------------------------------------------------------------------------------------
+
+
+def gpu_fields(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What the doctor finds on a machine with a GPU and all packages."""
+    fields = run_json(capsys, "doctor", *SIMULATED)
+    fields |= {**GPU, "gpus": ["NVIDIA H200"], "problem": None, "missing": {}, "profile_is_measured": True}
+    fields |= {"gpu_memory_free_bytes": 140 << 30, "gpu_memory_bytes": 141 << 30, "pci_address": "0000:8a:00.0"}
+    fields |= {"link_generation": 5, "link_width": 16, "max_link_speed": "32.0 GT/s PCIe", "max_link_width": 16}
+    fields |= {"numa_node": 1, "numa_cpus": 16, "cache_folder_problem": None}
+    fields["memory"] |= {"available_bytes": 100 << 30}
+    for packages in (fields["packages"], fields["extras"]):
+        packages |= dict.fromkeys(packages, "1.0")
+    return fields
+
+
+def found_by(fields: dict[str, Any]) -> dict[str, findings.Finding]:
+    return {each.name: each for group in findings.groups(fields).values() for each in group}
+
+
+def test_doctor_of_a_gpu_is_grouped_and_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = gpu_fields(capsys)
+    doctor._print(fields, Output(as_json=False))
+    text = check(capsys.readouterr().out, "doctor: ready: NVIDIA H200, 32.0 GT/s PCIe x16 (0 fail, 0 warn)")
+    headings = [line for line in text.splitlines()[1:] if line and not line.startswith(" ")]
+    assert headings == ["GPU and link", "copy methods", "packages", "limits"]
+    assert "->" not in text
+    assert {each.status for each in found_by(fields).values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "status", "remedy"),
+    [
+        ({"link_width": 8}, "link", "warn", "8 of 16 lanes"),
+        ({"numa_cpus": 0}, "NUMA node", "warn", "NUMA node"),
+        ({"profile_is_measured": False}, "profile", "warn", "kvoffload tune"),
+        ({"copiers": {"gather": "no Triton"}}, "gather", "warn", "more slowly"),
+        ({"cache_folder_problem": "Read-only file system"}, "cache folder", "warn", "KVOFFLOAD_CACHE"),
+        ({"problem": "no driver", "gpus": [], "simulated": None}, "GPUs", "fail", "nvidia-smi"),
+        ({"packages": {"cuda-bindings": None}}, "cuda-bindings", "fail", "pip install"),
+        ({"packages": {"triton": None}}, "triton", "warn", "pip install triton"),
+    ],
+)
+def test_doctor_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], change: dict[str, Any], name: str, status: str, remedy: str
+) -> None:
+    fields = gpu_fields(capsys) | change
+    found = found_by(fields)
+    assert (found[name].status, remedy in found[name].remedy) == (status, True)
+    assert {each.status for other, each in found.items() if other != name} == {"ok"}
+    doctor._print(fields, Output(as_json=False))
+    text = check(capsys.readouterr().out, "doctor: ")
+    assert f"  {status:<4}  {name}: " in text
+    assert text.count("-> ") == 1
+
+
+# help -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", HELPS, ids=" ".join)
+def test_every_help_has_at_most_25_lines_of_80_columns_and_an_example(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25
+    assert [line for line in lines if len(line) > WIDTH] == []
+    prefix = "kvoffload demo" if command == ("--help",) else "example: kvoffload "
+    assert any(line.strip().startswith(prefix) for line in lines)
+    assert lines[-1] == "more: docs/command-line.md"
+
+
+def test_examples_of_helps_are_good_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvoffload.commands import build_parser
+
+    for command in HELPS:
+        assert main(command) == 0
+        for example in re.findall(r"(?:example: | {6,})kvoffload (.+)", capsys.readouterr().out):
+            build_parser().parse_args(example.split())
+
+
+def test_without_a_command_the_overview_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    overview = capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == overview
+    for name in ("doctor", "demo", "replay", "tune", "bench"):
+        assert re.search(rf"^ {{6,}}kvoffload {name}", overview, re.MULTILINE), "an example of each"
+    assert "exit codes: 0 done" in overview
+    assert main(["bench"]) == 0
+    assert "usage: kvoffload bench" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvoffload {kvoffload.__version__}\n"
+
+
+# documentation --------------------------------------------------------------------------------------------------------
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+
+
+@pytest.mark.parametrize("command", HELPS, ids=" ".join)
+def test_every_option_and_exit_code_is_documented(capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
+    assert main(command) == 0
+    for option in re.findall(r"--[a-z-]+", capsys.readouterr().out):
+        assert option in DOCUMENT
+    codes = re.findall(r"^    (\d+) ", kvoffload.commands.__doc__ or "", re.MULTILINE)
+    assert codes == re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE) == ["0", "1", "2", "3", "130"]
+
+
+@pytest.mark.parametrize("name", [*BENCHES, "doctor", "demo", "replay", "metadata", "show"])
+def test_every_field_of_json_is_documented(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    commands = {
+        "replay": (*WITH_BYTES, *SIMULATED),
+        "metadata": METADATA,
+        "show": ("tune", "--show", *SIMULATED),
+    }
+    if name in BENCHES:
+        fields = json.loads(recorded(name))
+    else:
+        fields = run_json(capsys, *commands.get(name, (name, *SIMULATED)))
+    assert [field for field in fields if f"`{field}`" not in DOCUMENT] == []
