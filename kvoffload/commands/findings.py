@@ -10,7 +10,7 @@ from kvoffload.terminal.console import mib
 
 Status = Literal["ok", "warn", "fail"]
 Fields = Mapping[str, Any]
-_CUDA_PACKAGES = ("cuda-python", "cuda-bindings", "cuda-core")
+_CUDA_PACKAGES = ("cuda-bindings", "cuda-core")
 _SMALL_MEMORY_BYTES = 4 << 30
 
 
@@ -102,7 +102,7 @@ def _packages(fields: Fields) -> Iterator[Finding]:
             yield Finding("ok", name, version)
         elif name in _CUDA_PACKAGES:
             wanted = name == "cuda-bindings"
-            remedy = "pip install 'cuda-python>=12.9'" if wanted else ""
+            remedy = "pip install 'cuda-bindings>=12.9'" if wanted else ""
             yield Finding("fail" if wanted else "ok", name, "not installed", remedy)
         else:
             yield Finding("warn", name, "not installed", f"pip install {name}")
