@@ -123,7 +123,8 @@ def _titled(figure: Any, title: str, fields: Fields) -> Any:
 
 def _where(fields: Fields) -> str:
     machine = f"{fields['device']}, driver {fields['driver']}, link {fields['link']}"
-    return f"{machine}; medians of {fields['repeats']} rounds or more"  # short transfers get more
+    least = fields["repeats"]  # short transfers get more
+    return f"{machine}; medians of {least} round{'' if least == 1 else 's'} or more"
 
 
 # lines ----------------------------------------------------------------------------------------------------------------

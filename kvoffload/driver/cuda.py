@@ -53,7 +53,7 @@ def _with_remedy(error: CapabilityError | DriverError) -> tuple[Any, ...]:
     )
     if isinstance(error, DriverError):
         return error.call, error.name, error.code, remedy
-    return (f"{error}; {remedy}",)
+    return (f"{str(error).rstrip('.')}; {remedy}",)
 
 
 def _raw_api() -> Any:
