@@ -21,7 +21,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.engine.job import Job
-from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
+from kvoffload.errors import CapacityError, ClosedError, KVOffloadError, LayoutError, TransferError
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
@@ -105,19 +105,34 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
     # asking -------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys are present and ready, at most `max_load_blocks`. Changes no recency: see `touch`."""
-        self.engine.advance()
+        """How many leading keys are present and ready, at most `max_load_blocks`. Changes no recency: see `touch`.
+
+        Counted as a request for keys; `status` is not.
+
+        Raises:
+            ClosedError: the engine is closed, and nothing can be loaded.
+        """
+        self._look()
         return self._index.lookup(keys)
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
         """`lookup` for each of several requests, at one moment."""
-        self.engine.advance()
+        self._look()
         return self._index.lookup_many(requests)
 
     def status(self, keys: Sequence[bytes]) -> list[Status]:
-        """Of each key whether it is missing, can be loaded, or is being stored."""
+        """Of each key whether it is missing, is a hit, or is being stored. Counts nothing.
+
+        Works after the engine was closed, too: the slots of hits can still be read, see `acquire`.
+        """
         self.engine.advance()
         return self._index.status(keys)
+
+    def _look(self) -> None:
+        """Take note of what has ended, unless nothing can be loaded any more."""
+        if self.engine.closed:
+            raise ClosedError("the engine of the cache is closed, so nothing can be loaded: make an engine and a cache")
+        self.engine.advance()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that a request with these keys has ended: once per request, with all of its keys in their order, found

@@ -97,6 +97,11 @@ class PinnedMemory:
     def nbytes(self) -> int:
         return self.array.nbytes
 
+    @property
+    def pinned_bytes(self) -> int:
+        """`nbytes`, and 0 once it is released."""
+        return self.nbytes if self._registered else 0
+
     def device_addresses(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Host addresses in this memory as a kernel sees them, int64; a driver may map registered memory elsewhere."""
         if self._device_offsets is None:

@@ -117,6 +117,11 @@ class EngineLifecycle(HtmlRepresentation):
         sizes = self._parts.memory.nbytes, self._parts.pinning_seconds, self.num_slots, self.device.index
         LOGGER.info("pinned %d bytes in %.3f s: %d slots for device %d; profile: %s", *sizes, self.profile.source)
 
+    @property
+    def closed(self) -> bool:
+        """Whether the engine is closed: by `close`, or with its device."""
+        return self._closed
+
     # results ------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:

@@ -96,7 +96,7 @@ class EngineResources:
         return EngineStatistics(
             simulated=self._simulated,
             num_slots=self._num_slots,
-            pinned_bytes=self.memory.nbytes,
+            pinned_bytes=self.memory.pinned_bytes,
             in_flight=in_flight.count,
             held=sum(len(queue.waiting) for queue in in_flight.both),
             unreported=len(self.tracker.reports),

@@ -3,8 +3,8 @@
     collector = prometheus.register(cache, gpu="0")     the registry's exporters now export this cache
     collector.add(another, gpu="1")                     more caches of one registry go into the same collector
 
-Statistics are read at each scrape. A collector does not keep a cache alive. A cache that is garbage, or that belongs to
-the parent of a forked process, has no metrics.
+Statistics are read at each scrape. A collector does not keep a cache alive. A cache that is garbage, whose engine is
+closed, or that belongs to the parent of a forked process, has no metrics.
 """
 
 from __future__ import annotations
@@ -171,6 +171,8 @@ def _samples(cache: Cache | None) -> Iterator[_Sample]:
     if cache is None:
         return
     engine = getattr(cache, "engine", None)
+    if getattr(engine, "closed", False):
+        return
     try:
         of_cache, of_engine = cache.statistics(), engine.statistics() if engine is not None else None
     except ClosedError:  # must not keep a registry from collecting everything else

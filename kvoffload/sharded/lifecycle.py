@@ -330,6 +330,11 @@ class ShardedLifecycle:
     # looking ------------------------------------------------------------------------------------------------------
 
     @property
+    def closed(self) -> bool:
+        """Whether the engine of a device is closed: by `close`, or with its device. Then nothing can be transferred."""
+        return any(shard.closed for shard in self._shards)
+
+    @property
     def missing_copiers(self) -> dict[str, str]:
         """The copiers that cannot run on all devices, and why."""
         missing: dict[str, str] = {}

@@ -34,10 +34,6 @@ class Shard(OffloadEngine):
         """What the arguments of transfers are checked against."""
         return self._limits
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def follow(self, request: Request) -> Followed:
         """The streams that a request follows, while it is referred to. The lock must not be held."""
         return self._follow_here(request.sources) if request.arrays else Followed(request.sources)

@@ -713,6 +713,8 @@ def test_a_closed_engine_refuses_everything_new_and_settles_what_is_open(pair: t
         lambda: cache.store([], []),
         lambda: cache.load(keys(0), [20]),
         lambda: cache.load([], []),
+        lambda: cache.lookup(keys(0)),
+        lambda: cache.lookup_many([keys(0)]),
         lambda: bench.engine.store([3], committing.slots()),
     ]
     for call in calls:

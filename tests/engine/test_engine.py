@@ -465,6 +465,17 @@ def test_completion_shows_users_what_is_theirs(device: kvoffload.Device) -> None
     with rig(device) as bench:
         shown = {name for name in dir(bench.engine) if not name.startswith("_")}
         assert shown == {
-            *("close", "device", "drain", "layout", "load", "max_in_flight", "missing_copiers", "num_slots", "plan"),
+            *(
+                "close",
+                "closed",
+                "device",
+                "drain",
+                "layout",
+                "load",
+                "max_in_flight",
+                "missing_copiers",
+                "num_slots",
+                "plan",
+            ),
             *("poll", "prefer", "profile", "slots", "sm_limit", "statistics", "store", "submit"),
         }

@@ -138,6 +138,7 @@ def test_an_update_that_was_not_donated_is_refused_as_on_a_gpu(jax: Any, device:
     assert (cache.memory.buffer.to_numpy().view(np.float32) == 1).all()
 
 
+@pytest.mark.usefixtures("jax")
 def test_what_keys_need_is_named_at_the_cache(device: kvoffload.Device) -> None:
     axes: Any = {"plane_axis": 1, "block_axis": 0, "tokens_per_block": 16, "block_axes": ("tokens", "heads", "dim")}
     cache = OwnedCache(device, (8, 2, 16, 4, 8), "bfloat16", **axes)

@@ -14,7 +14,9 @@ JOB = (
     "add_done_callback copier direction done error finished id method nbytes num_parts order_before outcome reason "
     "result wait"
 )
-ENGINE = "close drain layout load max_in_flight missing_copiers num_slots plan poll slots statistics store submit"
+ENGINE = (
+    "close closed drain layout load max_in_flight missing_copiers num_slots plan poll slots statistics store submit"
+)
 SHOWN = {
     "Device": (
         "allocate allocate_blocks allocate_planes capabilities close closed context current driver empty index name "
