@@ -106,6 +106,10 @@ class Device(DeviceContext):
     Attributes:
         capabilities: what driver, bindings and GPU can do.
         pci: its PCIe link and NUMA node, as far as Linux reports it.
+        index, name: of the GPU.
+        context: the handle of its CUDA context; `with device.current():` makes it the calling thread's.
+        simulated: whether it is a simulated device.
+        simulator: its `SimulatedDriver`, which has the functions of `cuda.bindings.driver` and more; None on a GPU.
     """
 
     capabilities: Capabilities
