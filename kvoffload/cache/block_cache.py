@@ -42,8 +42,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
 
         hits = cache.lookup(keys)
         cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
-        ...                                                            # compute what is missing
-        cache.store(keys, blocks, after=stream)                        # skips what is there
+        cache.store(keys, blocks, after=stream)                        # once the rest is computed; skips what is there
         cache.touch(keys)                                              # once, at its end
 
     To move the bytes by other means, reserve slots, fill them and commit; or acquire a lease, read, release it.
@@ -56,8 +55,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
             function that makes one for so many keys.
         tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", and no others.
         store_after: a key is stored only after so many lookups that missed it; 0: at once.
-        max_load_blocks: `lookup` reports no more hits than this; None: all. (Loading a very long prefix delays all
-            other transfers of the link.)
+        max_load_blocks: `lookup` reports no more hits; None: all. (A very long load delays all others of the link.)
         on_event: is called with a `CacheEvent` for what has happened, one at a time and in the order in which it did,
             by a thread at the end of its call of this cache, or of `wait` or `done` of a job of it, outside all locks.
 
@@ -105,12 +103,9 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
     # asking -------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys are present and ready, at most `max_load_blocks`. Changes no recency: see `touch`.
+        """How many leading keys can be loaded, at most `max_load_blocks`. Counted; changes no recency: see `touch`.
 
-        Counted as a request for keys; `status` is not.
-
-        Raises:
-            ClosedError: the engine is closed, and nothing can be loaded.
+        Raises ClosedError if the engine is closed.
         """
         self._look()
         return self._index.lookup(keys)
@@ -121,15 +116,11 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         return self._index.lookup_many(requests)
 
     def status(self, keys: Sequence[bytes]) -> list[Status]:
-        """Of each key whether it is missing, is a hit, or is being stored. Counts nothing.
-
-        Works after the engine was closed, too: the slots of hits can still be read, see `acquire`.
-        """
+        """Of each key whether it is missing, a hit, or being stored. Not counted; works with a closed engine, too."""
         self.engine.advance()
         return self._index.status(keys)
 
     def _look(self) -> None:
-        """Take note of what has ended, unless nothing can be loaded any more."""
         if self.engine.closed:
             raise ClosedError("the engine of the cache is closed, so nothing can be loaded: make an engine and a cache")
         self.engine.advance()

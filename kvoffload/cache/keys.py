@@ -29,8 +29,8 @@ def chain_keys(
 ) -> list[bytes]:
     """One key for each `layout.tokens_per_block * layout.blocks_per_slot` tokens; what is left over gives none.
 
-    The keys of a prefix are a prefix of the keys. Whatever differs up to the end of a key's tokens, or in the other
-    arguments, gives another key.
+    The keys of a prefix are a prefix of the keys. Any difference in the tokens up to the end of a key's, or in another
+    argument, gives another key.
 
     Args:
         token_ids: anything numpy turns into a 1-D integer array, values in `[0, 2**32)`. Its dtype does not matter.
@@ -38,7 +38,7 @@ def chain_keys(
             Of a ShardedEngine its `layout`, which says what every device has.
         salt: what else the bytes depend on, and who may share them: model and revision, adapter, rank among the
             GPUs that split the model, tenant. Any string, taken as it is; "" is one, too.
-        extra: the same as bytes, for digests of images and adapters. Hash long ones yourself.
+        extra: like `salt`, but bytes, for digests of images and adapters. Hash long ones yourself.
         parent: the last key of the tokens before these, to extend a chain without hashing it again; the tokens begin
             where that key ends. With the other arguments unchanged the keys are those of all tokens at once.
 
@@ -46,7 +46,7 @@ def chain_keys(
         Keys of 16 bytes, in the order of the tokens.
 
     Raises:
-        LayoutError: token_ids, or the layout has no dtype or tokens_per_block.
+        LayoutError: token_ids, or the layout has no dtype, block_axes or tokens_per_block.
         TypeError, ValueError: another argument.
     """
     root = _root(layout, salt, extra)

@@ -193,8 +193,8 @@ class CacheJob:
     """The transfers of one `BlockCache.store` or `load`: one job per group, none if there was nothing to copy.
 
     When `wait` has returned or raised TransferError, or `done` was True, the cache has taken note of the end: the keys
-    are hits, and its event ("stored", or "failed") has been reported. Called from the cache's `on_event`, that event
-    follows the one being reported.
+    are hits, and its event ("stored", or "failed") has been reported. If `wait` is called inside `on_event`, the job's
+    event is reported after the current one.
 
     Attributes:
         keys: the keys whose blocks are being copied.
@@ -218,7 +218,7 @@ class CacheJob:
         """Wait for all of it, at most `timeout` seconds for each job; a result per job.
 
         Raises:
-            TransferError: a transfer failed, or the store of what was loaded; the others have ended, too.
+            TransferError: a transfer failed, or a pending store that it loaded from; the others have ended, too.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
         results: list[TransferResult] = []

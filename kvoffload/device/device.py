@@ -67,8 +67,8 @@ def open_device(
             `kvoffload.testing.SimulatedDriver` to share between devices.
         context: a CUDA context of the caller's (handle, or an object that `int()` takes) on that GPU. None: the GPU's
             primary context, which CuPy, JAX, PyTorch and the CUDA runtime use; it is created if it does not exist yet.
-        seed, driver_version, bindings_version: of the simulated device: its scheduling, 0, and the versions that it
-            pretends to have, `(13, 0)` and `(13, 3)`.
+        seed: of the order in which the simulated device executes its streams; 0 by default.
+        driver_version, bindings_version: that the simulated device pretends to have; by default `(13, 0)`, `(13, 3)`.
 
     Raises:
         CapabilityError: no driver library or no usable bindings; the message says how to go on.

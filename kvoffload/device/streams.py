@@ -27,11 +27,15 @@ _NOT_A_STREAM_HERE = frozenset({101, 201, 400})  # CUDA_ERROR_INVALID_DEVICE, _C
 
 
 class NoWait:
+    """`after=NO_WAIT`: the transfer follows no stream. With it the caller guarantees that nothing still queued touches
+    the blocks, for example because the host has waited.
+    """
+
     def __repr__(self) -> str:
         return "NO_WAIT"
 
 
-NO_WAIT: Final = NoWait()  # after=NO_WAIT: the transfer waits for no stream of the caller's
+NO_WAIT: Final = NoWait()
 
 
 class EventPool:

@@ -36,12 +36,12 @@ class PlanReport(HtmlRepresentation):
         blocks: how many.
         nbytes: payload bytes.
         operations: strided operations; adjacent blocks of a slot are merged.
-        rows: of these operations; as many copies would a flat batch take.
+        rows: in all these operations together; a flat batch takes as many copies.
         method, reason: the copy method, and why it is selected; `method` is None where there is nothing to copy.
         seconds: expected on the GPU's clock, without what it would wait for: by `prefer="overlap"` while the GPU
             computes, else on an idle one; infinity if unknown.
         alternatives: the other methods that could be selected, the best first.
-        profile: where the expected times come from. On a simulated device: from another, a real one.
+        profile: where the expected times come from: a real GPU's, also on a simulated device.
         simulated: whether the device is.
     """
 

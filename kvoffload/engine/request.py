@@ -130,8 +130,8 @@ def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:
     if after is None and not layout.on_default_stream:
         raise ValueError(
             "after=None stands for the legacy default stream, and these planes are computed on streams that it does "
-            "not order (JAX's): pass after=array, the array that was computed last on them, to follow it on the GPU; "
-            "or kvoffload.NO_WAIT if the host has waited for it (array.block_until_ready())"
+            "not order (JAX's): pass after=cache, or after=array with the array that was computed last on them, to "
+            "follow it on the GPU; or kvoffload.NO_WAIT if the host has waited for it (array.block_until_ready())"
         )
     return as_sources(after)
 

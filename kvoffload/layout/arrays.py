@@ -63,6 +63,13 @@ def planes_from_stacked(array: GpuArray, plane_axis: SupportsIndex, block_axis: 
     return planes_of_view(_describe(array, "array"), plane_axis, block_axis, array)
 
 
+def block_shape(array: GpuArray, plane_axis: SupportsIndex, block_axis: SupportsIndex) -> tuple[int, ...]:
+    """The extents of one block of one plane of such an array."""
+    shape = _describe(array, "array").shape
+    named = checked_axes(shape, plane_axis, block_axis)
+    return tuple(extent for axis, extent in enumerate(shape) if axis not in named)
+
+
 def planes_of_view(view: ArrayView, plane_axis: SupportsIndex, block_axis: SupportsIndex, owner: object) -> list[Plane]:
     """The planes of an array that lies where `view` says; they keep `owner` alive.
 

@@ -23,7 +23,7 @@ from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import DTypeLike, GpuArray
-from kvoffload.layout.arrays import common_dtype, is_jax_array, plane_from_array, planes_from_stacked
+from kvoffload.layout.arrays import block_shape, common_dtype, is_jax_array, plane_from_array, planes_from_stacked
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.fold import describe_fold, fold
 from kvoffload.layout.planes import Group, Plane, SlotOrder, positive
@@ -155,9 +155,10 @@ class KVLayout(HtmlRepresentation):
             blocks_per_slot, tokens_per_block, dtype, on_default_stream, slot_order, block_axes: as for `from_arrays`.
 
         Raises:
-            LayoutError: as `from_arrays`, and for axes that are out of range or the same.
+            LayoutError: as `from_arrays`, for axes that are out of range or the same, and for an axis named "tokens"
+                that has other than `tokens_per_block` elements (where `block_axes` names every axis of a block).
         """
-        return cls(
+        layout = cls(
             [planes_from_stacked(array, plane_axis, block_axis)],
             blocks_per_slot,
             common_dtype([array]) if dtype is None else dtype,
@@ -166,6 +167,8 @@ class KVLayout(HtmlRepresentation):
             slot_order=slot_order,
             block_axes=block_axes,
         )
+        _check_tokens(layout, block_shape(array, plane_axis, block_axis))
+        return layout
 
     @property
     def num_groups(self) -> int:
@@ -182,10 +185,13 @@ class KVLayout(HtmlRepresentation):
         Raises:
             LayoutError: dtype, block_axes or tokens_per_block is None, or dtype names no type of one element.
         """
-        for missing in ("dtype", "block_axes", "tokens_per_block"):
-            if getattr(self, missing) is None:
-                remedy = 'KVLayout(..., dtype="bfloat16", tokens_per_block=16, block_axes=("tokens", "heads", "dim"))'
-                raise LayoutError(f"{missing} of the layout is None, and keys depend on it: for example {remedy}")
+        missing = [name for name in ("dtype", "block_axes", "tokens_per_block") if getattr(self, name) is None]
+        if missing:
+            verb, what = ("is", "it") if len(missing) == 1 else ("are", "them")
+            raise LayoutError(
+                f"{' and '.join(missing)} of the layout {verb} None, and keys depend on {what}: give the layout (or "
+                'OwnedCache) for example dtype="bfloat16", tokens_per_block=16, block_axes=("tokens", "heads", "dim")'
+            )
         assert self.block_axes is not None
         message = struct.pack("<Q", FINGERPRINT_VERSION) + _with_length(dtype_name(self.dtype))
         message += struct.pack("<Q", len(self.block_axes)) + b"".join(map(_with_length, self.block_axes))
@@ -203,6 +209,19 @@ class KVLayout(HtmlRepresentation):
     def __repr__(self) -> str:
         folds = describe_fold(fold(self))
         return f"KVLayout({describe_groups(self)}, slot_bytes={self.slot_bytes}; {folds} by address alone)"
+
+
+def _check_tokens(layout: KVLayout, shape: tuple[int, ...]) -> None:
+    """A key for more tokens than a block holds would give wrong bytes for a hit."""
+    names, tokens = layout.block_axes, layout.tokens_per_block
+    if names is None or tokens is None or len(names) != len(shape) or "tokens" not in names:
+        return
+    extent = shape[names.index("tokens")]
+    if extent != tokens:
+        raise LayoutError(
+            f"tokens_per_block is {tokens}, but the axis 'tokens' of a block of shape {shape}, named {names} by "
+            f"block_axes, has {extent}: give tokens_per_block={extent}, or the names in the order of the axes"
+        )
 
 
 def _as_names(names: Sequence[str]) -> tuple[str, ...]:

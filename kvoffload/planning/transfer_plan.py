@@ -24,13 +24,14 @@ _UINT64 = np.dtype(np.uint64)
 
 
 class Direction(enum.StrEnum):
-    """The direction of a transfer."""
+    """The direction of a transfer: STORE from the GPU to the host, LOAD from the host to the GPU."""
 
-    STORE = "store"  # device to host
-    LOAD = "load"  # host to device
+    STORE = "store"
+    LOAD = "load"
 
     @property
     def opposite(self) -> Direction:
+        """The other one."""
         return Direction.LOAD if self is Direction.STORE else Direction.STORE
 
 

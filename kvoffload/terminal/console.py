@@ -66,10 +66,10 @@ def discard_out() -> None:
 
 
 def write_error(text: str) -> None:
-    """Write a line to standard error, if there is one that can be written."""
+    """Write a line to standard error, if there is one that can be written; to a terminal in lines of 80 columns."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
-            print(text, file=sys.stderr, flush=True)
+            print(wrap(text, "  ") if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 class Output:

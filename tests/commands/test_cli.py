@@ -100,7 +100,8 @@ def test_without_rich_tables_are_the_same(
     assert main(command) == 0
     captured = capsys.readouterr()
     assert captured.out
-    assert captured.err.count("\n") <= 1
+    assert len(captured.err.splitlines()) <= 2
+    assert all(len(line) <= 80 for line in captured.err.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,9 @@ def test_what_keys_need_is_named_at_the_cache(device: kvoffload.Device) -> None:
     assert (layout.dtype, layout.tokens_per_block, layout.block_axes) == ("bfloat16", 16, ("tokens", "heads", "dim"))
     assert len(kvoffload.chain_keys(range(32), layout=layout, salt="model")) == 2
     bare = OwnedCache(device, (8, 2, 16, 4, 8), "bfloat16", plane_axis=1, block_axis=0)
-    with pytest.raises(kvoffload.LayoutError, match="block_axes of the layout is None, and keys depend on it"):
+    with pytest.raises(
+        kvoffload.LayoutError, match="block_axes and tokens_per_block of the layout are None, and keys depend on them"
+    ):
         kvoffload.chain_keys(range(32), layout=bare.layout, salt="model")
 
 

@@ -167,3 +167,27 @@ def test_a_closed_device_exports_nothing() -> None:
     device.close()
     with pytest.raises(kvoffload.ClosedError):
         np.from_dlpack(array)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "tokens", "wrong"),
+    [
+        ((8, 2, 16, 4, 64), ("tokens", "heads", "dim"), 16, False),
+        ((8, 2, 16, 4, 64), ("tokens", "heads", "dim"), 32, True),
+        ((8, 2, 4, 16, 64), ("tokens", "heads", "dim"), 16, True),
+        ((8, 2, 4, 16, 64), ("heads", "tokens", "dim"), 16, False),
+        ((8, 2, 16, 4, 64), ("a", "b", "c"), 32, False),
+        ((8, 2, 4096), ("tokens", "heads", "dim"), 16, False),
+        ((8, 2, 16, 4, 64), None, 32, False),
+    ],
+)
+def test_tokens_of_a_block_are_those_of_its_keys(
+    device: kvoffload.Device, shape: tuple[int, ...], names: tuple[str, ...] | None, tokens: int, wrong: bool
+) -> None:
+    array = device.empty(shape, "float16")
+    options: Any = {"block_axis": 0, "plane_axis": 1, "tokens_per_block": tokens, "block_axes": names}
+    if wrong:
+        with pytest.raises(kvoffload.LayoutError, match=rf"tokens_per_block is {tokens}, but the axis 'tokens'"):
+            kvoffload.KVLayout.from_stacked(array, **options)
+    else:
+        assert kvoffload.KVLayout.from_stacked(array, **options).tokens_per_block == tokens
