@@ -10,7 +10,7 @@ its message says otherwise.
 
 
 class KVOffloadError(Exception):
-    """The base class of the exceptions in this module."""
+    """The base class of the exceptions of kvoffload."""
 
 
 class LayoutError(KVOffloadError, ValueError):

@@ -126,7 +126,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         self.engine.advance()
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that a request with these keys has ended: once per request, with all of its keys in their order, found
+        """Record that a request with these keys has ended: once per request, with all of its keys in their order, found
         or not. So recency and frequency follow requests, not the order in which copies happened to complete.
         """
         self._index.touch(keys)

@@ -68,11 +68,11 @@ class CacheIndex:
             other transfers of the link.)
         on_event: is called with a `CacheEvent` for what has happened, one at a time and in the order in which it did,
             by a thread at the end of its call of this cache, outside the lock.
-        lock: to share.
-        check_usable: is called before the lock is taken, and may raise.
-        num_groups: slots of an entry.
-        in_flight: returns the transfers that have been submitted and have not ended. The entries of a reservation or
-            lease that was abandoned are held until these have ended.
+        lock: for owners such as BlockCache: a lock that is shared with an engine.
+        check_usable: for owners: is called before the lock is taken, and may raise.
+        num_groups: for owners: slots of an entry.
+        in_flight: for owners: returns the transfers that have been submitted and have not ended. The entries of a
+            reservation or lease that was abandoned are held until these have ended.
 
     Raises:
         ValueError, TypeError: bad arguments.
@@ -136,7 +136,7 @@ class CacheIndex:
 
     @_entry
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that a request with these keys has ended.
+        """Record that a request with these keys has ended.
 
         Call it once per request, at its end, with all of its keys in their order, also those that were not found: then
         recency and frequency follow requests, not the order in which copies happened to complete.
@@ -263,7 +263,7 @@ class CacheIndex:
 
     @_entry
     def load(self, keys: Sequence[bytes]) -> None:
-        """Note that a request loads those of these keys that are here: they are in use, before its `touch` says so."""
+        """Record that a request loads those of these keys that are present: policies know that before its `touch`."""
         self._state.use([key for key in dict.fromkeys(check_keys(keys)) if key in self._state.table.of])
 
     def release(self, record: LeaseRecord) -> None:

@@ -34,8 +34,8 @@ class ShardedEngine(ShardedLifecycle):
     """Moves blocks between the planes of several devices and pinned slots, as one `OffloadEngine` does for one device.
 
     A transfer names blocks and slots once. On each device its blocks are copied between that device's planes and that
-    device's pool. So a slot is one range of pinned memory for each device: row `s` of every array in `slots`. What is
-    read or written below the host is all of them.
+    device's pool. So a slot is one range of pinned memory for each device: row `s` of every array in `slots`. To save a
+    slot elsewhere, copy its row of every array.
 
     Usable from any thread; a context manager. Each device's transfers are ordered as `OffloadEngine` says; devices do
     not wait for each other.

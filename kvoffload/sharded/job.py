@@ -11,9 +11,9 @@ from kvoffload.internal.types import StreamLike
 class ShardedJob(Job):
     """One transfer on all devices of a ShardedEngine. As a `Job`, where not said otherwise here.
 
-    It is done when the transfers of all devices have ended, and fails if one of them does; until it is done, the caller
-    must keep to what `Job` says on every device, also after its `error` is known. `nbytes` is the sum, `seconds` of its
-    result the longest of the devices, `error` the failure of the first that failed, `method` None where the devices
+    It is done when the transfers of all devices have ended, and fails if one of them does. Until it is done, its blocks
+    and slots are in use on every device, also after its `error` is known: see `Job`. `nbytes` is the sum, `seconds` of
+    its result the longest of the devices, `error` the failure of the first that failed, `method` None where the devices
     have several, and `copier` all of their names, joined by "+".
     """
 
@@ -24,8 +24,8 @@ class ShardedJob(Job):
     ) -> None:
         """Work queued on these streams from now on starts after this transfer has ended on the stream's own device.
 
-        A stream waits for its device alone. What needs the bytes of another one, such as a collective operation, waits
-        with it: it begins when the streams of all devices have got there.
+        A stream waits for its own device alone. A collective operation begins when the streams of all devices have
+        reached it, so it follows the transfer on all of them.
 
         Args:
             streams: one for each device, in the order of the devices.
@@ -33,8 +33,8 @@ class ShardedJob(Job):
 
         Raises:
             TypeError, ValueError: `streams` is no list with one stream for each device; or as `Job.order_before`.
-            TransferError, CapacityError: as `Job.order_before`. Streams of devices before the one concerned wait all
-                the same.
+            TransferError, CapacityError: as `Job.order_before`. The streams of the devices before the one that
+                failed wait for it all the same.
         """
         self._engine.order_job_before(self._transfer, streams, part)
 
