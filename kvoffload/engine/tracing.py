@@ -96,8 +96,8 @@ def start(tracer: Tracer, job: Job, record: TracedRecord, notices: Notices) -> N
     """Have a tracer follow a transfer that was just put in flight; under the engine's lock."""
     try:
         record.trace = Trace(tracer, tracer.on_submit(job))
-    except Exception:
-        LOGGER.exception("on_submit of %r raised", tracer)
+    except Exception as error:
+        notices.append(Notice(logging.ERROR, f"on_submit of {tracer!r} raised {error!r}"))
         return
     if record.finished:  # the context was lost in its submission
         notices.append(record)

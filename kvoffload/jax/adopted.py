@@ -15,9 +15,9 @@ from kvoffload.jax.base import (
     check_is_on_one_device,
 )
 from kvoffload.jax.imports import address_of, import_jax
-from kvoffload.layout.arrays import planes_of_view
+from kvoffload.layout.arrays import block_shape, planes_of_view
 from kvoffload.layout.dlpack import view_dlpack
-from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.layout import KVLayout, check_tokens
 
 
 class Holder:
@@ -62,6 +62,7 @@ class AdoptedCache(OneDeviceCache):
         planes = planes_of_view(view_dlpack(array, None), plane_axis, block_axis, self._holder)
         stated: dict[str, Any] = {"dtype": self.dtype, "on_default_stream": False}
         self.layout = KVLayout([planes], **stated | options)
+        check_tokens(self.layout, block_shape(self.shape, plane_axis, block_axis))
         self._followed = self._transfers()
 
     @property

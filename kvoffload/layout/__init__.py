@@ -5,5 +5,5 @@ KVLayout          the groups, and the slot that holds their blocks              
 fold              planes that one strided copy covers                                     fold.py
 as_ids            a caller's block ids, copied and checked                                ids.py
 dtype_name        one spelling for each type of elements                                  dtypes.py
-plane_from_array  arrays of CuPy, JAX, PyTorch, ... as planes                             arrays.py, dlpack.py
+plane_of_view     arrays of CuPy, JAX, PyTorch, ... as planes                             arrays.py, dlpack.py
 """

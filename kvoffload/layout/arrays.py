@@ -45,27 +45,19 @@ def _dtype_of(array: Any) -> str | None:
         return None
 
 
-def plane_from_array(array: GpuArray, name: str) -> Plane:
-    """The plane behind a device array of shape `(num_blocks, ...)`.
+def plane_of_view(view: ArrayView, name: str, owner: object) -> Plane:
+    """The plane behind an array of shape `(num_blocks, ...)` that lies where `view` says; it keeps `owner` alive.
 
     Raises:
-        LayoutError: not an array in GPU memory, read-only, empty, or not contiguous within a block; the message begins
-            with `name`.
+        LayoutError: empty, or not contiguous within a block; the message begins with `name`.
     """
-    view = _describe(array, name)
     if not view.shape:
         raise LayoutError(f"{name} has no axes; a plane needs a block axis: shape (num_blocks, ...)")
-    return _plane(view, 0, name, array)
+    return _plane(view, 0, name, owner)
 
 
-def planes_from_stacked(array: GpuArray, plane_axis: SupportsIndex, block_axis: SupportsIndex) -> list[Plane]:
-    """The planes of one device array that has a plane axis and a block axis; the other axes make up a block."""
-    return planes_of_view(_describe(array, "array"), plane_axis, block_axis, array)
-
-
-def block_shape(array: GpuArray, plane_axis: SupportsIndex, block_axis: SupportsIndex) -> tuple[int, ...]:
-    """The extents of one block of one plane of such an array."""
-    shape = _describe(array, "array").shape
+def block_shape(shape: tuple[int, ...], plane_axis: SupportsIndex, block_axis: SupportsIndex) -> tuple[int, ...]:
+    """The extents of one block of one plane of an array with a plane axis and a block axis."""
     named = checked_axes(shape, plane_axis, block_axis)
     return tuple(extent for axis, extent in enumerate(shape) if axis not in named)
 
@@ -108,7 +100,12 @@ def _axis(name: str, axis: SupportsIndex, shape: tuple[int, ...]) -> int:
     return number % len(shape)
 
 
-def _describe(array: Any, name: str) -> ArrayView:
+def view_of(array: Any, name: str) -> ArrayView:
+    """Where a device array lies.
+
+    Raises:
+        LayoutError: not an array in GPU memory, or read-only; the message begins with `name`.
+    """
     if isinstance(array, DescribesItself):
         return array.array_view()
     interface = None if is_jax_array(array) else _cuda_array_interface(array)  # JAX's calls every array read-only

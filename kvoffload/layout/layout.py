@@ -23,7 +23,7 @@ from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import DTypeLike, GpuArray
-from kvoffload.layout.arrays import block_shape, common_dtype, is_jax_array, plane_from_array, planes_from_stacked
+from kvoffload.layout.arrays import block_shape, common_dtype, is_jax_array, plane_of_view, planes_of_view, view_of
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.fold import describe_fold, fold
 from kvoffload.layout.planes import Group, Plane, SlotOrder, positive
@@ -115,12 +115,15 @@ class KVLayout(HtmlRepresentation):
             on_default_stream: as for `KVLayout`; None: False if an array is JAX's, else True.
 
         Raises:
-            LayoutError: an array that is not in GPU memory, is read-only, empty, or not contiguous within a block; or
-                as for `KVLayout`.
+            LayoutError: an array that is not in GPU memory, is read-only, empty, or not contiguous within a block; an
+                axis named "tokens" that has other than `tokens_per_block` elements, where `block_axes` names every axis
+                of a block; or as for `KVLayout`.
         """
         given = list(arrays)
-        return cls(
-            [[plane_from_array(array, name=f"arrays[{index}]") for index, array in enumerate(given)]],
+        names = [f"arrays[{index}]" for index in range(len(given))]
+        views = [view_of(*each) for each in zip(given, names, strict=True)]
+        layout = cls(
+            [[plane_of_view(*each) for each in zip(views, names, given, strict=True)]],
             blocks_per_slot,
             common_dtype(given) if dtype is None else dtype,
             tokens_per_block,
@@ -128,6 +131,9 @@ class KVLayout(HtmlRepresentation):
             slot_order=slot_order,
             block_axes=block_axes,
         )
+        for view in views:
+            check_tokens(layout, view.shape[1:])
+        return layout
 
     @classmethod
     def from_stacked(
@@ -155,11 +161,11 @@ class KVLayout(HtmlRepresentation):
             blocks_per_slot, tokens_per_block, dtype, on_default_stream, slot_order, block_axes: as for `from_arrays`.
 
         Raises:
-            LayoutError: as `from_arrays`, for axes that are out of range or the same, and for an axis named "tokens"
-                that has other than `tokens_per_block` elements (where `block_axes` names every axis of a block).
+            LayoutError: as `from_arrays`, and for axes that are out of range or the same.
         """
+        view = view_of(array, "array")
         layout = cls(
-            [planes_from_stacked(array, plane_axis, block_axis)],
+            [planes_of_view(view, plane_axis, block_axis, array)],
             blocks_per_slot,
             common_dtype([array]) if dtype is None else dtype,
             tokens_per_block,
@@ -167,7 +173,7 @@ class KVLayout(HtmlRepresentation):
             slot_order=slot_order,
             block_axes=block_axes,
         )
-        _check_tokens(layout, block_shape(array, plane_axis, block_axis))
+        check_tokens(layout, block_shape(view.shape, plane_axis, block_axis))
         return layout
 
     @property
@@ -211,8 +217,11 @@ class KVLayout(HtmlRepresentation):
         return f"KVLayout({describe_groups(self)}, slot_bytes={self.slot_bytes}; {folds} by address alone)"
 
 
-def _check_tokens(layout: KVLayout, shape: tuple[int, ...]) -> None:
-    """A key for more tokens than a block holds would give wrong bytes for a hit."""
+def check_tokens(layout: KVLayout, shape: tuple[int, ...]) -> None:
+    """Raise LayoutError if blocks of this shape hold other than `tokens_per_block` tokens, as far as names tell.
+
+    A key for more tokens than a block holds would give wrong bytes for a hit.
+    """
     names, tokens = layout.block_axes, layout.tokens_per_block
     if names is None or tokens is None or len(names) != len(shape) or "tokens" not in names:
         return

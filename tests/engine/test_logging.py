@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -92,13 +93,11 @@ def test_transfers_that_end_well_are_not_logged(device: kvoffload.Device, lines:
         assert len(lines.records) == before
 
 
-def test_a_warning_of_the_library_is_logged_too(
-    monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(cachefiles, "_warned", set())
+def test_a_warning_of_the_library_is_logged_too(lines: pytest.LogCaptureFixture) -> None:
+    cause = f"a cause of its own: {uuid.uuid4()}"  # each is warned about once in a process
     with pytest.warns(kvoffload.KVOffloadWarning):
-        cachefiles.warn_once("the profile x is ignored", cause="unusable profile")
-    cachefiles.warn_once("the profile x is ignored", cause="unusable profile")
+        cachefiles.warn_once("the profile x is ignored", cause=cause)
+    cachefiles.warn_once("the profile x is ignored", cause=cause)
     assert texts(lines, logging.WARNING) == ["the profile x is ignored"]
 
 

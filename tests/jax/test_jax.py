@@ -152,6 +152,16 @@ def test_what_keys_need_is_named_at_the_cache(device: kvoffload.Device) -> None:
         kvoffload.chain_keys(range(32), layout=bare.layout, salt="model")
 
 
+@pytest.mark.parametrize("kind", [OwnedCache, AdoptedCache])
+def test_tokens_of_a_block_are_those_of_its_keys(jax: Any, device: kvoffload.Device, kind: Any) -> None:
+    axes: Any = {"plane_axis": 1, "block_axis": 0, "block_axes": ("tokens", "heads", "dim")}
+    shape, dtype = (8, 2, 16, 4, 8), "float32"
+    given = (shape, dtype) if kind is OwnedCache else (jax.numpy.zeros(shape, dtype),)
+    assert kind(device, *given, tokens_per_block=16, **axes).layout.tokens_per_block == 16
+    with pytest.raises(kvoffload.LayoutError, match="tokens_per_block is 32, but the axis 'tokens'"):
+        kind(device, *given, tokens_per_block=32, **axes)
+
+
 @pytest.mark.parametrize("cache", [OwnedCache, ShardedOwnedCache])
 def test_options_of_a_cache_are_named_in_its_signature(cache: type) -> None:
     parameters = inspect.signature(cache).parameters

@@ -191,3 +191,11 @@ def test_tokens_of_a_block_are_those_of_its_keys(
             kvoffload.KVLayout.from_stacked(array, **options)
     else:
         assert kvoffload.KVLayout.from_stacked(array, **options).tokens_per_block == tokens
+
+
+def test_tokens_of_a_block_are_checked_in_separate_arrays_too(device: kvoffload.Device) -> None:
+    arrays = [device.empty((8, 16, 4, 64), "float16") for _ in range(2)]
+    names = ("tokens", "heads", "dim")
+    assert KVLayout.from_arrays(arrays, tokens_per_block=16, block_axes=names).tokens_per_block == 16
+    with pytest.raises(LayoutError, match="tokens_per_block is 8, but the axis 'tokens'"):
+        KVLayout.from_arrays(arrays, tokens_per_block=8, block_axes=names)
