@@ -16,7 +16,7 @@ class Stream:
     """A stream of a device, in which work runs in the order in which it was queued. Made by `Device.stream`.
 
     It goes wherever the library takes a stream: `after=stream`, `job.order_before(stream)`; and to other libraries,
-    by `__cuda_stream__` or by its `handle`: `cupy.cuda.ExternalStream(stream.handle)`. It does not wait for work on the
+    by `__cuda_stream__` (`cupy.cuda.Stream.from_external(stream)`) or by its `handle`. It does not wait for work on the
     legacy default stream (what CuPy uses by default), nor does that wait for it.
 
     Usable from any thread. A context manager: leaving the block waits for the work and destroys the stream. A stream

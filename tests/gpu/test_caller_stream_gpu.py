@@ -33,7 +33,8 @@ def test_transfers_and_work_on_it_are_in_order(gpu_device: kvoffload.Device) -> 
 
 def test_cupy_takes_it(cupy: Any, gpu_device: kvoffload.Device) -> None:
     with gpu_device.stream() as stream:
-        with cupy.cuda.ExternalStream(stream.handle):
+        adopt = getattr(cupy.cuda.Stream, "from_external", None)  # older CuPy: ExternalStream
+        with adopt(stream) if adopt else cupy.cuda.ExternalStream(stream.handle):
             array = cupy.full(1 << 20, 3, dtype=cupy.uint8) + 4
         stream.synchronize(30)
         assert bool((array == 7).all())

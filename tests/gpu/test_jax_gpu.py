@@ -61,7 +61,7 @@ def test_after_none_is_refused_and_says_what_to_pass(jax: Any, gpu_device: kvoff
     layout = KVLayout.from_stacked(jax.numpy.zeros(SHAPE), plane_axis=0, block_axis=1)
     with OffloadEngine(layout, device=gpu_device, num_slots=2) as engine:
         for submit in (engine.store, engine.load):
-            with pytest.raises(ValueError, match=r"after=None .* pass after=array.* or kvoffload.NO_WAIT"):
+            with pytest.raises(ValueError, match=r"after=None .* pass after=cache, or after=array.* kvoffload.NO_WAIT"):
                 submit([0], [0])
         assert engine.submitted == 0
 
