@@ -1,0 +1,130 @@
+"""TierJob: what a tier was asked to do with some keys, and the outcome of each.
+
+    waiting ──begin──> begun ──settle──> an outcome
+       └──cancel, the deadline has passed──^
+
+Between `begin` and `settle` the tier may read or write the key's entry of the pool, at no other time. So a call that
+hangs leaves its outcome open, and whoever owns the entry keeps it for as long.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvoffload.internal.waiting import wait_until
+
+
+class Outcome(enum.Enum):
+    """What became of one key of a job."""
+
+    DONE = "done"  # put: readable; get: the entry holds the bytes that were put, verified; exists: probably there
+    MISSING = "missing"  # get: no record, or one whose bytes are not those that were put; exists, remove: no record
+    DECLINED = "declined"  # put: not written, since the queue is full or the record is not worth the room
+    FAILED = "failed"  # an error of the medium
+    EXPIRED = "expired"  # the deadline passed before the tier began
+    CANCELLED = "cancelled"  # cancelled, or the tier was closed, before the tier began
+
+
+class TierJob:
+    """Some keys with a tier, which were put, are being fetched, asked for or removed. Usable from any thread.
+
+    Attributes:
+        keys: as given, no repeats.
+        entries: for `put` and `get` the entry of the pool that each key's record is copied from or to; else empty.
+        deadline: by `time.monotonic`, in seconds; what has not begun by then is EXPIRED. None: no limit.
+        outcomes: of each key, None while it waits or the tier works on it. Written by `settle` and `cancel` alone.
+    """
+
+    __slots__ = ("_begun", "_lock", "_notify", "_open", "cancelled", "deadline", "entries", "keys", "outcomes")
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        entries: Sequence[int] = (),
+        deadline: float | None = None,
+        notify: Callable[[], None] | None = None,
+    ) -> None:
+        self.keys = tuple(keys)
+        self.entries = tuple(entries)
+        self.deadline = deadline
+        self.outcomes: list[Outcome | None] = [None] * len(self.keys)
+        self.cancelled = False
+        self._begun = bytearray(len(self.keys))
+        self._lock = threading.Lock()
+        self._open = len(self.keys)
+        self._notify = notify
+
+    @property
+    def done(self) -> bool:
+        """Whether every key has its outcome: the tier does not touch the entries any more."""
+        return self._open == 0
+
+    def wait(self, timeout: float | None = None) -> list[Outcome]:
+        """Wait until every key has its outcome, and return these in the order of the keys.
+
+        Raises:
+            TimeoutError: `timeout` seconds have passed; the job goes on.
+        """
+        wait_until(lambda: self._open == 0, timeout, f"a tier's job of {len(self.keys)} keys")
+        return [outcome for outcome in self.outcomes if outcome is not None]
+
+    def cancel(self) -> None:
+        """Keys that the tier has not begun are CANCELLED at once, or EXPIRED if the deadline has passed."""
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        with self._lock:
+            self.cancelled = True
+            ended = self._end_waiting(Outcome.EXPIRED if late else Outcome.CANCELLED)
+        if ended and self._notify is not None:
+            self._notify()
+
+    # for tiers ----------------------------------------------------------------------------------------------------
+
+    def begin(self, position: int) -> bool:
+        """Claim a key: only if this is True may the tier work on it, and has to `settle` it afterwards."""
+        with self._lock:
+            if self.outcomes[position] is not None or self._begun[position]:
+                return False
+            if self.deadline is None or time.monotonic() < self.deadline:
+                self._begun[position] = 1
+                return True
+            self._end_waiting(Outcome.EXPIRED)
+        if self._notify is not None:
+            self._notify()
+        return False
+
+    def settle(self, position: int, outcome: Outcome) -> None:
+        """Set the outcome of a key: the tier does not touch its entry from here on.
+
+        Raises:
+            RuntimeError: it has one.
+        """
+        with self._lock:
+            if self.outcomes[position] is not None:
+                raise RuntimeError(f"keys[{position}] is {self.outcomes[position]}: an outcome is set once")
+            self.outcomes[position] = outcome
+            self._open -= 1
+        if self._notify is not None:
+            self._notify()
+
+    def settle_waiting(self, outcome: Outcome) -> TierJob:
+        """Set the outcome of every key that has not begun; returns the job."""
+        with self._lock:
+            ended = self._end_waiting(outcome)
+        if ended and self._notify is not None:
+            self._notify()
+        return self
+
+    def _end_waiting(self, outcome: Outcome) -> int:
+        ended = 0
+        for position, known in enumerate(self.outcomes):
+            if known is None and not self._begun[position]:
+                self.outcomes[position] = outcome
+                ended += 1
+        self._open -= ended
+        return ended
+
+    def __repr__(self) -> str:
+        return f"TierJob({len(self.keys)} keys, {len(self.keys) - self._open} ended)"

@@ -1,0 +1,74 @@
+"""MemoryTier: records in ordinary host memory. The reference for the interface, and for tests without a disk."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvoffload.errors import CapacityError
+from kvoffload.internal.checks import at_least
+from kvoffload.internal.types import UInt8Array
+from kvoffload.tiering.job import Outcome
+from kvoffload.tiering.tier import TierCapabilities
+from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
+
+
+class MemoryTier(ThreadedTier):
+    """A bounded number of records in host memory that is not pinned. Evicts what was not used for longest.
+
+    Args:
+        nbytes: of all records.
+        name: for metrics and messages.
+        threads, max_queued: see `ThreadedTier`.
+
+    Raises:
+        CapacityError: by `attach`, if `nbytes` holds no record.
+    """
+
+    def __init__(self, nbytes: int, *, name: str = "memory", threads: int = 2, max_queued: int = 4096) -> None:
+        super().__init__(threads=threads, max_queued=max_queued)
+        self.name = name
+        self.nbytes = at_least("nbytes", nbytes, 1)
+        self.capabilities = TierCapabilities(durable=False, shared=False, local_index=True, max_bytes=nbytes)
+        self._records: OrderedDict[bytes, list[UInt8Array]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._most = 0
+
+    def start(self, layout: bytes | None) -> None:  # noqa: ARG002
+        self._most = self.nbytes // self.record_bytes
+        if self._most == 0:
+            raise CapacityError(f"nbytes={self.nbytes} holds no record of {self.record_bytes} bytes; raise nbytes")
+
+    def read_record(self, key: bytes, rows: Rows) -> Outcome:
+        with self._lock:
+            record = self._records.get(key)
+            if record is None:
+                return Outcome.MISSING
+            self._records.move_to_end(key)
+        for row, stored in zip(rows, record, strict=True):
+            row[:] = stored
+        return Outcome.DONE
+
+    def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:  # noqa: ARG002
+        if key not in self._records:
+            record = [row.copy() for row in rows]
+            with self._lock:
+                self._records[key] = record
+                while len(self._records) > self._most:
+                    self._records.popitem(last=False)
+        return Outcome.DONE
+
+    def has_record(self, key: bytes) -> bool:
+        return key in self._records
+
+    def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [self._records.pop(key, None) is not None for key in keys]
+
+    def remove_all(self) -> None:
+        with self._lock:
+            self._records.clear()
+
+    def num_records(self) -> int:
+        return len(self._records)
