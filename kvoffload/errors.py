@@ -3,6 +3,7 @@
     LayoutError, CapacityError, MissingKeyError, ClosedError    a call to change in the program
     CapabilityError                                             a driver, bindings or a GPU to change on the machine
     DriverError, TransferError                                  a failure that CUDA reported, with CUDA's message
+    TierError                                                   a disk or store from which something was not removed
 
 An exception raised by `store`, `load` or a constructor means that nothing was submitted, stored or allocated, unless
 its message says otherwise.
@@ -35,6 +36,10 @@ class ClosedError(KVOffloadError):
 
 class TransferError(KVOffloadError):
     """A transfer failed: its target may hold any bytes, and must not be used. Other transfers are not affected."""
+
+
+class TierError(KVOffloadError):
+    """A tier below the slots may still hold what was to be removed from it."""
 
 
 class KVOffloadWarning(UserWarning):

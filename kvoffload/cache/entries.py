@@ -23,7 +23,7 @@ from itertools import takewhile
 from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvoffload.errors import ClosedError, LayoutError, TransferError
+from kvoffload.errors import LayoutError, TransferError
 
 if TYPE_CHECKING:
     from kvoffload.cache.pools import Pool
@@ -98,6 +98,7 @@ class ReservationRecord(_WithTransfers):
         victims: `evicted` by pool.
         indices: the entries; also `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`, how the entries were
             allocated: see `EntryTable.allocate`.
+        promoted: whether a tier fills the entries, not a transfer.
         stage: where it stands.
         jobs: transfers that fill the entries; of an aborted record, transfers that may still write them.
         watch: the weak reference to the handle, if there is one and the record is not settled.
@@ -113,6 +114,7 @@ class ReservationRecord(_WithTransfers):
         "pool",
         "positions",
         "present",
+        "promoted",
         "short",
         "stage",
         "tenant",
@@ -140,12 +142,17 @@ class ReservationRecord(_WithTransfers):
         self.evicted = [key for _, mine in victims for key in mine] if victims else []
         self.declined = declined
         self.present = present
-        self.short = False
+        self.short = self.promoted = False
         self.indices = self.victim_indices = self.victim_pools = _NO_INDICES
         self.num_unused = self.num_recycled = 0
         self.stage = Stage.OPEN
         self.jobs = ()
         self.watch: Watch | None = None
+
+    @property
+    def awaits_transfers(self) -> bool:
+        """Whether it ends when its transfers have ended."""
+        return self.stage is not Stage.OPEN
 
     def raise_if_failed(self) -> None:
         """Raise TransferError if it was aborted, or will be: what was read from its entries is not the keys' bytes."""
@@ -176,6 +183,11 @@ class LeaseRecord(_WithTransfers):
         self.released = False
         self.jobs = ()
         self.watch: Watch | None = None
+
+    @property
+    def awaits_transfers(self) -> bool:
+        """Whether it ends when its transfers have ended."""
+        return self.released
 
 
 Record = ReservationRecord | LeaseRecord
@@ -297,6 +309,18 @@ class EntryTable:
         self.pending.update(dict.fromkeys(keys, record))
         self.holds.update(dict.fromkeys(record.indices, 1))
 
+    def split(self, record: ReservationRecord) -> list[ReservationRecord]:
+        """Put a record for each key in the place of an open one."""
+        parts = []
+        for key, position, index in zip(record.keys, record.positions, record.indices, strict=True):
+            part = ReservationRecord(record.pool, record.tenant, [key], (position,), [], [], [])
+            part.indices, part.promoted = [index], record.promoted
+            parts.append(part)
+        self.reservations.update(parts)
+        self.reservations.discard(record)
+        self.pending.update(zip(record.keys, parts, strict=True))
+        return parts
+
     def still_mine(self, record: ReservationRecord) -> list[bytes]:
         """The record's keys that were not removed meanwhile."""
         found = list(map(self.of.get, record.keys))
@@ -373,11 +397,3 @@ def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> N
     reference = Watch(handle, abandoned)
     reference.record = record
     record.watch = reference
-
-
-def check_open(record: ReservationRecord) -> None:
-    """Raise ClosedError unless a reservation is open."""
-    if record.stage is not Stage.OPEN:
-        raise ClosedError(
-            f"the reservation of {len(record.keys)} keys has been settled before: it is {record.stage.value}"
-        )

@@ -18,10 +18,10 @@ import numpy as np
 
 from kvoffload.cache import repair
 from kvoffload.cache.admission import ReuseFilter, Tenant
-from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, Status, check_keys, check_open, watch
+from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, Status, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
-from kvoffload.cache.reservations import Lease, Reservation
+from kvoffload.cache.reservations import Lease, Reservation, check_open
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRecorder
 from kvoffload.internal.checks import at_least
@@ -195,6 +195,36 @@ class CacheIndex:
             state.abandoned.append(record)  # ignored if it has not begun
             raise
         return handle
+
+    def reserve_each(self, keys: Sequence[bytes], tenant: str = "") -> list[ReservationRecord]:
+        """For what fills entries from a tier: reserve as `reserve` does, but with a record for each key, to be ended by
+        itself, by `commit` or `give_up`. The caller is a thread that no signal handler interrupts.
+        """
+        return self._reserve_each(check_keys(keys, repeats=False), tenant)
+
+    @_entry
+    def _reserve_each(self, keys: list[bytes], tenant: str) -> list[ReservationRecord]:
+        state = self._state
+        record = state.propose(keys, tenant)
+        record.promoted, record.declined = True, []
+        if not record.keys:
+            return []
+        try:
+            state.reserve(record)
+            state.consistent = False
+            parts = state.table.split(record)
+            state.consistent = True
+            return parts
+        except BaseException:
+            state.abandoned.append(record)
+            raise
+
+    @_entry
+    def give_up(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
+        """Make the keys missing at once; the entries are free when `jobs`, which may write them, have ended."""
+        check_open(record)
+        record.jobs = jobs
+        self._state.settle(record, well=False)
 
     @_entry
     def commit(self, record: ReservationRecord, jobs: tuple[Completion, ...] = ()) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from kvoffload.cache.engines import CacheStreams
 from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, Stage
 from kvoffload.engine.job import Job, TransferResult
+from kvoffload.errors import ClosedError
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
@@ -257,6 +258,14 @@ class CacheJob:
 
     def __repr__(self) -> str:
         return f"CacheJob({len(self.keys)} keys, {list(self.jobs)})"
+
+
+def check_open(record: ReservationRecord) -> None:
+    """Raise ClosedError unless a reservation is open."""
+    if record.stage is not Stage.OPEN:
+        raise ClosedError(
+            f"the reservation of {len(record.keys)} keys has been settled before: it is {record.stage.value}"
+        )
 
 
 def _check_jobs(jobs: tuple[Completion, ...], index: Owner) -> None:

@@ -64,7 +64,7 @@ class CacheState:
         self.abandoned: deque[Watch | Record | None] = deque()
         self._awaited: dict[Record, None] = {}  # with transfers in any order; looked through by every `enter`
         self.owner: weakref.ref[object] | None = None  # the cache whose state this is
-        self._in_flight = in_flight
+        self.in_flight = [in_flight]  # functions: what may still read or write entries
         self._num_groups = num_groups
 
     # up to date ---------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class CacheState:
         rebuild(table)
         known = {*self.storing, *self.loading}
         unsettled: list[Record] = [*table.reservations, *table.leases]
-        self._awaited = {record: None for record in unsettled if record not in known and _has_transfers(record)}
+        self._awaited = {record: None for record in unsettled if record not in known and record.awaits_transfers}
         mine: list[list[bytes]] = [[] for _ in self.pools.all]
         for index, key in enumerate(table.keys):
             if key is not None:
@@ -125,12 +125,15 @@ class CacheState:
             record = item.record if isinstance(item, Watch) else item
             if isinstance(record, LeaseRecord):
                 if record in self.table.leases and not record.released and record not in self.loading:
-                    record.jobs = self._in_flight()
+                    record.jobs = self._all_in_flight()
                     self.end(record)
             elif record in self.table.reservations and record.stage is Stage.OPEN:
-                record.jobs = self._in_flight()
+                record.jobs = self._all_in_flight()
                 self.settle(record, well=False)
             del abandoned[0]  # not popleft(): an interrupt after that call would lose the record
+
+    def _all_in_flight(self) -> tuple[Completion, ...]:
+        return tuple(job for source in self.in_flight for job in source())
 
     def _settle_awaited(self) -> None:
         for record in list(self._awaited):
@@ -254,13 +257,13 @@ class CacheState:
         record.watch = None
         if well:
             self._note_stored(record, mine)
-        elif mine:
+        elif mine and not record.promoted:
             self.recorder.note("failed", mine, record.tenant)
         self.consistent = True
 
     def _note_stored(self, record: ReservationRecord, mine: list[bytes]) -> None:
         indices = record.indices if mine is record.keys else list(map(self.table.of.__getitem__, mine))
-        self.recorder.note_stored(mine, indices, record.tenant)
+        self.recorder.note_stored(mine, indices, record.tenant, "promoted" if record.promoted else "stored")
         if self.filter.store_after:
             self.filter.forget(mine)
 
@@ -391,10 +394,3 @@ class CacheState:
     def pool_number(self, key: bytes) -> int | None:
         index = self.table.of.get(key)
         return None if index is None else self.table.pool_of[index]
-
-
-def _has_transfers(record: Record) -> bool:
-    """Whether a record is to be settled when its transfers have ended."""
-    if isinstance(record, LeaseRecord):
-        return record.released
-    return record.stage is not Stage.OPEN

@@ -17,13 +17,13 @@ import numpy.typing as npt
 from kvoffload.errors import CapacityError, KVOffloadWarning
 from kvoffload.internal.types import Int64Array
 
-EventKind = Literal["hit", "miss", "stored", "evicted", "declined", "failed", "removed"]
+EventKind = Literal["hit", "miss", "stored", "promoted", "evicted", "declined", "failed", "removed"]
 
 _RESIDENCY_SECONDS = tuple(float(4**power) for power in range(-5, 12))  # 1 ms to 48 days
 _REUSE_DISTANCES = tuple(float(2**power) for power in range(6, 31))
-_COUNTED = ("lookups", "hits", "stored", "evicted", "failed", "declined", "removed")
+_COUNTED = ("lookups", "hits", "stored", "promoted", "evicted", "failed", "declined", "removed")
 _BY_TENANT = ("stored", "failed", "declined")
-_SHOWN_WHERE_NOT_0 = ("pending", "pinned", "stored", "loaded", "evicted", "declined", "failed", "removed")
+_SHOWN_WHERE_NOT_0 = ("pending", "pinned", "stored", "loaded", "evicted", "declined", "failed", "removed", "promoted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class CacheStatistics:
         residency_seconds: how long evicted keys had been in the cache.
         reuse_distance_blocks: blocks that were touched between two touches of a key.
         tenants: the same counts by tenant, for tenants that have stored something; "" is the default tenant.
+        promoted: blocks that a tier has filled; they do not count as stored.
     """
 
     capacity: int
@@ -88,6 +89,7 @@ class CacheStatistics:
     residency_seconds: Histogram
     reuse_distance_blocks: Histogram
     tenants: tuple[tuple[str, TenantCounts], ...] = ()
+    promoted: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -108,7 +110,7 @@ class CacheEvent:
 
     Attributes:
         kind: "hit" and "miss" (what `lookup` found and did not find of a request), "stored" (can be loaded from now
-            on), "evicted", "declined", "failed", "removed".
+            on), "promoted" (the same, out of a tier), "evicted", "declined", "failed", "removed".
         keys: the keys concerned, in the order of the request.
         tenant: of the request that stored them, for "stored", "declined" and "failed"; else "".
     """
@@ -180,9 +182,11 @@ class StatisticsRecorder:
             self._announce("hit", keys[:found])
             self._announce("miss", keys[found:])
 
-    def note_stored(self, keys: Sequence[bytes], entries: list[int], tenant: str) -> None:
+    def note_stored(
+        self, keys: Sequence[bytes], entries: list[int], tenant: str, kind: Literal["stored", "promoted"] = "stored"
+    ) -> None:
         self._stored_at[entries] = time.monotonic()
-        self.note("stored", keys, tenant)
+        self.note(kind, keys, tenant)
 
     def note_evicted(self, keys: Sequence[bytes], entries: list[int]) -> None:
         self._residency.add(time.monotonic() - self._stored_at[entries])

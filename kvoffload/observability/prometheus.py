@@ -44,6 +44,7 @@ _COUNTED = {
     "failed": "Blocks whose store failed or was aborted.",
     "declined": "Blocks that were not stored: not worth it, over a quota, or without room.",
     "removed": "Blocks removed by remove() and clear().",
+    "promoted": "Blocks that a tier has filled.",
 }
 _COUNTED_BY_TENANT = ("stored", "failed", "declined")
 _METRICS = {

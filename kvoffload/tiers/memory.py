@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiering.job import Outcome
-from kvoffload.tiering.tier import TierCapabilities
+from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
+from kvoffload.tiers.tier import TierCapabilities
 
 
 class MemoryTier(ThreadedTier):

@@ -20,8 +20,8 @@ from kvoffload.internal.checks import at_least
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
 from kvoffload.internal.waiting import wait_until
-from kvoffload.tiering.job import Outcome, TierJob
-from kvoffload.tiering.tier import Notify, Tier, TierStatistics, check_entries, check_keys, check_pools
+from kvoffload.tiers.job import Outcome, TierJob
+from kvoffload.tiers.tier import Notify, Tier, TierStatistics, check_entries, check_keys, check_pools
 
 Rows = list[UInt8Array]
 """The ranges of one record: a row of each pool, uint8, (bytes,)."""

@@ -19,7 +19,7 @@ from kvoffload.observability.prometheus import CacheCollector, register
 
 def cache_statistics(**changes: Any) -> CacheStatistics:
     numbers = ("capacity", "resident", "pending", "pinned", "lookups", "hits", "stored", "loaded", "evicted", "failed")
-    counts: dict[str, Any] = {name: 100 + index for index, name in enumerate((*numbers, "declined", "removed"))}
+    counts: dict[str, Any] = {name: 100 + index for index, name in enumerate((*numbers, "declined", "removed", "promoted"))}
     residency = Histogram(bounds=(0.5, 60.0), counts=(3, 0, 4), total=1000.5)
     reuse = Histogram(bounds=(1.0, 1048576.0), counts=(1, 2, 0), total=77.0)
     counts |= {"residency_seconds": residency, "reuse_distance_blocks": reuse}
@@ -97,6 +97,9 @@ kvoffload_cache_declined_total{gpu="0"} 110.0
 # HELP kvoffload_cache_removed_total Blocks removed by remove() and clear().
 # TYPE kvoffload_cache_removed_total counter
 kvoffload_cache_removed_total{gpu="0"} 111.0
+# HELP kvoffload_cache_promoted_total Blocks that a tier has filled.
+# TYPE kvoffload_cache_promoted_total counter
+kvoffload_cache_promoted_total{gpu="0"} 112.0
 # HELP kvoffload_cache_residency_seconds How long evicted blocks had been in the cache.
 # TYPE kvoffload_cache_residency_seconds histogram
 kvoffload_cache_residency_seconds_bucket{gpu="0",le="0.5"} 3.0

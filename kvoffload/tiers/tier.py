@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvoffload.errors import LayoutError
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiering.job import TierJob
+from kvoffload.tiers.job import TierJob
 
 RECORD_ALIGNMENT = 4096  # bytes, of rows: what direct I/O and registered memory need
 LONGEST_KEY = 64  # bytes

@@ -1,0 +1,343 @@
+"""TieredCache: a BlockCache over the slots of an engine, with tiers below them, such as a disk."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from kvoffload.cache.admission import Tenant
+from kvoffload.cache.block_cache import BlockCache, BlockIds, Parts
+from kvoffload.cache.engines import CacheAfter, EngineT
+from kvoffload.cache.entries import Status, check_keys
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.statistics import CacheEvent
+from kvoffload.errors import ClosedError, LayoutError, TierError
+from kvoffload.internal.types import UInt8Array
+from kvoffload.tiering.below import BelowStatistics
+from kvoffload.tiering.manager import TierManager
+from kvoffload.tiering.promotion import ChainedLoad, Promotion, PromotionRecord
+from kvoffload.tiering.writes import WriteBack, WriteChoice, WriteNothing, WriteThrough
+from kvoffload.tiers.job import Outcome, TierJob
+from kvoffload.tiers.tier import Tier
+
+WriteName = Literal["admitted", "through", "back", "none"]
+_CHOICES: dict[str, Callable[[], WriteChoice]] = {"through": WriteThrough, "back": WriteBack, "none": WriteNothing}
+
+HOST, PENDING, MISSING, UNKNOWN = "host", "pending", "missing", "unknown"
+"""What `locate` says of keys that no tier is known to have."""
+
+_PROMOTING, _WRITING = 0.5, 0.25  # shares of the entries
+_HUNG = 30.0  # seconds
+_REMOVAL = 60.0  # seconds that `remove` and `clear` wait for tiers
+
+
+class TieredCache(BlockCache[EngineT]):
+    """A prefix cache over the slots of an engine, and tiers below. Usable from any thread; a context manager.
+
+    What `BlockCache` has works as it does there, and knows the slots alone: `lookup` says what can be loaded now. Keys
+    that are only in a tier are promoted into slots first, which a thread of the cache does:
+
+        found = cache.lookup(keys)
+        with cache.promote(keys, deadline=0.2) as promotion:           # found or not: what is in slots stays there
+            hits = promotion.wait()
+            cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
+        cache.store(keys, blocks, after=stream)                        # tiers get what is worth writing
+        cache.touch(keys)
+
+    A tier that fails, hangs or is full is a miss, and raises nothing here. No stream of the GPU waits for a tier.
+
+    Args:
+        engine, policy, tenants, store_after, max_load_blocks, on_event: as for `BlockCache`.
+        tiers: asked in this order; each gets what is written. They become the cache's own, and are closed with it.
+        write: what is written to the tiers: "through" every key as soon as it is in slots; "back" every key shortly
+            before it is evicted; "none" nothing.
+        prefill_tokens_per_second: what computing costs: nothing is promoted that is expected to take longer, going by
+            the tier's speed as measured lately. None: everything is promoted. The layout must say tokens_per_block.
+        hung: seconds after which a tier's call is taken for one that hangs; until it returns, the tier is not used.
+
+    Raises:
+        What `BlockCache` raises; LayoutError, CapacityError and others that `Tier.attach` raises.
+        ValueError, TypeError: bad arguments.
+    """
+
+    def __init__(
+        self,
+        engine: EngineT,
+        policy: PolicyChoice = DEFAULT_POLICY,
+        *,
+        tiers: Sequence[Tier],
+        write: WriteName = "through",
+        prefill_tokens_per_second: float | None = None,
+        hung: float = _HUNG,
+        tenants: Mapping[str, Tenant] | None = None,
+        store_after: int = 0,
+        max_load_blocks: int | None = None,
+        on_event: Callable[[CacheEvent], None] | None = None,
+    ) -> None:
+        if write not in _CHOICES:
+            raise ValueError(f"write must be one of {', '.join(get_args(WriteName))}, got {write!r:.80}")
+        seconds_per_key = _seconds_per_key(engine.layout, prefill_tokens_per_second)
+        checked = _checked_tiers(tiers)
+        hook = _Hook(on_event)
+        super().__init__(
+            engine,
+            policy,
+            tenants=tenants,
+            store_after=store_after,
+            max_load_blocks=max_load_blocks,
+            on_event=hook,
+        )
+        pools = [pool[: self.capacity * self._groups].reshape(self.capacity, -1) for pool in _pools(engine)]
+        _attach(checked, pools, engine.layout)
+        choice = _CHOICES[write]()
+        reference = weakref.ref(self)
+        self._manager = TierManager(
+            self._index,
+            checked,
+            choice,
+            seconds_per_key=seconds_per_key,
+            hung=hung,
+            shares=(_PROMOTING, _WRITING),
+            settle=lambda: _settle(reference),
+            submit=lambda chained, ready: _submit(reference, chained, ready),
+        )
+        hook.manager = weakref.ref(self._manager)
+
+    # tiers --------------------------------------------------------------------------------------------------------
+
+    def locate(self, keys: Sequence[bytes]) -> list[str]:
+        """Where each key is: "host" (can be loaded), "pending" (is being stored or promoted), the name of a tier, or
+        "missing"; "unknown" if a tier would have to be asked, which `promote` does. Never blocks; a hint.
+        """
+        checked = check_keys(keys)
+        self.engine.advance()
+        words = {Status.HIT: HOST, Status.PENDING: PENDING, Status.MISS: MISSING}
+        places = [words[status] for status in self._index.status(checked)]
+        tiers = [below.tier for below in self._manager.tiers]
+        for tier in tiers:
+            missing = [position for position, place in enumerate(places) if place == MISSING]
+            if missing and tier.capabilities.local_index:
+                found = tier.contains([checked[position] for position in missing])
+                for position, has in zip(missing, found, strict=True):
+                    if has:
+                        places[position] = tier.name
+        if any(not tier.capabilities.local_index for tier in tiers):
+            places = [UNKNOWN if place == MISSING else place for place in places]
+        return places
+
+    def promote(self, keys: Sequence[bytes], *, deadline: float | None = 10.0, tenant: str = "") -> Promotion:
+        """Bring leading keys into slots, as many as come in time. Returns at once.
+
+        Call it for what is about to run: each promotion takes slots. Keys that are in slots already are held there.
+
+        Args:
+            keys: bytes, no repeats, in the order of a request; may be all of its keys.
+            deadline: seconds from now, after which no more is waited for; None: no limit.
+            tenant: whose quota and priority the promoted keys have.
+
+        Raises:
+            LayoutError: `keys` repeats a key, or is not a list of bytes.
+            ValueError: the cache has no such tenant; `deadline` is not above 0.
+            ClosedError: the cache or its engine is closed.
+        """
+        checked = check_keys(keys, repeats=False)
+        if deadline is not None and not deadline > 0:
+            raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
+        self._state.pools.of(tenant)
+        self._check_tiers_open()
+        record = PromotionRecord(checked, tenant, None if deadline is None else time.monotonic() + deadline)
+        self._manager.tell(record)
+        return Promotion(record, self)
+
+    def tier_statistics(self) -> list[BelowStatistics]:
+        """What has been done with each tier so far; never blocks."""
+        return [below.statistics() for below in self._manager.tiers]
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until what is to be written so far is in the tiers, durable where a tier is; False after `timeout`."""
+        return self._manager.drain(timeout)
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Give up promotions and writes that have not begun, and close the tiers. The engine stays open. Idempotent.
+
+        Returns:
+            Whether it has all ended within about `timeout` seconds; else calls of a tier hang, and their slots stay
+            kept from other keys.
+        """
+        return self._manager.close(timeout)
+
+    # what the base class does, and tiers need to know -------------------------------------------------------------
+
+    def store(self, keys: Sequence[bytes], blocks: BlockIds, *args: Any, **options: Any) -> Any:
+        job = super().store(keys, blocks, *args, **options)
+        self._manager.wake()
+        return job
+
+    store.__doc__ = BlockCache.store.__doc__
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        super().touch(keys)
+        self._manager.tell(tuple(keys))
+
+    touch.__doc__ = BlockCache.touch.__doc__
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Remove keys from the slots, and from the tiers: durably, and whatever is going on with them.
+
+        Returns:
+            How many were in slots.
+
+        Raises:
+            TierError: a tier failed, or did not answer within 60 seconds: it may have them still. The slots have not.
+        """
+        checked = list(dict.fromkeys(check_keys(keys)))
+        return self._removing(
+            checked, lambda: BlockCache.remove(self, checked), lambda tier: tier.remove(checked) if checked else None
+        )
+
+    def clear(self) -> int:
+        """Remove all keys, as `remove` does. Other processes that share a tier lose its records, too."""
+        return self._removing(None, lambda: BlockCache.clear(self), lambda tier: tier.clear())
+
+    def _removing(
+        self, keys: list[bytes] | None, here: Callable[[], int], below: Callable[[Tier], TierJob | None]
+    ) -> int:
+        self._check_tiers_open()
+        token = self._manager.begin_removal(keys)
+        try:
+            count = here()
+            tiers = [each.tier for each in self._manager.tiers]
+            wrong = [tier.name for tier in tiers if not _removed(below, tier)]
+        finally:
+            self._manager.end_removal(token)
+        if wrong:
+            raise TierError(
+                f"tier {', '.join(wrong)} failed to remove them, or did not answer within {_REMOVAL:g} seconds: it may "
+                "have them still; remove them again once it works"
+            )
+        return count
+
+    def __enter__(self) -> TieredCache[EngineT]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"TieredCache({self._index.describe()}; tiers {[below.tier.name for below in self._manager.tiers]})"
+
+    # for promotions -----------------------------------------------------------------------------------------------
+
+    def wake_tiers(self) -> None:
+        """Have the thread look at everything soon."""
+        self._manager.wake()
+
+    def load_after(self, record: PromotionRecord, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
+        """See `Promotion.load`."""
+        per_group = self._block_ids(len(record.keys), blocks)
+        if parts is not None:
+            self._check_parts(parts)
+        self._check_tiers_open()
+        chained = ChainedLoad(record, per_group, self.engine.resolve(after), parts)
+        self._manager.tell(chained)
+        return chained
+
+    def _check_tiers_open(self) -> None:
+        if self._manager.closed or self.engine.closed:
+            what = "cache" if self._manager.closed else "engine of the cache"
+            raise ClosedError(f"the {what} is closed: make an engine and a cache")
+
+
+class _Hook:
+    """`on_event` of the index: tells the manager, which is made later, and then the caller's hook."""
+
+    def __init__(self, then: Callable[[CacheEvent], None] | None) -> None:
+        if then is not None and not callable(then):
+            raise TypeError(f"on_event must be a function of a CacheEvent, got {then!r:.80}")
+        self._then = then
+        self.manager: Callable[[], TierManager | None] = lambda: None
+
+    def __call__(self, event: CacheEvent) -> None:
+        manager = self.manager()
+        if manager is not None:
+            manager.tell(event)
+        if self._then is not None:
+            self._then(event)
+
+
+def _settle(reference: weakref.ref[TieredCache[Any]]) -> bool:
+    """Bring a cache up to date; whether stores are in flight, so that this has to be done again."""
+    cache = reference()
+    if cache is None or cache.engine.closed:
+        return False
+    cache.engine.advance()
+    cache._index.settle_ended()
+    return bool(cache._state.storing)
+
+
+def _submit(reference: weakref.ref[TieredCache[Any]], chained: ChainedLoad, ready: int) -> None:
+    """Load what a promotion has brought."""
+    cache = reference()
+    try:
+        if ready and cache is not None:
+            keys = chained.promotion.keys[:ready]
+            blocks = [ids[:ready].reshape(-1) for ids in chained.blocks]
+            chained.job = cache.load(keys, blocks if len(blocks) > 1 else blocks[0], chained.after, parts=chained.parts)
+    except Exception as error:
+        chained.error = error
+    chained.submitted = True
+
+
+def _removed(remove: Callable[[Tier], TierJob | None], tier: Tier) -> bool:
+    try:
+        job = remove(tier)
+        if job is None:
+            return True
+        return all(outcome in (Outcome.DONE, Outcome.MISSING) for outcome in job.wait(_REMOVAL))
+    except Exception:  # a tier of the user's
+        return False
+
+
+def _pools(engine: Any) -> tuple[UInt8Array, ...]:
+    slots = engine.slots
+    return slots if isinstance(slots, tuple) else (slots,)
+
+
+def _attach(tiers: Sequence[Tier], pools: Sequence[UInt8Array], layout: Any) -> None:
+    try:
+        digest = layout.fingerprint
+    except LayoutError:
+        digest = None
+    for number, tier in enumerate(tiers):
+        try:
+            tier.attach(pools, digest)
+        except BaseException:
+            for other in tiers[:number]:
+                other.close()
+            raise
+
+
+def _checked_tiers(tiers: Sequence[Tier]) -> list[Tier]:
+    checked = list(tiers)
+    for number, tier in enumerate(checked):
+        if not isinstance(tier, Tier):
+            raise TypeError(f"tiers[{number}] must be a Tier, got {tier!r:.80}")
+    if not checked:
+        raise ValueError("tiers must hold at least one tier; without tiers make a BlockCache")
+    names = [tier.name for tier in checked]
+    for name in names:
+        if name in (HOST, PENDING, MISSING, UNKNOWN) or names.count(name) > 1:
+            raise ValueError(f"tiers must have names of their own, other than host, pending, missing, unknown: {names}")
+    return checked
+
+
+def _seconds_per_key(layout: Any, tokens_per_second: float | None) -> float | None:
+    if tokens_per_second is None:
+        return None
+    if isinstance(tokens_per_second, bool) or not isinstance(tokens_per_second, int | float) or tokens_per_second <= 0:
+        raise ValueError(f"prefill_tokens_per_second must be above 0, or None, got {tokens_per_second!r:.80}")
+    if layout.tokens_per_block is None:
+        raise LayoutError("prefill_tokens_per_second needs a layout with tokens_per_block: name it")
+    return float(layout.tokens_per_block * layout.blocks_per_slot / tokens_per_second)

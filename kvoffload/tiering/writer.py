@@ -1,0 +1,139 @@
+"""The Writer: copies entries of the index to tiers. Used by the manager's thread alone.
+
+While tiers read an entry it is leased, so that no other key gets it. How many may be leased is bounded: what is worth
+writing beyond that is dropped and counted, and no eviction waits for a tier.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvoffload.cache.entries import Status
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.reservations import Lease
+from kvoffload.errors import KVOffloadError
+from kvoffload.tiering.below import TierBelow
+from kvoffload.tiers.job import Outcome, TierJob
+from kvoffload.tiers.tier import Notify
+
+_TOGETHER = 32  # keys of one lease, whose entries are free when all of them are written
+
+
+class _Put:
+    """Some keys on their way to all tiers that lack them."""
+
+    __slots__ = ("jobs", "lease")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.jobs: list[tuple[TierBelow, TierJob]] = []
+
+    @property
+    def done(self) -> bool:
+        return all(job.done for _, job in self.jobs)
+
+
+class Writer:
+    """What is being written, and what waits for it.
+
+    Args:
+        index: whose entries are read.
+        tiers: that get every key.
+        most: entries that may be leased for it at a time.
+        notify: makes the manager's thread call `advance` soon.
+        written: is called with the keys that a tier has taken.
+    """
+
+    def __init__(
+        self,
+        index: CacheIndex,
+        tiers: Sequence[TierBelow],
+        most: int,
+        notify: Notify,
+        written: Callable[[Sequence[bytes]], None],
+    ) -> None:
+        self._index, self._tiers, self._most = index, tiers, most
+        self._notify, self._written = notify, written
+        self._waiting = deque[tuple[bytes, str]]()
+        self.going_on: list[_Put] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self.going_on
+
+    @property
+    def leased(self) -> int:
+        return sum(len(put.lease.keys) for put in self.going_on)
+
+    def add(self, keys: Sequence[bytes], tenant: str) -> None:
+        """These keys are worth writing."""
+        room = max(0, self._index.capacity - len(self._waiting))
+        self._waiting.extend((key, tenant) for key in keys[:room])
+        for below in self._tiers:
+            below.dropped += len(keys[room:])
+
+    def forget(self, concerned: Callable[[bytes], bool]) -> None:
+        """These keys are not to be written any more."""
+        self._waiting = deque(each for each in self._waiting if not concerned(each[0]))
+
+    def advance(self) -> None:
+        """Take note of outcomes, and give tiers what waits, as far as there is room."""
+        for put in [put for put in self.going_on if put.done]:
+            self._end(put)
+        while self._waiting and self.leased < self._most:
+            tenant = self._waiting[0][1]
+            keys: list[bytes] = []
+            while self._waiting and self._waiting[0][1] == tenant and len(keys) < _TOGETHER:
+                keys.append(self._waiting.popleft()[0])
+            self._put(list(dict.fromkeys(keys)), tenant)
+
+    def _put(self, keys: list[bytes], tenant: str) -> None:
+        there = [key for key, status in zip(keys, self._index.status(keys), strict=True) if status is Status.HIT]
+        lacking = {below: self._lacking(below, there) for below in self._tiers}
+        wanted = [key for key in there if any(key in mine for mine in lacking.values())]
+        for below in self._tiers:
+            below.dropped += len(keys) - len(there)
+        if not wanted:
+            return
+        try:
+            put = _Put(self._index.acquire(wanted))
+        except KVOffloadError:  # evicted since
+            return
+        entries = dict(zip(wanted, put.lease.indices, strict=True))
+        self.going_on.append(put)
+        for below, mine in lacking.items():
+            chosen = [key for key in wanted if key in mine]
+            if chosen:
+                put.jobs.append((below, self._give(below, chosen, [entries[key] for key in chosen], tenant)))
+        if put.done:
+            self._end(put)
+
+    def _lacking(self, below: TierBelow, keys: list[bytes]) -> set[bytes]:
+        """The keys that a tier is to be given."""
+        if not keys:
+            return set()
+        if not below.usable:
+            below.dropped += len(keys)
+            return set()
+        if not below.tier.capabilities.local_index:
+            return set(keys)
+        return {key for key, has in zip(keys, below.tier.contains(keys), strict=True) if not has}
+
+    def _give(self, below: TierBelow, keys: list[bytes], entries: list[int], tenant: str) -> TierJob:
+        try:
+            return below.tier.put(keys, entries, tenant=tenant, notify=self._notify)
+        except Exception:  # a tier of the user's, or one that was closed
+            return TierJob(keys, entries).settle_waiting(Outcome.FAILED)
+
+    def _end(self, put: _Put) -> None:
+        self.going_on.remove(put)
+        put.lease.release()
+        for below, job in put.jobs:
+            taken = [key for key, outcome in zip(job.keys, job.outcomes, strict=True) if outcome is Outcome.DONE]
+            below.written += len(taken)
+            below.not_written += len(job.keys) - len(taken)
+            for outcome in job.outcomes:
+                assert outcome is not None, "the job is done"
+                below.answered(outcome)
+            self._written(taken)
