@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import at_least, shown
@@ -34,6 +35,7 @@ from kvoffload.tiering.tier import (
 from kvoffload.tiers.queues import Removal, Run, Work, Write
 from kvoffload.tiers.workers import Workers
 
+W = TypeVar("W", bound=Work)
 Rows = list[UInt8Array]
 """The ranges of one record: a row of each pool, uint8, (bytes,)."""
 
@@ -164,7 +166,7 @@ class ThreadedTier(Tier):
             Write(job, range(at, at + 1), partial(self._run_write, key, entry, Origin(tenant, call, at)), key)
             for at, (key, entry) in enumerate(zip(job.keys, job.entries, strict=True))
         ]
-        return self._refuse(job, self._workers.queue_writes(works))
+        return self._queue(job, self._workers.queue_writes, works)
 
     def get(
         self,
@@ -213,7 +215,7 @@ class ThreadedTier(Tier):
         try:
             wait_until(all_ended, timeout, "writes of a tier")
             flush = Work(job, range(1), partial(self._run_all, self.flush))
-            self._refuse(job, self._workers.queue_reads([flush], bounded=False))
+            self._queue(job, self._workers.queue_flush, [flush])
             return job.wait(None if end is None else max(0.0, end - time.monotonic())) == [Outcome.DONE]
         except TimeoutError:
             return False
@@ -270,19 +272,26 @@ class ThreadedTier(Tier):
             )
             raise ClosedError(f"{self!r} {state}")
 
-    def _refuse(self, job: TierJob, room: int) -> TierJob:
-        """End the keys of a job that were not queued."""
-        if room < len(job.keys):
-            outcome = Outcome.CANCELLED if self._workers.closed else Outcome.DECLINED
-            job.settle_waiting(outcome, range(room, len(job.keys)))
+    def _queue(self, job: TierJob, queue: Callable[[list[W]], int], works: list[W]) -> TierJob:
+        """Queue works of a job, one for each key or one for all; keys that find no room end at once."""
+        try:
+            taken = queue(works)
+            if taken < len(works):
+                outcome = Outcome.CANCELLED if self._workers.closed else Outcome.DECLINED
+                job.settle_waiting(outcome, range(works[taken].positions.start, len(job.keys)))
+        except BaseException:  # an interrupt: the caller gets no job, so nothing more is to begin
+            job.cancel()
+            raise
         return job
 
     def _queue_reads(self, job: TierJob, runs: list[Run]) -> TierJob:
-        works = [Work(job, range(at, at + 1), run) for at, run in enumerate(runs)]
-        return self._refuse(job, self._workers.queue_reads(works))
+        return self._queue(
+            job, self._workers.queue_reads, [Work(job, range(at, at + 1), run) for at, run in enumerate(runs)]
+        )
 
     def _queue_removal(self, job: TierJob, run: Run, keys: frozenset[bytes] | None) -> TierJob:
-        return self._refuse(job, self._workers.queue_removal(Removal(job, range(len(job.keys)), run, keys)))
+        removal = Removal(job, range(len(job.keys)), run, keys)
+        return self._queue(job, self._workers.queue_removals, [removal] if job.keys else [])
 
     # what the threads do ------------------------------------------------------------------------------------------
 

@@ -59,10 +59,18 @@ class Workers:
 
     # queues -------------------------------------------------------------------------------------------------------
 
-    def queue_reads(self, works: Sequence[Work], *, bounded: bool = True) -> int:
+    def queue_reads(self, works: Sequence[Work]) -> int:
         """Queue as many as there is room for, the first ones; how many. 0 if closed."""
         with self._changed:
-            room = self._room(len(works), bounded)
+            room = self._room(len(works))
+            self._queues.reads.extend(works[:room])
+            self._changed.notify(room)
+        return room
+
+    def queue_flush(self, works: Sequence[Work]) -> int:
+        """Queue them all; 0 if closed."""
+        with self._changed:
+            room = 0 if self.closed else len(works)
             self._queues.reads.extend(works[:room])
             self._changed.notify(room)
         return room
@@ -70,26 +78,25 @@ class Workers:
     def queue_writes(self, works: Sequence[Write]) -> int:
         """As `queue_reads`."""
         with self._changed:
-            room = self._room(len(works), bounded=True, writes=True)
+            room = self._room(len(works), writes=True)
             self._queues.add_writes(works[:room])
             self._changed.notify(room)
         return room
 
-    def queue_removal(self, removal: Removal) -> int:
-        """Cancel the writes of its keys that wait, and queue it; 0 if closed.
+    def queue_removals(self, removals: Sequence[Removal]) -> int:
+        """Cancel the writes of their keys that wait, and queue them all; 0 if closed.
 
-        The writes end before the removal is queued: else it could be over before, and a write begin after it.
+        The writes end before a removal is queued: else it could be over before, and a write begin after it.
         """
         with self._changed:
-            writes = self._queues.waiting_writes(removal)
+            writes = [work for removal in removals for work in self._queues.waiting_writes(removal)]
         for work in writes:
             work.job.settle_waiting(Outcome.CANCELLED, work.positions)
         with self._changed:
-            if self.closed:
-                return 0
-            self._queues.removals.append(removal)
-            self._changed.notify()
-        return len(removal.positions)
+            room = 0 if self.closed else len(removals)
+            self._queues.removals.extend(removals[:room])
+            self._changed.notify(room)
+        return room
 
     def unfinished_writes(self) -> list[TierJob]:
         """The jobs of all writes that wait or are being carried out."""
@@ -97,16 +104,16 @@ class Workers:
             running = [work for work in self._queues.running if isinstance(work, Write)]
             return [*dict.fromkeys(work.job for work in (*running, *self._queues.writes))]
 
-    def _room(self, wanted: int, bounded: bool, writes: bool = False) -> int:
+    def _room(self, wanted: int, writes: bool = False) -> int:
         """How many of `wanted` works may be queued; under the lock."""
         if self.closed:
             return 0
         queues = self._queues
-        if bounded and self._any_ended_early and len(queues.writes if writes else queues.reads) >= self._max_queued:
+        if self._any_ended_early and len(queues.writes if writes else queues.reads) + wanted > self._max_queued:
             self._any_ended_early = False
             queues.drop_ended()
         queued = len(queues.writes if writes else queues.reads)
-        return min(wanted, max(0, self._max_queued - queued)) if bounded else wanted
+        return min(wanted, max(0, self._max_queued - queued))
 
     # counts -------------------------------------------------------------------------------------------------------
 
