@@ -126,7 +126,7 @@ class FaultyTier(ThreadedTier):
         self.inner.release()
 
     def flush(self) -> None:
-        self._disturb()
+        self._refuse_some()
         self.inner.flush()
 
     def num_records(self) -> int | None:

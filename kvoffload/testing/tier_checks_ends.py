@@ -102,17 +102,17 @@ def the_caller_is_notified(setup: TierSetup) -> None:
 
 
 def _raise() -> None:
-    raise _OnPurpose
+    raise _OnPurposeError
 
 
-class _OnPurpose(Exception):
+class _OnPurposeError(Exception):
     """Raised by a notify function of `check_tier`."""
 
 
 @contextmanager
 def _without_log_lines() -> Iterator[None]:
     def keep(record: logging.LogRecord) -> bool:
-        return record.exc_info is None or not isinstance(record.exc_info[1], _OnPurpose)
+        return record.exc_info is None or not isinstance(record.exc_info[1], _OnPurposeError)
 
     LOGGER.addFilter(keep)
     try:

@@ -33,7 +33,7 @@ def check_tier(
         pools: devices, for each of which there is one array; check a tier with 1 and with 2. A durable tier needs
             another store for another number.
         seed: of the contents and the order.
-        timeout: seconds that a check, or a job within it, may take.
+        timeout: seconds that a job may take; a check, four times as long.
 
     Returns:
         The names of the checks.
@@ -45,6 +45,7 @@ def check_tier(
     setup = TierSetup(make, entries, row_bytes, at_least("pools", pools, 1), seed, timeout)
     modules = (tier_checks_calls, tier_checks_records, tier_checks_ends)
     checks: list[Check] = [check for module in modules for check in module.CHECKS]
+    checks += tier_checks_records.MIXED_CHECKS
     if make().capabilities.durable:
         checks += tier_checks_ends.DURABLE_CHECKS
     for check in checks:
@@ -68,9 +69,9 @@ def _run(check: Check, setup: TierSetup) -> None:
 
     thread = threading.Thread(target=run, name=f"check_tier: {_name(check)}", daemon=True)
     thread.start()
-    thread.join(setup.timeout)
+    thread.join(4 * setup.timeout)
     where = f"check_tier, {_name(check)}, seed={setup.seed}"
-    assert not thread.is_alive(), f"{where}: not over after {setup.timeout} seconds; a call or a job does not end"
+    assert not thread.is_alive(), f"{where}: not over after {4 * setup.timeout} seconds; a call or a job does not end"
     for error in errors:
         text = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         raise AssertionError(f"{where}: {text}") from error

@@ -167,11 +167,11 @@ class Workers:
     def _work(self, number: int) -> None:
         while (work := self._take(number)) is not None:
             try:
-                self._carry_out(work)
+                self._carry_out(work, number)
             except BaseException as error:  # from a caller's function: SystemExit, say
                 self._warn(error)
             with self._changed:
-                del self._since[number]
+                self._since.pop(number, None)
                 self._queues.finish(work)
                 if self._queues.removals or self._queues.writes:
                     self._changed.notify_all()
@@ -187,11 +187,13 @@ class Workers:
                 self._changed.wait()
         return None
 
-    def _carry_out(self, work: Work) -> None:
+    def _carry_out(self, work: Work, number: int) -> None:
         positions = [position for position in work.positions if work.job.begin(position)]
         if not positions:
             return
         outcomes = self._outcomes(work)
+        with self._changed:
+            self._since.pop(number, None)
         for position in positions:
             try:
                 work.job.settle(position, outcomes[position - work.positions[0]])
