@@ -12,8 +12,9 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from kvoffload.internal.log import LOGGER
 from kvoffload.internal.waiting import wait_until
 
 
@@ -22,7 +23,7 @@ class Outcome(enum.Enum):
 
     DONE = "done"  # put: readable; get: the entry holds the bytes that were put, verified; exists: probably there
     MISSING = "missing"  # get: no record, or one whose bytes are not those that were put; exists, remove: no record
-    DECLINED = "declined"  # put: not written, since the queue is full or the record is not worth the room
+    DECLINED = "declined"  # the queue is full; put: the record is not worth the room
     FAILED = "failed"  # an error of the medium
     EXPIRED = "expired"  # the deadline passed before the tier began
     CANCELLED = "cancelled"  # cancelled, or the tier was closed, before the tier began
@@ -38,7 +39,7 @@ class TierJob:
         outcomes: of each key, None while it waits or the tier works on it. Written by `settle` and `cancel` alone.
     """
 
-    __slots__ = ("_begun", "_lock", "_notify", "_open", "cancelled", "deadline", "entries", "keys", "outcomes")
+    __slots__ = ("_begun", "_count", "_lock", "_notify", "cancelled", "deadline", "entries", "keys", "outcomes")
 
     def __init__(
         self,
@@ -46,7 +47,9 @@ class TierJob:
         entries: Sequence[int] = (),
         deadline: float | None = None,
         notify: Callable[[], None] | None = None,
+        count: Callable[[Outcome, int], None] | None = None,
     ) -> None:
+        """`notify`: see `Tier.put`. `count`, for tiers, is called before it: an outcome, and how many keys got it."""
         self.keys = tuple(keys)
         self.entries = tuple(entries)
         self.deadline = deadline
@@ -54,13 +57,13 @@ class TierJob:
         self.cancelled = False
         self._begun = bytearray(len(self.keys))
         self._lock = threading.Lock()
-        self._open = len(self.keys)
         self._notify = notify
+        self._count = count
 
     @property
     def done(self) -> bool:
         """Whether every key has its outcome: the tier does not touch the entries any more."""
-        return self._open == 0
+        return None not in self.outcomes
 
     def wait(self, timeout: float | None = None) -> list[Outcome]:
         """Wait until every key has its outcome, and return these in the order of the keys.
@@ -68,17 +71,14 @@ class TierJob:
         Raises:
             TimeoutError: `timeout` seconds have passed; the job goes on.
         """
-        wait_until(lambda: self._open == 0, timeout, f"a tier's job of {len(self.keys)} keys")
+        wait_until(lambda: None not in self.outcomes, timeout, f"a tier's job of {len(self.keys)} keys")
         return [outcome for outcome in self.outcomes if outcome is not None]
 
     def cancel(self) -> None:
         """Keys that the tier has not begun are CANCELLED at once, or EXPIRED if the deadline has passed."""
         late = self.deadline is not None and time.monotonic() >= self.deadline
-        with self._lock:
-            self.cancelled = True
-            ended = self._end_waiting(Outcome.EXPIRED if late else Outcome.CANCELLED)
-        if ended and self._notify is not None:
-            self._notify()
+        self.cancelled = True
+        self.settle_waiting(Outcome.EXPIRED if late else Outcome.CANCELLED)
 
     # for tiers ----------------------------------------------------------------------------------------------------
 
@@ -90,9 +90,7 @@ class TierJob:
             if self.deadline is None or time.monotonic() < self.deadline:
                 self._begun[position] = 1
                 return True
-            self._end_waiting(Outcome.EXPIRED)
-        if self._notify is not None:
-            self._notify()
+        self.settle_waiting(Outcome.EXPIRED)
         return False
 
     def settle(self, position: int, outcome: Outcome) -> None:
@@ -100,31 +98,39 @@ class TierJob:
 
         Raises:
             RuntimeError: it has one.
+            TypeError: `outcome` is not an Outcome.
         """
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"outcome must be an Outcome, got {outcome!r:.80}")
         with self._lock:
             if self.outcomes[position] is not None:
                 raise RuntimeError(f"keys[{position}] is {self.outcomes[position]}: an outcome is set once")
             self.outcomes[position] = outcome
-            self._open -= 1
-        if self._notify is not None:
-            self._notify()
+        self._announce(outcome, 1)
 
-    def settle_waiting(self, outcome: Outcome) -> TierJob:
-        """Set the outcome of every key that has not begun; returns the job."""
+    def settle_waiting(self, outcome: Outcome, positions: Iterable[int] | None = None) -> TierJob:
+        """Set the outcome of every key that has not begun, of all or of those at `positions`; returns the job."""
+        ended = 0
         with self._lock:
-            ended = self._end_waiting(outcome)
-        if ended and self._notify is not None:
-            self._notify()
+            for position in range(len(self.keys)) if positions is None else positions:
+                if self.outcomes[position] is None and not self._begun[position]:
+                    self.outcomes[position] = outcome
+                    ended += 1
+        if ended:
+            self._announce(outcome, ended)
         return self
 
-    def _end_waiting(self, outcome: Outcome) -> int:
-        ended = 0
-        for position, known in enumerate(self.outcomes):
-            if known is None and not self._begun[position]:
-                self.outcomes[position] = outcome
-                ended += 1
-        self._open -= ended
-        return ended
+    def _announce(self, outcome: Outcome, ended: int) -> None:
+        """What the caller's `notify` raises is logged: a tier that ends many jobs gets to the last one."""
+        if self._count is not None:
+            self._count(outcome, ended)
+        if self._notify is None:
+            return
+        try:
+            self._notify()
+        except Exception:
+            LOGGER.exception("a notify function of the caller's raised")
 
     def __repr__(self) -> str:
-        return f"TierJob({len(self.keys)} keys, {len(self.keys) - self._open} ended)"
+        waiting = self.outcomes.count(None)
+        return f"TierJob({len(self.keys)} keys, {len(self.keys) - waiting} ended)"

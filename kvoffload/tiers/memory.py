@@ -18,7 +18,7 @@ class MemoryTier(ThreadedTier):
     """A bounded number of records in host memory that is not pinned. Evicts what was not used for longest.
 
     Args:
-        nbytes: of all records.
+        nbytes: of all records; while records are written, one more for each thread.
         name: for metrics and messages.
         threads, max_queued: see `ThreadedTier`.
 
@@ -54,9 +54,9 @@ class MemoryTier(ThreadedTier):
         if key not in self._records:
             record = [row.copy() for row in rows]
             with self._lock:
-                self._records[key] = record
-                while len(self._records) > self._most:
+                while len(self._records) >= self._most:
                     self._records.popitem(last=False)
+                self._records[key] = record
         return Outcome.DONE
 
     def has_record(self, key: bytes) -> bool:

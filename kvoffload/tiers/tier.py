@@ -11,14 +11,21 @@ No exception leaves an operation for what happens to the medium: a record that c
 
 from __future__ import annotations
 
+import math
+import numbers
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import shown
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.job import TierJob
 
+LAYOUT_BYTES = 16
 RECORD_ALIGNMENT = 4096  # bytes, of rows: what direct I/O and registered memory need
 LONGEST_KEY = 64  # bytes
 
@@ -50,8 +57,8 @@ class TierStatistics:
 
     Attributes:
         records: that it holds; None if it does not know.
-        written, read: records put and fetched.
-        bytes_written, bytes_read: of these.
+        written, read: keys that were put and fetched with the outcome DONE; a record that was there counts as put.
+        bytes_written, bytes_read: of these records.
         missing, corrupt: records that were asked for and not there; or there with other bytes than were put.
         declined, failed, expired, cancelled: keys with that outcome.
         queued_reads, queued_writes: keys that wait.
@@ -105,6 +112,7 @@ class Tier(ABC):
 
         Raises:
             LayoutError: the pool or the layout does not suit it, or what it holds has another layout.
+            CapacityError: it has no room for one record.
             ClosedError: it is closed, or has a pool.
         """
 
@@ -122,10 +130,16 @@ class Tier(ABC):
 
         Args:
             keys: of at most 64 bytes, no repeats, in the order of a request: each needs those before it.
-            entries: of each key; must not be written until the key has its outcome.
+            entries: of each key, no repeats; must not be written until the key has its outcome.
             tenant: whose records they are.
             deadline: see `TierJob`.
-            notify: called without arguments after each outcome, by a thread of the tier, and must not block.
+            notify: called without arguments after one or several keys have got their outcomes, and must not block. By
+                any thread without a lock of the tier's: one of the tier's, one that cancels or closes, and that of
+                this call, before it returns. What it raises is logged.
+
+        Raises:
+            LayoutError: an argument is not as described; nothing has happened. So for the other operations.
+            ClosedError: the tier is closed, or has no pool yet. So for the other operations and `drain`.
         """
 
     @abstractmethod
@@ -149,7 +163,11 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], *, notify: Notify | None = None) -> TierJob:
-        """Forget records. DONE: it is gone, and stays gone whatever crashes afterwards; MISSING: there was none."""
+        """Forget records. DONE: it is gone, and stays gone whatever crashes afterwards; MISSING: there was none.
+
+        Puts of these keys that wait are CANCELLED, and those that have begun end first: what was put before the call
+        is gone after it.
+        """
 
     @abstractmethod
     def clear(self, *, notify: Notify | None = None) -> TierJob:
@@ -157,7 +175,10 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key has a record, as far as known at once: never blocks. Of no use without a local index."""
+        """Whether each key has a record, as far as known at once: never blocks, raises nothing.
+
+        All False without a local index, without a pool and after `close`.
+        """
 
     @abstractmethod
     def statistics(self) -> TierStatistics:
@@ -182,13 +203,13 @@ def check_pools(pools: Sequence[UInt8Array]) -> int:
     Raises:
         LayoutError: they are not what `Tier.attach` needs; the message says how.
     """
-    if not pools:
-        raise LayoutError("pools must hold at least one array, got none")
+    if isinstance(pools, np.ndarray) or len(pools) == 0:
+        raise LayoutError(f"pools must be a list of at least one array, got {type(pools).__name__} of {len(pools)}")
     for number, pool in enumerate(pools):
-        if pool.ndim != 2 or pool.dtype.itemsize != 1 or not pool.flags.c_contiguous:
+        if not isinstance(pool, np.ndarray) or pool.ndim != 2 or pool.dtype != np.uint8 or not pool.flags.carray:
+            described = f"{pool.dtype}, {pool.shape}" if isinstance(pool, np.ndarray) else type(pool).__name__
             raise LayoutError(
-                f"pools[{number}] must be a C-contiguous array of uint8, (entries, bytes), got {pool.dtype}, "
-                f"{pool.shape}"
+                f"pools[{number}] must be a C-contiguous writable array of uint8, (entries, bytes), got {described}"
             )
         if len(pool) != len(pools[0]):
             raise LayoutError(f"pools[{number}] must have {len(pools[0])} entries as pools[0] has, got {len(pool)}")
@@ -201,6 +222,17 @@ def check_pools(pools: Sequence[UInt8Array]) -> int:
     return sum(pool.shape[1] for pool in pools)
 
 
+def check_layout(layout: bytes | None, capabilities: TierCapabilities) -> None:
+    """Raise LayoutError if it is not 16 bytes, or None where records outlive the process or are shared."""
+    if layout is None and (capabilities.durable or capabilities.shared):
+        raise LayoutError(
+            "layout must not be None: the tier outlives this process or is shared, and the KVLayout does not say what "
+            "its bytes mean; give it dtype, block_axes and tokens_per_block"
+        )
+    if layout is not None and (not isinstance(layout, bytes) or len(layout) != LAYOUT_BYTES):
+        raise LayoutError(f"layout must be {LAYOUT_BYTES} bytes, as of KVLayout.fingerprint, got {shown(layout)}")
+
+
 def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
     """The keys as a tuple.
 
@@ -210,18 +242,35 @@ def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
     checked = tuple(keys)
     for position, key in enumerate(checked):
         if not isinstance(key, bytes) or not 0 < len(key) <= LONGEST_KEY:
-            raise LayoutError(f"keys[{position}] must be 1 to {LONGEST_KEY} bytes, got {key!r:.80}")
+            raise LayoutError(f"keys[{position}] must be 1 to {LONGEST_KEY} bytes, got {shown(key)}")
     if len(set(checked)) != len(checked):
         raise LayoutError("keys repeats a key; each key of a job must be given once")
     return checked
 
 
 def check_entries(entries: Sequence[int], keys: Sequence[bytes], pools: Sequence[UInt8Array]) -> tuple[int, ...]:
-    """The entries as a tuple: one for each key, all of them in the pool."""
-    checked = tuple(map(int, entries))
+    """The entries as a tuple: one for each key, all of them in the pool, none twice.
+
+    Raises:
+        LayoutError: they are not.
+    """
+    try:
+        checked = tuple(map(operator.index, entries))
+    except TypeError:
+        raise LayoutError(f"entries must be integers, got {shown(entries)}") from None
     if len(checked) != len(keys):
         raise LayoutError(f"entries must hold one for each of {len(keys)} keys, got {len(checked)}")
     count = len(pools[0]) if pools else 0
     if checked and (min(checked) < 0 or max(checked) >= count):
         raise LayoutError(f"entries must be in [0, {count}), got {min(checked)} to {max(checked)}")
+    if len(set(checked)) != len(checked):
+        raise LayoutError("entries repeats an entry; records of two keys cannot lie in one")
     return checked
+
+
+def check_call(deadline: float | None, notify: Notify | None) -> None:
+    """Raise LayoutError unless they are what `Tier.put` takes."""
+    if deadline is not None and (not isinstance(deadline, numbers.Real) or math.isnan(deadline)):
+        raise LayoutError(f"deadline must be a number of seconds by time.monotonic, or None, got {shown(deadline)}")
+    if notify is not None and not callable(notify):
+        raise LayoutError(f"notify must be a function without arguments, or None, got {shown(notify)}")

@@ -1,11 +1,4 @@
-"""Testing tools, for users too: the simulated driver, a naive transfer, byte patterns, leak checks, conformance.
-
-    device = kvoffload.open_device(backend="simulated", seed=7)     # a GPU that is not there
-    device.simulator.faults.fail_call("cuMemcpyAsync")              # what it does wrong, on demand
-    kvoffload.testing.check_copier_conformance(device)              # every copier against the loop below; on a GPU too
-
-`naive_transfer` says in ten lines what `store` and `load` do; everything else in the library only does it faster.
-"""
+"""What transfers mean, byte by byte: patterns, a naive transfer, leak checks, the conformance of copiers."""
 
 from __future__ import annotations
 
@@ -28,24 +21,7 @@ from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.simulator import Faults, SimulatedDriver, SimulatorError
 from kvoffload.tuning import CopierName, CopyMethod
-
-__all__ = [
-    "POISON",
-    "ConformanceCase",
-    "Faults",
-    "Mirror",
-    "SimulatedDriver",
-    "SimulatorError",
-    "check_clean_close",
-    "check_copier_conformance",
-    "leak_check",
-    "naive_transfer",
-    "pattern",
-    "poison",
-    "scramble",
-]
 
 POISON = 0xB7  # what `poison` writes: neither 0 nor what fresh or freed simulated memory holds
 

@@ -1,0 +1,48 @@
+"""Testing tools, for users too: the simulated driver, a naive transfer, byte patterns, leak checks, conformance.
+
+    device = kvoffload.open_device(backend="simulated", seed=7)     # a GPU that is not there
+    device.simulator.faults.fail_call("cuMemcpyAsync")              # what it does wrong, on demand
+    kvoffload.testing.check_copier_conformance(device)              # every copier against a loop; on a GPU too
+    kvoffload.testing.check_tier(lambda: MyTier(...))               # whether a tier keeps what `Tier` promises
+    kvoffload.testing.FaultyTier(TierFaults(fail=0.1), seed=7)      # a tier that fails on demand
+
+`naive_transfer` says in ten lines what `store` and `load` do; everything else in the library only does it faster.
+"""
+
+from kvoffload.simulator import Faults, SimulatedDriver, SimulatorError
+from kvoffload.testing.faulty_tier import FaultyTier, TierFaults
+from kvoffload.testing.tier_conformance import check_tier
+from kvoffload.testing.tier_model import FuzzReport, fuzz_tier
+from kvoffload.testing.transfers import (
+    POISON,
+    ConformanceCase,
+    Mirror,
+    check_clean_close,
+    check_copier_conformance,
+    leak_check,
+    naive_transfer,
+    pattern,
+    poison,
+    scramble,
+)
+
+__all__ = [
+    "POISON",
+    "ConformanceCase",
+    "Faults",
+    "FaultyTier",
+    "FuzzReport",
+    "Mirror",
+    "SimulatedDriver",
+    "SimulatorError",
+    "TierFaults",
+    "check_clean_close",
+    "check_copier_conformance",
+    "check_tier",
+    "fuzz_tier",
+    "leak_check",
+    "naive_transfer",
+    "pattern",
+    "poison",
+    "scramble",
+]

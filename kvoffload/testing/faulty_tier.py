@@ -1,0 +1,217 @@
+"""FaultyTier: a tier that fails as media do, by seeded chance or on demand. For tests of what uses tiers."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvoffload.tiers import MemoryTier, Origin, Outcome, ThreadedTier
+from kvoffload.tiers.threaded import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class TierFaults:
+    """How often a call of a tier's methods does what, 0.0 to 1.0 of all calls.
+
+    Attributes:
+        fail: FAILED; a read leaves half a record of other bytes in its entry.
+        error: OSError in a method, which `ThreadedTier` makes FAILED.
+        delay: the call takes longer, by up to `longest_delay` seconds.
+        hang: the call returns only after `FaultyTier.release_hung` or `heal`, and then does its work.
+        decline: of writes: DECLINED.
+        lose: of writes: DONE, but there is no record afterwards.
+        tear: of writes: DONE, but half of the record is not written. A read finds it, leaves these bytes in its entry,
+            and is MISSING.
+        wrong_bytes: of reads: DONE with one byte that is not what was put. No tier that verifies does so: only for
+            tests of verification above tiers.
+    """
+
+    fail: float = 0.0
+    error: float = 0.0
+    delay: float = 0.0
+    hang: float = 0.0
+    decline: float = 0.0
+    lose: float = 0.0
+    tear: float = 0.0
+    wrong_bytes: float = 0.0
+    longest_delay: float = 1e-3
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "longest_delay" and not 0.0 <= value <= 1.0:
+                raise ValueError(f"{field.name} must be in [0.0, 1.0], got {value!r}")
+
+
+class FaultyTier(ThreadedTier):
+    """Another tier's methods, with faults. What it does is determined by the seed if there is one thread.
+
+    Records are never wrong unless `wrong_bytes` says so: what was lost or torn is a miss.
+
+    Args:
+        faults: how often; by default none, as for `fail_all` and `hang_all` alone.
+        inner: a tier without a pool, whose methods are called; its own threads are not started. Default: a MemoryTier.
+        seed: of chance.
+        threads, max_queued: see `ThreadedTier`. The default is one thread.
+
+    Attributes:
+        faults: may be replaced at any time.
+        inner: as given.
+    """
+
+    def __init__(
+        self,
+        faults: TierFaults | None = None,
+        inner: ThreadedTier | None = None,
+        *,
+        seed: int = 0,
+        threads: int = 1,
+        max_queued: int = 4096,
+    ) -> None:
+        super().__init__(threads=threads, max_queued=max_queued)
+        self.faults = TierFaults() if faults is None else faults
+        self.inner = MemoryTier(1 << 30) if inner is None else inner
+        self.name = f"faulty-{self.inner.name}"
+        self.capabilities = self.inner.capabilities
+        self._random = random.Random(seed)
+        self._state = threading.Condition()
+        self._torn = set[bytes]()
+        self._all_fail = False
+        self._all_hang = False
+        self._hung = 0
+        self._releases = 0
+
+    # on demand ----------------------------------------------------------------------------------------------------
+
+    @property
+    def hung(self) -> int:
+        """Calls that hang now."""
+        return self._hung
+
+    def fail_all(self) -> None:
+        """From now on every call fails, as with a medium that is gone, until `heal`."""
+        with self._state:
+            self._all_fail = True
+
+    def hang_all(self) -> None:
+        """From now on every call hangs, until `heal`."""
+        with self._state:
+            self._all_hang = True
+
+    def release_hung(self) -> None:
+        """Have the calls that hang now go on; a read then writes to its entry, and a write reads from it."""
+        with self._state:
+            self._releases += 1
+            self._state.notify_all()
+
+    def heal(self) -> None:
+        """No faults from now on: `faults` is TierFaults(), and what hangs goes on."""
+        with self._state:
+            self.faults = TierFaults()
+            self._all_fail = self._all_hang = False
+        self.release_hung()
+
+    # the methods --------------------------------------------------------------------------------------------------
+
+    def start(self, layout: bytes | None) -> None:
+        self.inner.pools, self.inner.record_bytes = self.pools, self.record_bytes
+        self.inner.start(layout)
+
+    def release(self) -> None:
+        self.inner.release()
+
+    def flush(self) -> None:
+        self._refuse_some()
+        self.inner.flush()
+
+    def num_records(self) -> int | None:
+        return self.inner.num_records()
+
+    def read_record(self, key: bytes, rows: Rows) -> Outcome:
+        failing = self._disturb()
+        wrong = self._happens(self.faults.wrong_bytes)
+        if failing:
+            self._scribble(rows)
+            return Outcome.FAILED
+        with self._state:
+            torn = key in self._torn
+            self._torn.discard(key)
+        if torn:
+            self._scribble(rows)
+            self.inner.remove_records([key])
+            self.count_corrupt()
+            return Outcome.MISSING
+        outcome = self.inner.read_record(key, rows)
+        if wrong and outcome is Outcome.DONE:
+            rows[-1][-1] ^= 1
+        return outcome
+
+    def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
+        failing = self._disturb()
+        faults = self.faults
+        decline, lose, tear = (self._happens(rate) for rate in (faults.decline, faults.lose, faults.tear))
+        if failing or decline:
+            return Outcome.FAILED if failing else Outcome.DECLINED
+        if lose and not self.inner.has_record(key):
+            return Outcome.DONE
+        new = tear and not self.inner.has_record(key)
+        if new:  # before the write: no read may see it whole
+            with self._state:
+                self._torn.add(key)
+        return self.inner.write_record(key, rows, origin)
+
+    def has_record(self, key: bytes) -> bool:
+        return self.inner.has_record(key)
+
+    def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
+        self._refuse_some()
+        with self._state:
+            self._torn.difference_update(keys)
+        return self.inner.remove_records(keys)
+
+    def remove_all(self) -> None:
+        self._refuse_some()
+        with self._state:
+            self._torn.clear()
+        self.inner.remove_all()
+
+    # faults -------------------------------------------------------------------------------------------------------
+
+    def _happens(self, rate: float) -> bool:
+        with self._state:
+            return self._random.random() < rate
+
+    def _refuse_some(self) -> None:
+        if self._disturb():
+            raise OSError(errno.EIO, "a fault of FaultyTier")
+
+    def _disturb(self) -> bool:
+        """Take long, hang, or raise, as chance has it; whether the call is to fail."""
+        faults = self.faults
+        with self._state:
+            fail, error, delay, hang, seconds = (self._random.random() for _ in range(5))
+            if self._all_hang or hang < faults.hang:
+                self._hang()
+        if delay < faults.delay:
+            time.sleep(seconds * faults.longest_delay)
+        if error < faults.error:
+            raise OSError(errno.EIO, "a fault of FaultyTier")
+        return self._all_fail or fail < faults.fail
+
+    def _hang(self) -> None:
+        """Wait until what hangs now is released; under the lock, which waiting gives back."""
+        before = self._releases
+        self._hung += 1
+        try:
+            self._state.wait_for(lambda: self._releases != before)
+        finally:
+            self._hung -= 1
+
+    def _scribble(self, rows: Rows) -> None:
+        for row in rows:
+            row[: len(row) // 2] = 0xEE

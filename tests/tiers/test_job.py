@@ -1,0 +1,156 @@
+"""TierJob: who may set an outcome when, and that whatever happens in between a job ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from kvoffload.tiers import Outcome, TierJob
+
+DONE, CANCELLED, EXPIRED = Outcome.DONE, Outcome.CANCELLED, Outcome.EXPIRED
+
+
+def test_outcomes_in_the_order_of_the_keys() -> None:
+    job = TierJob([b"a", b"b"], [3, 4])
+    assert (job.keys, job.entries, job.outcomes, job.done) == ((b"a", b"b"), (3, 4), [None, None], False)
+    for position, outcome in ((1, Outcome.MISSING), (0, DONE)):
+        assert job.begin(position)
+        assert not job.begin(position)
+        job.settle(position, outcome)
+    assert job.done
+    assert job.wait(1) == [DONE, Outcome.MISSING]
+    assert repr(job) == "TierJob(2 keys, 2 ended)"
+
+
+def test_a_job_of_no_keys_is_done() -> None:
+    job = TierJob([])
+    assert job.done
+    assert job.wait(0) == []
+
+
+def test_an_outcome_is_set_once() -> None:
+    job = TierJob([b"a"])
+    job.begin(0)
+    job.settle(0, DONE)
+    with pytest.raises(RuntimeError, match="an outcome is set once"):
+        job.settle(0, Outcome.FAILED)
+    job.cancel()
+    job.settle_waiting(EXPIRED)
+    assert job.outcomes == [DONE]
+
+
+@pytest.mark.parametrize("outcome", [None, "done", True])
+def test_only_outcomes_are_outcomes(outcome: Any) -> None:
+    job = TierJob([b"a"])
+    job.begin(0)
+    with pytest.raises(TypeError, match="must be an Outcome"):
+        job.settle(0, outcome)
+    assert job.outcomes == [None]
+    job.settle(0, DONE)
+
+
+def test_cancel_leaves_what_has_begun() -> None:
+    job = TierJob([b"a", b"b"])
+    job.begin(0)
+    job.cancel()
+    assert job.outcomes == [None, CANCELLED]
+    assert job.cancelled
+    assert not job.begin(1)
+    job.settle(0, DONE)
+    assert job.wait(1) == [DONE, CANCELLED]
+
+
+def test_what_has_not_begun_by_the_deadline_expires() -> None:
+    job = TierJob([b"a", b"b", b"c"], deadline=time.monotonic() + 3600)
+    assert job.begin(0)
+    job.deadline = time.monotonic()
+    assert not job.begin(1)
+    assert job.outcomes == [None, EXPIRED, EXPIRED]
+    late = TierJob([b"a"], deadline=time.monotonic() - 1)
+    late.cancel()
+    assert late.outcomes == [EXPIRED]
+
+
+def test_some_of_the_waiting_keys() -> None:
+    counted: list[tuple[Outcome, int]] = []
+    job = TierJob([b"a", b"b", b"c"], count=lambda outcome, keys: counted.append((outcome, keys)))
+    job.begin(1)
+    assert job.settle_waiting(Outcome.DECLINED, range(1, 3)) is job
+    assert job.outcomes == [None, None, Outcome.DECLINED]
+    job.cancel()
+    job.cancel()
+    job.settle(1, DONE)
+    assert counted == [(Outcome.DECLINED, 1), (CANCELLED, 1), (DONE, 1)]
+
+
+def test_notify_comes_after_outcomes() -> None:
+    seen: list[list[Outcome | None]] = []
+    job = TierJob([b"a", b"b", b"c"], notify=lambda: seen.append(list(job.outcomes)))
+    job.begin(0)
+    job.settle(0, DONE)
+    job.cancel()
+    job.cancel()
+    assert seen == [[DONE, None, None], [DONE, CANCELLED, CANCELLED]]
+
+
+def test_what_notify_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def notify() -> None:
+        raise ValueError("of the caller's")
+
+    job = TierJob([b"a", b"b"], notify=notify)
+    job.begin(0)
+    job.settle(0, DONE)
+    job.cancel()
+    assert job.wait(1) == [DONE, CANCELLED]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+
+
+def test_an_interrupt_while_outcomes_are_set_loses_none() -> None:
+    """Whether a job has ended is read from its outcomes; there is no counter that could be wrong for ever."""
+
+    class Interrupted(list[Any]):
+        def __setitem__(self, at: Any, value: Any) -> None:
+            super().__setitem__(at, value)
+            if at == 1 and interrupts:
+                raise interrupts.pop()
+
+    interrupts = [KeyboardInterrupt()]
+    job = TierJob([b"a", b"b", b"c"])
+    job.outcomes = Interrupted(job.outcomes)
+    with pytest.raises(KeyboardInterrupt):
+        job.cancel()
+    assert not job.done
+    job.cancel()
+    assert job.wait(1) == [CANCELLED] * 3
+
+
+def test_wait_has_a_timeout() -> None:
+    job = TierJob([b"a"])
+    with pytest.raises(TimeoutError, match="1 keys"):
+        job.wait(0.01)
+
+
+def test_one_of_many_threads_begins_a_key() -> None:
+    """And none that one has begun is cancelled."""
+    for _ in range(200):
+        job = TierJob([b"a"] * 1, notify=None)
+        begun: list[bool] = []
+        barrier = threading.Barrier(3)
+
+        def begin(job: TierJob = job, begun: list[bool] = begun, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(10)
+            begun.append(job.begin(0))
+
+        def cancel(job: TierJob = job, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(10)
+            job.cancel()
+
+        threads = [threading.Thread(target=target) for target in (begin, begin, cancel)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert sum(begun) + (job.outcomes == [CANCELLED]) == 1

@@ -1,0 +1,437 @@
+"""ThreadedTier: its threads survive everything, its queues are fair, removals are final, closing ends every job."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tier_classes import SECONDS, DictTier, GatedTier, Rows, attached
+
+from kvoffload.errors import ClosedError, LayoutError
+from kvoffload.internal.waiting import wait_until
+from kvoffload.tiers import Origin, Outcome, TierJob
+from kvoffload.tiers.queues import READS_PER_WRITE
+
+DONE, FAILED, CANCELLED = Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED
+
+
+def numbered(count: int, name: str = "k") -> list[bytes]:
+    return [b"%s%d" % (name.encode(), number) for number in range(count)]
+
+
+# threads survive ------------------------------------------------------------------------------------------------------
+
+
+class Unreliable(DictTier):
+    """Its methods return or raise what the key says."""
+
+    results: dict[bytes, Any] = {  # noqa: RUF012
+        b"none": None,
+        b"text": "done",
+        b"error": OSError("no medium"),
+        b"exit": SystemExit(),
+        b"interrupt": KeyboardInterrupt(),
+    }
+
+    def _result(self, key: bytes) -> Any:
+        result = self.results[key]
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def read_record(self, key: bytes, rows: Rows) -> Any:
+        return self._result(key) if key in self.results else super().read_record(key, rows)
+
+    def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Any:
+        return self._result(key) if key in self.results else super().write_record(key, rows, origin)
+
+    def remove_records(self, keys: Sequence[bytes]) -> Any:
+        return self._result(keys[0]) if keys[0] in self.results else super().remove_records(keys)
+
+
+@pytest.mark.parametrize("key", Unreliable.results)
+def test_a_method_that_goes_wrong_fails_its_key_alone(key: bytes) -> None:
+    tier = Unreliable(threads=1)
+    with attached(tier):
+        for call in (tier.put, tier.get):
+            assert call([key, b"a"], [0, 1]).wait(SECONDS) == [FAILED, DONE]
+        assert tier.remove([key]).wait(SECONDS) == [FAILED]
+        assert tier.remove([b"a"]).wait(SECONDS) == [DONE]
+        assert tier.statistics().failed == 3
+
+
+class FewResults(DictTier):
+    def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
+        return [True] * (len(keys) - 1)
+
+
+def test_too_few_results_fail_all_keys() -> None:
+    tier = FewResults(threads=1)
+    with attached(tier):
+        assert tier.remove([b"a", b"b", b"c"]).wait(SECONDS) == [FAILED] * 3
+        assert tier.put([b"a"], [0]).wait(SECONDS) == [DONE]
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_notify_function_that_raises_ends_no_thread(error: type[BaseException]) -> None:
+    def notify() -> None:
+        raise error
+
+    tier = DictTier(threads=1)
+    with attached(tier):
+        assert tier.put([b"a"], [0], notify=notify).wait(SECONDS) == [DONE]
+        assert tier.get([b"a"], [0], deadline=0.0, notify=notify).wait(SECONDS) == [Outcome.EXPIRED]
+        assert tier.get([b"a"], [1]).wait(SECONDS) == [DONE]
+
+
+@pytest.mark.parametrize("deadline", ["soon", float("nan"), [1]])
+def test_a_deadline_that_is_none_is_refused(deadline: Any) -> None:
+    tier = DictTier(threads=1)
+    with attached(tier):
+        with pytest.raises(LayoutError, match="deadline must be"):
+            tier.get([b"a"], [0], deadline=deadline)
+        assert tier.put([b"a"], [0]).wait(SECONDS) == [DONE]
+
+
+def test_many_failures_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    tier = Unreliable(threads=1)
+    with attached(tier):
+        for _ in range(50):
+            tier.get([b"error"], [0]).wait(SECONDS)
+    assert [record.getMessage() for record in caplog.records] == [
+        "tier dict: OSError('no medium'); its keys are misses"
+    ]
+
+
+# fairness -------------------------------------------------------------------------------------------------------------
+
+
+def begin_one(tier: GatedTier, key: bytes = b"first") -> TierJob:
+    """A write that has begun and waits for a permit."""
+    job = tier.put([key], [63])
+    wait_until(lambda: ("write", key) in tier.begun, SECONDS, "the first write")
+    return job
+
+
+def test_steady_reads_do_not_starve_writes() -> None:
+    tier = GatedTier()
+    with attached(tier):
+        begin_one(tier)
+        reads = [tier.get([key], [0]) for key in numbered(200, "free")]
+        write = tier.put([b"w"], [1])
+        tier.permit()
+        write.wait(SECONDS)
+        assert tier.begun.index(("write", b"w")) <= 1 + READS_PER_WRITE
+        for job in reads:
+            job.wait(SECONDS)
+
+
+def test_reads_come_before_writes() -> None:
+    tier = GatedTier()
+    with attached(tier):
+        begin_one(tier)
+        writes = tier.put(numbered(3, "w"), [1, 2, 3])
+        tier.get([b"r"], [0])
+        tier.permit()
+        writes.wait(SECONDS)
+        assert tier.begun[1] == ("read", b"r")
+
+
+def test_a_clear_is_not_declined_by_a_full_queue() -> None:
+    tier = GatedTier(max_queued=2)
+    with attached(tier):
+        begin_one(tier)
+        full = tier.get(numbered(4), [0, 1, 2, 3])
+        assert full.outcomes[2:] == [Outcome.DECLINED] * 2
+        clear = tier.clear()
+        tier.permit()
+        assert clear.wait(SECONDS) == [DONE]
+        assert tier.statistics().declined == 2
+
+
+def test_writes_that_are_put_after_a_clear_wait_for_it() -> None:
+    """Steady writes would starve it."""
+    tier = GatedTier(threads=3)
+    with attached(tier):
+        begin_one(tier)
+        clear = tier.clear()
+        after = tier.put([b"after"], [1])
+        tier.permit()
+        assert (clear.wait(SECONDS), after.wait(SECONDS)) == ([DONE], [DONE])
+        assert tier.begun == [("write", b"first"), ("clear", b""), ("write", b"after")]
+        assert tier.contains([b"first", b"after"]) == [False, True]
+
+
+def test_a_write_that_is_put_after_a_removal_of_its_key_comes_after_it() -> None:
+    tier = GatedTier(threads=3)
+    with attached(tier) as memory:
+        memory.fill(0, 10)
+        memory.fill(1, 11)
+        first = tier.put([b"a"], [0])
+        wait_until(lambda: len(tier.begun) == 1, SECONDS, "the first write")
+        removal, second, other = tier.remove([b"a"]), tier.put([b"a"], [1]), tier.put([b"free"], [2])
+        assert other.wait(SECONDS) == [DONE]
+        tier.permit(1)
+        assert first.wait(SECONDS) == [DONE]
+        wait_until(lambda: ("remove", b"a") in tier.begun, SECONDS, "the removal")
+        assert tier.begun[2:] == [("remove", b"a")]
+        tier.permit()
+        assert (removal.wait(SECONDS), second.wait(SECONDS)) == ([DONE], [DONE])
+        tier.get([b"a"], [2]).wait(SECONDS)
+        assert memory.version(2) == 11
+
+
+def test_a_removal_that_is_cancelled_holds_up_no_write() -> None:
+    tier = GatedTier(threads=2)
+    with attached(tier):
+        begin_one(tier)
+        clear, after = tier.clear(), tier.put([b"free"], [1])
+        clear.cancel()
+        assert after.wait(SECONDS) == [DONE]
+
+
+def test_a_removal_cancels_writes_of_its_keys_alone() -> None:
+    tier = GatedTier()
+    with attached(tier):
+        begun = begin_one(tier)
+        waiting = tier.put([b"a", b"b"], [0, 1])
+        removal = tier.remove([b"a", b"first"])
+        assert waiting.outcomes == [CANCELLED, None]
+        tier.permit()
+        assert (begun.wait(SECONDS), waiting.wait(SECONDS)) == ([DONE], [CANCELLED, DONE])
+        assert removal.wait(SECONDS) == [Outcome.MISSING, DONE]
+        assert tier.contains([b"a", b"b", b"first"]) == [False, True, False]
+
+
+def test_many_keys_are_queued_one_after_the_other() -> None:
+    """What the queue knows of keys that were written stays bounded, and right."""
+    tier = DictTier(threads=1)
+    with attached(tier, entries=1000):
+        for start in range(0, 20_000, 1000):
+            keys = [b"%d" % number for number in range(start, start + 1000)]
+            assert set(tier.put(keys, range(1000)).wait(SECONDS)) == {DONE}
+        put = tier.put([b"x"], [0])
+        tier.remove([b"x"]).wait(SECONDS)
+        assert tier.contains([b"x"]) == [False], put
+
+
+# queues and counts ----------------------------------------------------------------------------------------------------
+
+
+def test_cancelled_keys_make_room_in_a_full_queue() -> None:
+    tier = GatedTier(max_queued=4)
+    with attached(tier):
+        begin_one(tier)
+        for kind in (tier.put, tier.get):
+            waiting = kind(numbered(4), [0, 1, 2, 3])
+            assert kind([b"more"], [4]).outcomes == [Outcome.DECLINED]
+            waiting.cancel()
+            assert kind([b"more"], [4]).outcomes == [None]
+
+
+def test_every_outcome_is_counted_when_it_is_set() -> None:
+    tier = GatedTier(max_queued=4)
+    with attached(tier):
+        begin_one(tier)
+        tier.get(numbered(3), [0, 1, 2]).cancel()
+        assert tier.statistics().cancelled == 3
+        tier.put(numbered(4), [0, 1, 2, 3], deadline=0.0)
+        statistics = tier.statistics()
+        assert (statistics.queued_writes, statistics.queued_reads, statistics.in_calls) == (4, 3, 1)
+        tier.permit()
+        assert tier.drain(SECONDS)
+        assert tier.statistics().expired == 4
+        assert tier.get([b"first"], [0]).wait(SECONDS) == [DONE]
+    assert tier.statistics().cancelled == 3
+
+
+def test_a_key_that_has_ended_is_in_no_call() -> None:
+    tier = DictTier(threads=1)
+    with attached(tier):
+        seen: list[int] = []
+        for _ in range(100):
+            tier.put([b"a"], [0], notify=lambda: seen.append(tier.statistics().in_calls)).wait(SECONDS)
+        assert tier.drain(SECONDS)
+    assert seen == [0] * 100
+
+
+def test_drain_waits_for_what_was_put_before_alone() -> None:
+    """Although each write that ends is followed by another one."""
+    tier = DictTier(threads=2)
+    stop = threading.Event()
+    with attached(tier):
+
+        def put_more(number: int = 0) -> None:
+            if not stop.is_set():
+                tier.put([b"%d" % number], [0], notify=lambda: put_more(number + 1))
+
+        put_more()
+        assert tier.drain(SECONDS) is True
+        stop.set()
+
+
+def test_drain_has_a_timeout() -> None:
+    tier = GatedTier()
+    with attached(tier):
+        begin_one(tier)
+        assert tier.drain(0.01) is False
+        tier.permit()
+        assert tier.drain(SECONDS) is True
+
+
+# the life of a tier ---------------------------------------------------------------------------------------------------
+
+
+def test_close_with_a_call_that_hangs() -> None:
+    """It says so; what waits is cancelled at once; and once the call has returned, all is closed."""
+    tier = GatedTier()
+    with attached(tier) as memory:
+        memory.fill(63, 5)
+        hung = begin_one(tier)
+        waiting = [tier.put([b"a"], [0]), tier.get([b"b"], [1]), tier.remove([b"c"]), tier.clear(), tier.exists([b"d"])]
+        assert tier.close(0.01) is False
+        assert [job.wait(SECONDS) for job in waiting] == [[CANCELLED]] * 5
+        assert (hung.outcomes, tier.released) == ([None], 0)
+        tier.permit()
+        assert hung.wait(SECONDS) == [DONE]
+        assert tier.close(SECONDS) is True
+        assert tier.released == 1
+    assert tier.close() is True
+    assert tier.released == 1
+    assert tier.statistics().cancelled == 5
+
+
+def test_close_ends_all_jobs_although_notify_raises() -> None:
+    def notify() -> None:
+        raise ValueError("of the caller's")
+
+    tier = GatedTier()
+    with attached(tier):
+        begin_one(tier)
+        jobs = [tier.get([key], [0], notify=notify) for key in numbered(5)]
+        tier.close(0.0)
+        assert [job.outcomes for job in jobs] == [[CANCELLED]] * 5
+
+
+def test_a_thread_of_the_tier_may_close_it() -> None:
+    closed: list[bool] = []
+    tier = DictTier(threads=1)
+    with attached(tier):
+        tier.put([b"a"], [0], notify=lambda: closed.append(tier.close(0.0)))
+        wait_until(lambda: bool(closed), SECONDS, "close")
+        assert closed == [False]
+        assert tier.close(SECONDS) is True
+
+
+def test_after_close_no_method_is_called() -> None:
+    tier = DictTier()
+    with attached(tier):
+        tier.put([b"a"], [0]).wait(SECONDS)
+        assert tier.contains([b"a"]) == [True]
+    assert tier.contains([b"a"]) == [False]
+
+
+def test_contains_raises_nothing() -> None:
+    class Raises(DictTier):
+        def has_record(self, key: bytes) -> bool:
+            raise OSError(key)
+
+    tier = Raises()
+    with attached(tier):
+        assert tier.contains([b"a"]) == [False]
+        assert tier.exists([b"a"]).wait(SECONDS) == [FAILED]
+
+
+def test_a_pool_may_be_given_again_if_start_has_failed() -> None:
+    class Refuses(DictTier):
+        refuse = True
+
+        def start(self, layout: bytes | None) -> None:
+            if self.refuse:
+                raise LayoutError("another layout")
+            super().start(layout)
+
+    tier = Refuses()
+    with pytest.raises(LayoutError, match="another layout"), attached(tier):
+        pass
+    with pytest.raises(ClosedError, match="has no pool yet"):
+        tier.put([b"a"], [0])
+    tier.refuse = False
+    with attached(tier):
+        assert tier.put([b"a"], [0]).wait(SECONDS) == [DONE]
+    assert tier.released == 1
+
+
+def test_too_few_threads_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    tier = DictTier(threads=4)
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(RuntimeError, match="can't start"), attached(tier):
+        pass
+    assert tier.released == 1
+    assert not any(thread.is_alive() for thread in started)
+    with pytest.raises(ClosedError, match="is closed"):
+        tier.put([b"a"], [0])
+
+
+def test_a_tier_that_is_closed_while_it_starts_is_released() -> None:
+    class Closed(DictTier):
+        def start(self, layout: bytes | None) -> None:
+            super().start(layout)
+            assert self.close(SECONDS) is True
+            assert self.released == 0
+
+    tier = Closed()
+    with pytest.raises(ClosedError, match="was closed"), attached(tier):
+        pass
+    assert tier.released == 1
+
+
+def test_an_interrupt_of_put_leaves_nothing_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller has no job to cancel."""
+    settle_waiting = TierJob.settle_waiting
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(job: TierJob, *arguments: Any) -> TierJob:
+        if interrupts:
+            raise interrupts.pop()
+        return settle_waiting(job, *arguments)
+
+    tier = GatedTier(max_queued=2)
+    with attached(tier):
+        begin_one(tier)
+        monkeypatch.setattr(TierJob, "settle_waiting", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tier.put(numbered(3), [0, 1, 2])
+        tier.permit()
+        assert tier.drain(SECONDS)
+        assert tier.begun == [("write", b"first")]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_is_refused() -> None:
+    tier = DictTier()
+    with attached(tier):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                tier.put([b"a"], [0])
+            except ClosedError as error:
+                status = 0 if "forked" in str(error) and tier.close() and tier.released == 0 else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert tier.put([b"a"], [0]).wait(SECONDS) == [DONE]
