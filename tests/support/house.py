@@ -34,6 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tiering",),
     ("cache",),
     ("tiers",),
+    ("tiers",),
     ("jax", "observability", "testing"),
     ("__init__",),
     ("calibration", "terminal"),
