@@ -178,7 +178,8 @@ def _allocate(file: OpenFile, nbytes: int) -> None:
         if error.errno not in _NO_SPACE:
             raise
         raise CapacityError(
-            f"{file.path} needs {nbytes} bytes, which cannot be allocated ({error.strerror}); lower nbytes or free space"
+            f"{file.path} needs {nbytes} bytes, which cannot be allocated ({error.strerror}); lower nbytes, or free "
+            "space"
         ) from None
     if file.nbytes > nbytes:
         file.operations.ftruncate(file.descriptor, nbytes)

@@ -34,7 +34,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tiering",),
     ("cache",),
     ("tiers",),
-    ("tiers",),
     ("jax", "observability", "testing"),
     ("__init__",),
     ("calibration", "terminal"),
