@@ -14,9 +14,7 @@ from kvoffload.cache.state import CacheState
 from kvoffload.errors import LayoutError
 from kvoffload.internal.types import Int64Array
 
-_MOST_INSERTS = (
-    4096  # of one pool's policy: many small requests are inserted together, which takes less time
-)
+_MOST_INSERTS = 4096  # of one pool's policy: many small requests are inserted together, which takes less time
 
 
 def restore(
@@ -80,10 +78,14 @@ def _insert(pool: Pool, keys: list[bytes], requests: Int64Array, mine: Int64Arra
     if not len(mine):
         return
     begins = np.r_[0, np.flatnonzero(np.diff(requests[mine])) + 1]  # of each request, among `mine`
+    lengths = np.diff(np.r_[begins, len(mine)])
     step = -(-len(begins) // _MOST_INSERTS)
     if step > 1:
-        request = np.repeat(np.arange(len(begins)), np.diff(np.r_[begins, len(mine)]))
-        mine = mine[np.lexsort((-request, request // step))]  # stable: a request's keys stay in order
+        number = np.arange(len(begins))
+        first = number // step * step
+        order = np.minimum(first + step, len(begins)) - 1 - (number - first)  # backwards, `step` at a time
+        ends = np.cumsum(lengths[order])
+        mine = mine[np.repeat(begins[order] - ends + lengths[order], lengths[order]) + np.arange(len(mine))]
         begins = begins[::step]
     ordered = [keys[place] for place in mine.tolist()]
     pool.stale = True

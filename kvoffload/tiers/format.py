@@ -12,14 +12,15 @@ another slot, file or set, or written by another format, is not valid. Its paylo
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.internal.types import Int64Array
+from kvoffload.internal.types import Int64Array, UInt8Array, UInt64Array
 from kvoffload.tiers.checksums import DIGEST_BYTES, Checksum
 from kvoffload.tiers.files import PAGE
 
@@ -159,48 +160,76 @@ def pack_header(
     return checksum.of_bytes(body) + body
 
 
-class Records(NamedTuple):
-    """Valid headers, by column: `keys` and n rows of the others.
+class Headers(NamedTuple):
+    """Valid headers, by column, n rows each.
 
     Attributes:
+        keys, key_bytes: uint8, (n, most bytes of a key), padded with zeros; and the length of each.
         slots: int64, numbers in the member.
         digests, tenants: of payload and tenant, 16 bytes each.
         sequences, positions: which put call wrote a record, and where its key stood in that call.
     """
 
-    keys: list[bytes]
+    keys: UInt8Array
+    key_bytes: UInt8Array
     slots: Int64Array
     digests: Pairs
     tenants: Pairs
-    sequences: npt.NDArray[np.uint64]
+    sequences: UInt64Array
     positions: npt.NDArray[np.uint32]
 
+    def key_list(self) -> list[bytes]:
+        """The keys as objects."""
+        lengths = np.unique(self.key_bytes).tolist()
+        if len(lengths) == 1:
+            return _objects(self.keys[:, : lengths[0]])
+        keys: list[bytes] = [b""] * len(self.keys)
+        for length in lengths:
+            places = np.flatnonzero(self.key_bytes == length)
+            for place, key in zip(places.tolist(), _objects(self.keys[places, :length]), strict=True):
+                keys[place] = key
+        return keys
 
-def parse_headers(data: memoryview, superblock: Superblock, first_slot: int, checksum: Checksum) -> Records:
+    def take(self, places: Int64Array) -> Headers:
+        """These rows, in this order."""
+        columns: list[Any] = [column[places] for column in self]
+        return Headers(*columns)
+
+
+def parse_headers(data: memoryview, superblock: Superblock, first_slot: int, checksum: Checksum) -> Headers:
     """The valid ones of consecutive headers, the first of which is that of slot `first_slot` of the member."""
     table = np.frombuffer(data, dtype=HEADER_DTYPE)
+    slots = np.arange(first_slot, first_slot + len(table), dtype=np.uint64)
     member = as_pairs(superblock.member_digest())[0]
-    places = np.arange(first_slot, first_slot + len(table), dtype=np.uint64)
     plausible = (table["member"] == member).all(axis=1)
     plausible &= table["epoch"] == np.uint64(superblock.epoch)
-    plausible &= table["slot"] == places
+    plausible &= table["slot"] == slots
     plausible &= table["nbytes"] == superblock.slot_bytes
     plausible &= (table["algorithm"] == checksum.algorithm) & (table["codec"] == NO_CODEC)
     plausible &= (table["key_bytes"] > 0) & (table["key_bytes"] <= MOST_KEY_BYTES)
-    found = table if plausible.all() else table[plausible]
-    places = places if plausible.all() else places[plausible]
-    sums = b"".join(map(checksum.of_bytes, found["body"].tolist()))
-    valid = (as_pairs(sums) == as_pairs(found["checksum"].tobytes())).all(axis=1)
+    if not plausible.all():
+        table, slots = table[plausible], slots[plausible]
+    sums = b"".join(map(checksum.of_bytes, table["body"].tolist()))
+    valid = (as_pairs(sums) == as_pairs(table["checksum"].tobytes())).all(axis=1)
     if not valid.all():
-        found, places = found[valid], places[valid]
-    return Records(
-        _keys(found),
-        places.astype(np.int64),
-        found["digest"].copy(),
-        found["tenant"].copy(),
-        found["sequence"].copy(),
-        found["position"].copy(),
+        table, slots = table[valid], slots[valid]
+    return Headers(
+        table["key"][:, : table["key_bytes"].max(initial=0)].copy(),
+        table["key_bytes"].copy(),
+        slots.astype(np.int64),
+        table["digest"].copy(),
+        table["tenant"].copy(),
+        table["sequence"].copy(),
+        table["position"].copy(),
     )
+
+
+def join_headers(segments: Sequence[Headers]) -> Headers:
+    """All of their rows, in this order."""
+    width = max((segment.keys.shape[1] for segment in segments), default=0)
+    keys = [np.pad(each.keys, ((0, 0), (0, width - each.keys.shape[1]))) for each in segments]
+    columns = [np.concatenate(column) for column in zip(*(segment[1:] for segment in segments), strict=True)]
+    return Headers(np.concatenate(keys), *columns)
 
 
 def as_pairs(digests: bytes) -> Pairs:
@@ -208,13 +237,7 @@ def as_pairs(digests: bytes) -> Pairs:
     return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
 
 
-def _keys(table: npt.NDArray[np.void]) -> list[bytes]:
-    keys: list[bytes] = [b""] * len(table)
-    for length in np.unique(table["key_bytes"]).tolist():
-        places = np.flatnonzero(table["key_bytes"] == length)
-        mine = np.ascontiguousarray(table["key"][places, :length]).view(f"V{length}").ravel().tolist()
-        if len(mine) == len(keys):
-            return mine
-        for place, key in zip(places.tolist(), mine, strict=True):
-            keys[place] = key
-    return keys
+def _objects(keys: UInt8Array) -> list[bytes]:
+    """Each row as an object."""
+    rows: list[bytes] = np.ascontiguousarray(keys).view(f"V{keys.shape[1]}").ravel().tolist()
+    return rows

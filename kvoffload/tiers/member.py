@@ -38,8 +38,8 @@ from kvoffload.tiers.format import (
     SUPERBLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
     TABLE_OFFSET,
+    Headers,
     Pairs,
-    Records,
     Superblock,
     as_pairs,
     pack_header,
@@ -85,20 +85,22 @@ class Member:
         self._uncertain: set[int] = set()
         self._syncing = threading.Lock()  # held during a sync; taken before `_headers`
 
-    def load(self) -> list[Records]:
-        """Read the header table: the valid headers, in segments. Fills `hashes` and `digests`."""
-        segments: list[Records] = []
-        buffer = memoryview(bytearray(_HEADERS_AT_ONCE * HEADER_BYTES))
+    def load(self) -> list[Headers]:
+        """Read the header table: the valid headers, in segments. `adopt` follows for those that are records."""
+        segments: list[Headers] = []
+        buffer = memoryview(bytearray(min(_HEADERS_AT_ONCE, self.superblock.slots) * HEADER_BYTES))
         for first in range(0, self.superblock.slots, _HEADERS_AT_ONCE):
             count = min(_HEADERS_AT_ONCE, self.superblock.slots - first)
             data = buffer[: count * HEADER_BYTES]
             if not self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
                 break  # a truncated file: those headers are gone
-            segment = parse_headers(data, self.superblock, first, self.checksum)
-            self.hashes[segment.slots] = np.fromiter(map(hash_of, segment.keys), np.int64, len(segment.keys))
-            self.digests[segment.slots] = segment.digests
-            segments.append(segment)
+            segments.append(parse_headers(data, self.superblock, first, self.checksum))
         return segments
+
+    def adopt(self, slots: Int64Array, hashes: Int64Array, digests: Pairs) -> None:
+        """The file has valid headers in these slots, whatever an index makes of them."""
+        self.hashes[slots] = hashes
+        self.digests[slots] = digests
 
     # payloads -----------------------------------------------------------------------------------------------------
 
@@ -261,10 +263,10 @@ class Member:
         data = bytearray(HEADER_BYTES)
         if not self.file.read([memoryview(data)], TABLE_OFFSET + slot * HEADER_BYTES):
             return None
-        records = parse_headers(memoryview(data), current, slot, self.checksum)
-        if not records.keys:
+        headers = parse_headers(memoryview(data), current, slot, self.checksum)
+        if not len(headers.slots):
             return None
-        return Peek(bytes(data), current.epoch, records.keys[0], records.digests[0].tobytes())
+        return Peek(bytes(data), current.epoch, headers.key_list()[0], headers.digests[0].tobytes())
 
 
 def hash_of(key: bytes) -> int:

@@ -12,25 +12,44 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.teardown import run_all
+from kvoffload.internal.types import Int64Array, UInt64Array
 from kvoffload.tiers.checksums import DIGEST_BYTES, make_checksum
 from kvoffload.tiers.files import PAGE, SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import (
     HEADER_BYTES,
     MOST_KEY_BYTES,
     TABLE_OFFSET,
-    Records,
+    Pairs,
     Superblock,
     identity_fields,
+    join_headers,
     tenant_digest,
 )
-from kvoffload.tiers.member import Member
+from kvoffload.tiers.member import Member, hash_of
 from kvoffload.tiers.sets import open_set
+
+
+class Records(NamedTuple):
+    """What is in a set when it is opened, by column.
+
+    Attributes:
+        keys: in the order in which they were put.
+        slots: of each key, int64, (keys,).
+        tenants: their digests, (keys, 2).
+        sequences: the number of each key's put call, which rises.
+    """
+
+    keys: list[bytes]
+    slots: Int64Array
+    tenants: Pairs
+    sequences: UInt64Array
 
 
 class SlotFiles:
@@ -121,7 +140,7 @@ class SlotFiles:
     # records ------------------------------------------------------------------------------------------------------
 
     def load(self) -> Records:
-        """All records, each key once, in the order in which they were written; slots are numbers in the set.
+        """All records, each key once, in the order in which they were written. Called once, before other calls.
 
         Their payloads are not read: one that was lost in a crash is found by `read`.
         """
@@ -131,7 +150,20 @@ class SlotFiles:
             for place, member in enumerate(self._members)
             for segment in member.load()
         ]
-        return _in_order(segments)
+        if not segments:
+            return Records([], np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(0, np.uint64))
+        found = join_headers(segments)
+        segments.clear()
+        found = found.take(np.lexsort((found.positions, found.sequences)))
+        keys = found.key_list()  # objects in the order of requests: later passes over them are faster
+        hashes = np.fromiter(map(hash_of, keys), np.int64, len(keys))
+        for place, member in enumerate(self._members):
+            mine = found.slots % count == place
+            member.adopt(found.slots[mine] // count, hashes[mine], found.digests[mine])
+        if len(np.unique(hashes)) < len(hashes):
+            latest = np.sort(np.fromiter({key: place for place, key in enumerate(keys)}.values(), np.int64))
+            found, keys = found.take(latest), [keys[place] for place in latest.tolist()]
+        return Records(keys, found.slots, found.tenants, found.sequences)
 
     def write(
         self,
@@ -265,22 +297,3 @@ def _slots_of(nbytes: int, members: int, slot_bytes: int) -> int:
     if slots <= 0:
         raise CapacityError(f"nbytes={nbytes} has no room for a slot of {slot_bytes} bytes in each of {members} files")
     return slots
-
-
-def _in_order(segments: list[Records]) -> Records:
-    """Records of all members by sequence and position; of those with one key the last."""
-    keys = [key for segment in segments for key in segment.keys]
-    columns = [np.concatenate(column) for column in zip(*(segment[1:] for segment in segments), strict=True)]
-    if not keys:
-        empty = np.zeros((0, 2), dtype=np.uint64)
-        numbers = np.zeros(0, dtype=np.uint64)
-        return Records([], numbers.astype(np.int64), empty, empty, numbers, numbers.astype(np.uint32))
-    order = np.lexsort((columns[4], columns[3]))
-    keys = [keys[place] for place in order.tolist()]
-    last = {key: place for place, key in enumerate(keys)}
-    if len(last) < len(keys):
-        kept = np.fromiter(sorted(last.values()), np.int64, len(last))
-        keys = [keys[place] for place in kept.tolist()]
-        order = order[kept]
-    slots, digests, tenants, sequences, positions = (column[order] for column in columns)
-    return Records(keys, slots, digests, tenants, sequences, positions)
