@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvoffload.tiers.files import PAGE, FileOperations, OpenFile
-from kvoffload.tiers.format import MAGIC, SUPERBLOCK_OFFSETS, Superblock
+from kvoffload.tiers.format import MAGIC, SUPERBLOCK_BYTES, SUPERBLOCK_OFFSETS, VERSION, Superblock
 from kvoffload.tiers.member import read_superblocks, write_superblocks
 
 
@@ -136,11 +136,11 @@ def _state_of(file: OpenFile, *, heal: bool) -> tuple[State, Superblock | None]:
     starts = [_beginning(file, offset) for offset in SUPERBLOCK_OFFSETS]
     if not any(map(any, starts)):
         return State.BLANK, None
-    known = [start for start in starts if start.startswith(MAGIC)]
+    known = [start for start in starts if start and MAGIC.startswith(start[: len(MAGIC)])]  # a file may be cut off
     if not known:
         return State.FOREIGN, None
-    versions = {int.from_bytes(start[8:12], "little") for start in known}
-    return (State.DAMAGED if 1 in versions else State.OTHER_VERSION), None
+    versions = {int.from_bytes(start[8:12], "little") for start in known if len(start) >= SUPERBLOCK_BYTES}
+    return (State.OTHER_VERSION if versions - {VERSION} else State.DAMAGED), None
 
 
 def _beginning(file: OpenFile, offset: int) -> bytes:
