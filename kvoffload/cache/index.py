@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from kvoffload.cache import repair
+from kvoffload.cache import repair, restoring
 from kvoffload.cache.admission import ReuseFilter, Tenant
 from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, Status, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
@@ -25,6 +25,7 @@ from kvoffload.cache.reservations import Lease, Reservation, check_open
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRecorder
 from kvoffload.internal.checks import at_least
+from kvoffload.internal.types import Int64Array
 
 _MOST_KEYS = 1 << 32
 
@@ -254,6 +255,30 @@ class CacheIndex:
                 state.working = False
         if state.recorder.unreported:
             state.recorder.notify()
+
+    @_entry
+    def restore(
+        self,
+        keys: Sequence[bytes],
+        entries: Int64Array,
+        requests: Int64Array,
+        tenants: Sequence[str] | None = None,
+    ) -> int:
+        """Fill an index that has held no key yet: each key is ready, at the entry given. For owners, after a restart.
+
+        Args:
+            keys: those of the oldest request first, and within a request in its order.
+            entries: int64, (keys,): different numbers below `capacity`.
+            requests: int64, (keys,): the same number for keys of one request.
+            tenants: whose keys they are; a name that is none of this index's stands for "".
+
+        Returns:
+            How many keys there are now: of those of a tenant beyond its quota, the oldest are left out.
+
+        Raises:
+            LayoutError, ValueError: an argument, or the index holds something; nothing has changed.
+        """
+        return restoring.restore(self._state, check_keys(keys), entries, requests, tenants)
 
     # reading ------------------------------------------------------------------------------------------------------
 

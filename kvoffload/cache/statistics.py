@@ -188,6 +188,10 @@ class StatisticsRecorder:
         self._stored_at[entries] = time.monotonic()
         self.note(kind, keys, tenant)
 
+    def note_restored(self, entries: Int64Array) -> None:
+        """These entries hold keys of an earlier process: their residency counts from now on."""
+        self._stored_at[entries] = time.monotonic()
+
     def note_evicted(self, keys: Sequence[bytes], entries: list[int]) -> None:
         self._residency.add(time.monotonic() - self._stored_at[entries])
         self.note("evicted", keys)

@@ -1,4 +1,14 @@
-"""Tiers below the pinned pool: where records go that it has no room for. See `Tier` for what every one promises."""
+"""Tiers below the pinned pool: where records go that it has no room for. See `Tier` for what every one promises.
+
+ThreadedTier, MemoryTier    tiers over methods that block; records in host memory     threaded.py, memory.py
+DiskIndex                   the records of a disk: policies, tenants, restart         disk_index.py
+SlotFiles                   the files of a set as an array of verified slots          slot_files.py
+open_set                    whether files are a set; creating one                     sets.py, opening.py
+Member                      one file: superblock, headers, what is durable            member.py
+format                      superblocks and headers, byte by byte                     format.py
+Checksum                    xxh3_128, or keyed blake2b                                checksums.py
+FileOperations              the system calls, behind which tests put failures         files.py
+"""
 
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.memory import MemoryTier

@@ -32,6 +32,7 @@ LAZY_ONLY = {
     "nvtx",
     "platformdirs",
     "prometheus_client",
+    "xxhash",
 }
 NEVER = {"torch", "ctypes", "cffi"}
 FILE_LINES, FUNCTION_LINES = 400, 50

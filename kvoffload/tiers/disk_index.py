@@ -1,0 +1,251 @@
+"""DiskIndex: which records a disk holds, with the policies, tenants and quotas of a cache, and what a restart finds.
+
+An entry of the `CacheIndex` is a slot of the files. The header table is the index between two processes: it is read
+when a set is opened, and each record's place in the order of requests is in its header.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from kvoffload.cache.admission import Tenant
+from kvoffload.cache.entries import Status
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.reservations import Reservation
+from kvoffload.cache.statistics import CacheEvent, CacheStatistics
+from kvoffload.errors import CapabilityError, MissingKeyError
+from kvoffload.tiers.files import Buffer
+from kvoffload.tiers.format import Pairs, as_pairs, tenant_digest
+from kvoffload.tiers.slot_files import SlotFiles
+
+
+class DiskPut:
+    """Slots for the new keys of one put call; from `DiskIndex.reserve`, until `DiskIndex.finish`.
+
+    Attributes:
+        slots: of each key that is to be written. Keys that were present or declined have none.
+        present, declined: as in `Reservation`.
+        written: keys whose records have been written.
+    """
+
+    def __init__(self, reservation: Reservation, sequence: int) -> None:
+        self.reservation = reservation
+        self.slots = dict(zip(reservation.keys, reservation.indices, strict=True))
+        self.present = reservation.present
+        self.declined = reservation.declined
+        self.written: set[bytes] = set()
+        self.sequence = sequence
+        self._positions = dict(zip(reservation.keys, reservation.positions, strict=True))
+
+    def position_of(self, key: bytes) -> int:
+        """Where a key stood in the put call."""
+        return self._positions[key]
+
+
+class DiskIndex:
+    """The records of a `SlotFiles`. Usable from any thread; owns the files.
+
+    Args:
+        files: just opened.
+        policy, tenants, store_after, on_event: see `CacheIndex`.
+
+    Attributes:
+        index: the bookkeeping; an entry is a slot.
+        num_restored: records that were found when the files were opened.
+
+    Raises:
+        OSError: the header table cannot be read.
+        ValueError, TypeError: bad arguments. The files stay open in these cases.
+    """
+
+    def __init__(
+        self,
+        files: SlotFiles,
+        *,
+        policy: PolicyChoice = DEFAULT_POLICY,
+        tenants: Mapping[str, Tenant] | None = None,
+        store_after: int = 0,
+        on_event: Callable[[CacheEvent], None] | None = None,
+    ) -> None:
+        self.files = files
+        self.index = CacheIndex(
+            max(1, files.num_slots), policy=policy, tenants=tenants, store_after=store_after, on_event=on_event
+        )
+        self._lock = threading.RLock()  # what `remove` and `clear` say of the keys of open puts, with the index
+        self._writing: dict[bytes, DiskPut] = {}  # keys that a put has reserved and `finish` has not seen
+        records = files.load()
+        self._next_sequence = int(records.sequences[-1]) + 1 if records.keys else 0
+        self.num_restored = self.index.restore(
+            records.keys,
+            records.slots,
+            records.sequences.astype(np.int64),
+            _names(records.tenants, {} if tenants is None else tenants),
+        )
+
+    # asking -------------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each key has a record, as far as known without the disk."""
+        return [
+            state is Status.HIT or (state is Status.PENDING and self._slot_written(key) is not None)
+            for key, state in zip(keys, self.index.status(keys), strict=True)
+        ]
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Record that a request has read these keys: see `CacheIndex.touch`."""
+        self.index.touch(keys)
+
+    def statistics(self) -> CacheStatistics:
+        return self.index.statistics()
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    # writing ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, keys: Sequence[bytes], tenant: str = "") -> DiskPut:
+        """Reserve slots for those keys of a put call that are not there yet; what they displace is evicted.
+
+        Raises:
+            LayoutError, ValueError: keys or tenant.
+            CapabilityError: the files are open for reading only.
+        """
+        if self.files.read_only:
+            raise CapabilityError(f"{self.files!r} is open for reading only; put records by the process that writes it")
+        for key in keys:
+            self.files.check_key(key)
+        with self._lock:
+            reservation = self.index.reserve(keys, tenant)
+            put = DiskPut(reservation, self._next_sequence)
+            self._next_sequence += 1
+            self._writing.update(dict.fromkeys(put.slots, put))
+        return put
+
+    def write(self, put: DiskPut, key: bytes, views: Sequence[Buffer]) -> bool:
+        """Write the record of one of `put.slots`, which can be read from now on. Threads may write different keys.
+
+        Args:
+            views: see `SlotFiles.write`.
+
+        Returns:
+            False if the key was removed meanwhile.
+
+        Raises:
+            OSError: the key has no record.
+        """
+        written = self.files.write(
+            put.slots[key],
+            key,
+            put.reservation.tenant,
+            views,
+            put.sequence,
+            put.position_of(key),
+            wanted=lambda: self._writing.get(key) is put,
+        )
+        if written:
+            put.written.add(key)
+        return written
+
+    def finish(self, put: DiskPut) -> None:
+        """Every `write` of this put has returned, or will not be called: keys without a record are missing again.
+
+        A write that has not returned would change a slot that has another key by now.
+        """
+        with self._lock:
+            mine = [key for key in put.slots if self._writing.get(key) is put]
+            for key in mine:
+                del self._writing[key]
+            if put.written:
+                self.index.remove([key for key in mine if key not in put.written])
+                put.reservation.commit()
+            else:
+                put.reservation.abort()
+
+    # reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, key: bytes, views: Sequence[Buffer]) -> bool:
+        """Read a record, and verify it. One that cannot be read or verified is removed.
+
+        Returns:
+            False for a miss; `views` then hold any bytes.
+
+        Raises:
+            OSError: a system call failed; the key is missing from now on.
+        """
+        try:
+            lease = self.index.acquire([key])
+        except MissingKeyError:
+            slot = self._slot_written(key)  # of a put that is not finished; if it is overwritten, the digest says so
+            return slot is not None and self.files.read(slot, key, views)
+        with lease:
+            slot, good = lease.indices[0], False
+            try:
+                good = self.files.read(slot, key, views)
+            finally:
+                if not good:
+                    self._drop(key, slot)
+        return good
+
+    def _drop(self, key: bytes, slot: int) -> None:
+        """Forget a record that is none; the slot is leased, so no other key has it yet."""
+        self.index.remove([key])
+        if not self.files.read_only:
+            self.files.erase([slot])
+
+    # removing -----------------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[bytes]) -> list[bool]:
+        """Remove records, durably; of each key whether it was known. A put of these keys goes on without them.
+
+        Raises:
+            OSError: they are misses now, and after a crash some may come back; call it again.
+        """
+        with self._lock:
+            found = [state is not Status.MISS for state in self.index.status(keys)]
+            self.index.remove(keys)
+            for key in keys:
+                self._writing.pop(key, None)
+        self.files.remove(keys)
+        return found
+
+    def clear(self) -> None:
+        """Remove all records, durably.
+
+        Raises:
+            OSError: as `remove`.
+        """
+        with self._lock:
+            self.index.clear()
+            self._writing.clear()
+        self.files.clear()
+
+    def sync(self) -> None:
+        """What has been written is durable when it returns; OSError if it may not be."""
+        self.files.sync()
+
+    def close(self) -> None:
+        """Sync and close the files. No other call may be running. Idempotent."""
+        self.files.close()
+
+    def __repr__(self) -> str:
+        return f"DiskIndex({self.index.describe()}; {self.files!r})"
+
+    def _slot_written(self, key: bytes) -> int | None:
+        put = self._writing.get(key)
+        return None if put is None or key not in put.written else put.slots.get(key)
+
+
+def _names(digests: Pairs, tenants: Mapping[str, Tenant]) -> list[str] | None:
+    """The tenant of each record; "" for those that there are none of any more. None: all of ""."""
+    known = {name: as_pairs(tenant_digest(name))[0] for name in tenants if name}
+    found = {name: (digests == digest).all(axis=1) for name, digest in known.items()}
+    if not any(mask.any() for mask in found.values()):
+        return None
+    names = np.full(len(digests), "", dtype=object)
+    for name, mask in found.items():
+        names[mask] = name
+    return list(names)

@@ -1,0 +1,200 @@
+"""The system calls of the disk tier, and reads and writes of whole records by them.
+
+All offsets and sizes are in bytes. Python retries a call that a signal has interrupted (EINTR).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+Buffer: TypeAlias = memoryview  # of bytes, one-dimensional and contiguous: `row.data` of a numpy row
+Transfer: TypeAlias = Callable[[int, Sequence[Buffer], int], int]  # preadv or pwritev
+
+PAGE = 4096  # the unit of direct I/O: sizes, offsets and addresses are multiples of it
+_MOST_RANGES = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one call of preadv or pwritev; 1024 on Linux
+
+
+class FileOperations:
+    """The calls of `os`, one method each, so that a test can record them or have them fail. OSError where they fail."""
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        return os.open(path, flags, mode)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def preadv(self, file: int, views: Sequence[Buffer], offset: int) -> int:
+        return os.preadv(file, views, offset)
+
+    def pwritev(self, file: int, views: Sequence[Buffer], offset: int) -> int:
+        return os.pwritev(file, views, offset)
+
+    def fdatasync(self, file: int) -> None:
+        os.fdatasync(file)
+
+    def fsync(self, file: int) -> None:
+        os.fsync(file)
+
+    def fallocate(self, file: int, nbytes: int) -> None:
+        os.posix_fallocate(file, 0, nbytes)
+
+    def ftruncate(self, file: int, nbytes: int) -> None:
+        os.ftruncate(file, nbytes)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def fstat(self, file: int) -> os.stat_result:
+        return os.fstat(file)
+
+    def flock(self, file: int, operation: int) -> None:
+        fcntl.flock(file, operation)
+
+
+SYSTEM = FileOperations()
+
+
+class OpenFile:
+    """One file, opened for direct I/O where that works, and for buffered I/O.
+
+    Headers and superblocks go through the page cache, payloads around it: they never share a page. Usable from any
+    thread.
+
+    Attributes:
+        direct: whether payloads are read and written around the page cache.
+    """
+
+    def __init__(self, path: str, operations: FileOperations, flags: int) -> None:
+        """Open `path`; `flags` as of `os.open`."""
+        self.path = path
+        self.operations = operations
+        self._writes = flags & os.O_ACCMODE != os.O_RDONLY
+        self._buffered = operations.open(path, flags | os.O_CLOEXEC)
+        self._direct: int | None = None
+
+    @property
+    def direct(self) -> bool:
+        return self._direct is not None
+
+    @property
+    def descriptor(self) -> int:
+        return self._buffered
+
+    @property
+    def nbytes(self) -> int:
+        return self.operations.fstat(self._buffered).st_size
+
+    def try_direct(self, offset: int) -> None:
+        """Use direct I/O for payloads if a page at `offset` can be read, and written back, around the page cache.
+
+        File systems differ (tmpfs, overlays), so it is tried, on this file. Call it while no other thread writes there.
+        """
+        access = os.O_RDWR if self._writes else os.O_RDONLY
+        try:
+            file = self.operations.open(self.path, access | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return
+        try:
+            same = os.path.samestat(self.operations.fstat(file), self.operations.fstat(self._buffered))
+            if same and self._page_can_be_copied(file, offset):
+                self._direct, file = file, -1
+        finally:
+            if file >= 0:
+                self.operations.close(file)
+
+    def _page_can_be_copied(self, file: int, offset: int) -> bool:
+        with mmap.mmap(-1, PAGE) as page, memoryview(page) as view:
+            try:
+                read = self.operations.preadv(file, [view], offset)
+                return read == PAGE and (not self._writes or self.operations.pwritev(file, [view], offset) == PAGE)
+            except OSError:
+                return False
+
+    def read(self, views: Sequence[Buffer], offset: int) -> bool:
+        """Fill `views` with the bytes from `offset` on, through the page cache; False where the file ends before."""
+        return self._transfer(self.operations.preadv, self._buffered, views, offset)
+
+    def write(self, views: Sequence[Buffer], offset: int) -> None:
+        """Write all bytes of `views` at `offset`, through the page cache. Not durable before `sync`."""
+        self._write(self._buffered, views, offset)
+
+    def read_payload(self, views: Sequence[Buffer], offset: int) -> bool:
+        """The same as `read`, around the page cache where that works and the addresses allow it."""
+        if self._direct is not None:
+            try:
+                return self._transfer(self.operations.preadv, self._direct, views, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        return self.read(views, offset)
+
+    def write_payload(self, views: Sequence[Buffer], offset: int) -> None:
+        """The same as `write`, around the page cache where that works and the addresses allow it."""
+        if self._direct is not None:
+            try:
+                self._write(self._direct, views, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            else:
+                return
+        self.write(views, offset)
+
+    def sync(self) -> None:
+        """What has been written before this call is durable when it returns.
+
+        Raises:
+            OSError: it may not be, and a later call would not say so: the kernel reports a lost write once.
+        """
+        self.operations.fdatasync(self._buffered)
+
+    def close(self) -> None:
+        """Close the descriptors, which ends the lock. Idempotent."""
+        files = [file for file in (self._direct, self._buffered) if file is not None and file >= 0]
+        self._direct, self._buffered = None, -1
+        for file in files:
+            self.operations.close(file)
+
+    def _write(self, file: int, views: Sequence[Buffer], offset: int) -> None:
+        if not self._transfer(self.operations.pwritev, file, views, offset):
+            raise OSError(errno.EIO, "pwritev wrote nothing", self.path)
+
+    @staticmethod
+    def _transfer(call: Transfer, file: int, views: Sequence[Buffer], offset: int) -> bool:
+        """Repeat a call until all bytes are transferred; False where it transfers none."""
+        left = sum(view.nbytes for view in views)
+        while left:
+            count = call(file, views if len(views) <= _MOST_RANGES else views[:_MOST_RANGES], offset)
+            if count <= 0:
+                return False
+            left -= count
+            offset += count
+            if left:
+                views = _after(views, count)
+        return True
+
+
+def _after(views: Iterable[Buffer], count: int) -> list[Buffer]:
+    """What is behind the first `count` bytes of `views`."""
+    rest: list[Buffer] = []
+    for view in views:
+        if count >= view.nbytes:
+            count -= view.nbytes
+        else:
+            rest.append(view[count:])
+            count = 0
+    return rest
+
+
+def sync_folder(folder: str, operations: FileOperations) -> None:
+    """The names of new files in a folder are durable when it returns."""
+    file = operations.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        operations.fsync(file)
+    finally:
+        operations.close(file)

@@ -1,0 +1,243 @@
+"""The format of a disk set, byte by byte, little-endian; docs/disk-format.md specifies it for other programs.
+
+    page 0, page 1       the superblock, twice: 512 bytes each, the rest of the page zeros
+    from page 2 on       the header table: 192 bytes for each slot
+    from `data_offset`   the payloads: `slot_bytes` for each slot, the beginning of a page
+
+A header is valid in one place only. It holds the number of its slot and the *member digest*, which covers the layout,
+the identity, the set's id and the member's number, and its checksum covers both. So a header that was copied from
+another slot, file or set, or written by another format, is not valid. Its payload digest binds the payload to it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.internal.types import Int64Array, UInt8Array, UInt64Array
+from kvoffload.tiers.checksums import DIGEST_BYTES, Checksum
+from kvoffload.tiers.files import PAGE
+
+VERSION = 1
+MAGIC = b"\x89KVODSK\n"
+SUPERBLOCK_BYTES = 512  # one sector: written whole or not at all
+SUPERBLOCK_OFFSETS = (0, PAGE)
+TABLE_OFFSET = 2 * PAGE
+HEADER_BYTES = 192
+MOST_KEY_BYTES = 64
+NO_CODEC = 0  # of the payload: as it is in the slot
+MOST_EPOCH = (1 << 64) - 1
+
+_MOST_TEXT = 256
+_digest = partial(blake2b, digest_size=DIGEST_BYTES)
+
+# magic, version, bytes of a header, slot bytes, slots, data offset, member, members | epoch | algorithm, 0, set id,
+# layout digest, identity digest, key check | length and bytes of the identity's text
+_SUPERBLOCK = struct.Struct("<8sIIQQQII Q II16s16s16s16s I4x256s 104x")
+_FIXED = (slice(0, 48), slice(56, 128))  # all but epoch and text
+_BODY = struct.Struct("<16s16s64s16s QQQQ IBBBx 24x")  # of a header: what is behind its checksum
+
+HEADER_DTYPE = np.dtype(
+    {
+        "names": [
+            "checksum", "body", "member", "digest", "key", "tenant", "nbytes", "epoch", "sequence", "slot", "position",
+            "key_bytes", "algorithm", "codec",
+        ],
+        "formats": ["V16", "V176", "(2,)<u8", "(2,)<u8", "(64,)u1", "(2,)<u8", "<u8", "<u8", "<u8", "<u8", "<u4", "u1",
+                    "u1", "u1"],
+        "offsets": [0, 16, 16, 32, 48, 112, 128, 136, 144, 152, 160, 164, 165, 166],
+        "itemsize": HEADER_BYTES,
+    }
+)  # fmt: skip
+
+Pairs = npt.NDArray[np.uint64]  # (n, 2): n digests of 16 bytes
+
+
+class Superblock(NamedTuple):
+    """What a member file says of itself and its set.
+
+    Attributes:
+        slot_bytes: payload bytes of a slot, a multiple of 4096.
+        slots: of this member.
+        member, members: its number in the set, and how many there are.
+        epoch: the headers of this epoch are valid; `clear` begins another.
+        algorithm, key_check: see `Checksum`.
+        set_id: 16 random bytes, the same in all members.
+        layout_digest: 16 bytes.
+        identity: what the bytes depend on besides the layout; in the file its digest, and the first 256 bytes of it.
+    """
+
+    slot_bytes: int
+    slots: int
+    member: int
+    members: int
+    epoch: int
+    algorithm: int
+    key_check: bytes
+    set_id: bytes
+    layout_digest: bytes
+    identity_digest: bytes
+    identity_text: bytes
+
+    @property
+    def data_offset(self) -> int:
+        """Where the payloads begin."""
+        return -(-(TABLE_OFFSET + self.slots * HEADER_BYTES) // PAGE) * PAGE
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_offset + self.slots * self.slot_bytes
+
+    def pack(self) -> bytes:
+        """The 512 bytes."""
+        text = self.identity_text
+        body = _SUPERBLOCK.pack(
+            MAGIC, VERSION, HEADER_BYTES, self.slot_bytes, self.slots, self.data_offset, self.member, self.members,
+            self.epoch, self.algorithm, 0, self.set_id, self.layout_digest, self.identity_digest, self.key_check,
+            len(text), text,
+        )  # fmt: skip
+        return body + _digest(body, person=b"kvoffload super").digest()
+
+    def member_digest(self) -> bytes:
+        """What the member's headers name: 16 bytes over all but the epoch."""
+        packed = self.pack()
+        return _digest(b"".join(packed[part] for part in _FIXED), person=b"kvoffload member").digest()
+
+
+def identity_fields(identity: str) -> tuple[bytes, bytes]:
+    """Digest and text of an identity, for a superblock."""
+    data = identity.encode("utf-8", "surrogatepass")
+    return _digest(data, person=b"kvoffload ident").digest(), data[:_MOST_TEXT]
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """What headers hold for a tenant: zeros for "", else a digest, so that a name may have any length."""
+    if not tenant:
+        return bytes(DIGEST_BYTES)
+    return _digest(tenant.encode("utf-8", "surrogatepass"), person=b"kvoffload tenant").digest()
+
+
+def unpack_superblock(data: bytes) -> Superblock | None:
+    """A superblock of this version; None if these 512 bytes are none, or damaged."""
+    body, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    if len(data) != SUPERBLOCK_BYTES or _digest(body, person=b"kvoffload super").digest() != checksum:
+        return None
+    fields = _SUPERBLOCK.unpack(body)
+    if fields[:3] != (MAGIC, VERSION, HEADER_BYTES):
+        return None
+    slot_bytes, slots, offset, member, members, epoch, algorithm, _, set_id, layout, identity, key_check = fields[3:15]
+    length, text = fields[15:]
+    found = Superblock(
+        slot_bytes, slots, member, members, epoch, algorithm, key_check, set_id, layout, identity, text[:length]
+    )
+    return found if found.data_offset == offset else None
+
+
+def pack_header(
+    checksum: Checksum,
+    member_digest: bytes,
+    *,
+    slot: int,
+    key: bytes,
+    tenant: bytes,
+    digest: bytes,
+    nbytes: int,
+    epoch: int,
+    sequence: int,
+    position: int,
+) -> bytes:
+    """The 192 bytes of a header; `tenant` is its digest, `digest` the payload's."""
+    body = _BODY.pack(
+        member_digest, digest, key, tenant, nbytes, epoch, sequence, slot, position, len(key), checksum.algorithm,
+        NO_CODEC,
+    )  # fmt: skip
+    return checksum.of_bytes(body) + body
+
+
+class Headers(NamedTuple):
+    """Valid headers, by column, n rows each.
+
+    Attributes:
+        keys, key_bytes: uint8, (n, most bytes of a key), padded with zeros; and the length of each.
+        slots: int64, numbers in the member.
+        digests, tenants: of payload and tenant, 16 bytes each.
+        sequences, positions: which put call wrote a record, and where its key stood in that call.
+    """
+
+    keys: UInt8Array
+    key_bytes: UInt8Array
+    slots: Int64Array
+    digests: Pairs
+    tenants: Pairs
+    sequences: UInt64Array
+    positions: npt.NDArray[np.uint32]
+
+    def key_list(self) -> list[bytes]:
+        """The keys as objects."""
+        lengths = np.unique(self.key_bytes).tolist()
+        if len(lengths) == 1:
+            return _objects(self.keys[:, : lengths[0]])
+        keys: list[bytes] = [b""] * len(self.keys)
+        for length in lengths:
+            places = np.flatnonzero(self.key_bytes == length)
+            for place, key in zip(places.tolist(), _objects(self.keys[places, :length]), strict=True):
+                keys[place] = key
+        return keys
+
+    def take(self, places: Int64Array) -> Headers:
+        """These rows, in this order."""
+        columns: list[Any] = [column[places] for column in self]
+        return Headers(*columns)
+
+
+def parse_headers(data: memoryview, superblock: Superblock, first_slot: int, checksum: Checksum) -> Headers:
+    """The valid ones of consecutive headers, the first of which is that of slot `first_slot` of the member."""
+    table = np.frombuffer(data, dtype=HEADER_DTYPE)
+    slots = np.arange(first_slot, first_slot + len(table), dtype=np.uint64)
+    member = as_pairs(superblock.member_digest())[0]
+    plausible = (table["member"] == member).all(axis=1)
+    plausible &= table["epoch"] == np.uint64(superblock.epoch)
+    plausible &= table["slot"] == slots
+    plausible &= table["nbytes"] == superblock.slot_bytes
+    plausible &= (table["algorithm"] == checksum.algorithm) & (table["codec"] == NO_CODEC)
+    plausible &= (table["key_bytes"] > 0) & (table["key_bytes"] <= MOST_KEY_BYTES)
+    if not plausible.all():
+        table, slots = table[plausible], slots[plausible]
+    sums = b"".join(map(checksum.of_bytes, table["body"].tolist()))
+    valid = (as_pairs(sums) == as_pairs(table["checksum"].tobytes())).all(axis=1)
+    if not valid.all():
+        table, slots = table[valid], slots[valid]
+    return Headers(
+        table["key"][:, : table["key_bytes"].max(initial=0)].copy(),
+        table["key_bytes"].copy(),
+        slots.astype(np.int64),
+        table["digest"].copy(),
+        table["tenant"].copy(),
+        table["sequence"].copy(),
+        table["position"].copy(),
+    )
+
+
+def join_headers(segments: Sequence[Headers]) -> Headers:
+    """All of their rows, in this order."""
+    width = max((segment.keys.shape[1] for segment in segments), default=0)
+    keys = [np.pad(each.keys, ((0, 0), (0, width - each.keys.shape[1]))) for each in segments]
+    columns = [np.concatenate(column) for column in zip(*(segment[1:] for segment in segments), strict=True)]
+    return Headers(np.concatenate(keys), *columns)
+
+
+def as_pairs(digests: bytes) -> Pairs:
+    """Digests of 16 bytes, one after the other, as rows of two integers, which numpy compares quickly."""
+    return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+
+
+def _objects(keys: UInt8Array) -> list[bytes]:
+    """Each row as an object."""
+    rows: list[bytes] = np.ascontiguousarray(keys).view(f"V{keys.shape[1]}").ravel().tolist()
+    return rows

@@ -1,0 +1,291 @@
+"""Member: one file of a set, with what its headers hold, and which older headers a crash could bring back.
+
+A crash may lose any of the writes since the last sync, each sector by itself. It may leave
+
+1. a header without its payload, or with parts of it: the digests differ, a miss;
+2. a payload without its header: the header is the older one, whose digest differs, or none, a miss;
+3. parts of a header that crosses sectors: its checksum differs, a miss;
+4. an older header with its older payload, whole: a hit with the right bytes, unless its key was removed since.
+
+So `remove` has to know of headers that the file may hold after a crash. There are three kinds:
+
+- in the file as this process sees it: `hashes` has the key of every slot, also of those that an index has evicted and
+  nothing has overwritten yet. They are overwritten with zeros;
+- overwritten since the last sync: `_older` has their keys. The file is synced. If there are many, or the process has
+  just started and cannot know, every removal syncs;
+- in a slot whose header could not be written, `_uncertain`: the next sync writes zeros.
+
+Where a sync fails, or zeros cannot be written, the kernel may have dropped any write, and says so once. Then another
+epoch begins, which makes every header so far invalid as soon as a superblock can be written; until then syncs fail.
+The upper half of an epoch counts. The lower half is random, because an epoch that was begun and could not be recorded
+must not begin again after a restart: headers in the file have it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffload.internal.types import Int64Array
+from kvoffload.tiers.checksums import Checksum
+from kvoffload.tiers.files import PAGE, OpenFile
+from kvoffload.tiers.format import (
+    HEADER_BYTES,
+    SUPERBLOCK_BYTES,
+    SUPERBLOCK_OFFSETS,
+    TABLE_OFFSET,
+    Headers,
+    Pairs,
+    Superblock,
+    as_pairs,
+    pack_header,
+    parse_headers,
+    unpack_superblock,
+)
+
+_MOST_OLDER = 16_384  # keys whose overwritten headers are remembered; beyond, every removal syncs
+_HEADERS_AT_ONCE = 32_768  # 6 MiB
+_EPOCH_COUNT = 1 << 32  # the upper half of an epoch counts
+_NO_HEADER = memoryview(bytes(HEADER_BYTES))
+
+
+class Peek(NamedTuple):
+    """A valid header as the file had it at one moment, and the epoch of that moment."""
+
+    header: bytes
+    epoch: int
+    key: bytes
+    digest: bytes
+
+
+class Member:
+    """One file of a set. Usable from several threads; slots are numbered from 0 in each member.
+
+    Attributes:
+        hashes: of the key in each slot's header as the file has it, 0 for none; see `hash_of`.
+        digests: of the payload that belongs to each header.
+    """
+
+    def __init__(self, file: OpenFile, superblock: Superblock, checksum: Checksum) -> None:
+        self.file = file
+        self.superblock = superblock
+        self.checksum = checksum
+        self.hashes: Int64Array = np.zeros(superblock.slots, dtype=np.int64)
+        self.digests: Pairs = np.zeros((superblock.slots, 2), dtype=np.uint64)
+        self._digest = superblock.member_digest()
+        self._headers = threading.Lock()  # for the state below and writes of headers
+        self._epoch = superblock.epoch
+        self._epoch_unwritten = False
+        self._older: set[int] = set()
+        self._any_older = True  # the process before may have overwritten headers and not synced
+        self._uncertain: set[int] = set()
+        self._syncing = threading.Lock()  # held during a sync; taken before `_headers`
+
+    def load(self) -> list[Headers]:
+        """Read the header table: the valid headers, in segments. `adopt` follows for those that are records."""
+        segments: list[Headers] = []
+        buffer = memoryview(bytearray(min(_HEADERS_AT_ONCE, self.superblock.slots) * HEADER_BYTES))
+        for first in range(0, self.superblock.slots, _HEADERS_AT_ONCE):
+            count = min(_HEADERS_AT_ONCE, self.superblock.slots - first)
+            data = buffer[: count * HEADER_BYTES]
+            if not self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
+                break  # a truncated file: those headers are gone
+            segments.append(parse_headers(data, self.superblock, first, self.checksum))
+        return segments
+
+    def adopt(self, slots: Int64Array, hashes: Int64Array, digests: Pairs) -> None:
+        """The file has valid headers in these slots, whatever an index makes of them."""
+        self.hashes[slots] = hashes
+        self.digests[slots] = digests
+
+    # payloads -----------------------------------------------------------------------------------------------------
+
+    def payload_offset(self, slot: int) -> int:
+        return self.superblock.data_offset + slot * self.superblock.slot_bytes
+
+    def digest_of(self, slot: int, key: bytes) -> bytes | None:
+        """The digest of the payload of `key`; None if the slot holds another key, or none."""
+        if self.hashes[slot] != hash_of(key):
+            return None
+        return bytes(self.digests[slot].tobytes())
+
+    # headers ------------------------------------------------------------------------------------------------------
+
+    def write_header(
+        self,
+        slot: int,
+        key: bytes,
+        tenant: bytes,
+        digest: bytes,
+        sequence: int,
+        position: int,
+        wanted: Callable[[], bool],
+    ) -> bool:
+        """Make a payload that has been written a record; False, and nothing has changed, if it is not `wanted`.
+
+        Args:
+            wanted: called under the lock that `erase` takes, too: so a key that is unwanted from some moment on, and
+                erased after that moment, is not in the file.
+        """
+        with self._headers:
+            if not wanted():
+                return False
+            header = pack_header(
+                self.checksum,
+                self._digest,
+                slot=slot,
+                key=key,
+                tenant=tenant,
+                digest=digest,
+                nbytes=self.superblock.slot_bytes,
+                epoch=self._epoch,
+                sequence=sequence,
+                position=position,
+            )
+            self._replace(slot, memoryview(header))
+            self.digests[slot] = as_pairs(digest)[0]
+            self.hashes[slot] = hash_of(key)
+            return True
+
+    def erase(self, slots: Iterable[int]) -> None:
+        """Make slots hold no record. Durable after a `sync` that succeeds. Does not raise where zeros are not written:
+        that is tried again by `sync`.
+        """
+        with self._headers:
+            for slot in slots:
+                self._erase(slot)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """No header of these keys is in the file, now or after a crash, when it returns.
+
+        Raises:
+            OSError: that is not certain.
+        """
+        hashes = {hash_of(key) for key in keys}
+        with self._headers:
+            for slot in np.flatnonzero(np.isin(self.hashes, list(hashes))).tolist():
+                self._erase(slot)
+        with self._syncing:  # a sync that has begun has not ended yet
+            with self._headers:
+                needed = self._any_older or self._epoch_unwritten or bool(self._uncertain)
+                needed = needed or not self._older.isdisjoint(hashes)
+            if needed:
+                self._sync()
+
+    def clear(self) -> None:
+        """No header is valid when it returns, now or after a crash.
+
+        Raises:
+            OSError: that is not certain.
+        """
+        with self._headers:
+            self._begin_epoch()
+            self.hashes[:] = 0
+        self.sync()
+
+    def sync(self) -> None:
+        """What has been written is durable when it returns.
+
+        Raises:
+            OSError: it may not be. Another epoch has begun; see above.
+        """
+        with self._syncing:
+            self._sync()
+
+    def _sync(self) -> None:
+        with self._headers:
+            self._older, self._any_older = set(), False
+            self._settle_uncertain()
+            epoch, unwritten = self._epoch, self._epoch_unwritten
+        try:
+            if unwritten:
+                write_superblocks(self.file, self.superblock._replace(epoch=epoch))
+            else:
+                self.file.sync()
+        except OSError:
+            with self._headers:
+                self._begin_epoch()
+            raise
+        except BaseException:
+            self._any_older = True
+            raise
+        with self._headers:
+            if self._epoch == epoch:
+                self._epoch_unwritten = False
+
+    def _settle_uncertain(self) -> None:
+        try:
+            for slot in list(self._uncertain):
+                self._write_header(slot, _NO_HEADER)
+        except OSError:
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._epoch = (self._epoch // _EPOCH_COUNT + 1) * _EPOCH_COUNT + secrets.randbits(32)
+        self._epoch_unwritten = True
+        self._any_older = False
+        self._older = set()
+        self._uncertain = set()
+
+    def _erase(self, slot: int) -> None:
+        try:
+            self._replace(slot, _NO_HEADER)
+        except OSError:
+            pass  # it is in `_uncertain`
+
+    def _replace(self, slot: int, header: memoryview) -> None:
+        """Write a header over another one, which a crash may bring back until the next sync."""
+        older = int(self.hashes[slot])
+        if older and not self._any_older:
+            self._older.add(older)
+            if len(self._older) > _MOST_OLDER:
+                self._older, self._any_older = set(), True
+        self._uncertain.add(slot)
+        self.hashes[slot] = 0
+        self._write_header(slot, header)
+
+    def _write_header(self, slot: int, header: memoryview) -> None:
+        self.file.write([header], TABLE_OFFSET + slot * HEADER_BYTES)
+        self._uncertain.discard(slot)
+
+    # read by another process --------------------------------------------------------------------------------------
+
+    def peek(self, slot: int) -> Peek | None:
+        """What the file holds for a slot now, for a process that does not write it; None for no valid header."""
+        found = [each for each in read_superblocks(self.file) if each is not None]
+        current = max(found, key=lambda each: each.epoch, default=None)
+        if current is None or current.member_digest() != self._digest:
+            return None
+        data = bytearray(HEADER_BYTES)
+        if not self.file.read([memoryview(data)], TABLE_OFFSET + slot * HEADER_BYTES):
+            return None
+        headers = parse_headers(memoryview(data), current, slot, self.checksum)
+        if not len(headers.slots):
+            return None
+        return Peek(bytes(data), current.epoch, headers.key_list()[0], headers.digests[0].tobytes())
+
+
+def hash_of(key: bytes) -> int:
+    """A number for a key, not 0; of this process alone, as Python's hashes of bytes are salted."""
+    return hash(key) or 1
+
+
+def read_superblocks(file: OpenFile) -> list[Superblock | None]:
+    """Both copies; None for one that is not valid."""
+    found: list[Superblock | None] = []
+    for offset in SUPERBLOCK_OFFSETS:
+        data = bytearray(SUPERBLOCK_BYTES)
+        found.append(unpack_superblock(bytes(data)) if file.read([memoryview(data)], offset) else None)
+    return found
+
+
+def write_superblocks(file: OpenFile, superblock: Superblock) -> None:
+    """Write both copies, and sync after each: so one is whole at any moment, and none is an older one afterwards."""
+    page = memoryview(superblock.pack().ljust(PAGE, b"\0"))
+    for offset in SUPERBLOCK_OFFSETS:
+        file.write([page], offset)
+        file.sync()

@@ -1,0 +1,299 @@
+"""SlotFiles: the files of a set as an array of slots, each with a key and a payload whose checksum is verified.
+
+A payload is written before its header, and neither is synced: the header's digest decides what is a record, after a
+crash as before. `remove` and `clear` are durable when they return; `member` says why nothing comes back.
+
+Slot `s` is slot `s // n` of member `s % n` of n members, so neighbours are on different disks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffload.errors import CapacityError
+from kvoffload.internal.checks import at_least
+from kvoffload.internal.teardown import run_all
+from kvoffload.internal.types import Int64Array, UInt64Array
+from kvoffload.tiers.checksums import DIGEST_BYTES, make_checksum
+from kvoffload.tiers.files import PAGE, SYSTEM, Buffer, FileOperations
+from kvoffload.tiers.format import (
+    HEADER_BYTES,
+    MOST_KEY_BYTES,
+    TABLE_OFFSET,
+    Pairs,
+    Superblock,
+    identity_fields,
+    join_headers,
+    tenant_digest,
+)
+from kvoffload.tiers.member import Member, hash_of
+from kvoffload.tiers.sets import open_set
+
+
+class Records(NamedTuple):
+    """What is in a set when it is opened, by column.
+
+    Attributes:
+        keys: in the order in which they were put.
+        slots: of each key, int64, (keys,).
+        tenants: their digests, (keys, 2).
+        sequences: the number of each key's put call, which rises.
+    """
+
+    keys: list[bytes]
+    slots: Int64Array
+    tenants: Pairs
+    sequences: UInt64Array
+
+
+class SlotFiles:
+    """The slots of a set of files. Writes and reads of different slots may be called by several threads at a time.
+
+    One object at a time may have a set open for writing. Objects with `read_only` see what it does: their reads look
+    at the file's header before and after the payload.
+
+    Args:
+        paths: a file for each disk. They are created where none exists, in folders that exist.
+        slot_bytes: payload bytes of a slot, a multiple of 4096.
+        nbytes: of all files together, allocated at once. With `read_only` not used.
+        layout_digest: 16 bytes, `layout.fingerprint`.
+        identity: what else the bytes depend on: model and revision, adapter, quantisation, positions, shard.
+        key: see `make_checksum`.
+        reset: lose what the files hold where it is of another set, layout, identity or size.
+        read_only: change nothing; several processes may.
+        direct: transfer payloads around the page cache where that works.
+        operations: the system calls.
+
+    Attributes:
+        num_slots: of all members; 0 with `read_only` if there is nothing that can be read.
+
+    Raises:
+        ValueError: an argument; or the files are not what was asked for: the message says which and what differs.
+        CapacityError: too little space on a disk, or `nbytes` has no room for a slot.
+        CapabilityError: xxhash is missing.
+        BlockingIOError: the set is open for writing elsewhere.
+        PermissionError: a folder or file that other users may write.
+        OSError: a system call failed.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        *,
+        slot_bytes: int,
+        nbytes: int = 0,
+        layout_digest: bytes,
+        identity: str,
+        key: bytes | None = None,
+        reset: bool = False,
+        read_only: bool = False,
+        direct: bool = True,
+        operations: FileOperations = SYSTEM,
+    ) -> None:
+        if not paths:
+            raise ValueError("paths must name at least one file, got none")
+        if at_least("slot_bytes", slot_bytes, PAGE) % PAGE:
+            raise ValueError(f"slot_bytes must be a multiple of {PAGE}, got {slot_bytes}")
+        if len(layout_digest) != DIGEST_BYTES:
+            raise ValueError(f"layout_digest must be {DIGEST_BYTES} bytes, got {len(layout_digest)}")
+        self.paths = [str(path) for path in paths]
+        self.slot_bytes = slot_bytes
+        self.read_only = read_only
+        self.checksum = make_checksum(key)
+        count = len(self.paths)
+        wanted = Superblock(
+            slot_bytes=slot_bytes,
+            slots=1 if read_only else _slots_of(nbytes, count, slot_bytes),
+            member=0,
+            members=count,
+            epoch=0,
+            algorithm=self.checksum.algorithm,
+            key_check=self.checksum.key_check,
+            set_id=bytes(DIGEST_BYTES),
+            layout_digest=layout_digest,
+            identity_digest=identity_fields(identity)[0],
+            identity_text=identity_fields(identity)[1],
+        )
+        with ExitStack() as undo:
+            opened = open_set(self.paths, wanted, operations, undo, reset=reset, read_only=read_only)
+            self._members = [Member(file, superblock, self.checksum) for file, superblock in opened]
+            if direct:
+                for member in self._members:
+                    member.file.try_direct(member.superblock.data_offset)
+            undo.pop_all()
+
+    @property
+    def num_slots(self) -> int:
+        return sum(member.superblock.slots for member in self._members)
+
+    @property
+    def direct(self) -> tuple[bool, ...]:
+        """Of each file whether payloads go around the page cache."""
+        return tuple(member.file.direct for member in self._members)
+
+    # records ------------------------------------------------------------------------------------------------------
+
+    def load(self) -> Records:
+        """All records, each key once, in the order in which they were written. Called once, before other calls.
+
+        Their payloads are not read: one that was lost in a crash is found by `read`.
+        """
+        count = len(self._members)
+        segments = [
+            segment._replace(slots=segment.slots * count + place)
+            for place, member in enumerate(self._members)
+            for segment in member.load()
+        ]
+        if not segments:
+            return Records([], np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(0, np.uint64))
+        found = join_headers(segments)
+        segments.clear()
+        found = found.take(np.lexsort((found.positions, found.sequences)))
+        keys = found.key_list()  # objects in the order of requests: later passes over them are faster
+        hashes = np.fromiter(map(hash_of, keys), np.int64, len(keys))
+        for place, member in enumerate(self._members):
+            mine = found.slots % count == place
+            member.adopt(found.slots[mine] // count, hashes[mine], found.digests[mine])
+        if len(np.unique(hashes)) < len(hashes):
+            latest = np.sort(np.fromiter({key: place for place, key in enumerate(keys)}.values(), np.int64))
+            found, keys = found.take(latest), [keys[place] for place in latest.tolist()]
+        return Records(keys, found.slots, found.tenants, found.sequences)
+
+    def write(
+        self,
+        slot: int,
+        key: bytes,
+        tenant: str,
+        views: Sequence[Buffer],
+        sequence: int,
+        position: int,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Make a slot hold a record; not durable before `sync`.
+
+        The caller gives a slot to one call at a time, and does not change `views` before it has returned.
+
+        Args:
+            key: 1 to 64 bytes.
+            views: the payload, `slot_bytes` together; for direct I/O each range starts and ends at a multiple of 4096.
+            sequence, position: the number of the put call, which rises, and the place of the key in it.
+            wanted: asked when the payload has been written; False leaves the slot without this record.
+
+        Returns:
+            What `wanted` said.
+
+        Raises:
+            OSError: the slot holds no record that this object would read.
+            ValueError: key or views; nothing has changed.
+        """
+        self.check_key(key)
+        self._check_views(views)
+        member, place = self._place_of(slot)
+        digest = self.checksum.of(views)
+        member.file.write_payload(views, member.payload_offset(place))
+        return member.write_header(place, key, tenant_digest(tenant), digest, sequence, position, wanted)
+
+    def read(self, slot: int, key: bytes, views: Sequence[Buffer]) -> bool:
+        """Read the payload of `key`, which is expected in `slot`, into `views`.
+
+        Returns:
+            False for a miss: the slot holds no valid record of the key. `views` then hold any bytes.
+
+        Raises:
+            OSError: a system call failed; the same holds for `views`.
+            ValueError: views, as for `write`.
+        """
+        self._check_views(views)
+        member, place = self._place_of(slot)
+        if self.read_only:
+            return self._read_shared(member, place, key, views)
+        digest = member.digest_of(place, key)
+        return digest is not None and self._payload_is(member, place, views, digest)
+
+    def _read_shared(self, member: Member, place: int, key: bytes, views: Sequence[Buffer]) -> bool:
+        """Another process may write: the header has to be there, of the set's epoch, before and after the payload."""
+        before = member.peek(place)
+        if before is None or before.key != key:
+            return False
+        return self._payload_is(member, place, views, before.digest) and member.peek(place) == before
+
+    def _payload_is(self, member: Member, place: int, views: Sequence[Buffer], digest: bytes) -> bool:
+        complete = member.file.read_payload(views, member.payload_offset(place))
+        return complete and self.checksum.of(views) == digest
+
+    def erase(self, slots: Iterable[int]) -> None:
+        """Make slots hold no record, soon: a crash may bring them back. Raises nothing of the system's."""
+        for slot in slots:
+            member, place = self._place_of(slot)
+            member.erase([place])
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Make no slot hold these keys. Durable when it returns.
+
+        Raises:
+            OSError: a crash may bring keys back; no key is read before that. Call it again, or `clear`.
+        """
+        run_all(partial(member.remove, keys) for member in self._members)
+
+    def clear(self) -> None:
+        """Make no slot hold a record. Durable when it returns.
+
+        Raises:
+            OSError: as `remove`.
+        """
+        run_all(member.clear for member in self._members)
+
+    def sync(self) -> None:
+        """What has been written is durable when it returns.
+
+        Raises:
+            OSError: it may not be; records so far may be missing after a restart.
+        """
+        run_all(member.sync for member in self._members)
+
+    def close(self) -> None:
+        """Sync, and give the files back. No other call may be running. Idempotent."""
+        members, self._members = self._members, []
+        try:
+            if not self.read_only:
+                run_all(member.sync for member in members)
+        finally:
+            run_all(member.file.close for member in members)
+
+    def check_key(self, key: bytes) -> None:
+        """Raise ValueError for a key that no header can hold."""
+        if not 0 < len(key) <= MOST_KEY_BYTES:
+            raise ValueError(f"key must have 1 to {MOST_KEY_BYTES} bytes on a disk, got {len(key)}; hash longer ones")
+
+    def __repr__(self) -> str:
+        mode = ", read_only" if self.read_only else ""
+        return f"SlotFiles({', '.join(self.paths)}: {self.num_slots} slots of {self.slot_bytes} bytes{mode})"
+
+    # inner workings -----------------------------------------------------------------------------------------------
+
+    def _place_of(self, slot: int) -> tuple[Member, int]:
+        """The member that has a slot, and its number there."""
+        place, number = divmod(slot, len(self._members))
+        return self._members[number], place
+
+    def _check_views(self, views: Sequence[Buffer]) -> None:
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes != self.slot_bytes:
+            raise ValueError(f"views must have {self.slot_bytes} bytes together, got {nbytes}")
+
+
+def _slots_of(nbytes: int, members: int, slot_bytes: int) -> int:
+    """How many slots fit in each of the files."""
+    space = at_least("nbytes", nbytes, 1) // members - TABLE_OFFSET
+    slots = space // (HEADER_BYTES + slot_bytes)
+    if slots > 0 and -(-slots * HEADER_BYTES // PAGE) * PAGE + slots * slot_bytes > space:
+        slots -= 1  # the header table ends with a page
+    if slots <= 0:
+        raise CapacityError(f"nbytes={nbytes} has no room for a slot of {slot_bytes} bytes in each of {members} files")
+    return slots

@@ -1,0 +1,243 @@
+"""What a disk set holds after a crash: any subset of unsynced writes, sector by sector. Never a wrong or removed record."""
+
+from __future__ import annotations
+
+import errno
+import random
+from pathlib import Path
+
+import pytest
+from disk_sets import LosingFiles, blank, open_set, payload, same
+
+from kvoffload.tiers.disk_index import DiskIndex
+
+KEYS = 12
+FILES = 2
+
+
+class Program:
+    """Random calls of a DiskIndex on two files, with what a restart may find of each key afterwards."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.rng = rng
+        self.folder = folder
+        self.files = LosingFiles()
+        self.names = [f"{number}.kv" for number in range(FILES)]
+        self.disk = self.opened(folder)
+        self.legal: dict[bytes, set[int]] = {}  # numbers of payloads that were put since the key was removed
+        self.number = 0
+
+    def opened(self, folder: Path) -> DiskIndex:
+        slots = open_set(*(folder / name for name in self.names), slots=3, operations=self.files)
+        return DiskIndex(slots, policy="lru")
+
+    def put(self) -> None:
+        keys = self.rng.sample([b"key %d" % number for number in range(KEYS)], self.rng.randint(1, 3))
+        put = self.disk.reserve(keys)
+        for key in put.slots:
+            self.number += 1
+            self.legal.setdefault(key, set()).add(self.number)
+            if self.rng.random() < 0.1:
+                self.files.failing["pwritev"] = errno.EIO
+            try:
+                self.disk.write(put, key, payload(self.number))
+            except OSError:
+                pass
+            self.files.failing.clear()
+        self.disk.finish(put)
+
+    def remove(self) -> None:
+        keys = self.rng.sample([b"key %d" % number for number in range(KEYS)], 2)
+        if self.rng.random() < 0.1:
+            self.files.failing["pwritev"] = errno.EIO
+        try:
+            self.disk.remove(keys)
+        except OSError:
+            pass
+        else:
+            for key in keys:
+                self.legal.pop(key, None)
+        self.files.failing.clear()
+
+    def clear(self) -> None:
+        try:
+            self.disk.clear()
+        except OSError:
+            return
+        self.legal.clear()
+
+    def sync(self) -> None:
+        self.files.lose_sync = self.rng.random() < 0.3
+        try:
+            self.disk.sync()
+        except OSError:
+            pass
+
+    def restart(self) -> None:
+        """The process is killed: what is in the page cache stays."""
+        for member in self.disk.files._members:  # its locks end with it
+            member.file.close()
+        self.disk = self.opened(self.folder)
+
+    def step(self) -> None:
+        calls = [self.put] * 8 + [self.remove] * 4 + [self.sync, self.restart, self.clear]
+        self.rng.choice(calls)()
+
+    def verify(self, disk: DiskIndex, where: str) -> int:
+        """All records are legal: put since their key was removed. How many there are."""
+        found = 0
+        for number in range(KEYS):
+            key, views = b"key %d" % number, blank()
+            if disk.read(key, views):
+                found += 1
+                assert any(same(views, payload(each)) for each in self.legal.get(key, ())), f"{key!r} {where}"
+        return found
+
+
+@pytest.mark.parametrize("round_", range(16))
+def test_pitfall_64_no_crash_state_has_a_wrong_or_removed_record(tmp_path: Path, seed: int, round_: int) -> None:
+    rng = random.Random(seed + round_)
+    (tmp_path / "after").mkdir(mode=0o700)
+    program = Program(tmp_path, rng)
+    found = 0
+    for _ in range(30):
+        program.step()
+        program.files.crash(rng, tmp_path / "after")
+        files = program.files
+        program.files = LosingFiles()
+        try:
+            after = program.opened(tmp_path / "after")
+        except ValueError as error:
+            assert "another set" not in str(error)
+            raise
+        found += program.verify(after, "after a crash")
+        after.close()
+        program.files = files
+        program.verify(program.disk, "in the writer")
+    assert found > 0
+    program.disk.close()
+
+
+def crashed(files: LosingFiles, folder: Path, choose: str) -> Path:
+    """The files after a crash that has lost all ("oldest") or no ("newest") unsynced writes."""
+
+    class Chooser(random.Random):
+        def choice(self, options):  # type: ignore[no-untyped-def]
+            if isinstance(options, tuple):
+                return 0.0 if choose == "oldest" else 1.0
+            return options[0]
+
+    after = folder / "after"
+    after.mkdir(mode=0o700, exist_ok=True)
+    files.crash(Chooser(), after)
+    return after / "a.kv"
+
+
+def test_a_key_evicted_before_a_restart_stays_removed(tmp_path: Path) -> None:
+    """The new process cannot know which header a crash may bring back: every first removal syncs."""
+    files = LosingFiles()
+    slots = open_set(tmp_path / "a.kv", slots=1, operations=files)
+    slots.write(0, b"old", "", payload(1), 0, 0)
+    slots.sync()
+    slots.write(0, b"new", "", payload(2), 1, 0)
+    slots._members[0].file.close()  # killed
+    again = open_set(tmp_path / "a.kv", slots=1, operations=files)
+    assert again.load().keys == [b"new"]
+    again.remove([b"old"])
+    after = open_set(crashed(files, tmp_path, "oldest"), slots=1)
+    assert after.load().keys == [b"new"]
+    after.close()
+    again.close()
+
+
+def test_without_a_removal_an_evicted_key_may_come_back_with_its_own_bytes(tmp_path: Path) -> None:
+    """What makes the tests above more than a restart: writes are lost here."""
+    files = LosingFiles()
+    slots = open_set(tmp_path / "a.kv", slots=1, operations=files)
+    slots.write(0, b"old", "", payload(1), 0, 0)
+    slots.sync()
+    slots.write(0, b"new", "", payload(2), 1, 0)
+    after = open_set(crashed(files, tmp_path, "oldest"), slots=1)
+    views = blank()
+    assert after.load().keys == [b"old"]
+    assert after.read(0, b"old", views)
+    assert same(views, payload(1))
+    after.close()
+    slots.close()
+
+
+def test_a_removal_of_what_was_never_there_syncs_nothing(tmp_path: Path) -> None:
+    files = LosingFiles()
+    slots = open_set(tmp_path / "a.kv", slots=2, operations=files)
+    slots.remove([b"first"])
+    files.calls.clear()
+    slots.write(0, b"old", "", payload(1), 0, 0)
+    slots.write(0, b"new", "", payload(2), 1, 0)
+    slots.remove([b"never there"])
+    assert "fdatasync" not in files.calls
+    slots.remove([b"old"])
+    assert files.calls.count("fdatasync") == 1
+    slots.close()
+
+
+@pytest.mark.parametrize("call", ["remove", "clear"])
+def test_what_is_removed_while_it_is_written_is_not_in_the_file(tmp_path: Path, call: str) -> None:
+    disk = DiskIndex(open_set(tmp_path / "a.kv"))
+    put = disk.reserve([b"key", b"other"])
+    if call == "remove":
+        assert disk.remove([b"key"]) == [True]
+    else:
+        disk.clear()
+    assert not disk.write(put, b"key", payload(1))
+    assert disk.write(put, b"other", payload(2)) is (call == "remove")
+    disk.finish(put)
+    assert disk.contains([b"key", b"other"]) == [False, call == "remove"]
+    disk.close()
+    again = open_set(tmp_path / "a.kv")
+    assert again.load().keys == ([b"other"] if call == "remove" else [])
+    again.close()
+
+
+@pytest.mark.parametrize("oldest", ["oldest", "newest"])
+def test_a_crash_in_the_middle_of_a_clear_leaves_the_old_or_no_records(tmp_path: Path, oldest: str) -> None:
+    files = LosingFiles()
+    slots = open_set(tmp_path / "a.kv", operations=files)
+    slots.write(0, b"key", "", payload(1), 0, 0)
+    slots.sync()
+    states = []
+
+    def look(name: str) -> None:
+        if name == "fdatasync":
+            files.before = lambda _: None
+            after = open_set(crashed(files, tmp_path, oldest))
+            states.append(after.load().keys)
+            after.close()
+            files.before = look
+
+    files.before = look
+    slots.clear()
+    files.before = lambda _: None
+    assert states == ([[b"key"], []] if oldest == "oldest" else [[], []])
+    slots.close()
+
+
+def test_every_crash_state_of_a_creation_is_an_empty_set(tmp_path: Path, seed: int) -> None:
+    """Or refused, where the name of a file is not durable and the superblock of another one is: that cannot be."""
+    files, rng, states = LosingFiles(), random.Random(seed), []
+    (tmp_path / "after").mkdir(mode=0o700)
+
+    def look(name: str) -> None:
+        if name in ("pwritev", "fdatasync") and (tmp_path / "b.kv").exists():
+            files.before = lambda _: None
+            files.crash(rng, tmp_path / "after")
+            after = open_set(tmp_path / "after" / "a.kv", tmp_path / "after" / "b.kv")
+            states.append(after.load().keys)
+            after.close()
+            files.before = look
+
+    files.before = look
+    slots = open_set(tmp_path / "a.kv", tmp_path / "b.kv", operations=files)
+    assert len(states) >= 8
+    assert set(map(tuple, states)) == {()}
+    files.before = lambda _: None
+    slots.close()

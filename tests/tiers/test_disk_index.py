@@ -1,0 +1,251 @@
+"""DiskIndex: the records of a disk with the policies, tenants and quotas of a cache, before and after a restart."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_sets import FaultyFiles, blank, flip, open_set, payload, same
+
+from kvoffload.cache.admission import Tenant
+from kvoffload.cache.statistics import CacheEvent
+from kvoffload.errors import CapabilityError, LayoutError
+from kvoffload.tiers.disk_index import DiskIndex
+
+
+def opened(path: Path, *, slots: int = 4, operations: Any = None, read_only: bool = False, **options: Any) -> DiskIndex:
+    more = {} if operations is None else {"operations": operations}
+    return DiskIndex(open_set(path, slots=slots, read_only=read_only, **more), **{"policy": "lru", **options})
+
+
+def put(disk: DiskIndex, *keys: bytes, tenant: str = "") -> None:
+    """The payload of a key is that of its last byte."""
+    started = disk.reserve(keys, tenant)
+    for key in started.slots:
+        assert disk.write(started, key, payload(key[-1]))
+    disk.finish(started)
+    disk.index.check()
+
+
+def there(disk: DiskIndex, keys: Sequence[bytes]) -> list[bytes]:
+    """Those that can be read, with the right bytes."""
+    found = []
+    for key in keys:
+        views = blank()
+        if disk.read(key, views):
+            assert same(views, payload(key[-1]))
+            found.append(key)
+    disk.index.check()
+    return found
+
+
+KEYS = [b"key %d" % number for number in range(10)]
+
+
+def test_a_full_disk_evicts_by_its_policy(tmp_path: Path) -> None:
+    events: list[CacheEvent] = []
+    disk = opened(tmp_path / "a.kv", on_event=events.append)
+    put(disk, *KEYS[:4])
+    disk.touch(KEYS[:1])
+    put(disk, KEYS[4])
+    assert there(disk, KEYS) == [*KEYS[:3], KEYS[4]]
+    assert [(event.kind, event.keys) for event in events if event.kind == "evicted"] == [("evicted", (KEYS[3],))]
+    assert len(disk) == 4
+    assert disk.statistics().evicted == 1
+    assert disk.contains(KEYS[:5]) == [True, True, True, False, True]
+    disk.close()
+
+
+@pytest.mark.parametrize("policy", ["prefix", "lru", "arc", "s3fifo"])
+def test_a_restart_evicts_in_the_order_of_requests(tmp_path: Path, policy: str) -> None:
+    disk = opened(tmp_path / "a.kv", slots=6, policy=policy)
+    put(disk, *KEYS[3:6])
+    put(disk, *KEYS[:3])
+    disk.close()
+    disk = opened(tmp_path / "a.kv", slots=6, policy=policy)
+    assert disk.num_restored == 6
+    disk.index.check()
+    put(disk, KEYS[6])
+    gone = [key for key in KEYS[:6] if key not in there(disk, KEYS)]
+    assert gone == [KEYS[5]], "the end of the oldest request"
+    disk.close()
+
+
+def test_the_numbers_of_put_calls_go_on_after_a_restart(tmp_path: Path) -> None:
+    for turn in range(3):
+        disk = opened(tmp_path / "a.kv")
+        put(disk, KEYS[turn])
+        disk.close()
+    disk = opened(tmp_path / "a.kv")
+    assert disk.files.load().sequences.tolist() == [0, 1, 2]
+    put(disk, KEYS[3])
+    put(disk, KEYS[4])
+    assert there(disk, KEYS[:5]) == KEYS[1:5]
+    disk.close()
+
+
+def test_pitfall_65_tenants_and_quotas_outlive_a_restart(tmp_path: Path) -> None:
+    tenants = {"a": Tenant(max_blocks=2), "b": Tenant(priority=-1)}
+    disk = opened(tmp_path / "a.kv", slots=6, tenants=tenants)
+    put(disk, *KEYS[:2], tenant="a")
+    put(disk, *KEYS[2:4], tenant="b")
+    put(disk, *KEYS[4:6])
+    disk.close()
+    disk = opened(tmp_path / "a.kv", slots=6, tenants=tenants)
+    put(disk, KEYS[6], tenant="a")
+    assert there(disk, KEYS) == [KEYS[0], *KEYS[2:7]], "its own key went, as its quota is full"
+    put(disk, KEYS[7])
+    assert there(disk, KEYS[:4]) == [KEYS[0], KEYS[2]], "of the lower priority"
+    disk.close()
+    disk = opened(tmp_path / "a.kv", slots=6, tenants={"a": Tenant(max_blocks=1)})
+    assert there(disk, KEYS) == [KEYS[2], *KEYS[4:8]], "the quota is lower now; b's key belongs to all"
+    disk.index.check()
+    disk.close()
+
+
+def test_a_key_in_two_slots_is_the_latest_one(tmp_path: Path) -> None:
+    """An evicted key that was put again, while its first slot was not used again."""
+    files = open_set(tmp_path / "a.kv")
+    files.write(0, b"key", "", payload(1), 5, 1)
+    files.write(1, b"key", "", payload(2), 5, 2)
+    files.write(2, b"key", "", payload(3), 4, 9)
+    files.close()
+    disk = opened(tmp_path / "a.kv")
+    views = blank()
+    assert disk.read(b"key", views)
+    assert same(views, payload(2))
+    disk.index.check()
+    assert disk.remove([b"key"]) == [True]
+    disk.close()
+    disk = opened(tmp_path / "a.kv")
+    assert len(disk) == 0
+    disk.close()
+
+
+def test_keys_can_be_read_before_their_put_is_finished(tmp_path: Path) -> None:
+    disk = opened(tmp_path / "a.kv")
+    started = disk.reserve(KEYS[:2])
+    assert disk.contains(KEYS[:2]) == [False, False]
+    disk.write(started, KEYS[0], payload(KEYS[0][-1]))
+    assert disk.contains(KEYS[:2]) == [True, False]
+    assert there(disk, KEYS[:2]) == KEYS[:1]
+    disk.finish(started)
+    assert disk.contains(KEYS[:2]) == [True, False]
+    assert there(disk, KEYS[:2]) == KEYS[:1]
+    disk.close()
+
+
+def test_a_put_that_fails_leaves_its_keys_missing(tmp_path: Path) -> None:
+    operations = FaultyFiles()
+    disk = opened(tmp_path / "a.kv", operations=operations)
+    started = disk.reserve(KEYS[:2])
+    operations.failing["pwritev"] = errno.EIO
+    for key in KEYS[:2]:
+        with pytest.raises(OSError, match="Input/output"):
+            disk.write(started, key, payload(0))
+    operations.failing.clear()
+    disk.finish(started)
+    assert disk.contains(KEYS[:2]) == [False, False]
+    assert disk.statistics().failed == 2
+    put(disk, *KEYS[:2])
+    assert there(disk, KEYS) == KEYS[:2]
+    disk.close()
+
+
+@pytest.mark.parametrize("damage", ["payload", "error"])
+def test_pitfall_44_what_cannot_be_read_is_removed(tmp_path: Path, damage: str) -> None:
+    operations = FaultyFiles()
+    disk = opened(tmp_path / "a.kv", operations=operations)
+    put(disk, *KEYS[:2])
+    slot = disk.files.load().slots.tolist()[0]
+    if damage == "payload":
+        flip(tmp_path / "a.kv", disk.files._members[0].payload_offset(slot) + 5000)
+        assert not disk.read(KEYS[0], blank())
+    else:
+        operations.failing["preadv"] = errno.EIO
+        with pytest.raises(OSError, match="Input/output"):
+            disk.read(KEYS[0], blank())
+        operations.failing.clear()
+    assert disk.contains(KEYS[:2]) == [False, True]
+    assert there(disk, KEYS) == KEYS[1:2]
+    disk.close()
+    disk = opened(tmp_path / "a.kv")
+    assert disk.contains(KEYS[:2]) == [False, True]
+    put(disk, KEYS[0])
+    assert there(disk, KEYS) == KEYS[:2]
+    disk.close()
+
+
+def test_remove_and_clear_say_what_was_there(tmp_path: Path) -> None:
+    disk = opened(tmp_path / "a.kv")
+    put(disk, *KEYS[:3])
+    assert disk.remove([KEYS[1], KEYS[9]]) == [True, False]
+    assert there(disk, KEYS) == [KEYS[0], KEYS[2]]
+    disk.close()
+    disk = opened(tmp_path / "a.kv")
+    assert there(disk, KEYS) == [KEYS[0], KEYS[2]]
+    disk.clear()
+    assert there(disk, KEYS) == []
+    put(disk, KEYS[5])
+    disk.close()
+    disk = opened(tmp_path / "a.kv")
+    assert there(disk, KEYS) == [KEYS[5]]
+    disk.close()
+
+
+@pytest.mark.parametrize("call", ["remove", "clear"])
+def test_what_cannot_be_removed_durably_is_an_error_and_a_miss(tmp_path: Path, call: str) -> None:
+    operations = FaultyFiles()
+    disk = opened(tmp_path / "a.kv", operations=operations)
+    put(disk, *KEYS[:2])
+    operations.failing["fdatasync"] = errno.EIO
+    for _ in range(2):
+        with pytest.raises(OSError, match="Input/output"):
+            disk.remove(KEYS[:1]) if call == "remove" else disk.clear()
+        assert disk.contains(KEYS[:1]) == [False]
+    operations.failing.clear()
+    disk.remove(KEYS[:1]) if call == "remove" else disk.clear()
+    disk.close()
+    disk = opened(tmp_path / "a.kv")
+    assert disk.contains(KEYS[:1]) == [False]
+    disk.close()
+
+
+def test_present_and_declined_keys_have_no_slots(tmp_path: Path) -> None:
+    disk = opened(tmp_path / "a.kv", slots=4)
+    put(disk, KEYS[0])
+    started = disk.reserve(KEYS[:6])
+    assert started.present == (KEYS[0],)
+    assert list(started.slots) == KEYS[1:4]
+    assert started.declined == tuple(KEYS[4:6])
+    assert [started.position_of(key) for key in started.slots] == [1, 2, 3]
+    disk.finish(started)
+    assert there(disk, KEYS) == KEYS[:1]
+    with pytest.raises(ValueError, match="1 to 64 bytes"):
+        disk.reserve([b"k" * 65])
+    with pytest.raises(LayoutError, match="repeats"):
+        disk.reserve([b"k", b"k"])
+    with pytest.raises(ValueError, match="tenant must be one of"):
+        disk.reserve([b"k"], "nobody")
+    disk.index.check()
+    disk.close()
+
+
+def test_a_reader_has_what_was_there_when_it_was_opened(tmp_path: Path) -> None:
+    disk = opened(tmp_path / "a.kv")
+    put(disk, *KEYS[:2])
+    before = (tmp_path / "a.kv").read_bytes()
+    reader = opened(tmp_path / "a.kv", read_only=True)
+    assert there(reader, KEYS) == KEYS[:2]
+    with pytest.raises(CapabilityError, match="reading only"):
+        reader.reserve(KEYS[2:3])
+    disk.remove(KEYS[:1])
+    assert there(reader, KEYS) == KEYS[1:2]
+    assert reader.contains(KEYS[:2]) == [False, True]
+    reader.close()
+    disk.close()
+    assert len((tmp_path / "a.kv").read_bytes()) == len(before)
+    assert "2 keys" not in repr(disk)

@@ -1,0 +1,342 @@
+"""Files of a disk set: which are opened, created, refused or formatted again; locks, permissions, space."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import logging
+import os
+import stat
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_sets import PAGE, SLOT_BYTES, FaultyFiles, blank, open_set, payload, same
+
+from kvoffload.errors import CapabilityError, CapacityError
+from kvoffload.tiers.checksums import make_checksum
+from kvoffload.tiers.slot_files import SlotFiles
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """The files of a set with one record, in slot 1."""
+    paths = tmp_path / "a.kv", tmp_path / "b.kv"
+    files = open_set(*paths)
+    files.write(1, b"key", "", payload(1), 0, 0)
+    files.close()
+    return paths
+
+
+def keys_in(*paths: Path, **options: Any) -> list[bytes]:
+    files = open_set(*paths, **options)
+    keys = files.load().keys
+    files.close()
+    return keys
+
+
+def refused(*paths: Path, **options: Any) -> str:
+    with pytest.raises(ValueError, match=r"reset=True|delete it") as caught:
+        open_set(*paths, **options)
+    return str(caught.value)
+
+
+def test_pitfall_47_a_restart_finds_what_was_written(pair: tuple[Path, Path]) -> None:
+    files = open_set(*pair)
+    records, views = files.load(), blank()
+    assert records.keys == [b"key"]
+    assert files.read(int(records.slots[0]), b"key", views)
+    assert same(views, payload(1))
+    files.close()
+
+
+def test_pitfall_49_a_set_is_one_file_for_each_disk_of_the_size_asked_for(pair: tuple[Path, Path]) -> None:
+    folder = pair[0].parent
+    assert sorted(folder.iterdir()) == sorted(pair)
+    for path in pair:
+        assert path.stat().st_size == 2 * PAGE + PAGE + 4 * SLOT_BYTES
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_pitfall_55_the_space_is_allocated(tmp_path: Path) -> None:
+    files = open_set(tmp_path / "a.kv", slots=64)
+    assert (tmp_path / "a.kv").stat().st_blocks * 512 >= 64 * SLOT_BYTES
+    files.close()
+
+
+def test_the_order_of_paths_does_not_matter(pair: tuple[Path, Path]) -> None:
+    files = open_set(*reversed(pair))
+    assert files.load().slots.tolist() == [1]
+    assert files.read(1, b"key", blank())
+    files.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"identity": "model@2"}, "identity 'model@1', and this call wants 'model@2'"),
+        ({"layout_digest": b"L" * 16}, "layout digest 000102"),
+        ({"slots": 9}, "number of slots"),
+        ({"slot_bytes": PAGE}, "slot bytes 8192, and this call wants 4096"),
+        ({"key": b"k" * 16}, "another checksum key"),
+    ],
+)
+def test_pitfalls_48_and_63_another_cache_is_refused_or_reset(
+    pair: tuple[Path, Path], options: dict[str, Any], said: str
+) -> None:
+    text = refused(*pair, **options)
+    assert said in text
+    assert str(pair[0]) in text
+    assert keys_in(*pair) == [b"key"], "refusing has changed nothing"
+    assert keys_in(*pair, reset=True, **options) == []
+    assert keys_in(*pair, **options) == []
+    refused(*pair)
+
+
+def test_reset_keeps_the_set_that_was_asked_for(pair: tuple[Path, Path]) -> None:
+    assert keys_in(*pair, reset=True) == [b"key"]
+
+
+def test_identities_that_differ_late_differ(tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    keys_in(path, identity="m" * 300 + "1")
+    refused(path, identity="m" * 300 + "2")
+    assert keys_in(path, identity="m" * 300 + "1") == []
+
+
+def test_a_missing_member_is_refused(pair: tuple[Path, Path]) -> None:
+    pair[1].rename(pair[1].with_suffix(".away"))
+    assert "b.kv is missing" in refused(*pair)
+    assert not pair[1].exists()
+    assert "number of files in its set 2, and this call wants 1" in refused(pair[0])
+    pair[1].with_suffix(".away").rename(pair[1])
+    assert keys_in(*pair) == [b"key"]
+
+
+def test_pitfall_65_a_member_of_another_set_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    others = tmp_path / "c.kv", tmp_path / "d.kv"
+    keys_in(*others)
+    assert "another set" in refused(pair[0], others[1])
+    pair[1].write_bytes(pair[0].read_bytes())
+    assert "another set" in refused(*pair)
+    assert keys_in(*pair, reset=True) == []
+
+
+@pytest.mark.parametrize("size", [0, PAGE, 1 << 16])
+def test_a_blank_member_makes_the_set_empty(pair: tuple[Path, Path], size: int) -> None:
+    pair[1].write_bytes(bytes(size))
+    reader = open_set(*pair, read_only=True)
+    assert (reader.num_slots, reader.load().keys) == (0, [])
+    reader.close()
+    refused(*pair, identity="model@2")
+    assert keys_in(*pair) == []
+    files = open_set(*pair)
+    assert files.write(1, b"key", "", payload(1), 0, 0)
+    files.close()
+
+
+@pytest.mark.parametrize("damage", ["version", "checksum"])
+def test_an_unknown_version_is_an_empty_set(
+    pair: tuple[Path, Path], damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = bytearray(pair[1].read_bytes())
+    for copy in (0, PAGE):
+        data[copy + 8 : copy + 12] = struct.pack("<I", 2 if damage == "version" else 1)
+        data[copy + 500] ^= 1
+    pair[1].write_bytes(data)
+    with caplog.at_level(logging.WARNING, "kvoffload"):
+        reader = open_set(*pair, read_only=True)
+        assert reader.load().keys == []
+        reader.close()
+        assert pair[1].read_bytes() == data, "a reader changes nothing"
+        assert keys_in(*pair) == []
+    texts = [record.getMessage() for record in caplog.records]
+    said = "of another version" if damage == "version" else "damaged"
+    assert len(texts) == 2
+    assert all(f"b.kv is {said}" in text for text in texts)
+    assert keys_in(*pair) == []
+
+
+def test_a_file_of_another_program_is_never_overwritten(pair: tuple[Path, Path]) -> None:
+    pair[1].write_bytes(b"a diary")
+    for reset in (False, True):
+        assert "not a file of a disk tier" in refused(*pair, reset=reset)
+    assert pair[1].read_bytes() == b"a diary"
+
+
+# one writer -----------------------------------------------------------------------------------------------------------
+
+
+def test_pitfall_51_one_writer_at_a_time(pair: tuple[Path, Path]) -> None:
+    files = open_set(*pair)
+    with pytest.raises(BlockingIOError, match="open for writing"):
+        open_set(*pair)
+    with pytest.raises(BlockingIOError, match="open for writing"):
+        open_set(*pair, reset=True)
+    program = (
+        "import sys; sys.path += sys.argv[1:2]\nfrom pathlib import Path\nfrom disk_sets import open_set\n"
+        "try: open_set(*map(Path, sys.argv[2:]))\nexcept BlockingIOError: print('locked')"
+    )
+    support = str(Path(__file__).parent.parent / "support")
+    command = [sys.executable, "-c", program, support, *map(str, pair)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "locked\n", done.stderr
+    files.close()
+    assert keys_in(*pair) == [b"key"]
+
+
+def test_a_refusal_leaves_no_lock_and_no_descriptor(pair: tuple[Path, Path]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    refused(*pair, identity="other")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert keys_in(*pair) == [b"key"]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_path_is_given_once(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"paths\[1\] must be a file of its own"):
+        open_set(tmp_path / "a.kv", tmp_path / "folder" / ".." / "a.kv")
+
+
+# trust ----------------------------------------------------------------------------------------------------------------
+
+
+def test_files_that_others_may_use_are_refused(pair: tuple[Path, Path]) -> None:
+    for mode in (0o640, 0o604, 0o620, 0o602):
+        pair[0].chmod(mode)
+        with pytest.raises(PermissionError, match=f"mode {mode:o}"):
+            open_set(*pair)
+        with pytest.raises(PermissionError, match=f"mode {mode:o}"):
+            open_set(*pair, read_only=True)
+    pair[0].chmod(0o600)
+    assert keys_in(*pair) == [b"key"]
+
+
+def test_the_mode_does_not_depend_on_the_mask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        open_set(tmp_path / "a.kv").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.kv").stat().st_mode) == 0o600
+
+
+def test_folders_that_others_may_write_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="every user may write"):
+        open_set(folder / "a.kv")
+    folder.chmod(0o1777)
+    with pytest.raises(PermissionError, match="every user may write"):
+        open_set(folder / "a.kv")
+    assert list(folder.iterdir()) == []
+
+
+def test_symbolic_links_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    link = tmp_path / "link.kv"
+    link.symlink_to(tmp_path / "new.kv")
+    with pytest.raises(OSError, match="link.kv"):
+        open_set(link)
+    assert not (tmp_path / "new.kv").exists()
+    folder = tmp_path / "folder"
+    folder.symlink_to(tmp_path)
+    with pytest.raises(PermissionError, match="symbolic link"):
+        open_set(folder / "a.kv", folder / "b.kv")
+    assert keys_in(*pair) == [b"key"]
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ValueError, match="regular file"):
+        open_set(tmp_path / "pipe")
+    with pytest.raises(OSError, match="missing"):
+        open_set(tmp_path / "missing" / "a.kv")
+
+
+# space ----------------------------------------------------------------------------------------------------------------
+
+
+def test_pitfall_55_too_little_space_is_refused_at_creation(tmp_path: Path) -> None:
+    operations = FaultyFiles()
+    operations.failing["fallocate"] = errno.ENOSPC
+    with pytest.raises(CapacityError, match=r"b.kv|a.kv"):
+        open_set(tmp_path / "a.kv", tmp_path / "b.kv", operations=operations)
+    assert list(tmp_path.iterdir()) == []
+    operations.failing["fallocate"] = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        open_set(tmp_path / "a.kv", operations=operations)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
+def test_a_creation_that_fails_leaves_nothing(tmp_path: Path, call: str) -> None:
+    operations = FaultyFiles()
+    operations.failing[call] = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        open_set(tmp_path / "a.kv", operations=operations)
+    assert list(tmp_path.iterdir()) == []
+    assert keys_in(tmp_path / "a.kv") == []
+
+
+def test_reset_to_a_smaller_set_gives_space_back(tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    keys_in(path, slots=64)
+    keys_in(path, slots=4, reset=True)
+    assert path.stat().st_size == 3 * PAGE + 4 * SLOT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"nbytes": 3 * PAGE}, CapacityError, "no room for a slot of 8192 bytes"),
+        ({"nbytes": 0}, ValueError, "nbytes"),
+        ({"slot_bytes": 100}, ValueError, "slot_bytes"),
+        ({"slot_bytes": PAGE + 1}, ValueError, "multiple of 4096"),
+        ({"layout_digest": b""}, ValueError, "layout_digest"),
+        ({"key": b"short"}, ValueError, "16 to 64 bytes, got 5"),
+        ({"key": "text" * 8}, TypeError, "key must be bytes"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        open_set(tmp_path / "a.kv", **options)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="paths"):
+        SlotFiles([], slot_bytes=PAGE, nbytes=1 << 20, layout_digest=bytes(16), identity="")
+
+
+def test_slots_fill_the_space_that_was_given(tmp_path: Path) -> None:
+    """For every number of slots around one page of headers: no more bytes than asked for, and none for a slot unused."""
+    for nbytes in range(20 * PAGE, 60 * PAGE, 1000):
+        files = open_set(tmp_path / "a.kv", nbytes=nbytes, slot_bytes=PAGE, reset=True)
+        size = (tmp_path / "a.kv").stat().st_size
+        assert nbytes - 2 * PAGE - 192 < size <= nbytes
+        files.close()
+
+
+def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def without(name: str, *args: Any, **options: Any) -> Any:
+        if name == "xxhash":
+            raise ImportError("no xxhash")
+        return original(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(CapabilityError, match=r"pip install 'kvoffload\[disk\]'"):
+        make_checksum()
+    make_checksum(b"k" * 16)
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 16])
+def test_a_digest_of_several_ranges_is_that_of_all_as_one(key: bytes | None) -> None:
+    checksum = make_checksum(key)
+    data = memoryview(os.urandom(5000))
+    one = checksum.of([data])
+    assert checksum.of([data[:1], data[1:1], data[1:4097], data[4097:]]) == one == checksum.of_bytes(bytes(data))
+    assert len(one) == len(checksum.key_check) == 16
+    assert make_checksum(b"j" * 16).key_check != checksum.key_check
