@@ -1,6 +1,7 @@
 """Tiers below the pinned pool: where records go that it has no room for. See `Tier` for what every one promises.
 
 ThreadedTier, MemoryTier    tiers over methods that block; records in host memory     threaded.py, memory.py
+DiskTier                    records on disks                                          disk.py
 DiskIndex                   the records of a disk: policies, tenants, restart         disk_index.py
 SlotFiles                   the files of a set as an array of verified slots          slot_files.py
 open_set                    whether files are a set; creating one                     sets.py, opening.py
@@ -10,9 +11,20 @@ Checksum                    xxh3_128, or keyed blake2b                          
 FileOperations              the system calls, behind which tests put failures         files.py
 """
 
+from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.threaded import Origin, ThreadedTier
 from kvoffload.tiers.tier import Tier, TierCapabilities, TierStatistics
 
-__all__ = ["MemoryTier", "Origin", "Outcome", "ThreadedTier", "Tier", "TierCapabilities", "TierJob", "TierStatistics"]
+__all__ = [
+    "DiskTier",
+    "MemoryTier",
+    "Origin",
+    "Outcome",
+    "ThreadedTier",
+    "Tier",
+    "TierCapabilities",
+    "TierJob",
+    "TierStatistics",
+]

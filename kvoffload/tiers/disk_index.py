@@ -89,11 +89,12 @@ class DiskIndex:
     # asking -------------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key has a record, as far as known without the disk."""
-        return [
-            state is Status.HIT or (state is Status.PENDING and self._slot_written(key) is not None)
-            for key, state in zip(keys, self.index.status(keys), strict=True)
-        ]
+        """Whether each key has a record, as far as known without the disk. Takes no lock: a hint."""
+        table = self.index._state.table
+        of, pending = table.of, table.pending
+        if not pending:
+            return list(map(of.__contains__, keys))
+        return [key in of and (key not in pending or self._slot_written(key) is not None) for key in keys]
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that a request has read these keys: see `CacheIndex.touch`."""
@@ -157,13 +158,13 @@ class DiskIndex:
         """
         with self._lock:
             mine = [key for key in put.slots if self._writing.get(key) is put]
-            for key in mine:
-                del self._writing[key]
             if put.written:
                 self.index.remove([key for key in mine if key not in put.written])
                 put.reservation.commit()
             else:
                 put.reservation.abort()
+            for key in mine:  # after the commit, so that a written key can be read at any time
+                del self._writing[key]
 
     # reading ------------------------------------------------------------------------------------------------------
 
@@ -176,11 +177,13 @@ class DiskIndex:
         Raises:
             OSError: a system call failed; the key is missing from now on.
         """
+        slot = self._slot_written(key)
+        if slot is not None:  # of a put that is not finished; if it is overwritten, the digest says so
+            return self.files.read(slot, key, views)
         try:
             lease = self.index.acquire([key])
         except MissingKeyError:
-            slot = self._slot_written(key)  # of a put that is not finished; if it is overwritten, the digest says so
-            return slot is not None and self.files.read(slot, key, views)
+            return False
         with lease:
             slot, good = lease.indices[0], False
             try:

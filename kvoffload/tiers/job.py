@@ -39,7 +39,18 @@ class TierJob:
         outcomes: of each key, None while it waits or the tier works on it. Written by `settle` and `cancel` alone.
     """
 
-    __slots__ = ("_begun", "_count", "_lock", "_notify", "cancelled", "deadline", "entries", "keys", "outcomes")
+    __slots__ = (
+        "_begun",
+        "_count",
+        "_ended",
+        "_lock",
+        "_notify",
+        "cancelled",
+        "deadline",
+        "entries",
+        "keys",
+        "outcomes",
+    )
 
     def __init__(
         self,
@@ -48,8 +59,11 @@ class TierJob:
         deadline: float | None = None,
         notify: Callable[[], None] | None = None,
         count: Callable[[Outcome, int], None] | None = None,
+        ended: Callable[[TierJob], None] | None = None,
     ) -> None:
-        """`notify`: see `Tier.put`. `count`, for tiers, is called before it: an outcome, and how many keys got it."""
+        """`notify`: see `Tier.put`. For tiers, both called before it: `count` with an outcome and how many keys got it,
+        `ended` once, when every key has its outcome.
+        """
         self.keys = tuple(keys)
         self.entries = tuple(entries)
         self.deadline = deadline
@@ -59,6 +73,7 @@ class TierJob:
         self._lock = threading.Lock()
         self._notify = notify
         self._count = count
+        self._ended = ended
 
     @property
     def done(self) -> bool:
@@ -124,6 +139,11 @@ class TierJob:
         """What the caller's `notify` raises is logged: a tier that ends many jobs gets to the last one."""
         if self._count is not None:
             self._count(outcome, ended)
+        if self._ended is not None and self.done:
+            with self._lock:
+                tell, self._ended = self._ended, None
+            if tell is not None:
+                tell(self)
         if self._notify is None:
             return
         try:

@@ -6,7 +6,6 @@ afterwards wait for it. So no record that was put before comes back after it.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
@@ -48,12 +47,12 @@ class Origin:
 
     Attributes:
         tenant: whose it is.
-        call: the number of the `put`, rising from 0 in this process.
-        position: of the key among those of that call.
+        job: the `put`, with all of its keys.
+        position: of the key among these.
     """
 
     tenant: str
-    call: int
+    job: TierJob
     position: int
 
 
@@ -79,7 +78,6 @@ class ThreadedTier(Tier):
         self.pools: tuple[UInt8Array, ...] = ()
         self.record_bytes = 0
         self._workers = Workers(self.max_queued)
-        self._calls = itertools.count()
         self._attaching = threading.Lock()
         self._attached = False  # or being attached
         self._opened = False  # `start` has returned, and `release` has not
@@ -111,6 +109,12 @@ class ThreadedTier(Tier):
     @abstractmethod
     def remove_all(self) -> None:
         """Forget all records, durably on return."""
+
+    def put_ended(self, job: TierJob) -> None:
+        """Every key of a `put` has its outcome: `write_record` will not be called for it. Must not block or raise."""
+
+    def get_ended(self, job: TierJob) -> None:
+        """Every key of a `get` has its outcome. Must not block or raise."""
 
     def flush(self) -> None:
         """Make durable what was written."""
@@ -160,10 +164,9 @@ class ThreadedTier(Tier):
         deadline: float | None = None,
         notify: Notify | None = None,
     ) -> TierJob:
-        job = self._checked(keys, entries, deadline, notify)
-        call = next(self._calls)
+        job = self._checked(keys, entries, deadline, notify, self.put_ended)
         works = [
-            Write(job, range(at, at + 1), partial(self._run_write, key, entry, Origin(tenant, call, at)), key)
+            Write(job, range(at, at + 1), partial(self._run_write, key, entry, Origin(tenant, job, at)), key)
             for at, (key, entry) in enumerate(zip(job.keys, job.entries, strict=True))
         ]
         return self._queue(job, self._workers.queue_writes, works)
@@ -176,7 +179,7 @@ class ThreadedTier(Tier):
         deadline: float | None = None,
         notify: Notify | None = None,
     ) -> TierJob:
-        job = self._checked(keys, entries, deadline, notify)
+        job = self._checked(keys, entries, deadline, notify, self.get_ended)
         pairs = zip(job.keys, job.entries, strict=True)
         return self._queue_reads(job, [partial(self._run_read, key, entry) for key, entry in pairs])
 
@@ -191,7 +194,7 @@ class ThreadedTier(Tier):
     def clear(self, *, notify: Notify | None = None) -> TierJob:
         self._check_open()
         check_call(None, notify)
-        job = self._job(_WHOLE_TIER, notify=notify)
+        job = self._job(_WHOLE_TIER, notify)
         return self._queue_removal(job, partial(self._run_all, self.remove_all), None)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -247,21 +250,16 @@ class ThreadedTier(Tier):
         entries: Sequence[int] | None = None,
         deadline: float | None = None,
         notify: Notify | None = None,
+        ended: Callable[[TierJob], None] | None = None,
     ) -> TierJob:
         self._check_open()
         keys = check_keys(keys)
         places = () if entries is None else check_entries(entries, keys, self.pools)
         check_call(deadline, notify)
-        return self._job(keys, places, deadline, notify)
+        return TierJob(keys, places, deadline, notify, self._workers.count_ended, ended)
 
-    def _job(
-        self,
-        keys: Sequence[bytes],
-        entries: Sequence[int] = (),
-        deadline: float | None = None,
-        notify: Notify | None = None,
-    ) -> TierJob:
-        return TierJob(keys, entries, deadline, notify, self._workers.count_ended)
+    def _job(self, keys: Sequence[bytes], notify: Notify | None = None) -> TierJob:
+        return TierJob(keys, notify=notify, count=self._workers.count_ended)
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:

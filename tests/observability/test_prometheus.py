@@ -18,10 +18,9 @@ from kvoffload.observability.prometheus import CacheCollector, register
 
 
 def cache_statistics(**changes: Any) -> CacheStatistics:
-    numbers = ("capacity", "resident", "pending", "pinned", "lookups", "hits", "stored", "loaded", "evicted", "failed")
-    counts: dict[str, Any] = {
-        name: 100 + index for index, name in enumerate((*numbers, "declined", "removed", "promoted"))
-    }
+    numbers = ["capacity", "resident", "pending", "pinned", "lookups", "hits", "stored", "loaded", "evicted", "failed"]
+    numbers += ["declined", "removed", "promoted"]
+    counts: dict[str, Any] = {name: 100 + index for index, name in enumerate(numbers)}
     residency = Histogram(bounds=(0.5, 60.0), counts=(3, 0, 4), total=1000.5)
     reuse = Histogram(bounds=(1.0, 1048576.0), counts=(1, 2, 0), total=77.0)
     counts |= {"residency_seconds": residency, "reuse_distance_blocks": reuse}

@@ -1,0 +1,210 @@
+"""DiskTier: records in preallocated files, verified when they are read, and still there after a restart."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvoffload.cache.admission import Tenant
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import at_least
+from kvoffload.internal.log import LOGGER
+from kvoffload.tiers.checksums import make_checksum
+from kvoffload.tiers.disk_index import DiskIndex, DiskPut
+from kvoffload.tiers.files import SYSTEM, FileOperations
+from kvoffload.tiers.job import Outcome, TierJob
+from kvoffload.tiers.slot_files import SlotFiles
+from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
+from kvoffload.tiers.tier import TierCapabilities
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskTier(ThreadedTier):
+    """Records in one preallocated file for each path. Nothing is written beyond `nbytes`, whatever is put.
+
+    A record is found only if its header, its key and the checksum of its bytes say so; what a crash, a torn write or a
+    failing disk leaves is a miss. `remove` and `clear` are durable when their jobs have ended. The format is specified
+    in docs/disk-format.md, which also says what is not promised: the default checksum is no signature, and the bytes of
+    prompts rest on the disk unencrypted.
+
+    Args:
+        path: a file, or several, best on different disks: records are spread over them. Created if there is none; the
+            folder must exist, and not be open to every user. Files get the mode 0600.
+        nbytes: of all files together, allocated at once.
+        identity: what the bytes depend on besides the layout: model and revision, adapter, quantisation, positions,
+            shard. Files of another identity are refused.
+        policy, tenants: what is evicted when it is full, and quotas; as for `BlockCache`. A tenant that is not named
+            here is put under "".
+        key: 16 to 64 secret bytes: records are verified by keyed blake2b, which finds deliberate changes, too, at a
+            tenth of the speed. None: xxh3_128, which finds accidents.
+        reset: lose what the files hold where it is of another layout, identity, size or set, instead of refusing it.
+        read_only: read what another process writes; records that it adds later are not seen.
+        direct: transfer around the page cache where the file system can; see `direct_io`.
+        name: for metrics and messages.
+        threads, max_queued: see `ThreadedTier`.
+        operations: the system calls, for tests.
+
+    Raises:
+        CapabilityError: xxhash is missing (`pip install 'kvoffload[disk]'`).
+        By `attach`, which opens the files: LayoutError: they are not what was asked for. CapacityError: too little
+        space. BlockingIOError: another process has them open for writing. PermissionError: a folder or file is open to
+        other users. OSError: a system call failed.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Sequence[str | Path],
+        *,
+        nbytes: int = 0,
+        identity: str,
+        policy: PolicyChoice = DEFAULT_POLICY,
+        tenants: Mapping[str, Tenant] | None = None,
+        key: bytes | None = None,
+        reset: bool = False,
+        read_only: bool = False,
+        direct: bool = True,
+        name: str = "disk",
+        threads: int = 4,
+        max_queued: int = 4096,
+        operations: FileOperations = SYSTEM,
+    ) -> None:
+        super().__init__(threads=threads, max_queued=max_queued)
+        self.paths = [path] if isinstance(path, str | Path) else list(path)
+        self.nbytes = 0 if read_only else at_least("nbytes", nbytes, 1)
+        if not isinstance(identity, str):
+            raise TypeError(f'identity must be a string such as "llama-3.1-8b@0e9e39f/bf16", got {identity!r:.80}')
+        make_checksum(key)
+        self.name = name
+        self.identity = identity
+        self.read_only = read_only
+        self.capabilities = TierCapabilities(
+            durable=True,
+            shared=False,
+            local_index=True,
+            max_bytes=None if read_only else nbytes,
+            preferred_bytes=1 << 20,
+            alignment=4096,
+        )
+        self._policy, self._tenants = policy, dict(tenants or {})
+        self._key, self._reset, self._direct, self._operations = key, reset, direct, operations
+        self._disk: DiskIndex | None = None
+        self._puts: dict[TierJob, DiskPut] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def direct_io(self) -> tuple[bool, ...]:
+        """Of each file whether records go around the page cache; empty before it has a pool."""
+        return () if self._disk is None else self._disk.files.direct
+
+    @property
+    def num_slots(self) -> int:
+        """Records that fit; 0 before it has a pool."""
+        return 0 if self._disk is None else self._disk.files.num_slots
+
+    # for ThreadedTier ---------------------------------------------------------------------------------------------
+
+    def start(self, layout: bytes | None) -> None:
+        assert layout is not None, "a durable tier is given one"
+        try:
+            files = self._opened_files(layout)
+        except ValueError as error:
+            raise LayoutError(str(error)) from error
+        try:
+            self._disk = DiskIndex(files, policy=self._policy, tenants=self._tenants)
+        except BaseException:
+            files.close()
+            raise
+
+    def _opened_files(self, layout: bytes) -> SlotFiles:
+        return SlotFiles(
+            self.paths,
+            slot_bytes=self.record_bytes,
+            nbytes=self.nbytes,
+            layout_digest=layout,
+            identity=self.identity,
+            key=self._key,
+            reset=self._reset,
+            read_only=self.read_only,
+            direct=self._direct,
+            operations=self._operations,
+        )
+
+    def release(self) -> None:
+        self._here.close()
+
+    def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
+        if self.read_only:
+            return Outcome.DECLINED
+        disk = self._here
+        put = self._put_of(origin)
+        if key not in put.slots:
+            return Outcome.DONE if disk.contains([key])[0] else Outcome.DECLINED
+        try:
+            return Outcome.DONE if disk.write(put, key, [row.data for row in rows]) else Outcome.DECLINED
+        except OSError as error:
+            LOGGER.warning("%r: a record was not written: %s", self, error)
+            return Outcome.DECLINED if error.errno in _FULL else Outcome.FAILED
+
+    def read_record(self, key: bytes, rows: Rows) -> Outcome:
+        disk = self._here
+        expected = disk.contains([key])[0]
+        try:
+            if disk.read(key, [row.data for row in rows]):
+                return Outcome.DONE
+        except OSError as error:
+            LOGGER.warning("%r: a record was not read: %s", self, error)
+            return Outcome.FAILED
+        if expected:
+            self.count_corrupt()
+        return Outcome.MISSING
+
+    def has_record(self, key: bytes) -> bool:
+        return self._disk is not None and self._disk.contains([key])[0]
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        disk = self._disk
+        return [False] * len(keys) if disk is None or self._workers.closed else disk.contains(keys)
+
+    def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._here.remove(keys)
+
+    def remove_all(self) -> None:
+        self._here.clear()
+
+    def flush(self) -> None:
+        if not self.read_only:
+            self._here.sync()
+
+    def num_records(self) -> int | None:
+        return None if self._disk is None else len(self._disk)
+
+    def put_ended(self, job: TierJob) -> None:
+        with self._lock:
+            put = self._puts.pop(job, None)
+        if put is not None:
+            self._here.finish(put)
+
+    def get_ended(self, job: TierJob) -> None:
+        found = [key for key, outcome in zip(job.keys, job.outcomes, strict=True) if outcome is Outcome.DONE]
+        if found:
+            self._here.touch(found)
+
+    # inner workings -----------------------------------------------------------------------------------------------
+
+    @property
+    def _here(self) -> DiskIndex:
+        assert self._disk is not None, "the files are open from `start` on"
+        return self._disk
+
+    def _put_of(self, origin: Origin) -> DiskPut:
+        """The slots of a put call, reserved for all of its keys when the first of them is written."""
+        with self._lock:
+            put = self._puts.get(origin.job)
+            if put is None:
+                tenant = origin.tenant if origin.tenant in self._tenants else ""
+                put = self._puts[origin.job] = self._here.reserve(origin.job.keys, tenant)
+        return put
