@@ -48,9 +48,9 @@ class _Run:
 
 
 class Prefix(Policy):
-    """Evicts the key that is worth least together with all that needs it; O(1) amortised.
+    """Evicts the key of least worth, where a key is worth at least as much as any that needs it; O(1) amortised.
 
-    Of new keys it admits those that are worth more than what they would displace, and those that it knows nothing of.
+    It admits new keys that are worth more than those that they would displace, and keys that it knows nothing about.
 
     Args:
         capacity: keys of the cache.
@@ -193,7 +193,7 @@ class Prefix(Policy):
     # evicting -----------------------------------------------------------------------------------------------------
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """As all policies do; if `room` is negative, so many more are evicted."""
+        """As `Policy.make_room`; if `room` is negative, `-room` more keys are evicted."""
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers)
         heads = self._heads(protected)

@@ -36,7 +36,7 @@ class S3FIFO(Policy):
     dropped. Keys that have to stay are passed over and keep their places. O(1) amortised, plus the keys passed over.
 
     Args:
-        capacity: keys of the cache. Nine tenths as many are remembered.
+        capacity: keys of the cache. Up to nine tenths as many evicted ones are remembered.
     """
 
     declines_with_room = False
@@ -90,7 +90,7 @@ class S3FIFO(Policy):
         return self._choose(repeat(self._small_size, count), protected)
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """As if the keys came one by one: those that have come count among the small queue's."""
+        """As if the keys were inserted one by one: those inserted so far count as keys of the small queue."""
         arrived, limits = 0, list[int]()
         for key in reversed(newcomers):
             limits.append(self._small_size - arrived)
