@@ -305,7 +305,7 @@ class Device(DeviceContext):
         """Drain and close the engines, free every buffer, release the context. Idempotent.
 
         Arrays over `engine.slots` stay valid. In a forked child this does nothing. After an interrupt or an error it
-        can be called again, and goes on with the rest.
+        can be called again, and closes the rest.
 
         Args:
             timeout: seconds to wait for transfers in all; None: as long as they take.

@@ -220,7 +220,7 @@ class ShardedLifecycle:
         """Ask the devices what has ended where that can matter. Under the lock.
 
         Raises:
-            CapacityError: not so many more jobs may be in flight.
+            CapacityError: `jobs` more would exceed `max_in_flight`.
         """
         tracker = self._tracker
         tracker.settle()

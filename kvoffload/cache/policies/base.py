@@ -35,7 +35,7 @@ class Policy(ABC):
     the keys that need it are evicted before it.
 
     A method that raises leaves no wrong key in the cache. The exception reaches the caller of the cache, and before the
-    next call the policy is created anew (`reset`, where the cache was given an object and not a name or a function).
+    next call the policy is created again (`reset`, if the cache was given an object and not a name or a function).
 
     Attributes:
         declines_with_room: whether `make_room` may admit fewer keys than there is room for. Where it is False the cache

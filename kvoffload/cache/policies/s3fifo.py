@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvoffload.cache.policies.base import Policy, Protected, Room
 
-_SMALL_SHARE = 10  # the small queue: one for so many of the capacity
+_SMALL_SHARE = 10  # the small queue has the capacity divided by this
 _MOST_USES = 3
 _COUNTED = 4  # a flag above the uses in a queue's values: the use by an unfinished request is counted already
 
@@ -113,7 +113,7 @@ class S3FIFO(Policy):
             del self._main[key]
 
     def _choose(self, limits: Iterable[int], protected: Protected) -> list[bytes] | None:
-        """One key for each limit: out of the small queue while it has so many keys, else out of the main queue."""
+        """One key for each limit: of the small queue while that has at least so many keys, else of the main queue."""
         search = _Search(self._small, self._main, protected)
         victims = list[bytes]()
         for limit in limits:
