@@ -184,7 +184,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or not. Asks the GPU; never blocks."""
+        """Whether the transfer has ended, well or not. Asks the GPU; never blocks."""
         if not self._transfer.finished:
             self._engine.advance()
         return self._transfer.finished
