@@ -1,10 +1,10 @@
 """Testing tools, for users too: the simulated driver, a naive transfer, byte patterns, leak checks, conformance.
 
-    device = kvoffload.open_device(backend="simulated", seed=7)     # a GPU that is not there
-    device.simulator.faults.fail_call("cuMemcpyAsync")              # what it does wrong, on demand
+    device = kvoffload.open_device(backend="simulated", seed=7)     # needs no GPU
+    device.simulator.faults.fail_call("cuMemcpyAsync")              # the next such call fails
     kvoffload.testing.check_copier_conformance(device)              # every copier against the loop below; on a GPU too
 
-`naive_transfer` says in ten lines what `store` and `load` do; everything else in the library only does it faster.
+`naive_transfer` does in ten lines what `store` and `load` do.
 """
 
 from __future__ import annotations

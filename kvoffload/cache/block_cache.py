@@ -111,7 +111,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         return self._index.lookup(keys)
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
-        """`lookup` for each of several requests, at one moment."""
+        """`lookup` for each of several requests; the cache does not change in between."""
         self._look()
         return self._index.lookup_many(requests)
 

@@ -121,7 +121,7 @@ class CacheIndex:
 
     @_entry
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
-        """`lookup` for each of several requests, at one moment."""
+        """`lookup` for each of several requests; the index does not change in between."""
         checked = [check_keys(keys) for keys in requests]
         return [self._lookup(keys) for keys in checked]
 

@@ -200,6 +200,11 @@ class Device(DeviceContext):
 
         Plane-major, for kernels that want an array for each plane; transfers of `allocate_blocks` are faster. The
         memory lives as long as any of the planes; `planes[0].owner` is its DeviceBuffer.
+
+        Raises:
+            CapacityError: as `allocate`.
+            ValueError: `count` is not an integer of at least 1.
+            LayoutError: `block_bytes`, `num_blocks` or `block_stride`; as `Plane`.
         """
         count = at_least("count", count, 1)
         span = Plane(1, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride).span_bytes

@@ -42,7 +42,7 @@ class Faults:
         self._sticky_soon = False
 
     def fail_call(self, name: str, nth: int = 1, error: Any = None, after: bool = False) -> None:
-        """Make the nth call of `name` return `error`: instead of doing its work, or `after` having done it."""
+        """Make the nth call of `name` return `error` without doing its work; with `after`, having done it."""
         self._plan(name, nth, error, after=after)
 
     def fail_nth(self, n: int, error: Any = None, after: bool = False) -> None:
