@@ -72,7 +72,7 @@ class CacheIndex:
         check_usable: for owners: is called before the lock is taken, and may raise.
         num_groups: for owners: slots of an entry.
         in_flight: for owners: returns the transfers that have been submitted and have not ended. The entries of a
-            reservation or lease that became garbage stay in use until these have ended.
+            reservation or lease that was dropped without being ended stay in use until these have ended.
 
     Raises:
         ValueError, TypeError: bad arguments.

@@ -45,7 +45,7 @@ class KVLayout(HtmlRepresentation):
             transfers may follow that stream when the caller does not say what to follow (`after=None`). False for JAX.
         slot_order: the order of a slot's bytes, "block-major" or "plane-major", for all groups. None: for each group
             the order of its device memory: "block-major" if a block is one range over the planes in their order, as in
-            an array `(blocks, planes, ...)`, else "plane-major". An order other than the device's is slower.
+            an array `(blocks, planes, ...)`, else "plane-major". Another order than the device's works, but is slower.
             Matters where `blocks_per_slot` is more than 1: name it if caches whose arrays are in different orders are
             to share stored bytes, since keys depend on it.
         block_axes: the names of the axes of one block of one plane, the slowest first, such as

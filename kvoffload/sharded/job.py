@@ -13,8 +13,8 @@ class ShardedJob(Job):
 
     It is done when the transfers of all devices have ended, and fails if one of them does. Until it is done, its blocks
     and slots are in use on every device, also after its `error` is known: see `Job`. `nbytes` is the sum over the
-    devices, `seconds` of its result the longest, `error` the first, `method` None if the devices use different ones,
-    and `copier` the names of all, joined by "+".
+    devices, `seconds` of its result the longest, `error` that of the first device, in their order, that has failed,
+    `method` None if the devices use different ones, and `copier` the names of all, joined by "+".
     """
 
     __slots__ = ()
