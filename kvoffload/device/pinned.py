@@ -116,7 +116,7 @@ class PinnedMemory:
     def release(self) -> None:
         """Unpin. The bytes stay where they are. Nothing on the GPU may still use the memory.
 
-        Idempotent. After an interrupt or an error it can be called again, and goes on with the rest. A range leaves the
+        Idempotent. After an interrupt or an error it can be called again, and frees the rest. A range leaves the
         list only after the driver has unregistered it, so a second call may unregister a range that is not registered
         any more; that is no error.
 
