@@ -102,9 +102,20 @@ def test_the_error_tree(error: str, parents: tuple[type, ...]) -> None:
     assert all(issubclass(getattr(kvoffload, error), parent) for parent in parents)
 
 
-def test_the_package_is_typed_and_has_a_version() -> None:
+def test_the_package_is_typed() -> None:
     assert (ROOT / "py.typed").exists()
-    assert kvoffload.__version__.count(".") == 2
+
+
+def test_the_version_is_in_one_place_and_is_that_of_the_changelog() -> None:
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+    assert "version" not in settings["project"]
+    assert settings["project"]["dynamic"] == ["version"]
+    assert settings["tool"]["hatch"]["version"]["path"] == "kvoffload/__init__.py"
+    newest = re.search(
+        r"^## (\d+\.\d+\.\d+)( \(unreleased\))?", (ROOT.parent / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert newest is not None
+    assert kvoffload.__version__ == newest[1] + (".dev0" if newest[2] else "")
 
 
 def test_typical_calls_do_what_their_types_say() -> None:
