@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zlib
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,19 @@ def test_direct_dependencies_are_those_that_are_imported() -> None:
     assert set(extras) >= {"cli", "plot", "notebook", "cupy", "cupy12", "jax", "jax12", "nvtx", "prometheus"}
     assert extras["cupy12"][0].startswith("cupy-cuda12x")
     assert extras["jax12"][0].startswith("jax[cuda12]")
+
+
+MOST_WHEEL_BYTES = 560_000
+BYTES_A_FILE = 190  # of a wheel beyond its content: two headers of the archive with its name, and its line of RECORD
+
+
+def test_the_wheel_stays_small() -> None:
+    """Computed: building one needs hatchling, from the network. What `pip wheel` builds is within 1% of it."""
+    packed = [path for path in ROOT.rglob("*") if path.is_file() and path.suffix in (".py", ".json", ".typed")]
+    documents = [ROOT.parent / name for name in ("README.md", "LICENSE")]  # in the wheel's METADATA, and as a file
+    content = sum(len(zlib.compress(path.read_bytes(), 6)) for path in [*packed, *documents])
+    estimate = content + BYTES_A_FILE * len(packed)
+    print(f"about {estimate:,} bytes in {len(packed)} files")
+    assert 200_000 < estimate < MOST_WHEEL_BYTES
+    unpacked = [path for path in ROOT.rglob("*") if path.is_file() and path not in packed and path.suffix != ".pyc"]
+    assert unpacked == [], "files of the package of a kind that is not counted"
