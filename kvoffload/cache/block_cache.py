@@ -150,7 +150,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
 
         Args:
             keys: bytes, no repeats, in the order of the request; may be all of its keys: what is present is kept.
-            blocks: source ids, `blocks_per_slot` per key in the order of the keys (for each group).
+            blocks: source ids, `blocks_per_slot` per key in the order of the keys (for each group); repeats are legal.
             after: as for `OffloadEngine.store`.
             tenant: whose quota and priority the keys have.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
@@ -226,7 +226,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         """Load the blocks of keys that are all present and ready. The keys are not evicted until the load has ended.
 
         Args:
-            keys: bytes; repeats are legal.
+            keys: bytes; repeats are legal, with a target of its own for each.
             blocks: target ids, `blocks_per_slot` per key in the order of the keys (for each group), no repeats.
             after: as for `OffloadEngine.load`.
             pending: also load keys whose store has been submitted and has not ended: the GPU waits for it, the host

@@ -208,7 +208,11 @@ class CacheJob:
 
     @property
     def done(self) -> bool:
-        """Whether all of it has ended, well or not. Asks the GPU; never blocks."""
+        """Whether all of it has ended, well or not. Asks the GPU, and does not wait for it.
+
+        It takes the engine's lock. A call that finds the end also has the cache take note of it, and may call
+        `on_event` and a tracer's `on_end` in this thread before it returns.
+        """
         ended = all(job.done for job in self.jobs)
         if ended:
             self._settle()

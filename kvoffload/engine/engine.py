@@ -91,7 +91,7 @@ class OffloadEngine(EngineLifecycle):
         `f = layout.blocks_per_slot`. What a slot's other sub-blocks hold stays as it is.
 
         Args:
-            blocks: source ids, ints, or anything that numpy turns into a 1-D integer array. Repeats are legal.
+            blocks: source ids: ints, or what numpy turns into a 1-D integer array; a repeated one is copied each time.
             slots: target ids, `layout.slots_for(len(blocks), first_sub_block)` of them, no repeats. If a BlockCache
                 owns the engine's slots, they must belong to an open reservation of that cache.
             group: which group's block table `blocks` refers to.
@@ -137,7 +137,7 @@ class OffloadEngine(EngineLifecycle):
 
         Args:
             slots: source ids; repeats are legal.
-            blocks: target ids, no repeats.
+            blocks: target ids; one that repeats is refused with LayoutError, as copies of one job have no order.
             group, first_sub_block, copier: as for `store`.
             after: what must have ended before a block is overwritten, as for `store`; that includes what reads it.
             source_order: when the driver may read the slots. "stream": in stream order. "any": at any moment from now

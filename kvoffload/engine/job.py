@@ -184,7 +184,10 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not. Asks the GPU; never blocks."""
+        """Whether the transfer has ended, well or not. Asks the GPU, and does not wait for it.
+
+        It takes the engine's lock, and may call a tracer's `on_end` in this thread before it returns.
+        """
         if not self._transfer.finished:
             self._engine.advance()
         return self._transfer.finished

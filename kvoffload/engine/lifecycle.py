@@ -125,9 +125,9 @@ class EngineLifecycle(HtmlRepresentation):
     # results ------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Take note of transfers that have ended, and queue as many segments as there is room for. Never blocks.
+        """Take note of transfers that have ended, and queue as many segments as there is room for.
 
-        `poll`, `wait` and `done` do it too, and a submission where it needs to know.
+        Does not wait for the GPU. `poll`, `wait` and `done` do it too, and a submission where it needs to know.
         """
         if os.getpid() != self._process:
             self.device.check_process()

@@ -258,11 +258,16 @@ def _with_length(name: str) -> bytes:
 
 
 def describe_groups(layout: KVLayout) -> str:
-    """The groups of a layout in words, for a repr: planes x block bytes, blocks, blocks per slot."""
+    """The groups of a layout in words, for a repr: planes x block bytes, blocks, device order, blocks per slot.
+
+    The order of the slots is named where it is another than the device's and changes their bytes.
+    """
     texts = []
     for group in layout.groups:
         sizes = sorted({plane.block_bytes for plane in group.planes})
         listed = "/".join(str(size) for size in sizes[:3]) + ("/..." if len(sizes) > 3 else "")
-        order = " (block-major slots)" if _blocks_stay_whole(layout, group) else ""
-        texts.append(f"{len(group.planes)} planes x {listed} B x {group.num_blocks} blocks{order}")
+        other = group.slot_order != group.device_order and layout.blocks_per_slot > 1 and len(group.planes) > 1
+        slots = f" in {group.slot_order} slots" if other else ""
+        order = f"{group.device_order}{slots}"
+        texts.append(f"{len(group.planes)} planes x {listed} B x {group.num_blocks} blocks ({order})")
     return " + ".join(texts) + f", blocks_per_slot={layout.blocks_per_slot}"

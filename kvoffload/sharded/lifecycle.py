@@ -104,7 +104,10 @@ class ShardedLifecycle:
     # results ------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Take note of transfers that have ended, and queue as many segments as there is room for. Never blocks."""
+        """Take note of transfers that have ended, and queue as many segments as there is room for.
+
+        Does not wait for a GPU.
+        """
         self.check_process()
         with self.lock:
             up_to_date = self._tracker.count == 0 and self._tracker.consistent
