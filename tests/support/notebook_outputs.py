@@ -197,7 +197,7 @@ def _shown(output: Any) -> str:
     return "\n".join(str(value) for kind, value in output.get("data", {}).items() if kind.startswith("text/"))
 
 
-# for tests of the comparison -------------------------------------------------------------------------------------------
+# for tests of the comparison ------------------------------------------------------------------------------------------
 
 ON_AN_H200 = {
     "device": "device: NVIDIA H200, driver 13.0, link 32.0 GT/s PCIe x16\ntimes are measured: True\n",
