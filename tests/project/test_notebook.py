@@ -167,6 +167,12 @@ def test_the_committed_outputs_are_of_these_sources() -> None:
     assert defects(read()) == [], AGAIN
 
 
+def test_the_committed_outputs_are_of_a_gpu() -> None:
+    """A reader sees measured bandwidths: what the simulated device shows is not what is committed."""
+    require_jupyter()
+    assert is_of_a_gpu(read()), f"the outputs are of the simulated device; {AGAIN}"
+
+
 def test_the_committed_outputs_are_those_of_an_execution(simulated: Notebook) -> None:
     """The notebook is executed on the simulated device; what does not depend on the device is the same."""
     assert defects(simulated) == []
