@@ -193,9 +193,10 @@ def test_on_a_gpu_times_are_printed_and_loads_are_measured(
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
-    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
 ) -> None:
-    assert main(["replay", "missing.jsonl", *options, "--backend", "simulated", "--json"]) == 2
+    path = write_trace(tmp_path / "trace.jsonl", [[1]])
+    assert main(["replay", str(path), *options, "--backend", "simulated", "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert said in captured.err
