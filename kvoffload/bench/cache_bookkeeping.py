@@ -29,8 +29,8 @@ def add_parser(benches: Any) -> None:
         benches,
         "cache",
         "host time and memory of the prefix cache's bookkeeping",
-        "Times lookups, reserve and commit, and touch of requests in a full cache, and counts Python memory; beside a "
-        "collections.OrderedDict. Medians; uses no GPU.",
+        "Times lookups, reserve and commit, and touch of requests in a full cache, and counts Python memory, "
+        "compared with a collections.OrderedDict. Medians; uses no GPU.",
         example="bench cache --blocks 100000 --policy prefix",
         common="--json",
     )
@@ -63,7 +63,10 @@ def _show(fields: dict[str, Any], output: Output) -> None:
         f"in {default['reserve_commit_us']:.0f} us, with {default['bytes_per_block']:.0f} bytes of memory a block"
     )
     columns = ("policy", "lookup", "best", "reserve + commit", "best", "touch", "bytes a block")
-    title = f"{fields['blocks']:,} blocks, requests of {fields['keys']}: microseconds (times an OrderedDict's)"
+    title = (
+        f"{fields['blocks']:,} blocks, requests of {fields['keys']} keys: median and best microseconds of a request "
+        "(times the median of an OrderedDict)"
+    )
     output.table(title, columns, [_record(record, reference) for record in fields["records"]])
 
 

@@ -23,7 +23,17 @@ from kvoffload.tuning import Profile, Shape, profile_for, render, save_profile
 _PLANES = 64
 _BLOCK_BYTES = tuple(1 << exponent for exponent in range(11, 19))
 _BLOCKS = (1, 4, 16, 128)
-_PLACEMENTS = ("folded", "scattered")
+_PLACEMENTS = {
+    "folded": "at one stride in one allocation, so that one strided operation copies a block of all planes",
+    "scattered": "an allocation for each plane, so that a block is a copy for each plane",
+}
+_COPIERS = {
+    "batch": "contiguous copies, many in one call of the driver",
+    "gather": "a kernel of so many programs, which occupy as many SMs",
+    "loop": "contiguous copies, a call of the driver each",
+    "split": "a kernel of so many programs copies some blocks, strided the others",
+    "strided": "an operation copies a block of all planes, many operations in one call",
+}
 _INTERPRETED = ("gather", "split")  # on the simulated device, which engines therefore do not choose there
 _TEXT = """\
 Measures each copy method and how much it slows a concurrent computation, in less than 30 seconds; nothing else should \
@@ -217,6 +227,11 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     output.line(f"tune --show: the figures are expectations, from this profile: {profile.source}")
     runner_up = "then the runner-up, " if output.wide else ""
     output.line(f"a cell: the chosen copy method and its GB/s, {runner_up}for {_PLANES} planes, prefer={prefer!r}")
+    for placement, meaning in _PLACEMENTS.items():
+        output.line(f"planes {placement}: {meaning}")
+    shown = {each.method for each in found} | {each.runner_up for each in found if each.runner_up and output.wide}
+    for copier in sorted({label.partition(" ")[0] for label in shown}):
+        output.line(f"{copier}: {_COPIERS[copier]}")
     for direction in Direction:
         for placement in _PLACEMENTS:
             here = [each for each in found if (each.direction, each.placement) == (direction, placement)]
@@ -227,6 +242,9 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
         output.line(f"not available: {name}: {reason}")
     if not_offered:
         output.line("gather and split are kernels: on the simulated device they run when asked for, and are not chosen")
+    if profile.key is None and not device.simulated:
+        output.line("")
+        output.line("these are figures of another machine: `kvoffload tune` measures this one")
 
 
 def _print_decisions(title: str, found: list[Decision], output: Output) -> None:

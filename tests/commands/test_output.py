@@ -17,6 +17,7 @@ import kvoffload
 from kvoffload.bench.report import print_fields
 from kvoffload.calibration import Tuning
 from kvoffload.commands import demo, doctor, findings, main, tune
+from kvoffload.copiers import NAMES
 from kvoffload.replay import command as replay
 from kvoffload.terminal.console import Output
 from kvoffload.terminal.tables import WIDTH
@@ -77,7 +78,7 @@ def test_every_command_prints_a_verdict_and_80_columns(
     captured = capsys.readouterr()
     name = " ".join(command[: 2 if command[0] == "bench" else 1])
     text = check(captured.out, name)
-    if "--metadata-only" in command or "cache" in command:
+    if "--metadata-only" in command or "cache" in command or command[0] == "doctor":
         assert captured.err == ""
     else:
         assert captured.err == "kvoffload: the simulated device verifies bytes; times need a GPU\n"
@@ -108,7 +109,7 @@ def test_every_benchmark_prints_figures_of_a_gpu_in_80_columns(
     output = Output(as_json=False, wide=wide)
     print_fields(fields, show, output)
     text = capsys.readouterr().out
-    begin = "lowest choice / limit" if name == "field" else f"bench {name}"
+    begin = f"bench {name}: "
     if wide:
         assert text.startswith(begin)
     else:
@@ -117,6 +118,41 @@ def test_every_benchmark_prints_figures_of_a_gpu_in_80_columns(
     assert "GB/s" in text
     assert re.search(r"^[0-9,]+ transfers verified, 0 wrong$", text, re.MULTILINE)
     assert text.count(str(GPU["device"])) >= 1
+
+
+def test_words_of_tables_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    fields, show = measured(json.loads(recorded("submit")))
+    show(fields, Output(as_json=False))
+    text = capsys.readouterr().out
+    assert "\nhot: " in text
+    assert "; cold: " in text
+    assert "\nbar: " in text
+    assert main(["tune", "--show", *SIMULATED]) == 0
+    text = capsys.readouterr().out
+    for placement in ("folded", "scattered"):
+        assert text.index(f"\nplanes {placement}: ") < text.index(f"\nstore, planes {placement}\n")
+    methods = {name for name in NAMES if re.search(rf" {name} [\d ]*\d\.", text)}
+    assert methods
+    assert [name for name in methods if f"\n{name}: " not in text] == []
+
+
+def test_tune_show_of_a_default_profile_says_how_to_measure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = kvoffload.open_device(backend="simulated")
+    monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: device)
+    monkeypatch.setattr(device, "simulated", False)
+    assert main(["tune", "--show"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "these are figures of another machine: `kvoffload tune` measures this one"
+
+
+def test_one_block_is_not_called_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    fields, show = measured(json.loads(recorded("transfer")))
+    show(fields, Output(as_json=False))
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r", 1 block\b", text) or ", 1 store" in text
+    assert not re.search(r"\b1 blocks\b", text)
 
 
 def test_wide_prints_a_column_for_each_copy_method(capsys: pytest.CaptureFixture[str]) -> None:
