@@ -27,6 +27,10 @@ _PLACEMENTS = {
     "folded": "at one stride in one allocation, so that one strided operation copies a block of all planes",
     "scattered": "an allocation for each plane, so that a block is a copy for each plane",
 }
+_PREFER = {
+    "overlap": "the method that costs least, its time and what concurrent computation and the caller lose",
+    "latency": "the method that ends soonest after the call, on an idle GPU",
+}
 _COPIERS = {
     "batch": "contiguous copies, many in one call of the driver",
     "gather": "a kernel of so many programs, which occupy as many SMs",
@@ -227,6 +231,7 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     output.line(f"tune --show: the figures are expectations, from this profile: {profile.source}")
     runner_up = "then the runner-up, " if output.wide else ""
     output.line(f"a cell: the chosen copy method and its GB/s, {runner_up}for {_PLANES} planes, prefer={prefer!r}")
+    output.line(f"prefer {prefer}: {_PREFER[prefer]}")
     for placement, meaning in _PLACEMENTS.items():
         output.line(f"planes {placement}: {meaning}")
     shown = {each.method for each in found} | {each.runner_up for each in found if each.runner_up and output.wide}

@@ -266,6 +266,8 @@ def _print(fields: dict[str, Any], rates: saving.Rates | None, output: Output) -
     lines = [*_counts(fields), *_times(fields)]
     lines += [] if rates is None else _saved(rates, fields["blocks_hit"])
     output.table(title, ("what", "how much"), lines)
+    if fields["in_flight"] > 1:
+        output.line("A block may also be stored for another request meanwhile, or be found, evicted and stored again.")
     if rates is not None:
         output.line(f"Of {rates.tokens_per_hash} tokens a block: {rates.describe()}.")
 

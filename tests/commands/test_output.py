@@ -131,6 +131,7 @@ def test_words_of_tables_are_explained(capsys: pytest.CaptureFixture[str]) -> No
     text = capsys.readouterr().out
     for placement in ("folded", "scattered"):
         assert text.index(f"\nplanes {placement}: ") < text.index(f"\nstore, planes {placement}\n")
+    assert "\nprefer overlap: " in text
     methods = {name for name in NAMES if re.search(rf" {name} [\d ]*\d\.", text)}
     assert methods
     assert [name for name in methods if f"\n{name}: " not in text] == []

@@ -30,6 +30,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
+def words(each: str | tuple[str, ...]) -> str:
+    return each if isinstance(each, str) else " ".join(each)
+
+
 # usage ----------------------------------------------------------------------------------------------------------------
 
 
@@ -42,7 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("bench", "transfer", "--juggle", "3"), "kvoffload bench transfer", "--juggle 3"),
         (("bench", "--juggle", "transfer"), "kvoffload bench", "--juggle"),
     ],
-    ids=" ".join,
+    ids=words,
 )
 def test_what_is_not_known_is_refused_with_one_line_of_the_usage_of_its_command(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], command: str, unknown: str
@@ -89,7 +93,7 @@ COUNTED = ("replay", "--workload", "agents", "--metadata-only", "--slots")
         (COUNTED, "16,1,000"),
         (("bench", "field", "--blocks"), "1,000"),
     ],
-    ids=" ".join,
+    ids=words,
 )
 def test_thousands_separators_are_refused_by_option_and_value(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], value: str
@@ -134,6 +138,22 @@ def test_a_missing_trace_is_named_before_anything_else(
     path = tmp_path / "missing.jsonl"
     message = refused(capsys, "replay", str(path), *options)
     assert message == f"kvoffload: error: cannot read the trace {path}: No such file or directory\n"
+
+
+@pytest.mark.parametrize("command", [("bench", "submit", "--save"), ("tune", "--output")], ids=words)
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    path = tmp_path / "missing" / "file.json"
+    message = refused(capsys, *command, str(path), "--backend", "simulated")
+    assert message.endswith(f"error: {command[-1]} {path} cannot be written: No such file or directory\n")
+
+
+def test_parts_that_do_not_divide_the_planes_are_refused_by_option_and_value(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = refused(capsys, "bench", "parts", "--parts", "1,3", "--backend", "simulated")
+    assert message.startswith("kvoffload: error: --parts 3 does not divide the 64 planes of llama-3.1-8b: ")
 
 
 def test_a_pipe_is_not_opened_to_see_whether_it_can_be_read(tmp_path: Path) -> None:
