@@ -101,12 +101,12 @@ def _copy_methods(fields: Fields) -> Iterator[Finding]:
 
 def _of_the_driver(fields: Fields) -> Iterator[Finding]:
     for name, reason in fields["missing"].items():
-        yield Finding("ok", name, f"not used: {reason}")
+        yield Finding("ok", f"driver feature, {name}", f"not used: {reason}")
     measured = fields["profile_is_measured"]
     remedy = "" if measured else "copy methods are chosen by figures of another machine: run `kvoffload tune`"
     yield Finding("ok" if measured else "warn", "profile", fields["profile"], remedy)
-    operations = "yes" if fields["stream_memory_operations"] else "no"
-    yield Finding("ok", "stream memory operations", operations)
+    operations = "can be called" if fields["stream_memory_operations"] else "not used: cannot be called"
+    yield Finding("ok", "driver feature, stream memory operations", operations)
 
 
 def _packages(fields: Fields) -> Iterator[Finding]:

@@ -95,7 +95,7 @@ def _tune(device: Device, output: Output, path: Path | None) -> None:
     if not device.simulated:
         fields |= {"seconds": tuning.seconds} | _figures(tuning.profile)
     output.result(fields)
-    _print_tuning(tuning, fields, output)
+    _print_tuning(tuning, fields, output, kept=path is None and written is not None)
 
 
 def _require_kept(device: Device, path: Path | None) -> None:
@@ -129,7 +129,8 @@ def _figures(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output) -> None:
+def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kept: bool) -> None:
+    """`kept`: whether the profile was written to where engines look for it."""
     written = "no profile written" if fields["written"] is None else f"wrote {fields['written']}"
     if fields["simulated"]:
         output.line(f"tune: simulated device: {tuning.transfers:,} transfers copied, {written}; times need a GPU")
@@ -140,19 +141,24 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output) -> Non
             f"{links} GB/s; {fields['device']}, link {fields['link']}"
         )
         _print_measured(tuning.profile, output)
+        if tuning.missing or kept:
+            output.line("")
     for name, reason in tuning.missing.items():
         output.line(f"not measured: {name}: {reason}")
+    if kept:
+        output.line("engines that are created from now on choose by it; `kvoffload tune --show` prints what it decides")
 
 
 def _print_measured(profile: Profile, output: Output) -> None:
     slow = [(label, f"{value:.2f}") for label, value in profile.slowdowns.items()]
-    output.table("slow-down of a matrix product concurrent with transfers", ("copy method", "times"), slow)
+    title = "a matrix product concurrent with transfers: its time over its time alone"
+    output.table(title, ("copy method", "slow-down"), slow)
     errors = [
         (name, f"{100 * error.median:.1f}", f"{100 * error.worst:.1f}", error.transfers)
         for name, error in profile.errors.items()
     ]
     columns = ("copier", "median", "worst", "transfers")
-    output.table("expected against measured, %, at sizes in between", columns, errors)
+    output.table("error of the expected times, %, at sizes between the measured ones", columns, errors)
     host = [(name, f"{each.fixed * 1e6:.0f}", f"{each.copy * 1e6:.2f}") for name, each in profile.host.items()]
     output.table("us that a submission keeps its caller", ("copier", "fixed", "each copy"), host)
 

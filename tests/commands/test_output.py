@@ -215,8 +215,10 @@ def test_tune_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     )
     tuning = Tuning(profile, 4321, 24.5, {"concurrent compute": "kernels need Triton, which is not installed"})
     fields = {**GPU, "written": "/home/user/.cache/kvoffload/profile.json", "link_gb_per_s": {"store": 55.1}}
-    tune._print_tuning(tuning, fields, Output(as_json=False))
+    tune._print_tuning(tuning, fields, Output(as_json=False), kept=True)
     text = check(capsys.readouterr().out, "tune: wrote ")
+    assert text.endswith("`kvoffload tune --show`\n  prints what it decides\n")
+    assert "not measured: concurrent compute: " in text.rpartition("\n\n")[2]
     assert "4,321 transfers in 24.5 s" in " ".join(text.split())
     assert re.search(r"gather 4 +1\.04", text)
 
@@ -247,6 +249,7 @@ def test_doctor_of_a_gpu_is_grouped_and_all_is_well(capsys: pytest.CaptureFixtur
     text = check(capsys.readouterr().out, "doctor: ready: NVIDIA H200, 32.0 GT/s PCIe x16 (0 fail, 0 warn)")
     headings = [line for line in text.splitlines()[1:] if line and not line.startswith(" ")]
     assert headings == ["GPU and link", "copy methods", "packages", "limits"]
+    assert "  ok    driver feature, stream memory operations: " in text
     assert "->" not in text
     assert {each.status for each in found_by(fields).values()} == {"ok"}
 
