@@ -34,7 +34,7 @@ def add_parser(benches: Any) -> None:
         example="bench cache --blocks 100000 --policy prefix",
         common="--json",
     )
-    parser.add_argument("--blocks", type=whole(1024, 1 << 28), default=1_000_000, metavar="N", help="default 1,000,000")
+    parser.add_argument("--blocks", type=whole(1024, 1 << 28), default=1_000_000, metavar="N", help="default 1000000")
     parser.add_argument("--keys", type=whole(1), default=512, metavar="N", help="of a request (default 512)")
     policies = [*sorted(POLICIES), "all"]
     parser.add_argument("--policy", choices=policies, default="all", metavar="NAME", help=", ".join(policies))

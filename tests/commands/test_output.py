@@ -290,6 +290,7 @@ def test_every_help_has_at_most_25_lines_of_80_columns_and_an_example(
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25
+    assert [line for line in lines if re.search(r"\d,000\b", line)] == [], "numbers are written as options take them"
     assert [line for line in lines if len(line) > WIDTH] == []
     prefix = "kvoffload demo" if command == ("--help",) else "example: kvoffload "
     assert any(line.strip().startswith(prefix) for line in lines)
