@@ -12,7 +12,7 @@ from kvoffload.bench.frameworks import CUPY, JAX
 from kvoffload.bench.measurements import COPY_ENGINE, GRID, METHODS, PREFERENCES, choice
 from kvoffload.bench.report import number
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Output
+from kvoffload.terminal.console import Output, counted
 
 _ORDER = (
     *map(choice, PREFERENCES),
@@ -61,7 +61,8 @@ def choice_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     middle = statistics.median(share for share, _ in found)
     return (
         f"bench {name}: the engine's choice has {lowest:.2f} (lowest) and {middle:.2f} (median) of the contiguous "
-        f"copy's GB/s; lowest: {at['model']}, {at['placement']}, {at['direction']}, {at['blocks']} blocks"
+        f"copy's GB/s; lowest: {at['model']}, {at['placement']}, {at['direction']}, "
+        f"{counted(at['blocks'], 'block')}"
     )
 
 

@@ -148,10 +148,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0) -> Device:
+def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0, *, note: bool = True) -> Device:
     """The device that was asked for; with `auto`, the simulated one if CUDA has none to offer.
 
-    Writes one line to standard error if it is the simulated device.
+    Writes one line to standard error if it is the simulated device, and `note`.
 
     Raises:
         CommandError: there is no such device.
@@ -168,9 +168,21 @@ def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0) -
         device = open_device(arguments.device, backend=backend, seed=seed if backend == "simulated" else None)
     except ValueError as error:
         raise CommandError(f"--device {arguments.device}: {error}") from error
-    if device.simulated:
+    if device.simulated and note:
         output.note(f"kvoffload: {reason}{SIMULATED_NOTE}")
     return device
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: "1 block", "2 blocks"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def verified_text(verified: int, corrupt: int) -> str:
+    """What a verdict says of the loaded blocks: how many were compared, and how many of them were wrong."""
+    if corrupt:
+        return f"{corrupt:,} loaded blocks WRONG"
+    return "every loaded byte verified, 0 wrong" if verified else "nothing was loaded"
 
 
 def mib(nbytes: float) -> str:
