@@ -135,5 +135,5 @@ def _show_records(title: str, records: Sequence[Mapping[str, Any]], output: Outp
     """With a column for each copy method."""
     scenarios = scenarios_of(records)
     lines = [[*_label(record), *figures(record, scenarios), chosen_methods(record)] for record in records]
-    columns = ("bytes of a copy", "copies", *headings(scenarios), "copy method")
-    output.table(f"{title}: GB/s on the GPU clock", columns, lines)
+    columns = ("bytes of a copy", "copies", *headings(scenarios), "overlap / latency by")
+    output.table(f"{title}: GB/s on the GPU clock", columns, lines, left=columns[-1:])

@@ -189,9 +189,9 @@ def _label(record: Mapping[str, Any]) -> tuple[object, ...]:
 def _show_records(title: str, records: Sequence[Mapping[str, Any]], output: Output) -> None:
     """With a column for each copy method."""
     scenarios = scenarios_of(records)
-    columns = ("model", "planes x bytes", "blocks per slot", "blocks", *headings(scenarios), "copy method")
+    columns = ("model", "planes x bytes", "blocks per slot", "blocks", *headings(scenarios), "overlap / latency by")
     lines = []
     for record in records:
         line = [record["model"], f"{record['planes']} x {record['block_bytes']}", record["blocks_per_slot"]]
         lines.append([*line, record["blocks"], *figures(record, scenarios), chosen_methods(record)])
-    output.table(f"{title}: GB/s on the GPU clock", columns, lines)
+    output.table(f"{title}: GB/s on the GPU clock", columns, lines, left=columns[-1:])

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -102,15 +102,18 @@ class Output:
         if not self.as_json:
             write_out(f"{path}\n")
 
-    def table(self, title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
-        """A title and a table with its first column to the left and the others to the right; nothing with --json.
+    def table(
+        self, title: str, columns: Sequence[str], lines: Sequence[Sequence[object]], *, left: Collection[str] = ()
+    ) -> None:
+        """A title and a table; nothing with --json.
 
-        At most 80 columns, unless --wide was given.
+        Its first column and those named in `left` are aligned to the left, the others to the right. At most 80
+        columns wide, unless --wide was given.
         """
         if not self.as_json:
             self.line("")
             self.line(title)
-            write_out(render(columns, lines, wide=self.wide))
+            write_out(render(columns, lines, wide=self.wide, left=left))
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:

@@ -150,10 +150,29 @@ def test_tune_show_of_a_default_profile_says_how_to_measure(
 
 def test_one_block_is_not_called_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     fields, show = measured(json.loads(recorded("transfer")))
+    for record in fields["transfers"]:
+        record["blocks"] = 1
     show(fields, Output(as_json=False))
     text = " ".join(capsys.readouterr().out.split())
-    assert re.search(r", 1 block\b", text) or ", 1 store" in text
+    assert re.search(r", 1 block\b", text)
     assert not re.search(r"\b1 blocks\b", text)
+
+
+@pytest.mark.parametrize("name", ["transfer", "sweep"])
+def test_the_choice_takes_one_line_a_transfer(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    fields, show = measured(json.loads(recorded(name)))
+    reasons = {"store": "batch: 28.8 GB/s expected; next is strided", "load": "gather with 4 programs: 49.6 GB/s"}
+    for record in fields["transfers"]:
+        record["gb_per_s"] = dict.fromkeys(record["wrong"], 48.25) | {"contiguous copy": 55.0}
+        record["chosen"] = {"choice, overlap": reasons[record["direction"]], "choice, latency": "strided: 50 GB/s"}
+    show(fields, Output(as_json=False))
+    tables = [part for part in capsys.readouterr().out.split("\n\n") if "the engine's choice; ratio: " in part]
+    assert len(tables) == len({record["placement"] for record in fields["transfers"]})
+    for table in tables:
+        _, rows = re.split(r"^-+(?:  -+)+\n", table, flags=re.MULTILINE)
+        for row in rows.splitlines():
+            assert re.search(r"\d +48\.2 \(0\.88\)  batch +48\.2 \(0\.88\)  gather 4$", row), row
+    assert sum(table.count("(0.88)") for table in tables) == len(fields["transfers"])
 
 
 def test_wide_prints_a_column_for_each_copy_method(capsys: pytest.CaptureFixture[str]) -> None:
