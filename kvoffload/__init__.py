@@ -103,6 +103,6 @@ __all__ = [
     "set_tracer",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _notebook.register_cards()

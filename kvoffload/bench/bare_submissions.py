@@ -91,7 +91,7 @@ class BareSubmission(ABC):
 
     @abstractmethod
     def _copy(self, count: int, stream: int) -> tuple[Any, ...]:
-        """The copy call; what it returned."""
+        """Make the copy call, and return what it returned."""
 
     def _block_addresses(self, blocks: Int64Array) -> UInt64Array:
         return blocks.view(np.uint64) * self._block_stride + self._block_base

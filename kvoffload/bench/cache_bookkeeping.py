@@ -29,12 +29,12 @@ def add_parser(benches: Any) -> None:
         benches,
         "cache",
         "host time and memory of the prefix cache's bookkeeping",
-        "Times lookups, reserve and commit, and touch of requests in a full cache, and counts Python memory; beside a "
-        "collections.OrderedDict. Medians; uses no GPU.",
+        "Times lookups, reserve and commit, and touch of requests in a full cache, and counts Python memory, "
+        "compared with a collections.OrderedDict. Medians; uses no GPU.",
         example="bench cache --blocks 100000 --policy prefix",
         common="--json",
     )
-    parser.add_argument("--blocks", type=whole(1024, 1 << 28), default=1_000_000, metavar="N", help="default 1,000,000")
+    parser.add_argument("--blocks", type=whole(1024, 1 << 28), default=1_000_000, metavar="N", help="default 1000000")
     parser.add_argument("--keys", type=whole(1), default=512, metavar="N", help="of a request (default 512)")
     policies = [*sorted(POLICIES), "all"]
     parser.add_argument("--policy", choices=policies, default="all", metavar="NAME", help=", ".join(policies))
@@ -63,7 +63,10 @@ def _show(fields: dict[str, Any], output: Output) -> None:
         f"in {default['reserve_commit_us']:.0f} us, with {default['bytes_per_block']:.0f} bytes of memory a block"
     )
     columns = ("policy", "lookup", "best", "reserve + commit", "best", "touch", "bytes a block")
-    title = f"{fields['blocks']:,} blocks, requests of {fields['keys']}: microseconds (times an OrderedDict's)"
+    title = (
+        f"{fields['blocks']:,} blocks, requests of {fields['keys']} keys: median and best microseconds of a request "
+        "(times the median of an OrderedDict)"
+    )
     output.table(title, columns, [_record(record, reference) for record in fields["records"]])
 
 

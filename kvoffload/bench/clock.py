@@ -27,7 +27,7 @@ class GpuTimer:
             undo.pop_all()
 
     def seconds(self, submit: Callable[[], object]) -> float:
-        """Call `submit`, which queues work on the idle stream, and wait for that work; its seconds on the GPU clock."""
+        """Call `submit`, which queues work on the idle stream, and wait. Returns its seconds on the GPU clock."""
         with self._device.current():
             try:
                 self._driver.event_record(self._start, self.stream)

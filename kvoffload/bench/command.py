@@ -16,13 +16,17 @@ from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError, write_out
 from kvoffload.terminal.options import add_command
 
+_FOLDER = "figures"
+_WRITTEN = "`kvoffload bench field --save FILE` writes a result, on a GPU; so do transfer, sweep and interference"
+
 
 def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "bench",
-        "measure",
-        "Measures transfers and what they cost, or draws saved results. Without a GPU the bytes are verified alone.",
+        "compare copy methods, with and without concurrent computation",
+        "Measures transfers and what they cost, or draws saved results. Without a GPU the bytes are verified, and "
+        "nothing is timed.",
         example="bench field --quick",
         usage="BENCHMARK [options]",
     )
@@ -35,10 +39,10 @@ def add_parser(commands: Any) -> None:
         "figures of saved results",
         "Draws the figures of results that were saved with --save, on this or another machine, as PNGs.",
         example="bench plot field.json --output figures",
-        usage="FILE [FILE ...] --output FOLDER",
+        usage="FILE [FILE ...] [--output FOLDER]",
     )
     plot.add_argument("results", nargs="+", metavar="FILE", help="of bench transfer, sweep, field or interference")
-    plot.add_argument("--output", required=True, metavar="FOLDER", help="where to write them")
+    plot.add_argument("--output", default=_FOLDER, metavar="FOLDER", help=f"where to write them (default {_FOLDER})")
     plot.set_defaults(run=run_plot)
     parser.set_defaults(run=lambda _: overview(parser))
 
@@ -50,8 +54,9 @@ def overview(parser: argparse.ArgumentParser) -> int:
 
 
 def run_plot(arguments: argparse.Namespace) -> int:
+    results = _read_all(arguments.results)
     figures.require()
-    for path in plots.draw(_read_all(arguments.results), arguments.output):
+    for path in plots.draw(results, arguments.output):
         write_out(f"{path}\n")
     return 0
 
@@ -74,10 +79,12 @@ def _read_all(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _read(name: str) -> dict[str, Any]:
     try:
         fields = json.loads(Path(name).read_text())
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{name} cannot be read as JSON: {error}") from error
+    except OSError as error:
+        raise CommandError(f"cannot read {name}: {error.strerror or error}; {_WRITTEN}") from error
+    except ValueError as error:
+        raise CommandError(f"{name} cannot be read as JSON ({error}); {_WRITTEN}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("benchmark"), str):
-        raise CommandError(f"{name} is no result of `kvoffload bench ... --json`")
+        raise CommandError(f"{name} is no result of a benchmark; {_WRITTEN}")
     if fields.get("simulated"):
-        raise CommandError(f"{name} comes from the simulated device, which has no times to draw")
+        raise CommandError(f"{name} comes from the simulated device, which has no times to draw; {_WRITTEN}")
     return fields

@@ -23,7 +23,7 @@ from kvoffload.engine.lifecycle import Prefer
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import ModelGeometry, find_model
 from kvoffload.terminal.console import Advance, Output
-from kvoffload.terminal.options import COMMON, add_command, models, whole
+from kvoffload.terminal.options import COMMON, add_command, models, numbers, whole
 
 _Value = TypeVar("_Value")
 
@@ -113,7 +113,7 @@ def _add_choices(parser: argparse.ArgumentParser, name: str, values: tuple[str, 
 
 def _blocks(text: str) -> list[int]:
     """An argparse type: comma-separated numbers of blocks."""
-    return [whole(1, _MOST_BLOCKS)(part) for part in text.split(",")]
+    return numbers(text, _MOST_BLOCKS)
 
 
 def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:

@@ -12,11 +12,18 @@ from kvoffload.bench.contiguous import CONTIGUOUS_COPY
 from kvoffload.bench.field_compute import Situation
 from kvoffload.bench.field_methods import CHOICE, GRID, METHODS, SHIPPED_CHOICE
 from kvoffload.bench.report import Fields, number
-from kvoffload.terminal.console import Output
+from kvoffload.terminal.console import Output, counted
 
 Record = Mapping[str, Any]
 PLACE = ("model", "layout", "situation", "direction", "blocks")  # what the records of one comparison have in common
 _GENTLE = 0.05
+_LEGEND = (
+    "by: the copy method of most transfers; gat/str: gather for stores, strided for loads",
+    "/limit: GB/s over those of contiguous copies",
+    "best, regret: the fastest copy method, and how much faster it is than the choice",
+    "slow: time of a product during the choice's series over its time alone",
+    "max us: the longest call of store() or load()",
+)
 _LABELS = tuple(method.label for method in METHODS)
 
 
@@ -127,10 +134,14 @@ def against_shipped(comparisons: Iterable[Record]) -> dict[str, Any] | None:
 
 def show(fields: Fields, output: Output) -> None:
     comparisons = fields["comparisons"]
+    output.line(_verdict(comparisons))
     lowest = worst(comparisons)
-    output.line("bench field: the engine's choice was not measured" if lowest is None else worst_text(lowest))
+    if lowest is not None:
+        output.line(worst_text(lowest))
     if fields["cells"]:
         output.line(f"wall clock of series of transfers; {_transfers_text(fields['cells'])}")
+        for text in _LEGEND:
+            output.line(text)
     for situation in Situation:
         for layout in dict.fromkeys(each["layout"] for each in fields["cells"]):
             place = situation, layout
@@ -150,6 +161,17 @@ def show(fields: Fields, output: Output) -> None:
     output.line(f"measured in {fields['wall_seconds']:.0f} s")
 
 
+def _verdict(comparisons: Iterable[Record]) -> str:
+    """How near the engine's choice comes to contiguous copies, at least and in the middle."""
+    shares = [each["choice/limit"] for each in comparisons if "choice/limit" in each]
+    if not shares:
+        return "bench field: the engine's choice was not measured"
+    return (
+        f"bench field: the engine's choice has {min(shares):.2f} (lowest) and {statistics.median(shares):.2f} (median) "
+        "of the contiguous copies' GB/s"
+    )
+
+
 def worst_text(each: Record) -> str:
     """The comparison and all that identifies it."""
     chosen = "; ".join(f"{direction}: {_labels(counts)}" for direction, counts in each["chosen"].items())
@@ -159,10 +181,11 @@ def worst_text(each: Record) -> str:
     groups = f" in {each['groups']} groups" if each["groups"] > 1 else ""
     return (
         f"lowest choice / limit: {each['choice/limit']:.2f}: {each['model']}, {each['layout']}, "
-        f"{Situation(each['situation']).text}, {each['direction']}: {each['transfers']} transfers of {each['blocks']} "
-        f"blocks x {each['planes']} planes x {each['block_bytes']} B{groups}: {each['choice_gb_per_s']:.1f} GB/s of "
-        f"{each['limit_gb_per_s']:.1f}, by {chosen}{best}; computation {_slower(each['compute_slowdown'])}, "
-        f"longest call {each['call_max_us']:.0f} us, {each['rounds']} rounds"
+        f"{Situation(each['situation']).text}, {each['direction']}: {counted(each['transfers'], 'transfer')} of "
+        f"{counted(each['blocks'], 'block')} x {each['planes']} planes x {each['block_bytes']} B{groups}: "
+        f"{each['choice_gb_per_s']:.1f} GB/s of {each['limit_gb_per_s']:.1f}, by {chosen}{best}; "
+        f"computation {_slower(each['compute_slowdown'])}, longest call {each['call_max_us']:.0f} us, "
+        f"{counted(each['rounds'], 'round')}"
     )
 
 
@@ -173,7 +196,8 @@ def shipped_text(found: Record) -> str:
         f"choice / choice of the shipped profile: geometric mean {found['geometric_mean']:.3f} of {found['places']} "
         f"places, {found['alike']} of them with the same copy method; lowest {each['choice/shipped']:.2f}: "
         f"{each['model']}, {each['layout']}, {Situation(each['situation']).text}, {each['direction']}, "
-        f"{each['blocks']} blocks: {chosen_text(each['chosen'])} instead of {chosen_text(each['shipped_chosen'])}"
+        f"{counted(each['blocks'], 'block')}: {chosen_text(each['chosen'])} instead of "
+        f"{chosen_text(each['shipped_chosen'])}"
     )
 
 
@@ -237,4 +261,5 @@ def _show_summary(summary: Sequence[Record], output: Output) -> None:
     if lines:
         output.table("the choice's GB/s over others'", ("layout", "over", "lowest", "median"), lines)
         longest = ", ".join(f"{each['layout']} {each['call_max_us']:.0f}" for each in summary)
+        output.line(f"gentle: the best of the methods that slow the product at most {_GENTLE} more than the limit does")
         output.line(f"longest call of the choice, us: {longest}")

@@ -107,7 +107,7 @@ class FieldSetup:
         self.setup.take(self.slots_in_series, 0 if direction is Direction.STORE else self.slots_in_series)
 
     def transfer(self, direction: Direction, index: int) -> Sequence[GroupBlocks]:
-        """Make the setup stand for one transfer of the series; what it copies of each group."""
+        """Make the setup stand for one transfer of the series. Returns what it copies of each group."""
         slots, series = self.size.slots, self.slots_in_series
         load = direction is Direction.LOAD
         first = load * series + index * slots if index < self.size.transfers else 2 * series + load * slots

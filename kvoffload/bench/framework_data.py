@@ -167,7 +167,7 @@ class FrameworkMethod:
         return self.host if direction is Direction.STORE else self.cache
 
     def execute(self, direction: Direction, times: int = 1) -> list[Job]:
-        """Queue `times` transfers, and wait for all; the jobs of this library's, which may have failed."""
+        """Queue `times` transfers, and wait for all. Returns the jobs of this library's, which may have failed."""
         move = self.move(direction)
         moved = [move() for _ in range(times)]
         self.target(direction).wait()

@@ -111,12 +111,13 @@ def _once(setup: TransferSetup, direction: Direction) -> tuple[float, float]:
 def print_latencies(fields: Mapping[str, Any], output: Output) -> None:
     lines = []
     for each in fields["latencies"]:
-        line = [f"{each['model']}, {each['blocks']} blocks", each["direction"]]
+        line = [each["model"], each["blocks"], each["direction"]]
         line += [f"{each['call_seconds'] * 1e6:.0f}", f"{each['wall_seconds'] * 1e6:.0f}"]
         line += [number(each["nbytes"] / each["wall_seconds"] / 1e9), number(each["contiguous_copy_gb_per_s"])]
         lines.append([*line, number(each["wall/contiguous copy"], 2)])
-    columns = ("transfer", "direction", "call us", "wall us", "GB/s, wall", "limit GB/s", "wall / limit")
-    output.table("the whole engine, from the call until poll() returns the result", columns, lines)
+    columns = ("model", "blocks", "direction", "call us", "wall us", "GB/s, wall", "limit GB/s", "wall / limit")
+    title = "the whole engine, from the call until poll() returns the result"
+    output.table(title, columns, lines, left=("direction",))
 
 
 # descriptors ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from kvoffload.bench.setup import TransferSetup
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.job import Job
 from kvoffload.internal.models import MODELS, ModelGeometry
-from kvoffload.planning.layer_groups import as_parts
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, CommandError, Output
 from kvoffload.terminal.options import COMMON, add_command, model, numbers
@@ -53,7 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
     if len(geometry.groups) > 1:
         raise CommandError(f"--model {geometry.name} has {len(geometry.groups)} groups; name one with a single group")
     for count in arguments.parts:
-        as_parts(count, geometry.planes)
+        if geometry.planes % count:
+            raise CommandError(
+                f"--parts {count} does not divide the {geometry.planes} planes of {geometry.name}: give divisors, such "
+                "as 1,2,4"
+            )
 
     def measure(lab: Lab, output: Output) -> Fields:
         with output.progress("loads") as progress:

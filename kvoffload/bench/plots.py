@@ -28,6 +28,7 @@ from kvoffload.terminal.figures import (
     make_figure,
     require,
     require_folder,
+    set_title,
     spread,
 )
 
@@ -115,9 +116,7 @@ def _save(figure: Any, path: Path) -> Iterator[Path]:
 
 
 def _titled(figure: Any, title: str, fields: Fields) -> Any:
-    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=14, fontweight="bold")
-    below = 0.98 - 0.2 / figure.get_figheight()  # 0.2 inches are a line of the title
-    figure.text(0.01, below, _where(fields), ha="left", va="top", fontsize=10, color=MUTED)
+    set_title(figure, title, _where(fields))
     return figure
 
 

@@ -232,7 +232,7 @@ class TransferSetup:
         ]
 
     def seconds(self, jobs: Sequence[Job]) -> float:
-        """Wait for jobs; the sum of their times on the GPU clock."""
+        """Wait for jobs. Returns the sum of their times on the GPU clock."""
         while not all(job.done for job in jobs):  # wait() sleeps between looks, which a wall clock would see
             pass
         return sum(job.wait().seconds for job in jobs)

@@ -63,7 +63,7 @@ class SetupBytes:
         self._copy(device, self._rows(row_bytes), row_bytes)
 
     def download(self, device: UInt64Array, row_bytes: int) -> list[UInt8Array]:
-        """Copy rows from device addresses; the payload of each slot, valid until the next call."""
+        """Copy rows from device addresses. Returns the payload of each slot, valid until the next call."""
         self.poison([address_of(slot) for slot in self._found])
         self._copy(self._rows(row_bytes), device, row_bytes)
         return self._found

@@ -325,6 +325,8 @@ def _show(fields: Fields, output: Output) -> None:
     output.table("from the call of load() until the job is done", columns, lines)
     rates = ", ".join(f"{name} {rate:.1f}" for name, rate in fields["contiguous_copy_gb_per_s"].items())
     output.line(f"{CONTIGUOUS_COPY}, GB/s on the GPU clock: {rates}")
+    output.line("hot: submissions without a wait; cold: each after the GPU and the host were idle for 3 ms")
+    output.line("bar: what kvoffload aims at; nothing fails if it is missed")
 
 
 def _verdict(submissions: Sequence[dict[str, Any]], loads: Sequence[dict[str, Any]]) -> str:

@@ -24,7 +24,7 @@ from kvoffload.bench.tables import (
 )
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, CommandError, Output
-from kvoffload.terminal.options import COMMON, add_command, add_wide, numbers
+from kvoffload.terminal.options import COMMON, add_command, add_wide, numbers, one_of
 
 _STEP_BYTES = 32  # block bytes are multiples of this
 _SIZES = [4096, 8192, 16384, 32768, 65536]
@@ -58,9 +58,8 @@ def add_parser(benches: Any) -> None:
     parser.add_argument("--counts", type=numbers, metavar="N,...", help="copies of a transfer (64 to 8192)")
     parser.add_argument(
         "--planes",
-        type=Placement,
+        type=one_of(Placement.FOLDED, Placement.SCATTERED),
         nargs="+",
-        choices=[Placement.FOLDED, Placement.SCATTERED],
         default=[Placement.FOLDED, Placement.SCATTERED],
         metavar="NAME",
         help="folded or scattered (default both)",
@@ -136,5 +135,5 @@ def _show_records(title: str, records: Sequence[Mapping[str, Any]], output: Outp
     """With a column for each copy method."""
     scenarios = scenarios_of(records)
     lines = [[*_label(record), *figures(record, scenarios), chosen_methods(record)] for record in records]
-    columns = ("bytes of a copy", "copies", *headings(scenarios), "copy method")
-    output.table(f"{title}: GB/s on the GPU clock", columns, lines)
+    columns = ("bytes of a copy", "copies", *headings(scenarios), "overlap / latency by")
+    output.table(f"{title}: GB/s on the GPU clock", columns, lines, left=columns[-1:])

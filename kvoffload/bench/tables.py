@@ -12,7 +12,7 @@ from kvoffload.bench.frameworks import CUPY, JAX
 from kvoffload.bench.measurements import COPY_ENGINE, GRID, METHODS, PREFERENCES, choice
 from kvoffload.bench.report import number
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.terminal.console import Output
+from kvoffload.terminal.console import Output, counted
 
 _ORDER = (
     *map(choice, PREFERENCES),
@@ -61,7 +61,8 @@ def choice_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     middle = statistics.median(share for share, _ in found)
     return (
         f"bench {name}: the engine's choice has {lowest:.2f} (lowest) and {middle:.2f} (median) of the contiguous "
-        f"copy's GB/s; lowest: {at['model']}, {at['placement']}, {at['direction']}, {at['blocks']} blocks"
+        f"copy's GB/s; lowest: {at['model']}, {at['placement']}, {at['direction']}, "
+        f"{counted(at['blocks'], 'block')}"
     )
 
 
@@ -72,20 +73,24 @@ def show_choice(
     records: Sequence[Mapping[str, Any]],
     output: Output,
 ) -> None:
-    """A line for each transfer, which `label` identifies: the engine's choice, both directions."""
+    """A line for each transfer, which `label` identifies: for each direction GB/s of the engine's choice, in brackets
+    over those of the contiguous copy, and the copy method that it was.
+    """
     chosen = choice(PREFERENCES[0])
     by_label: dict[tuple[object, ...], dict[str, Mapping[str, Any]]] = {}
     for record in records:
         by_label.setdefault(label(record), {})[record["direction"]] = record
     lines = []
     for labels, found in by_label.items():
-        both = [found.get(direction, {"gb_per_s": {}, "chosen": {}}) for direction in Direction]
-        rates = [number(each["gb_per_s"].get(chosen)) for each in both]
-        shares = [number(_over_limit(each, chosen), 2) for each in both]
-        methods = ", ".join(dict.fromkeys(name for each in both if (name := chosen_methods(each))))
-        lines.append((*labels, *rates, *shares, methods))
-    columns = (*names, "store GB/s", "load GB/s", "store / limit", "load / limit", "copy method")
-    output.table(f"{title}: the engine's choice; the limit is one contiguous copy", columns, lines)
+        line = list(labels)
+        for direction in Direction:
+            record = found.get(direction, {"gb_per_s": {}, "chosen": {}})
+            reason = record["chosen"].get(chosen)
+            rate, share = record["gb_per_s"].get(chosen), _over_limit(record, chosen)
+            line += [f"{number(rate)} ({number(share, 2)})", "-" if reason is None else method_of(reason)]
+        lines.append(line)
+    columns = (*names, "store GB/s (ratio)", "by", "load GB/s (ratio)", "by")
+    output.table(f"{title}: the engine's choice; ratio: to one contiguous copy", columns, lines, left=("by",))
 
 
 def show_methods(title: str, records: Sequence[Mapping[str, Any]], output: Output) -> None:

@@ -34,7 +34,7 @@ from kvoffload.errors import KVOffloadError
 from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, Output
-from kvoffload.terminal.options import COMMON, add_command, add_wide, models, numbers
+from kvoffload.terminal.options import COMMON, add_command, add_wide, models, numbers, one_of
 from kvoffload.tuning import CopyMethod
 
 _METHODS = (CopyMethod("gather", 4, 1.0), CopyMethod("split", 2), CopyMethod("split", 1))
@@ -72,7 +72,7 @@ def add_parser(benches: Any) -> None:
     parser = add_command(
         benches,
         "transfer",
-        "every copy method, per geometry",
+        "every copy method, by model",
         _TEXT,
         example="bench transfer --model llama-3.1-8b --blocks-per-slot 1",
         common=COMMON,
@@ -91,9 +91,8 @@ def add_parser(benches: Any) -> None:
     )
     parser.add_argument(
         "--planes",
-        type=Placement,
+        type=one_of(*Placement),
         nargs="+",
-        choices=list(Placement),
         default=list(Placement),
         metavar="NAME",
         help=f"default all: {', '.join(Placement)}",
@@ -190,9 +189,9 @@ def _label(record: Mapping[str, Any]) -> tuple[object, ...]:
 def _show_records(title: str, records: Sequence[Mapping[str, Any]], output: Output) -> None:
     """With a column for each copy method."""
     scenarios = scenarios_of(records)
-    columns = ("model", "planes x bytes", "blocks per slot", "blocks", *headings(scenarios), "copy method")
+    columns = ("model", "planes x bytes", "blocks per slot", "blocks", *headings(scenarios), "overlap / latency by")
     lines = []
     for record in records:
         line = [record["model"], f"{record['planes']} x {record['block_bytes']}", record["blocks_per_slot"]]
         lines.append([*line, record["blocks"], *figures(record, scenarios), chosen_methods(record)])
-    output.table(f"{title}: GB/s on the GPU clock", columns, lines)
+    output.table(f"{title}: GB/s on the GPU clock", columns, lines, left=columns[-1:])

@@ -33,10 +33,10 @@ _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothi
 
 
 class BlockCache(HtmlRepresentation, Generic[EngineT]):
-    """A prefix cache over the slots of an engine, which it takes for itself. Usable from any thread.
+    """A prefix cache over the slots of an engine, which it owns. Usable from any thread.
 
     A key stands for `blocks_per_slot` blocks of every group of the layout; see `kvoffload.chain_keys`. With several
-    groups it takes one slot for each, and `blocks` is a sequence with one list of ids per group.
+    groups a key takes one slot for each, and `blocks` is a sequence with one list of ids per group.
 
     A server's request:
 
@@ -48,19 +48,19 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
     To move the bytes by other means, reserve slots, fill them and commit; or acquire a lease, read, release it.
 
     Args:
-        engine: an OffloadEngine or a ShardedEngine, of which `after` and `order_before` take a list with one for each
-            device. Its slots become the cache's: stores into them by other calls are refused, unless a reservation has
-            them.
+        engine: an OffloadEngine; or a ShardedEngine: then `after` and `order_before` take a list with one element for
+            each device. The cache owns its slots: `engine.store` refuses them, except those of an open reservation of
+            this cache.
         policy: what is evicted when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a
-            function that makes one for so many keys.
+            function that takes the capacity in keys and returns one.
         tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", and no others.
-        store_after: a key is stored only after so many lookups that missed it; 0: at once.
-        max_load_blocks: `lookup` reports no more hits; None: all. (A very long load delays all others of the link.)
-        on_event: is called with a `CacheEvent` for what has happened, one at a time and in the order in which it did,
-            by a thread at the end of its call of this cache, or of `wait` or `done` of a job of it, outside all locks.
+        store_after: a key is stored only once this many lookups have missed it; 0: at once.
+        max_load_blocks: `lookup` reports at most this many hits; None: all. (A very long load delays all others.)
+        on_event: called with each `CacheEvent`, one at a time and in their order, outside all locks: at the end of a
+            call of the cache, or of `wait` or `done` of one of its jobs, by the thread that makes that call.
 
     Raises:
-        CapacityError: the engine has fewer slots than groups, or belongs to another cache.
+        CapacityError: the engine has fewer slots than groups, or another cache owns its slots.
         ValueError, TypeError: bad arguments.
     """
 
@@ -103,7 +103,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
     # asking -------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys can be loaded, at most `max_load_blocks`. Counted; changes no recency: see `touch`.
+        """How many leading keys can be loaded, at most `max_load_blocks`. Counted as a request; not a use, see `touch`.
 
         Raises ClosedError if the engine is closed.
         """
@@ -111,12 +111,12 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         return self._index.lookup(keys)
 
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
-        """`lookup` for each of several requests, at one moment."""
+        """`lookup` for each of several requests; the cache does not change in between."""
         self._look()
         return self._index.lookup_many(requests)
 
     def status(self, keys: Sequence[bytes]) -> list[Status]:
-        """Of each key whether it is missing, a hit, or being stored. Not counted; works with a closed engine, too."""
+        """For each key, whether it is missing, a hit or pending. Not counted; works with a closed engine, too."""
         self.engine.advance()
         return self._index.status(keys)
 
@@ -144,13 +144,13 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
     ) -> CacheJob:
         """Store those keys that are neither present nor pending: the job's `keys`, ready to load once it has ended.
 
-        Keys among `keys`, keys being stored and keys being loaded are not evicted for them. From the first missing key
-        on, as many are stored as find room; declined are also keys that are worth less than what they would displace,
-        that were not looked up often enough, or that are beyond a quota.
+        Others are evicted for them, but none of `keys`, and none that is pending, leased or being loaded. If there is
+        room for some only, the first are stored and the others declined. Also declined is a key that is worth less than
+        what it would displace, was not looked up often enough, or is over a quota.
 
         Args:
             keys: bytes, no repeats, in the order of the request; may be all of its keys: what is present is kept.
-            blocks: source ids, `blocks_per_slot` per key in the order of the keys (for each group).
+            blocks: source ids, `blocks_per_slot` per key in the order of the keys (for each group); repeats are legal.
             after: as for `OffloadEngine.store`.
             tenant: whose quota and priority the keys have.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
@@ -223,16 +223,16 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         pending: bool = False,
         parts: Parts = None,
     ) -> CacheJob:
-        """Load the blocks of keys that are all present and ready. Until it has ended they are not evicted.
+        """Load the blocks of keys that are all present and ready. The keys are not evicted until the load has ended.
 
         Args:
-            keys: bytes; repeats are legal.
+            keys: bytes; repeats are legal, with a target of its own for each.
             blocks: target ids, `blocks_per_slot` per key in the order of the keys (for each group), no repeats.
             after: as for `OffloadEngine.load`.
             pending: also load keys whose store has been submitted and has not ended: the GPU waits for it, the host
                 does not. If such a store fails, so does the job's `wait`, and the loaded blocks must not be used.
-            parts: as for `OffloadEngine.load`; with several groups only a number, for each of them. Their jobs follow
-                each other: to wait for one group, `job.jobs[group].order_before(stream, part=k)`.
+            parts: as for `OffloadEngine.load`; with several groups only a number, which holds for each of them. Groups
+                are copied one after the other: to wait for one, `job.jobs[group].order_before(stream, part=k)`.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
@@ -289,13 +289,13 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
     def reserve(self, keys: Sequence[bytes], tenant: str = "", *, all_or_nothing: bool = False) -> Reservation:
         """Reserve slots for those keys that are neither present nor pending; see `store`, which also copies.
 
-        The caller writes `reservation.slots()` of every group, by `engine.store`, by `engine.slots` or otherwise, and
-        commits the reservation (`reservation.commit(job)`), or aborts it.
+        The caller fills the slots `reservation.slots(group)` of every group, by `engine.store`, through `engine.slots`
+        or otherwise, then calls `reservation.commit(job)` or `abort()`. `tenant` and `all_or_nothing`: as for `store`.
 
         Raises:
             CapacityError: `all_or_nothing`, and a missing key would be declined.
             LayoutError: `keys` repeats a key, or is not a list of bytes.
-            ValueError: the cache has no such tenant; or its policy names keys that must not be evicted.
+            ValueError: the cache has no such tenant; or its policy chose keys that must not be evicted.
             ClosedError: the engine is closed.
             Nothing has changed in any of these cases.
         """
@@ -315,7 +315,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         return self._index.acquire(keys, pending=pending)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Remove keys, which are missing at once; how many were there.
+        """Remove keys: from now on they are missing. Returns how many of them were present or pending.
 
         A slot that a transfer or a lease uses becomes free when that use has ended.
         """
@@ -323,7 +323,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         return self._index.remove(keys)
 
     def clear(self) -> int:
-        """Remove all keys, as `remove` does."""
+        """Remove all keys, as `remove` does. Returns how many there were."""
         self.engine.advance()
         return self._index.clear()
 

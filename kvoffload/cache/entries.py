@@ -39,7 +39,7 @@ class Completion(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether it is known to have ended, well or not; does not ask the GPU."""
+        """Whether it is known to have ended, successfully or not; does not ask the GPU."""
 
     @property
     def error(self) -> BaseException | None:
@@ -66,10 +66,10 @@ class Status(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """Where a reservation stands. Writing COMMITTED or ABORTED publishes what then has to be carried out."""
+    """The state of a reservation. Writing COMMITTED or ABORTED publishes what then has to be carried out."""
 
     OPEN = "open"
-    SETTLING = "settling"  # committed, as soon as transfers have ended well
+    SETTLING = "settling"  # committed once its transfers have succeeded
     COMMITTED = "committed"
     ABORTED = "aborted"
 

@@ -61,23 +61,23 @@ class CacheIndex:
 
     Args:
         capacity: keys that it holds, at most 2**32.
-        policy: what is evicted: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a function that makes one for
-            so many keys.
+        policy: what is evicted: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a function that takes the
+            capacity in keys and returns one.
         tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", and no others.
-        store_after: a key is stored only after so many lookups that missed it; 0: at once.
+        store_after: a key is stored only once this many lookups have missed it; 0: at once.
         max_load_blocks: `lookup` reports no more hits than this; None: all. (Loading a very long prefix delays all
             other transfers of the link.)
-        on_event: is called with a `CacheEvent` for what has happened, one at a time and in the order in which it did,
-            by a thread at the end of its call of this cache, outside the lock.
+        on_event: called with each `CacheEvent`, one at a time and in their order, outside the lock: at the end of a
+            call of the index, by the thread that makes that call.
         lock: for owners such as BlockCache: a lock that is shared with an engine.
         check_usable: for owners: is called before the lock is taken, and may raise.
         num_groups: for owners: slots of an entry.
         in_flight: for owners: returns the transfers that have been submitted and have not ended. The entries of a
-            reservation or lease that was abandoned are held until these have ended.
+            reservation or lease that was dropped without being ended stay in use until these have ended.
 
     Raises:
         ValueError, TypeError: bad arguments.
-        CapacityError: the memory for so many keys cannot be allocated.
+        CapacityError: the memory for `capacity` keys cannot be allocated.
     """
 
     def __init__(
@@ -117,18 +117,18 @@ class CacheIndex:
 
     @_entry
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys are present and ready, at most `max_load_blocks`. Changes no recency: see `touch`."""
+        """How many leading keys are present and ready, at most `max_load_blocks`. Not counted as a use: see `touch`."""
         return self._lookup(check_keys(keys))
 
     @_entry
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
-        """`lookup` for each of several requests, at one moment."""
+        """`lookup` for each of several requests; the index does not change in between."""
         checked = [check_keys(keys) for keys in requests]
         return [self._lookup(keys) for keys in checked]
 
     @_entry
     def status(self, keys: Sequence[bytes]) -> list[Status]:
-        """Of each key whether it is missing, ready or pending."""
+        """For each key, whether it is missing, ready or pending."""
         of, pending = self._state.table.of, self._state.table.pending
         return [
             Status.MISS if key not in of else Status.PENDING if key in pending else Status.HIT
@@ -158,9 +158,8 @@ class CacheIndex:
     def reserve(self, keys: Sequence[bytes], tenant: str = "", *, all_or_nothing: bool = False) -> Reservation:
         """Reserve entries for those keys that are neither present nor pending.
 
-        Entries that hold nothing are used first, then keys are evicted. Keys among `keys`, pending ones and leased ones
-        are not evicted. Where there are not entries for all missing keys, the first ones get them, and the others are
-        declined.
+        Free entries are used first, then keys are evicted: none of `keys`, and none that is pending or leased. If there
+        are too few entries for all missing keys, the first ones get them and the others are declined.
 
         Args:
             keys: bytes, no repeats, in the order of the request: each needs those before it. May be a whole request's
@@ -171,7 +170,7 @@ class CacheIndex:
         Raises:
             CapacityError: `all_or_nothing`, and not all missing keys can be stored.
             LayoutError: `keys` repeats a key, or is not a list of bytes.
-            ValueError: the cache has no such tenant; or its policy names keys that must not be evicted.
+            ValueError: the cache has no such tenant; or its policy chose keys that must not be evicted.
             Nothing has changed in any of these cases.
         """
         checked = check_keys(keys, repeats=False)
@@ -238,11 +237,11 @@ class CacheIndex:
             self._state.settle(record, well=True)
 
     def abort(self, record: ReservationRecord) -> None:
-        """See `Reservation.abort`. In the middle of another call it is left to the next one."""
+        """See `Reservation.abort`. Called inside another call of the index, it takes effect at the next call."""
         self._drop(record)
 
     def settle_ended(self) -> None:
-        """Take note of what has ended, and report it. In the middle of another call it is left to that one."""
+        """Settle what waits for transfers that have ended, and report events. Inside another call it does nothing."""
         self._check_usable()
         state = self._state
         with self.lock:
@@ -318,23 +317,27 @@ class CacheIndex:
 
     @_entry
     def load(self, keys: Sequence[bytes]) -> None:
-        """Record that a request loads those of these keys that are present: policies know that before its `touch`."""
+        """Record that a request loads those of `keys` that are present. Policies count that use before its `touch`."""
         self._state.use([key for key in dict.fromkeys(check_keys(keys)) if key in self._state.table.of])
 
     def release(self, record: LeaseRecord) -> None:
-        """See `Lease.release`. In the middle of another call it is left to the next one."""
+        """See `Lease.release`. Called inside another call of the index, it takes effect at the next call."""
         self._drop(record)
 
     @_entry
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Remove keys; how many were there. Entries in use are free when that has ended; reservations go on."""
+        """Remove keys: from now on they are missing. Returns how many of them were present or pending.
+
+        An entry that a lease or a transfer uses becomes free when that has ended; a pending key's, when its reservation
+        has been committed or aborted.
+        """
         gone = [key for key in dict.fromkeys(check_keys(keys)) if key in self._state.table.of]
         self._state.remove(gone)
         return len(gone)
 
     @_entry
     def clear(self) -> int:
-        """Remove all keys, as `remove` does."""
+        """Remove all keys, as `remove` does. Returns how many there were."""
         gone = list(self._state.table.of)
         self._state.remove(gone)
         return len(gone)
@@ -353,7 +356,7 @@ class CacheIndex:
 
     @_entry
     def check(self) -> None:
-        """Verify that what is derived, and what each policy knows, agrees with the truth; meant for tests.
+        """Verify that derived state, and what each policy knows, agree with the truth (see GLOSSARY); meant for tests.
 
         Raises:
             AssertionError: it does not; the message says where.
@@ -381,7 +384,7 @@ class CacheIndex:
         return f"CacheIndex({self.describe()})"
 
     def describe(self) -> str:
-        """The state in a line; takes no lock, so that it can be shown from anywhere."""
+        """The state in one line. Takes no lock, so it may be called from anywhere."""
         table = self._state.table
         counts = f"{len(table.pending)} pending, {len(table.leases)} leases"
         return f"{len(table)} of {self.capacity} keys, {counts}; {self._state.pools}"

@@ -27,27 +27,29 @@ _TOKEN_BYTES = 4
 def chain_keys(
     token_ids: Any, *, layout: KVLayout | ShardedLayout, salt: str, extra: bytes = b"", parent: bytes | None = None
 ) -> list[bytes]:
-    """One key for each `layout.tokens_per_block * layout.blocks_per_slot` tokens; what is left over gives none.
+    """One key for each `layout.tokens_per_block * layout.blocks_per_slot` tokens; tokens after the last full group of
+    so many get no key.
 
-    The keys of a prefix are a prefix of the keys. Any difference in the tokens up to the end of a key's, or in another
-    argument, gives another key.
+    Each key covers all tokens from the first one to the end of its group. So two sequences share the keys of the groups
+    in their common prefix, and no later ones. Another layout, salt or extra changes every key.
 
     Args:
         token_ids: anything numpy turns into a 1-D integer array, values in `[0, 2**32)`. Its dtype does not matter.
-        layout: `layout.fingerprint` goes into every key; addresses, strides and numbers of blocks do not.
-            Of a ShardedEngine its `layout`, which says what every device has.
+        layout: the layout of the engine, `engine.layout`, of a ShardedEngine too. `layout.fingerprint` goes into every
+            key; addresses, strides and numbers of blocks do not.
         salt: what else the bytes depend on, and who may share them: model and revision, adapter, rank among the
-            GPUs that split the model, tenant. Any string, taken as it is; "" is one, too.
+            GPUs that split the model, tenant. Any string; "" is allowed.
         extra: like `salt`, but bytes, for digests of images and adapters. Hash long ones yourself.
-        parent: the last key of the tokens before these, to extend a chain without hashing it again; the tokens begin
-            where that key ends. With the other arguments unchanged the keys are those of all tokens at once.
+        parent: to extend a chain without hashing it again: the last key of the tokens before these. With the other
+            arguments unchanged, the result is what one call with all tokens returns after that key.
 
     Returns:
         Keys of 16 bytes, in the order of the tokens.
 
     Raises:
-        LayoutError: token_ids, or the layout has no dtype, block_axes or tokens_per_block.
-        TypeError, ValueError: another argument.
+        LayoutError: token_ids are not such integers, or the layout has no dtype, block_axes or tokens_per_block.
+        TypeError: layout, salt, extra or parent has the wrong type.
+        ValueError: parent does not have 16 bytes.
     """
     root = _root(layout, salt, extra)
     previous = root if parent is None else _parent(parent)

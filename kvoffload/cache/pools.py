@@ -165,7 +165,7 @@ class Pools:
         return [(self.all[number], each) for number, each in mine.items()]
 
     def make_space(self, pool: Pool, newcomers: Sequence[bytes], free: int, protected: Protected) -> Space | None:
-        """Find entries for new keys of a pool where `free` hold nothing; None if too few may go. Changes nothing.
+        """Find entries for new keys of a pool where `free` hold nothing; None if too few can be had. Changes nothing.
 
         Keys of lower priorities go first, then those of the pool with the most keys among those of the same priority.
         """
@@ -227,7 +227,7 @@ class Pools:
 
 
 def most_victims(policy: Policy, count: int, protected: Protected) -> list[bytes]:
-    """Up to `count` victims: fewer where no more may go."""
+    """Up to `count` victims: fewer if no more may be evicted."""
     count = min(count, len(policy))
     victims = policy.victims(count, protected)
     if victims is None:

@@ -46,9 +46,9 @@ class Reservation:
     garbage first is aborted by a later call of the cache.
 
     Attributes:
-        keys: to be stored, in the order in which they were given. Not all that are missing, if some are `declined`.
-        positions: where these stand among the keys given.
-        indices: the entry of each.
+        keys: those to store, in the order given: the missing ones without the `declined`.
+        positions: the position of each in the list of keys given.
+        indices: the index of each key's entry.
         evicted: keys that were evicted for them.
         declined: missing keys that are not to be stored: worth less than what they would displace, not looked up often
             enough yet, beyond their tenant's quota, or more than the entries that were free or could be evicted.
@@ -71,7 +71,7 @@ class Reservation:
 
     @property
     def stage(self) -> Stage:
-        """Where it stands."""
+        """OPEN, SETTLING (committed, its transfers have not ended), COMMITTED or ABORTED."""
         return self._record.stage
 
     def slots(self, group: int = 0) -> Int64Array:
@@ -79,10 +79,10 @@ class Reservation:
         return _slot_numbers(self.indices, self._index.num_groups, group)
 
     def commit(self, *jobs: Completion) -> None:
-        """The entries hold the keys' blocks: from now on they are hits.
+        """Declare the slots filled: the keys are hits from now on.
 
         Args:
-            jobs: transfers into the slots that may not have ended. Then the keys become hits when all have ended well,
+            jobs: transfers into the slots that may not have ended. Then the keys become hits when all have succeeded,
                 and the reservation is aborted if one fails.
 
         Raises:
@@ -126,8 +126,8 @@ class Lease:
 
     Attributes:
         keys: as given.
-        indices: the entry of each.
-        pending: those of the keys whose stores had not ended.
+        indices: the index of each key's entry.
+        pending: those of the keys whose stores had not ended when the lease was taken.
     """
 
     def __init__(self, index: Owner, record: LeaseRecord) -> None:
@@ -158,7 +158,7 @@ class Lease:
         """Wait until all entries have been written, at most `timeout` seconds. `poll` still reports the jobs.
 
         Raises:
-            TransferError: one was not; the bytes in its slot are not those of its key.
+            TransferError: a store failed; the bytes in its slot are not those of its key.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
         wait_until(self._written, timeout, repr(self))
@@ -170,7 +170,7 @@ class Lease:
             source.raise_if_failed()
 
     def release(self) -> None:
-        """The caller does not read the entries any more. Idempotent."""
+        """Unpin the keys; from now on the caller must not read their slots. Idempotent."""
         self._index.release(self._record)
 
     def _jobs(self) -> list[Completion]:
@@ -209,7 +209,11 @@ class CacheJob:
 
     @property
     def done(self) -> bool:
-        """Whether all of it has ended, well or not. Asks the GPU; never blocks."""
+        """Whether all of it has ended, well or not. Asks the GPU, and does not wait for it.
+
+        It takes the engine's lock. A call that finds the end also has the cache take note of it, and may call
+        `on_event` and a tracer's `on_end` in this thread before it returns.
+        """
         ended = all(job.done for job in self.jobs)
         if ended:
             self._settle()

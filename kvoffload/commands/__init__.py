@@ -12,8 +12,8 @@ arguments and returns the exit code.
 Exit codes:
     0    done
     1    done, and a byte was wrong
-    2    refused or failed: bad usage, a missing device or file, too little memory; the message on standard error names
-         the reason
+    2    refused or failed: bad usage, a missing device or file, a trace that asks for no blocks, too little memory; the
+         message on standard error names the reason
     3    standard output could not be written: closed, full, or its reader has ended
     130  interrupted by Ctrl-C
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvoffload import __version__
 from kvoffload.bench import command as bench
@@ -68,7 +68,20 @@ def _carry_out(argv: Sequence[str] | None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Does not ignore a failure to write its help, as argparse does."""
+    """Refuses what it does not know itself, so that the usage printed is that of the sub-command, in lines of 80
+    columns; and does not ignore a failure to write its help, as argparse does.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}; `{self.prog} --help` lists the options")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        write_error(self.format_usage().strip())
+        write_error(f"{self.prog}: error: {message}")
+        self.exit(2)
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         if file is None:

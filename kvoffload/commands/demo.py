@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffload.internal.models import MODELS
 from kvoffload.replay.verified import VerifiedCache
-from kvoffload.terminal.console import Output, bandwidth, mib, open_backend
+from kvoffload.terminal.console import Output, bandwidth, counted, mib, open_backend, verified_text
 from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_seed, model, whole
 
 _SYSTEM_BLOCKS = 8
@@ -130,6 +130,7 @@ def _fields(
         "blocks_stored": counts.blocks_stored,
         "blocks_evicted": served.blocks_evicted,
         "blocks_declined": served.blocks_declined,
+        "blocks_beyond_slots": sum(max(0, len(turn.keys) - arguments.slots) for turn in turns),
         "bytes_stored": counts.bytes_stored,
         "bytes_loaded": counts.bytes_loaded,
         "verified_blocks": counts.verified_blocks,
@@ -144,30 +145,37 @@ def _fields(
 def _print(fields: dict[str, Any], tokens_per_block: int, output: Output) -> None:
     simulated = fields["simulated"]
     hit, asked = (tokens_per_block * fields[f"blocks_{what}"] for what in ("hit", "requested"))
-    rate, corrupt = fields["blocks_hit"] / fields["blocks_requested"], fields["corrupt_blocks"]
+    rate = fields["blocks_hit"] / fields["blocks_requested"]
     output.line(
         f"demo: {hit:,} of {asked:,} prompt tokens not recomputed (hit rate {rate:.1%}); "
-        + (f"{corrupt:,} loaded blocks WRONG" if corrupt else "every loaded byte verified, 0 wrong")
+        + verified_text(fields["verified_blocks"], fields["corrupt_blocks"])
     )
     where = "simulated device" if simulated else fields["device"]
-    stored, loaded = (mib(fields[f"bytes_{what}"]) for what in ("stored", "loaded"))
-    lines = [
-        ("turns", f"{fields['turns']:,} of {fields['conversations']:,} conversations"),
-        ("blocks of their prompts", f"{fields['blocks_requested']:,} ({fields['distinct_blocks']:,} different)"),
-        ("stored", f"{fields['blocks_stored']:,} ({stored}{_rate(fields, 'store')})"),
-        ("loaded", f"{fields['blocks_hit']:,} ({loaded}{_rate(fields, 'load')})"),
-        ("evicted", f"{fields['blocks_evicted']:,}"),
-        ("not worth storing", f"{fields['blocks_declined']:,}"),
-        ("verified, every byte", f"{fields['verified_blocks']:,}"),
-        ("corrupt", f"{corrupt:,}"),
-    ]
-    title = f"{fields['model']}, {fields['slots']} slots of {mib(fields['bytes_per_block'])}, {where}"
-    output.table(title, ("blocks", "how many"), lines)
+    slots = f"{counted(fields['slots'], 'slot')} of {mib(fields['bytes_per_block'])}"
+    slots += f" ({_SIMULATED_SCALE:.0%} of the model's)" if simulated else ""
+    output.table(f"{fields['model']}, {slots}, {where}", ("what", "how many"), list(_lines(fields)))
     output.line("")
     output.line("try next:")
     for what, command in _NEXT[simulated]:
         output.line(f"  {what}:")
         output.line(f"    {command}")
+
+
+def _lines(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The table: the indented lines add up to the one above them."""
+    yield "turns", f"{fields['turns']:,}, in {counted(fields['conversations'], 'conversation')}"
+    yield "blocks of their prompts", f"{fields['blocks_requested']:,} ({fields['distinct_blocks']:,} different)"
+    stored, loaded = (mib(fields[f"bytes_{what}"]) for what in ("stored", "loaded"))
+    yield "  found and loaded", f"{fields['blocks_hit']:,} ({loaded}{_rate(fields, 'load')})"
+    yield "  not found: stored", f"{fields['blocks_stored']:,} ({stored}{_rate(fields, 'store')})"
+    yield "  not found: not worth storing", f"{fields['blocks_declined']:,}"
+    if fields["blocks_beyond_slots"]:
+        yield f"  beyond the first {fields['slots']:,} of a prompt: not tried", f"{fields['blocks_beyond_slots']:,}"
+    yield "stored blocks", f"{fields['blocks_stored']:,}"
+    yield "  evicted for others", f"{fields['blocks_evicted']:,}"
+    yield "  in the cache at the end", f"{fields['blocks_stored'] - fields['blocks_evicted']:,}"
+    yield "loaded blocks verified, every byte", f"{fields['verified_blocks']:,}"
+    yield "  of them corrupt", f"{fields['corrupt_blocks']:,}"
 
 
 def _rate(fields: dict[str, Any], what: str) -> str:

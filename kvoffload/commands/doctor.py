@@ -10,7 +10,7 @@ from typing import Any
 from kvoffload.commands import findings
 from kvoffload.device.device import Device
 from kvoffload.driver import cuda
-from kvoffload.errors import CapabilityError, DriverError
+from kvoffload.errors import CapabilityError, DriverError, KVOffloadError
 from kvoffload.internal import cachefiles, hostinfo
 from kvoffload.terminal.console import Output, open_backend
 from kvoffload.terminal.machine import describe_device, missing_copiers
@@ -69,14 +69,20 @@ def _gpus() -> tuple[list[str], str | None]:
         handles = [int(driver.call("cuDeviceGet", index)) for index in range(count)]
         names = [driver.call("cuDeviceGetName", 256, handle).split(b"\0")[0].decode() for handle in handles]
     except (CapabilityError, DriverError) as error:
-        return [], str(error)
+        return [], _reason(error)
     return names, None
+
+
+def _reason(error: KVOffloadError) -> str:
+    """Why there is no GPU, without the advice that `cuda.load` and the bindings add: the doctor has its own."""
+    own = error.__cause__ if isinstance(error.__cause__, KVOffloadError) else error
+    return str(own).partition("; install it")[0].partition(". Ensure ")[0].rstrip(".")
 
 
 def _device_fields(arguments: argparse.Namespace, output: Output) -> dict[str, Any]:
     """Capabilities of the opened device; only `simulated: None` if none can be opened."""
     try:
-        device = open_backend(arguments, output)
+        device = open_backend(arguments, output, note=False)  # the verdict says it
     except (CapabilityError, DriverError, ImportError):
         return {"simulated": None}
     with device, output.progress("trying copy methods"):
@@ -87,17 +93,21 @@ def _capabilities(device: Device) -> dict[str, Any]:
     capabilities, pci = device.capabilities, device.pci
     with device.current():
         free, total = device.driver.free_and_total_bytes()
+    profile = profile_for(device)
     fields: dict[str, Any] = {
         "index": device.index,
+        "copiers": missing_copiers(device),
+        "missing": capabilities.missing,
+        "profile": profile.source,
+        "profile_is_measured": profile.key is not None,
+    }
+    of_a_gpu = {
         "compute_capability": ".".join(map(str, capabilities.compute_capability)),
         "multiprocessors": capabilities.multiprocessors,
         "copy_engines": capabilities.copy_engines,
-        "copiers": missing_copiers(device),
-        "missing": capabilities.missing,
         "stream_memory_operations": capabilities.stream_memory_operations,
     }
-    profile = profile_for(device)
-    fields |= {"profile": profile.source, "profile_is_measured": profile.key is not None}
+    fields |= dict.fromkeys(of_a_gpu) if device.simulated else of_a_gpu
     if device.simulated:
         return fields
     return fields | {

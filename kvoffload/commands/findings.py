@@ -11,6 +11,7 @@ from kvoffload.terminal.console import mib
 Status = Literal["ok", "warn", "fail"]
 Fields = Mapping[str, Any]
 _CUDA_PACKAGES = ("cuda-bindings", "cuda-core")
+_INSTALL_BINDINGS = "pip install 'cuda-bindings>=12.9'"
 _SMALL_MEMORY_BYTES = 4 << 30
 
 
@@ -46,22 +47,29 @@ def verdict(fields: Fields, findings: Iterable[Finding]) -> str:
 def _gpu(fields: Fields) -> Iterator[Finding]:
     gpus, problem = fields["gpus"], fields["problem"]
     if problem is not None:
-        remedy = "install the NVIDIA driver, see that `nvidia-smi` works, run `kvoffload doctor` again"
-        yield Finding("fail", "GPUs", f"none: {problem}", remedy)
+        yield Finding("fail", "GPUs", f"none: {problem}", _remedy_without_gpu(fields))
     elif gpus is None:
         yield Finding("ok", "GPUs", "not looked for, as --backend simulated asks")
     else:
         names = ", ".join(f"{index}: {name}" for index, name in enumerate(gpus))
         yield Finding("ok" if gpus else "fail", "GPUs", names or "none", "" if gpus else "see that `nvidia-smi` works")
-    if fields["simulated"] is None:
-        return
-    yield Finding("ok", "device", f"{fields['index']}: {fields['device']}")
-    yield Finding("ok", "driver", f"CUDA {fields['driver']}, cuda-bindings {fields['bindings']}")
-    if not fields["simulated"]:
+    if fields["simulated"]:
+        yield Finding("ok", "device", "the simulated one: the CPU copies real bytes; it has no driver and no times")
+    elif fields["simulated"] is not None:
         yield from _real_gpu(fields)
 
 
+def _remedy_without_gpu(fields: Fields) -> str:
+    if fields["packages"].get("cuda-bindings", "") is None:
+        return "install cuda-bindings, see packages, and run `kvoffload doctor` again"
+    if fields["problem"].startswith("cuda-bindings"):  # too old
+        return f"{_INSTALL_BINDINGS}, and run `kvoffload doctor` again"
+    return "install the NVIDIA driver, see that `nvidia-smi` works, run `kvoffload doctor` again"
+
+
 def _real_gpu(fields: Fields) -> Iterator[Finding]:
+    yield Finding("ok", "device", f"{fields['index']}: {fields['device']}")
+    yield Finding("ok", "driver", f"CUDA {fields['driver']}, cuda-bindings {fields['bindings']}")
     memory = f"{mib(fields['gpu_memory_free_bytes'])} free of {mib(fields['gpu_memory_bytes'])}"
     yield Finding("ok", "GPU memory", memory)
     sms = f"{fields['compute_capability']}, {fields['multiprocessors']} SMs, {fields['copy_engines']} copy engines"
@@ -81,18 +89,24 @@ def _real_gpu(fields: Fields) -> Iterator[Finding]:
 
 
 def _copy_methods(fields: Fields) -> Iterator[Finding]:
+    where = " on the simulated device" if fields["simulated"] else ""
     for name, reason in fields["copiers"].items():
         if reason is None:
-            yield Finding("ok", name, "can run")
+            yield Finding("ok", name, f"can run{where}")
         else:
             yield Finding("warn", name, f"cannot run: {reason}", "the others carry its copies, more slowly")
+    if not fields["simulated"]:
+        yield from _of_the_driver(fields)
+
+
+def _of_the_driver(fields: Fields) -> Iterator[Finding]:
     for name, reason in fields["missing"].items():
-        yield Finding("ok", name, f"not used: {reason}")
-    measured = fields["profile_is_measured"] or fields["simulated"]
+        yield Finding("ok", f"driver feature, {name}", f"not used: {reason}")
+    measured = fields["profile_is_measured"]
     remedy = "" if measured else "copy methods are chosen by figures of another machine: run `kvoffload tune`"
     yield Finding("ok" if measured else "warn", "profile", fields["profile"], remedy)
-    operations = "yes" if fields["stream_memory_operations"] else "no"
-    yield Finding("ok", "stream memory operations", operations)
+    operations = "can be called" if fields["stream_memory_operations"] else "not used: cannot be called"
+    yield Finding("ok", "driver feature, stream memory operations", operations)
 
 
 def _packages(fields: Fields) -> Iterator[Finding]:
@@ -102,15 +116,15 @@ def _packages(fields: Fields) -> Iterator[Finding]:
             yield Finding("ok", name, version)
         elif name in _CUDA_PACKAGES:
             wanted = name == "cuda-bindings"
-            remedy = "pip install 'cuda-bindings>=12.9'" if wanted else ""
+            remedy = _INSTALL_BINDINGS if wanted else ""
             yield Finding("fail" if wanted else "ok", name, "not installed", remedy)
         else:
             yield Finding("warn", name, "not installed", f"pip install {name}")
     extras = [f"{name} {version}" for name, version in fields["extras"].items() if version is not None]
     lacking = [name for name, version in fields["extras"].items() if version is None]
-    yield Finding("ok", "optional", ", ".join(extras) or "none")
+    yield Finding("ok", "optional, installed", ", ".join(extras) or "none")
     if lacking:
-        yield Finding("ok", "not installed", ", ".join(lacking) + " (optional)")
+        yield Finding("ok", "optional, not installed", ", ".join(lacking))
 
 
 def _limits(fields: Fields) -> Iterator[Finding]:

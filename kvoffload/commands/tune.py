@@ -23,7 +23,21 @@ from kvoffload.tuning import Profile, Shape, profile_for, render, save_profile
 _PLANES = 64
 _BLOCK_BYTES = tuple(1 << exponent for exponent in range(11, 19))
 _BLOCKS = (1, 4, 16, 128)
-_PLACEMENTS = ("folded", "scattered")
+_PLACEMENTS = {
+    "folded": "at one stride in one allocation, so that one strided operation copies a block of all planes",
+    "scattered": "an allocation for each plane, so that a block is a copy for each plane",
+}
+_PREFER = {
+    "overlap": "the method that costs least, its time and what concurrent computation and the caller lose",
+    "latency": "the method that ends soonest after the call, on an idle GPU",
+}
+_COPIERS = {
+    "batch": "contiguous copies, many in one call of the driver",
+    "gather": "a kernel of so many programs, which occupy as many SMs",
+    "loop": "contiguous copies, a call of the driver each",
+    "split": "a kernel of so many programs copies some blocks, strided the others",
+    "strided": "an operation copies a block of all planes, many operations in one call",
+}
 _INTERPRETED = ("gather", "split")  # on the simulated device, which engines therefore do not choose there
 _TEXT = """\
 Measures each copy method and how much it slows a concurrent computation, in less than 30 seconds; nothing else should \
@@ -81,7 +95,7 @@ def _tune(device: Device, output: Output, path: Path | None) -> None:
     if not device.simulated:
         fields |= {"seconds": tuning.seconds} | _figures(tuning.profile)
     output.result(fields)
-    _print_tuning(tuning, fields, output)
+    _print_tuning(tuning, fields, output, kept=path is None and written is not None)
 
 
 def _require_kept(device: Device, path: Path | None) -> None:
@@ -115,7 +129,8 @@ def _figures(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output) -> None:
+def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output, *, kept: bool) -> None:
+    """`kept`: whether the profile was written to where engines look for it."""
     written = "no profile written" if fields["written"] is None else f"wrote {fields['written']}"
     if fields["simulated"]:
         output.line(f"tune: simulated device: {tuning.transfers:,} transfers copied, {written}; times need a GPU")
@@ -126,19 +141,24 @@ def _print_tuning(tuning: Tuning, fields: dict[str, Any], output: Output) -> Non
             f"{links} GB/s; {fields['device']}, link {fields['link']}"
         )
         _print_measured(tuning.profile, output)
+        if tuning.missing or kept:
+            output.line("")
     for name, reason in tuning.missing.items():
         output.line(f"not measured: {name}: {reason}")
+    if kept:
+        output.line("engines that are created from now on choose by it; `kvoffload tune --show` prints what it decides")
 
 
 def _print_measured(profile: Profile, output: Output) -> None:
     slow = [(label, f"{value:.2f}") for label, value in profile.slowdowns.items()]
-    output.table("slow-down of a matrix product concurrent with transfers", ("copy method", "times"), slow)
+    title = "a matrix product concurrent with transfers: its time over its time alone"
+    output.table(title, ("copy method", "slow-down"), slow)
     errors = [
         (name, f"{100 * error.median:.1f}", f"{100 * error.worst:.1f}", error.transfers)
         for name, error in profile.errors.items()
     ]
     columns = ("copier", "median", "worst", "transfers")
-    output.table("expected against measured, %, at sizes in between", columns, errors)
+    output.table("error of the expected times, %, at sizes between the measured ones", columns, errors)
     host = [(name, f"{each.fixed * 1e6:.0f}", f"{each.copy * 1e6:.2f}") for name, each in profile.host.items()]
     output.table("us that a submission keeps its caller", ("copier", "fixed", "each copy"), host)
 
@@ -217,6 +237,12 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
     output.line(f"tune --show: the figures are expectations, from this profile: {profile.source}")
     runner_up = "then the runner-up, " if output.wide else ""
     output.line(f"a cell: the chosen copy method and its GB/s, {runner_up}for {_PLANES} planes, prefer={prefer!r}")
+    output.line(f"prefer {prefer}: {_PREFER[prefer]}")
+    for placement, meaning in _PLACEMENTS.items():
+        output.line(f"planes {placement}: {meaning}")
+    shown = {each.method for each in found} | {each.runner_up for each in found if each.runner_up and output.wide}
+    for copier in sorted({label.partition(" ")[0] for label in shown}):
+        output.line(f"{copier}: {_COPIERS[copier]}")
     for direction in Direction:
         for placement in _PLACEMENTS:
             here = [each for each in found if (each.direction, each.placement) == (direction, placement)]
@@ -227,6 +253,9 @@ def _show(device: Device, output: Output, prefer: str, sm_limit: int) -> None:
         output.line(f"not available: {name}: {reason}")
     if not_offered:
         output.line("gather and split are kernels: on the simulated device they run when asked for, and are not chosen")
+    if profile.key is None and not device.simulated:
+        output.line("")
+        output.line("these are figures of another machine: `kvoffload tune` measures this one")
 
 
 def _print_decisions(title: str, found: list[Decision], output: Output) -> None:

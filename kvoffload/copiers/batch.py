@@ -96,7 +96,7 @@ class BatchCopier:
             first, stop = stop, stop + CHUNK
 
     def close(self) -> None:
-        """Free the scratch buffers; nothing may be in flight. Interrupted, it goes on where it stopped."""
+        """Free the scratch buffers; nothing may be in flight. If it is interrupted, call it again."""
         self._preludes = None
         self._driver.destroy("cuMemFree", self._scratch)
 

@@ -247,7 +247,7 @@ class CopierSet:
             self._kernels.restore(tables)
 
     def close(self) -> None:
-        """Free what the copiers used; nothing may be in flight. Interrupted, it goes on where it stopped."""
+        """Free what the copiers used; nothing may be in flight. If it is interrupted, call it again."""
         run_all((self._batch.close, *(() if self._kernels is None else (self._kernels.close,))))
 
 

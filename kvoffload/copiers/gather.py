@@ -250,7 +250,7 @@ class GatherKernels:
             tables.keep()
 
     def close(self) -> None:
-        """Free everything; nothing on the GPU may still use it. Interrupted, it goes on where it stopped."""
+        """Free everything; nothing on the GPU may still use it. If it is interrupted, call it again."""
         if self._copying:  # and interrupted: the copy may still be queued
             self.driver.stream_synchronize(LEGACY_STREAM)
             self._copying = False

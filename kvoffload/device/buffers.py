@@ -27,7 +27,7 @@ from kvoffload.layout.dtypes import NARROW_BYTES, dtype_name, element_bytes
 
 
 class DeviceBuffer:
-    """GPU memory that the device frees: with `close`, after the buffer is garbage, or when the device closes.
+    """GPU memory, freed by `close`, after the buffer has become garbage, or when the device closes.
 
     Made by `Device.allocate`. Other libraries can take it as an array of bytes (see `DeviceArray` for other types);
     their arrays keep the buffer alive, but not the device open.
@@ -133,7 +133,7 @@ class DeviceArray:
         shape, dtype, itemsize, nbytes: as numpy has them; dtype is a name, such as "bfloat16".
 
     Raises:
-        ValueError: the array has not the size of the buffer, or an extent is not positive.
+        ValueError: the size of the array is not that of the buffer, or an extent is not positive.
         LayoutError: `dtype` is not the type of one element, or its size is not known.
     """
 

@@ -20,8 +20,8 @@ class Stream:
     legacy default stream (what CuPy uses by default), nor does that wait for it.
 
     Usable from any thread. A context manager: leaving the block waits for the work and destroys the stream. A stream
-    that becomes garbage before is destroyed by a later call of the device, with a ResourceWarning; one that is open
-    when its device closes is destroyed then.
+    that becomes garbage without that is destroyed by a later call of the device, with a ResourceWarning; one that is
+    open when its device closes is destroyed then.
 
     Attributes:
         device: the device that it is on.
@@ -82,10 +82,10 @@ class Stream:
     def close(self) -> None:
         """Wait until its work has ended, and destroy the stream. Idempotent; does nothing in a forked child.
 
-        Interrupted, it can be called again. In a lost context it destroys nothing: the context has taken it along.
+        If it is interrupted, call it again. If the CUDA context is lost, nothing is left to destroy, and it returns.
 
         Raises:
-            DriverError: the driver failed.
+            DriverError: the driver failed; the context is not lost.
         """
         if not self._resource.alive or self.device.foreign:
             return

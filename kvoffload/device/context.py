@@ -46,7 +46,7 @@ class DeviceUser(Protocol):
         """Work queued on `stream` from now on starts after every transfer submitted so far."""
 
     def wait_stream(self) -> int:
-        """A stream of the engine's that other streams may wait for, and that may be made to wait for them."""
+        """A stream of the engine that other streams may wait for, and that can be made to wait for them."""
 
     def close(self, timeout: float | None = None) -> None:
         """Drain and free everything. Idempotent.
@@ -147,7 +147,7 @@ class DeviceContext:
         """Make the context current and free a resource. Does nothing the second time, and in a forked child.
 
         Raises:
-            DriverError: a call failed; called again, this goes on with the rest.
+            DriverError: a call failed; call it again to free the rest.
         """
         if resource.alive and not self.foreign:
             with self._resources.current():

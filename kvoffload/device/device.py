@@ -169,7 +169,7 @@ class Device(DeviceContext):
             ) from error
 
     def allocate_blocks(self, num_blocks: int, *, planes: int, block_bytes: int) -> list[Plane]:
-        """A block-major cache `(num_blocks, planes, block_bytes)` in one driver allocation, by its planes.
+        """Allocate a block-major cache `(num_blocks, planes, block_bytes)` in one allocation, and return its planes.
 
         A block is one contiguous range of all planes, and so one copy: plane p of block b is `block_bytes` bytes at
         `planes[0].address + (b * planes + p) * block_bytes`. The recommended layout, where kernels can read it;
@@ -196,10 +196,15 @@ class Device(DeviceContext):
     def allocate_planes(
         self, count: int, *, block_bytes: int, num_blocks: int, block_stride: int | None = None
     ) -> list[Plane]:
-        """`count` planes in one slab, which always fold: one strided operation per block carries all of them.
+        """Allocate `count` planes in one driver allocation. They always fold: a block is one strided operation.
 
-        Plane-major, for kernels that want an array for each plane; copies of `allocate_blocks` are faster. The slab
-        lives as long as any of the planes; `planes[0].owner` is its DeviceBuffer.
+        Plane-major, for kernels that want an array for each plane; transfers of `allocate_blocks` are faster. The
+        memory lives as long as any of the planes; `planes[0].owner` is its DeviceBuffer.
+
+        Raises:
+            CapacityError: as `allocate`.
+            ValueError: `count` is not an integer of at least 1.
+            LayoutError: `block_bytes`, `num_blocks` or `block_stride`; as `Plane`.
         """
         count = at_least("count", count, 1)
         span = Plane(1, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride).span_bytes
@@ -240,7 +245,7 @@ class Device(DeviceContext):
         At the end of the block the host waits until the work on it has ended, and the stream is destroyed.
 
         Args:
-            priority: within `stream_priorities`: numbers below 0 go before 0. It orders kernels, not copies.
+            priority: within `stream_priorities`: lower numbers go first. It orders kernels, not copies.
 
         Raises:
             ValueError: no such priority.
@@ -305,7 +310,7 @@ class Device(DeviceContext):
         """Drain and close the engines, free every buffer, release the context. Idempotent.
 
         Arrays over `engine.slots` stay valid. In a forked child this does nothing. After an interrupt or an error it
-        can be called again, and goes on with the rest.
+        can be called again, and closes the rest.
 
         Args:
             timeout: seconds to wait for transfers in all; None: as long as they take.

@@ -59,7 +59,7 @@ class Resource:
         """Free everything now; the context must be current. Does nothing the second time, and in a forked child.
 
         Raises:
-            DriverError: a call failed. The resource stays registered; `free` goes on with the rest.
+            DriverError: a call failed. The resource stays registered; call `free` again for the rest.
         """
         if self._resources.foreign:
             return
@@ -111,7 +111,7 @@ class DeviceResources:
         Args:
             owner: when it is garbage, `release` is called some time later.
             release: frees what has been made so far. It is called with the context current, must not hold `owner`, and
-                may be called again, also after it was interrupted or has raised; it then goes on with the rest.
+                may be called again, also after it was interrupted or has raised; it then frees the rest.
             what: see `Resource`.
         """
         watch = Watch(owner, self.garbage.append)
@@ -149,7 +149,7 @@ class DeviceResources:
         A lost context has taken its memory with it, so that is no error.
 
         Raises:
-            DriverError: a call failed; the other resources were freed. Called again, this goes on with the rest.
+            DriverError: a call failed; the other resources were freed. Call it again to free the rest.
         """
         texts: list[str] = []
         if self.registered:

@@ -80,7 +80,7 @@ class EventPool:
         self.idle = [event for event in self._events if event not in events]
 
     def close(self) -> None:
-        """Destroy all events; nothing may be pending on one. Interrupted, it goes on where it stopped."""
+        """Destroy all events; nothing may be pending on one. If it is interrupted, call it again."""
         self.idle.clear()
         self._driver.destroy("cuEventDestroy", self._events)
 
@@ -129,7 +129,7 @@ class Lane:
         return sum(stream.places > 0 for stream in self.streams)
 
     def close(self) -> None:
-        """Destroy the streams; nothing may be queued on them. Interrupted, it goes on where it stopped."""
+        """Destroy the streams; nothing may be queued on them. If it is interrupted, call it again."""
         self.streams = ()
         self._driver.destroy("cuStreamDestroy", self._handles)
 

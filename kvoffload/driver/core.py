@@ -74,7 +74,7 @@ class Driver:
         self._bind()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call `name`; its single value, its tuple of values, or None.
+        """Call `name`. Returns its single value, its tuple of values, or None.
 
         Raises:
             DriverError: the call returned an error.
@@ -111,7 +111,7 @@ class Driver:
         """Call `name` for every handle, the last first. Each leaves `handles` right before its call.
 
         No Python function is entered between the two, so an interrupt cannot come there: no handle is lost, and none is
-        freed twice. Called again after an exception, it goes on with the rest.
+        freed twice. Called again after an exception, it frees the rest.
 
         Raises:
             DriverError: a call failed; that handle is lost.
@@ -147,7 +147,7 @@ class Driver:
         return int(context)
 
     def relax_capture_mode(self) -> Any:
-        """Allow this thread any call while streams are captured; the mode before, for `restore_capture_mode`."""
+        """Allow this thread any call while streams are captured. Returns the old mode for `restore_capture_mode`."""
         if self._relaxed is None:
             from cuda.bindings.driver import CUstreamCaptureMode
 

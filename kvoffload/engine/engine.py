@@ -52,9 +52,9 @@ class OffloadEngine(EngineLifecycle):
         num_slots: slots of the pinned pool, `layout.slot_bytes` bytes each.
         sm_limit: how many multiprocessors a copy kernel may use; 0 forbids kernels, and compiles none. (The simulated
             device interprets them, slowly, so it selects none by itself.)
-        prefer: "overlap" picks the copy method that falls least behind the fastest while the GPU computes, and of those
-            near it the one that slows computation least, the copy engine's first; "latency" picks the fastest on a GPU
-            that computes nothing. Both look at whether transfers in the other direction are in flight.
+        prefer: "overlap", for a GPU that computes during transfers: the copy method whose cost (its time, and what the
+            computation loses) is nearest to the lowest, in the worse of two kinds of computation; within 1.1 times of
+            it, the copy engine. "latency": the method that ends soonest on an idle GPU.
         profile: what transfers cost here, see `kvoffload.tuning`; None: what `kvoffload tune` measured for this GPU,
             driver, link and bindings, else one that comes with the package.
         max_in_flight: jobs that may be unfinished at a time.
@@ -84,23 +84,23 @@ class OffloadEngine(EngineLifecycle):
         after: After = None,
         copier: CopierName | CopyMethod | None = None,
     ) -> Job:
-        """Copy blocks from the device to slots. Returns when the copies are queued; where the driver's queues have no
-        room, at once, and later calls queue them. The ids are copied: their arrays may be changed at once.
+        """Copy blocks from the device to slots. Returns when the copies are queued; if the driver's queues are full, at
+        once, and later calls of the engine queue them. The ids are copied: their arrays may be changed afterwards.
 
         Block `i` goes to sub-block `(first_sub_block + i) % f` of slot `(first_sub_block + i) // f` of the list, with
         `f = layout.blocks_per_slot`. What a slot's other sub-blocks hold stays as it is.
 
         Args:
-            blocks: source ids, ints, or anything that numpy turns into a 1-D integer array. Repeats are legal.
+            blocks: source ids: ints, or what numpy turns into a 1-D integer array; a repeated one is copied each time.
             slots: target ids, `layout.slots_for(len(blocks), first_sub_block)` of them, no repeats. If a BlockCache
-                owns the engine's slots, they must be of an open reservation of its own.
+                owns the engine's slots, they must belong to an open reservation of that cache.
             group: which group's block table `blocks` refers to.
             first_sub_block: where in the first slot to begin.
             after: what must have ended before a block is read: the work so far of a stream (a handle, or anything with
                 `__cuda_stream__`: CuPy, cuda.core, Numba), or an array's producer (anything with `__dlpack__`, which is
-                asked to make a stream of the engine's wait, or with `__cuda_array_interface__`), or a list of these. Of
-                an array, what else reads or writes it is not waited for; a CuPy array stands for CuPy's current stream.
-                None: the legacy default stream, what CuPy uses by default. `NO_WAIT`: nothing.
+                asked to make a stream of the engine's wait, or with `__cuda_array_interface__`), or a list of these.
+                Other work that reads or writes an array is not waited for. A CuPy array stands for CuPy's current
+                stream. None: the legacy default stream, which CuPy uses by default. `NO_WAIT`: nothing.
             copier: "strided", "gather", "split", "batch" or "loop", or a `CopyMethod`, which also says how many
                 programs a kernel gets, and its share of the blocks in a split (0: what the profile says). None: the
                 profile's choice.
@@ -137,15 +137,15 @@ class OffloadEngine(EngineLifecycle):
 
         Args:
             slots: source ids; repeats are legal.
-            blocks: target ids, no repeats.
+            blocks: target ids; one that repeats is refused with LayoutError, as copies of one job have no order.
             group, first_sub_block, copier: as for `store`.
             after: what must have ended before a block is overwritten, as for `store`; that includes what reads it.
             source_order: when the driver may read the slots. "stream": in stream order. "any": at any moment from now
                 on, which some platforms do faster; only right when nothing on the GPU still writes them. "auto": "any"
                 if the host has seen every store to these slots end, else "stream".
-            parts: copy the group's planes in parts, one part after the other, so that what needs a layer waits for that
-                layer alone: `job.order_before(stream, part=k)`. A number: so many equal groups of planes, in their
-                order. Or for each part the indices of its planes, every plane once. A split does not copy parts.
+            parts: copy the planes in parts, one after the other, so that a layer's computation need not wait for later
+                layers: `job.order_before(stream, part=k)`. A number: equal parts, in the order of the planes. Or for
+                each part the indices of its planes, every plane once. The copier "split" cannot copy parts.
 
         Raises:
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
@@ -388,7 +388,7 @@ class OffloadEngine(EngineLifecycle):
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,
     ) -> PlanReport:
-        """What such a transfer would be, and what would carry it; nothing is submitted. Raises what `store` raises."""
+        """The operations, copy method and expected time of such a transfer. Submits nothing. Raises as `store`."""
         copiers = self._parts.copiers
         request = make_request(
             self._limits, Direction(direction), blocks, slots, group, first_sub_block, NO_WAIT, copier, "auto", None

@@ -23,9 +23,9 @@ class TransferResult(NamedTuple):
         direction: "store" or "load".
         nbytes: payload bytes.
         seconds: from the transfer's start to its end on the GPU's clock, without what it waited for before; NaN if
-            unknown. A transfer too long for the driver's queues also waits between its segments, for room and for a
-            call.
-        copier: what carried it: "strided", "gather", "split", "batch", "loop"; "none" for an empty transfer.
+            unknown. If a transfer does not fit into the driver's queues, it includes the time that later segments wait
+            to be queued.
+        copier: what copied it: "strided", "gather", "split", "batch", "loop"; "none" for an empty transfer.
         error: None, or why it failed.
     """
 
@@ -139,7 +139,7 @@ class Job:
 
     @property
     def id(self) -> int:
-        """Unique within the engine, rising in the order of submission."""
+        """Unique within the engine, increasing in the order of submission."""
         return self._transfer.id
 
     @property
@@ -154,12 +154,12 @@ class Job:
 
     @property
     def num_parts(self) -> int:
-        """In how many parts it is copied, one after the other; see `OffloadEngine.load`."""
+        """The number of parts that a load was divided into, else 1; see `parts` of `OffloadEngine.load`."""
         return self._transfer.num_parts
 
     @property
     def method(self) -> CopyMethod | None:
-        """The copy method, with how many programs of a kernel; None for an empty transfer."""
+        """How the blocks are copied: the copier, the kernel programs and their share; None for an empty transfer."""
         return self._transfer.method
 
     @property
@@ -179,12 +179,15 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """Whether the transfer is known to have ended, well or not. Does not ask the GPU; `done` does."""
+        """Whether the transfer is known to have ended, successfully or not. Does not ask the GPU; `done` does."""
         return self._transfer.finished
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not. Asks the GPU; never blocks."""
+        """Whether the transfer has ended, well or not. Asks the GPU, and does not wait for it.
+
+        It takes the engine's lock, and may call a tracer's `on_end` in this thread before it returns.
+        """
         if not self._transfer.finished:
             self._engine.advance()
         return self._transfer.finished
@@ -225,10 +228,10 @@ class Job:
             raise TransferError(*error.args) from error.__cause__
 
     def add_done_callback(self, callback: Callable[[Job], object]) -> None:
-        """Call `callback(job)` once the transfer has ended, well or not.
+        """Call `callback(job)` once the transfer has ended, successfully or not.
 
-        It is called by a thread of the engine's that polls while something is awaited, outside all locks; at once, by
-        the calling thread, if the transfer is known to have ended. What it raises is logged (logger "kvoffload").
+        A thread of the engine, which polls for that, calls it, outside all locks. If the transfer is already known to
+        have ended, the calling thread does so at once. What it raises is logged (logger "kvoffload").
         """
         self._engine.when_done(self, callback)
 
@@ -259,7 +262,7 @@ class Job:
 
         Args:
             stream: a handle, or anything with `__cuda_stream__`.
-            part: of a load in parts: after this part has ended, and so all before it. None: after all of it.
+            part: of a load in parts: wait for this part and all before it. None: for all of the transfer.
 
         Raises:
             ValueError: the transfer has no such part; CUDA does not know the stream in this context.

@@ -125,9 +125,9 @@ class EngineLifecycle(HtmlRepresentation):
     # results ------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Take note of transfers that have ended, and queue as many segments as there is room for. Never blocks.
+        """Take note of transfers that have ended, and queue as many segments as there is room for.
 
-        `poll`, `wait` and `done` do it too, and a submission where it needs to know.
+        Does not wait for the GPU. `poll`, `wait` and `done` do it too, and a submission where it needs to know.
         """
         if os.getpid() != self._process:
             self.device.check_process()
@@ -200,7 +200,7 @@ class EngineLifecycle(HtmlRepresentation):
             return in_flight.stores.submitted + in_flight.loads.submitted
 
     def statistics(self) -> EngineStatistics:
-        """Counts and totals since the engine was made."""
+        """Counts and totals since the engine was created."""
         self.device.check_process()
         if not self._parts.in_flight.consistent:
             self.advance()
@@ -216,7 +216,7 @@ class EngineLifecycle(HtmlRepresentation):
         self._order_before(transfer, handle, number, raise_error=True)
 
     def order_all_before(self, stream: int) -> None:
-        """Work queued on `stream` from now on starts after every transfer submitted so far has ended, well or not.
+        """Work queued on `stream` from now on starts after every transfer submitted so far has ended.
 
         Raises:
             CapacityError, TransferError: as `Job.order_before`.
@@ -241,7 +241,7 @@ class EngineLifecycle(HtmlRepresentation):
             raise
 
     def wait_stream(self) -> int:
-        """The export stream: importers of device memory wait for it, and it waits for transfers alone."""
+        """The handle of the export stream: importers of device memory wait for it, and it waits for transfers alone."""
         with self.device.current():
             return self._parts.wait_streams.exported()
 
@@ -254,7 +254,7 @@ class EngineLifecycle(HtmlRepresentation):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Those that its transfers run on."""
+        """The devices that its transfers run on."""
         return (self.device,)
 
     def check_process(self) -> None:
@@ -274,7 +274,7 @@ class EngineLifecycle(HtmlRepresentation):
             self._parts.tracker.check_alive()
 
     def check_room(self, jobs: int) -> None:
-        """Raise CapacityError unless so many more jobs may be in flight, and ClosedError if the engine is closed."""
+        """Raise CapacityError if `jobs` more would exceed `max_in_flight`, and ClosedError if the engine is closed."""
         if os.getpid() != self._process:
             self.device.check_process()
         with self.lock:
@@ -291,10 +291,13 @@ class EngineLifecycle(HtmlRepresentation):
             return tuple(Job(self, transfer) for queue in in_flight for transfer in queue.transfers)
 
     def guard_slots(self, guard: SlotGuard) -> None:
-        """From now on ask `guard` before every store. It is referred to weakly.
+        """Make `guard` the owner of the slots: each store calls `guard.check_store(slots)` first, which may refuse it.
+
+        The engine keeps a weak reference to it.
 
         Raises:
-            CapacityError: another guard is busy, or is garbage while transfers of its own may be in flight.
+            CapacityError: the slots have another owner, which is `busy`; or it has been garbage collected, and
+                transfers are in flight that may be its own.
         """
         self.device.check_process()
         with self.lock:
@@ -319,11 +322,14 @@ class EngineLifecycle(HtmlRepresentation):
     def close(self, timeout: float | None = None) -> None:
         """Refuse new transfers, drain, unpin the pool, destroy streams and events.
 
-        Idempotent, and if it was interrupted, calling it again goes on. In a forked child it does nothing. Arrays over
-        `slots` stay valid: the bytes live on as ordinary memory. The results of finished jobs can still be polled.
+        Idempotent; if it is interrupted, call it again. In a forked child it does nothing. Arrays over `slots` stay
+        valid: the pool is unpinned, and becomes ordinary memory. The results of finished jobs can still be polled.
+
+        Args:
+            timeout: seconds; None waits for as long as it takes.
 
         Raises:
-            TimeoutError: jobs were still running; nothing was freed, and the engine stays open.
+            TimeoutError: jobs were still running. Nothing was freed, and the engine accepts transfers again.
         """
         if self.device.foreign:
             return

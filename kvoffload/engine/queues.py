@@ -2,7 +2,7 @@
 
 What is true is in two places: the transfers of each queue, and what each transfer refers to (its segments, its events).
 All else (transfers that wait, places taken on streams, idle events, tables in use) follows from that, and is computed
-anew after a call was interrupted; see `Tracker.repair`.
+again after a call was interrupted; see `Tracker.repair`.
 """
 
 from __future__ import annotations

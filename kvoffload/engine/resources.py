@@ -68,7 +68,7 @@ class EngineResources:
             queue.lane.open(self._stream_priority)
 
     def release(self) -> None:
-        """Destroy streams and events, free what copiers use, unpin the pool. Interrupted, it goes on where it stopped.
+        """Destroy streams and events, free what copiers use, unpin the pool. If it is interrupted, call it again.
 
         After a loss of the context nothing is freed: the GPU may still use it, or the context has taken it along.
         """

@@ -27,7 +27,8 @@ def replaced_guard(current: weakref.ref[SlotGuard] | None, guard: SlotGuard, in_
         in_flight: how many transfers of the engine have not ended.
 
     Raises:
-        CapacityError: the current guard is busy, or is garbage while transfers of its own may be in flight.
+        CapacityError: the current guard is `busy`; or it has been garbage collected, and transfers are in flight
+            that may be its own.
     """
     if current is not None:
         other = current()

@@ -32,18 +32,11 @@ class Tracer(Protocol):
 
         Called by the thread that found it, in a call such as `poll` or `wait` of a job, with no lock held. The host
         finds an end later than it happens; `result.seconds` is the time on the GPU.
+
+        Called once for each `on_submit` that has returned. After an interrupt (KeyboardInterrupt, an exception of a
+        signal handler) at any other point, a later call such as `poll` or `drain` delivers it. It can be missing if the
+        interrupt came as `on_submit` returned or as `on_end` was called, or in a submission that lost the CUDA context.
         """
-
-
-class Trace(NamedTuple):
-    """A transfer that a tracer follows.
-
-    Attributes:
-        started: what `on_submit` returned.
-    """
-
-    tracer: Tracer
-    started: Any
 
 
 class Notice(NamedTuple):
@@ -54,9 +47,13 @@ class Notice(NamedTuple):
 
 
 class TracedRecord(TransferRecord, Protocol):
-    """A record that may be followed by a tracer."""
+    """A record that may be followed by a tracer.
 
-    trace: Trace | None
+    Attributes:
+        trace: the tracer, and what its `on_submit` returned; None: not followed, or its end has been delivered.
+    """
+
+    trace: tuple[Tracer, Any] | None
 
 
 Notices = deque[TracedRecord | Notice]
@@ -95,7 +92,8 @@ def set_tracer(tracer: Tracer | None) -> Tracer | None:
 def start(tracer: Tracer, job: Job, record: TracedRecord, notices: Notices) -> None:
     """Have a tracer follow a transfer that was just put in flight; under the engine's lock."""
     try:
-        record.trace = Trace(tracer, tracer.on_submit(job))
+        started = tracer.on_submit(job)
+        record.trace = (tracer, started)  # a plain tuple: an interrupt in the call of a class would lose `started`
     except Exception as error:
         notices.append(Notice(logging.ERROR, f"on_submit of {tracer!r} raised {error!r}"))
         return
@@ -104,21 +102,43 @@ def start(tracer: Tracer, job: Job, record: TracedRecord, notices: Notices) -> N
 
 
 def deliver(notices: Notices) -> None:
-    """Write log lines, and notify tracers of ends. No lock may be held."""
+    """Write log lines, and notify tracers of ends. No lock may be held; several threads may deliver at a time.
+
+    The end of a transfer stays in the queue until its tracer is called, so an interrupt before that only delays it.
+    """
     while notices:
         try:
-            notice = notices.popleft()
+            notice = notices[0]
         except IndexError:  # another thread delivers, too
             return
         if isinstance(notice, Notice):
-            LOGGER.log(notice.level, "%s", notice.text)
-        elif notice.trace is not None:
-            tracer, started = notice.trace
-            notice.trace = None
-            try:
-                tracer.on_end(started, result_of(notice))
-            except Exception:
-                LOGGER.exception("on_end of %r raised", tracer)
+            if _take(notices, notice):
+                LOGGER.log(notice.level, "%s", notice.text)
+        else:
+            _deliver_end(notices, notice)
+
+
+def _deliver_end(notices: Notices, record: TracedRecord) -> None:
+    trace, result = record.trace, result_of(record)
+    if not _take(notices, record) or trace is None:
+        return
+    record.trace = None
+    tracer, started = trace
+    try:
+        tracer.on_end(started, result)
+    except Exception:
+        LOGGER.exception("on_end of %r raised", tracer)
+
+
+def _take(notices: Notices, notice: TracedRecord | Notice) -> bool:
+    """Whether this call has taken the first notice, and no other thread's has.
+
+    Makes no call, after which an interrupt could come or another thread could run; `popleft` would be one.
+    """
+    if notices and notices[0] is notice:
+        del notices[0]
+        return True
+    return False
 
 
 def note_failure(notices: Notices, error: Exception) -> None:

@@ -50,7 +50,7 @@ class Tracker:
             ) from lost
 
     def check_room(self, transfers: int) -> None:
-        """Raise CapacityError unless so many more may be in flight; `advance` first."""
+        """Raise CapacityError if `transfers` more would exceed `max_in_flight`. Call `advance` before."""
         count, most = self._in_flight.count, self._in_flight.max_in_flight
         if count + transfers > most:
             raise CapacityError(f"{count} jobs are unfinished (max_in_flight={most}); poll() until some end")
@@ -177,7 +177,7 @@ class Tracker:
                 queue.transfers.popleft()
 
     def repair(self) -> None:
-        """A call was interrupted: compute everything anew from the transfers in flight. May be interrupted itself.
+        """A call was interrupted: compute everything again from the transfers in flight. May be interrupted itself.
 
         1. A transfer that is finished and still in its queue has been completed but for leaving it.
         2. Places, idle events and tables are computed from what the remaining transfers refer to.

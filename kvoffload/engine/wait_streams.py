@@ -194,7 +194,7 @@ class WaitStreams:
             given.__dlpack__(stream=wait_stream)
 
     def close(self) -> None:
-        """Destroy the streams; nothing may wait on them. Interrupted, it goes on where it stopped."""
+        """Destroy the streams; nothing may wait on them. If it is interrupted, call it again."""
         self._users.clear()
         self._driver.destroy("cuStreamDestroy", self._handles)
         self._driver.destroy("cuStreamDestroy", self._exported)

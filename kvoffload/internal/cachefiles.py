@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +85,8 @@ def write(path: Path, content: bytes) -> bool:
 
 def why_not_writable() -> str | None:
     """Why no file can be written to the cache folder, or None if one can: tried with an empty file."""
+    import tempfile  # takes 3 ms to import, with what it imports
+
     try:
         folder = cache_folder()
         _make_folder(folder)
@@ -116,6 +117,8 @@ def _make_folder(folder: Path) -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a temporary file next to `path` and rename it: that is one step only within a file system."""
+    import tempfile
+
     prefix = f".{path.stem[:16]}."
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, suffix=".part", delete=False) as file:
         try:

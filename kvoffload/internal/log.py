@@ -5,7 +5,7 @@
     ERROR     a CUDA context is lost; code of the caller's raised: a done callback, a tracer
 
 Errors are printed to stderr where no logging is configured, since nothing else tells of them. Nothing is logged for a
-transfer that ends well, and nothing while the engine's lock is held.
+transfer that succeeds, and nothing while the engine's lock is held.
 """
 
 from __future__ import annotations

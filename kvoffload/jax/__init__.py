@@ -3,7 +3,7 @@
 Four classes for one device; in each, `array` is a `jax.Array` of the whole cache. They differ in whose memory it is,
 and in how JAX is made to wait for transfers:
 
-    OwnedCache      recommended. kvoffload's memory, imported by JAX. After a transfer the memory is imported anew, and
+    OwnedCache      recommended. kvoffload's memory, imported by JAX. After a transfer the memory is imported again, and
                     computations with the new array wait for the transfer on the GPU. Relies on DLPack, and on a donated
                     update staying at its address, which is checked.
     AdoptedCache    JAX's memory. The host waits for transfers. Relies on a donated update staying at its address, which

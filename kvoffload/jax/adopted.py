@@ -32,10 +32,11 @@ class Holder:
 
 
 class AdoptedCache(OneDeviceCache):
-    """A KV cache in an array of JAX's that is updated by donation, and so keeps its address (checked each time).
+    """A KV cache in an array that JAX allocated. Updates donate it, so it keeps its address (checked each time).
 
-    JAX documents nothing that makes it wait for what others write, so the host does: reading `array` waits until the
-    transfers submitted so far have ended. That JAX then sees the bytes is not documented either; JAX 0.10 and 0.11 do.
+    No documented function of JAX makes it wait for writes by other libraries. So the host waits: reading `array`
+    returns when the transfers submitted so far have ended. That JAX then sees their bytes is not documented either;
+    JAX 0.10 and 0.11 do.
     The host copy that `np.asarray` keeps on an array would be stale, so reading `array` after a transfer creates a new
     array of the same memory.
 
@@ -43,8 +44,8 @@ class AdoptedCache(OneDeviceCache):
     freed the memory: close the engines over it, and create a new cache. `array` raises then, and so does `after=cache`.
 
     Args:
-        device: of the engines.
-        array: on one GPU; from now on it belongs to this cache.
+        device: that of the engines, which holds the array.
+        array: a `jax.Array` on one GPU; from now on only this cache may use it.
         plane_axis, block_axis: which axes count planes and blocks; always named, as for `OwnedCache`.
         options: as for `KVLayout`.
 

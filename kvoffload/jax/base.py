@@ -91,7 +91,7 @@ class PlacedCache(ABC):
     @property
     def array(self) -> Any:
         """The cache as a `jax.Array`. What JAX computes with it follows all transfers submitted so far. After a
-        transfer it is a new array, and the one before is deleted: using that raises.
+        transfer it is a new array, and the previous one is deleted: using that one raises.
 
         Set it to the result of every update, to which the array was given as a donated argument.
 
@@ -108,9 +108,9 @@ class PlacedCache(ABC):
 
     @property
     def unordered(self) -> Any:
-        """The array without the order: what JAX computes with it does not follow transfers that were submitted since
-        `array` was read last. For computing concurrently with transfers: such a computation must not read or write
-        blocks that are being loaded, nor write blocks that are being stored. `array`, read later, is ordered again.
+        """The array, for computing concurrently with transfers: what JAX computes with it does not wait for transfers
+        that were submitted since `array` was read last. Such a computation must not read or write blocks that are being
+        loaded, nor write blocks that are being stored. `array`, read later, waits for them.
         """
         return self._latest
 
@@ -174,7 +174,7 @@ class OneDeviceCache(PlacedCache):
 
     @property
     def device(self) -> Device:
-        """The device of the engines that copy the cache."""
+        """The device whose memory holds the array; engines over `layout` are made with it."""
         return self._places[0].device
 
     @property

@@ -22,12 +22,12 @@ Submit = Callable[[int], Job]  # given the stream that the transfer is to follow
 
 
 class CallbackCache(AdoptedCache):
-    """A KV cache in an array of JAX's, copied by transfers that are ordered by JAX's own stream.
+    """A KV cache in an array that JAX allocated. Transfers are ordered on JAX's own stream.
 
-    `store` and `load` call a jitted function that does nothing but call back, with XLA's stream, while it is queued
-    (`jax.experimental.buffer_callback`). The callback submits the transfer behind that stream, and makes that stream
-    wait for the transfer. So the transfer follows everything that JAX was given before the call, also computations that
-    only read the array, and everything that JAX is given later follows the transfer.
+    `store` and `load` call a jitted function that does nothing but call Python, with XLA's stream, while XLA queues it
+    (`jax.experimental.buffer_callback`). The callback submits the transfer after that stream, and makes that stream
+    wait for the transfer. So the transfer follows all computations that JAX has dispatched before the call, also those
+    that only read the array, and all that JAX dispatches later follow the transfer.
 
     The interface is experimental, and JAX's documentation says that it is to be replaced. Computations that do not
     touch the copied blocks wait as well. One thread at a time may use the cache.

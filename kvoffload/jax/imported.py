@@ -38,7 +38,7 @@ class LayoutOptions(NamedTuple):
 
 
 class ImportedCache(PlacedCache):
-    """A cache in memory of kvoffload's on one or more devices. `OwnedCache` says what holds for all of them.
+    """A cache in memory that kvoffload allocates on one or more devices. `OwnedCache` says what holds for all of them.
 
     Args:
         devices: of each shard of the cache.

@@ -13,15 +13,15 @@ from kvoffload.layout.planes import SlotOrder
 
 
 class OwnedCache(ImportedCache, OneDeviceCache):
-    """A KV cache in one array in memory of kvoffload's, zeros at first.
+    """A KV cache in one `jax.Array` over memory that kvoffload allocates, initially zero.
 
     Recommended is a block-major shape `(blocks, planes, ...)`, with `block_axis=0, plane_axis=1`: a block is one copy.
-    JAX addresses it as it is: `array[block_table, plane]` gathers, `array.at[blocks, plane, offsets].set(...)` writes.
-    With `(planes, blocks, ...)` the planes fold: one strided copy a block.
+    In JAX `array[block_table, plane]` reads blocks, and `array.at[blocks, plane, offsets].set(...)` writes tokens. With
+    `(planes, blocks, ...)` the planes fold: a block is one strided copy.
 
-    When transfers were submitted since `array` was read last, reading it imports the memory anew and deletes the array
-    before, so that using that by mistake raises. The import makes JAX wait, on the GPU, for these transfers and for its
-    own computations.
+    If transfers were submitted since `array` was read last, reading it imports the memory again and deletes the
+    previous array, so that using that one raises. The import makes JAX wait, on the GPU, for these transfers and for
+    its own computations.
 
     The caller's obligations:
 
@@ -31,16 +31,17 @@ class OwnedCache(ImportedCache, OneDeviceCache):
     - Keep no array across a transfer, except to use it as `unordered` says.
 
     If a step was given the array and its result was not set, because the step raised or was interrupted, reading
-    `array` waits on the host until JAX has ended all computations, imports the memory anew and warns. The memory then
-    has what the step wrote.
+    `array` waits on the host until JAX has ended all computations, imports the memory again and warns. The memory has
+    what the step wrote.
 
-    JAX takes three quarters of the GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE); the cache is not in it.
+    JAX takes three quarters of the GPU's memory when it starts (XLA_PYTHON_CLIENT_PREALLOCATE); the cache needs room in
+    the rest.
 
     On a simulated device JAX computes on the CPU. Setting `array` copies it to the device: the bytes are those that a
     GPU would have, but no order is tested. An update to which the array was not donated is refused there, too.
 
     Args:
-        device: opened with the GPU's primary context (the default), which is JAX's.
+        device: opened with the GPU's primary context (the default), which JAX uses.
         shape: extents.
         dtype: of an element, such as `jnp.bfloat16`, also of the layout.
         plane_axis, block_axis: which axes count planes (a layer's K, a layer's V) and blocks. Always named: the shape

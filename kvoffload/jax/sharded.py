@@ -18,7 +18,7 @@ from kvoffload.sharded.layout import ShardedLayout
 
 
 class ShardedOwnedCache(ImportedCache):
-    """A KV cache in one sharded array of JAX's, in memory of kvoffload's on each device, zeros at first.
+    """A KV cache in one sharded `jax.Array`, over memory that kvoffload allocates on each device, initially zero.
 
     An `OwnedCache` over several devices: heads are divided among them (tensor parallel), or planes (pipeline), or each
     has all (replicated). Every device has every block. What `OwnedCache` says of `array`, `unordered`, donated updates,

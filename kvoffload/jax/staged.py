@@ -38,7 +38,7 @@ class _Gathered(NamedTuple):
 
 
 class StagedCache:
-    """A KV cache in an array of JAX's that may move: jitted functions gather what is stored and scatter what is loaded.
+    """A KV cache in an array of JAX's that may move: jitted functions gather stored blocks and scatter loaded ones.
 
     Relies on DLPack alone. Costs one more copy on the device for each transfer, a JAX program that is queued for each,
     and device memory for three times `stage_blocks` blocks: the staging array, and up to two arrays of blocks that were
@@ -123,7 +123,7 @@ class StagedCache:
         return bool(self._arrays[0].is_deleted())
 
     def store(self, engine: OffloadEngine, blocks: Any, slots: Any) -> list[Job]:
-        """Copy blocks of the cache as it is now to slots; a job for each `stage_blocks` blocks.
+        """Copy blocks of the cache as it is now to slots. Returns a job for each `stage_blocks` blocks.
 
         Later updates of the cache need not wait for the jobs: the blocks are gathered first. The host waits for jobs of
         earlier batches, as the class says; that an earlier one fails does not raise here.
@@ -131,11 +131,11 @@ class StagedCache:
         Raises:
             LayoutError: the engine is another layout's, blocks or slots are out of range or not equally many, a slot is
                 given twice, or the array was donated, and no result has been set.
-            CapacityError: the engine has no room for so many jobs.
+            CapacityError: the engine has no room for that many jobs.
             ClosedError, TransferError: as `OffloadEngine.store`.
 
-        All that is known beforehand is checked before the first batch. An error later, as of JAX or the driver, or an
-        interrupt leaves earlier batches submitted: their slots are written, and the engine's `jobs_in_flight` and
+        All arguments are checked before the first batch. A later error of JAX or the driver, or an interrupt, leaves
+        earlier batches submitted: their slots are written, and the engine's `jobs_in_flight` and
         `poll` return their jobs.
         """
         batches = self._batches(engine, blocks, slots)
@@ -177,11 +177,11 @@ class StagedCache:
                 return
 
     def load(self, engine: OffloadEngine, slots: Any, blocks: Any) -> list[Job]:
-        """Copy slots to blocks of the cache; `array` is another one afterwards. A job for each `stage_blocks` blocks.
+        """Copy slots to blocks of the cache; `array` is then a new array. Returns a job for each `stage_blocks` blocks.
 
         Raises:
             LayoutError: as `store`; but a block, not a slot, is given twice.
-            CapacityError: the engine has no room for so many jobs; or as `OffloadEngine.load`.
+            CapacityError: the engine has no room for that many jobs; or as `OffloadEngine.load`.
             ClosedError, TransferError: as `OffloadEngine.load`.
 
         As with `store`, an error later or an interrupt leaves earlier batches submitted. `array` then has their blocks;

@@ -37,15 +37,15 @@ class KVLayout(HtmlRepresentation):
 
     Args:
         groups: one list of planes per group (per block table).
-        blocks_per_slot: `f`, device blocks in a host slot. Adjacent device blocks in one slot are copied as rows `f`
-            times as wide, which is what small blocks need.
+        blocks_per_slot: `f`, device blocks in a host slot. Device blocks that are adjacent, and adjacent in the slot,
+            are copied as rows up to `f` times as wide, which makes transfers of small blocks faster.
         dtype: of the cache's elements; a description that keys depend on, never used to interpret bytes.
         tokens_per_block: a description that keys depend on.
         on_default_stream: whether the legacy default stream orders the kernels that compute on the planes, so that
             transfers may follow that stream when the caller does not say what to follow (`after=None`). False for JAX.
         slot_order: the order of a slot's bytes, "block-major" or "plane-major", for all groups. None: for each group
             the order of its device memory: "block-major" if a block is one range over the planes in their order, as in
-            an array `(blocks, planes, ...)`, else "plane-major". Another order than the device's is right, and slower.
+            an array `(blocks, planes, ...)`, else "plane-major". Another order than the device's works, but is slower.
             Matters where `blocks_per_slot` is more than 1: name it if caches whose arrays are in different orders are
             to share stored bytes, since keys depend on it.
         block_axes: the names of the axes of one block of one plane, the slowest first, such as
@@ -209,7 +209,7 @@ class KVLayout(HtmlRepresentation):
         return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
 
     def slots_for(self, num_blocks: int, first_sub_block: int = 0) -> int:
-        """Slots that a transfer of `num_blocks` blocks spans when its first block is sub-block `first_sub_block`."""
+        """How many slots a transfer of `num_blocks` blocks takes if the first block is sub-block `first_sub_block`."""
         return -(-(num_blocks + first_sub_block) // self.blocks_per_slot) if num_blocks else 0
 
     def __repr__(self) -> str:
@@ -258,11 +258,16 @@ def _with_length(name: str) -> bytes:
 
 
 def describe_groups(layout: KVLayout) -> str:
-    """The groups of a layout in words, for a repr: planes x block bytes, blocks, blocks per slot."""
+    """The groups of a layout in words, for a repr: planes x block bytes, blocks, device order, blocks per slot.
+
+    The order of the slots is named where it is another than the device's and changes their bytes.
+    """
     texts = []
     for group in layout.groups:
         sizes = sorted({plane.block_bytes for plane in group.planes})
         listed = "/".join(str(size) for size in sizes[:3]) + ("/..." if len(sizes) > 3 else "")
-        order = " (block-major slots)" if _blocks_stay_whole(layout, group) else ""
-        texts.append(f"{len(group.planes)} planes x {listed} B x {group.num_blocks} blocks{order}")
+        other = group.slot_order != group.device_order and layout.blocks_per_slot > 1 and len(group.planes) > 1
+        slots = f" in {group.slot_order} slots" if other else ""
+        order = f"{group.device_order}{slots}"
+        texts.append(f"{len(group.planes)} planes x {listed} B x {group.num_blocks} blocks ({order})")
     return " + ".join(texts) + f", blocks_per_slot={layout.blocks_per_slot}"

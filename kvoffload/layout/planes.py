@@ -117,6 +117,8 @@ class Group:
     Attributes:
         planes: the planes; all have the same `num_blocks`, and no two share a byte.
         num_blocks: blocks of each plane; ids are in `[0, num_blocks)`.
+        device_order: "block-major" if a block of all planes, in their order, is one range on the device, as in an array
+            `(blocks, planes, ...)`; else "plane-major".
         slot_order: "block-major" (sub-block after sub-block, each with all planes) or "plane-major" (plane after plane,
             each with all sub-blocks). With one block a slot, and with one plane, the bytes are the same in both.
         host_offsets: int64, (planes,): where plane p's sub-block 0 begins in a slot, bytes.
@@ -146,7 +148,8 @@ class Group:
         self.bytes_per_block = sum(plane.block_bytes for plane in self.planes)
         self.payload_bytes = self.bytes_per_block * blocks_per_slot
         _refuse_large_slots(self.bytes_per_block, blocks_per_slot, name)
-        order: SlotOrder = slot_order or ("block-major" if self._blocks_are_ranges() else "plane-major")
+        self.device_order: SlotOrder = "block-major" if self._blocks_are_ranges() else "plane-major"
+        order: SlotOrder = slot_order or self.device_order
         self.slot_order = order
         factor = 1 if order == "block-major" else blocks_per_slot
         sizes = [plane.block_bytes for plane in self.planes]
@@ -157,7 +160,7 @@ class Group:
         self.host_steps: Int64Array = np.array(steps, dtype=np.int64)
 
     def _blocks_are_ranges(self) -> bool:
-        """Whether a block of all planes, in their order, is one range on the device, as in `(blocks, planes, ...)`."""
+        """Whether `device_order` is block-major."""
         stride = self.planes[0].block_stride
         if stride < self.bytes_per_block or any(plane.block_stride != stride for plane in self.planes):
             return False

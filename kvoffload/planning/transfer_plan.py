@@ -31,7 +31,7 @@ class Direction(enum.StrEnum):
 
     @property
     def opposite(self) -> Direction:
-        """The other one."""
+        """The other direction."""
         return Direction.LOAD if self is Direction.STORE else Direction.STORE
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.device.device import Device
 from kvoffload.replay import hitplot, metadata, saving
-from kvoffload.replay.trace import Request, read_trace
+from kvoffload.replay.trace import Request, read_trace, require_readable
 from kvoffload.replay.verified import Counts, VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
-from kvoffload.terminal.console import CommandError, Output, bandwidth, mib, open_backend
+from kvoffload.terminal.console import CommandError, Output, bandwidth, counted, mib, open_backend, verified_text
 from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_seed, model, numbers, scale, whole
 
 _MOST_IN_FLIGHT = 256  # an engine has room for so many with several groups, too
@@ -53,7 +53,7 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=whole(1, 10_000_000),
         metavar="N",
-        help=f"at most (default all, {DEFAULT_REQUESTS} of a workload)",
+        help=f"at most (default: all, of a workload {DEFAULT_REQUESTS})",
     )
     add_seed(parser, "workload, bytes and places")
 
@@ -65,13 +65,13 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     policies = (*sorted(POLICIES), "all")
     parser.add_argument("--policy", choices=policies, default=DEFAULT_POLICY, metavar="NAME", help=", ".join(policies))
     parser.add_argument("--metadata-only", action="store_true", help="count hits only: no bytes, no device")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="hit rates, with --metadata-only")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the hit rates, with --metadata-only")
 
 
 def _add_bytes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=model, metavar="NAME", help="whose blocks move; unknown: lists all")
+    parser.add_argument("--model", type=model, metavar="NAME", help="whose blocks move; an unknown name lists all")
     parser.add_argument(
-        "--scale", type=scale, default=1.0, metavar="X", help="share of a block's bytes, 0 to 1 (default 1)"
+        "--scale", type=scale, default=1.0, metavar="X", help="shrink blocks to X of their bytes, 0 < X <= 1"
     )
     parser.add_argument(
         "--blocks-per-hash", type=whole(1), default=1, metavar="N", help="device blocks of a hash id (default 1)"
@@ -101,9 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse options that do not go together, or are missing."""
-    if arguments.trace is None and arguments.workload is None:
-        raise CommandError("one of the arguments TRACE --workload is required: a file, or synthetic traffic")
+    """Refuse a trace that cannot be read, and options that do not go together, or are missing."""
+    if arguments.trace is not None:
+        require_readable(arguments.trace)
+    elif arguments.workload is None:
+        raise CommandError(f"replay needs a TRACE, a file, or --workload, one of {', '.join(WORKLOADS)}")
     if arguments.metadata_only:
         if arguments.in_flight != 1:
             raise CommandError(f"--in-flight {arguments.in_flight} needs bytes: leave out --metadata-only")
@@ -122,10 +124,19 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _requests(arguments: argparse.Namespace, output: Output) -> list[Request]:
+    """At least one, with at least one key.
+
+    Raises:
+        CommandError: the trace cannot be read, or its requests name no blocks.
+    """
     with output.progress("reading requests"):
-        if arguments.workload is None:
-            return read_trace(arguments.trace, arguments.requests)
-        return make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
+        if arguments.workload is not None:
+            return make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
+        requests = read_trace(arguments.trace, arguments.requests)
+    if not any(requests):
+        empty = f'has {len(requests):,} requests with empty "hash_ids" alone' if requests else "has no requests"
+        raise CommandError(f'the trace {arguments.trace} {empty}: a request is a line such as {{"hash_ids": [1, 2]}}')
+    return requests
 
 
 def _traffic(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -153,10 +164,11 @@ def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
             "records": metadata.as_fields(results, rates),
         }
     )
-    title = f"replay without bytes: {traffic}, {blocks:,} blocks in {len(requests):,} requests"
+    size = f"{counted(blocks, 'block')} in {counted(len(requests), 'request')}"
+    title = f"replay without bytes: {traffic}, {size}"
     metadata.print_results(results, title, rates, output)
     if arguments.plot is not None:
-        title = f"Prefix-cache hits: {traffic}, {blocks:,} blocks in {len(requests):,} requests"
+        title = f"Prefix-cache hits: {traffic}, {size}"
         with output.progress("drawing"):
             hitplot.draw(results, requests, title, arguments.plot)
         output.path(arguments.plot)
@@ -202,6 +214,7 @@ def _with_bytes(
             "in_flight": arguments.in_flight,
             "bytes_per_slot": served.bytes_per_key,
             **_counted(served),
+            "blocks_beyond_slots": sum(max(0, len(request) - arguments.slots[0]) for request in requests),
             "seconds": round(end - begin, 3),
             "serving_seconds": round(end - serving, 3),
         }
@@ -243,37 +256,44 @@ def _bandwidths(counts: Counts, wall_seconds: float) -> dict[str, Any]:
 
 
 def _print(fields: dict[str, Any], rates: saving.Rates | None, output: Output) -> None:
-    simulated, corrupt = fields["simulated"], fields["corrupt_blocks"]
     output.line(
         f"replay: {fields['blocks_hit']:,} of {fields['blocks_requested']:,} blocks found (hit rate "
-        f"{fields['hit_rate']:.2%}); "
-        + (f"{corrupt:,} loaded blocks WRONG" if corrupt else "every loaded byte verified, 0 wrong")
+        f"{fields['hit_rate']:.2%}); " + verified_text(fields["verified_blocks"], fields["corrupt_blocks"])
     )
-    where = "simulated device" if simulated else fields["device"]
-    slots = f"{fields['slots']:,} slots of {mib(fields['bytes_per_slot'])}"
-    title = f"{fields['model']}, {fields['policy']}, {slots}, {where}"
+    where = "simulated device" if fields["simulated"] else fields["device"]
+    slots = f"{counted(fields['slots'], 'slot')} of {mib(fields['bytes_per_slot'])}"
+    title = f"{fields['model']}, policy {fields['policy']}, {slots}, {where}"
     lines = [*_counts(fields), *_times(fields)]
     lines += [] if rates is None else _saved(rates, fields["blocks_hit"])
     output.table(title, ("what", "how much"), lines)
+    if fields["in_flight"] > 1:
+        output.line("A block may also be stored for another request meanwhile, or be found, evicted and stored again.")
     if rates is not None:
         output.line(f"Of {rates.tokens_per_hash} tokens a block: {rates.describe()}.")
 
 
 def _counts(fields: dict[str, Any]) -> list[tuple[str, str]]:
+    """With one request at a time, the indented lines add up to the blocks asked for."""
+    beyond = fields["blocks_beyond_slots"]
     return [
         ("requests", f"{fields['requests']:,}, {fields['in_flight']} unfinished at a time"),
         ("requests not stored, or in part", f"{fields['requests_refused']:,}"),
-        ("blocks stored", f"{fields['blocks_stored']:,} ({mib(fields['bytes_stored'])})"),
-        ("blocks evicted", f"{fields['blocks_evicted']:,}"),
-        ("blocks declined", f"{fields['blocks_declined']:,}"),
-        ("bytes loaded", mib(fields["bytes_loaded"])),
-        ("blocks verified", f"{fields['verified_blocks']:,} ({fields['sampled_blocks']:,} also plane by plane)"),
-        ("blocks corrupt", f"{fields['corrupt_blocks']:,}"),
+        ("blocks asked for", f"{fields['blocks_requested']:,}"),
+        ("  found and loaded", f"{fields['blocks_hit']:,} ({mib(fields['bytes_loaded'])})"),
+        ("  not found: stored", f"{fields['blocks_stored']:,} ({mib(fields['bytes_stored'])})"),
+        ("  not found: not worth storing", f"{fields['blocks_declined']:,}"),
+        *([(f"  beyond the first {fields['slots']:,} of a request", f"{beyond:,}")] if beyond else []),
+        ("stored blocks evicted for others", f"{fields['blocks_evicted']:,}"),
+        (
+            "loaded blocks verified, every byte",
+            f"{fields['verified_blocks']:,} ({fields['sampled_blocks']:,} also plane by plane)",
+        ),
+        ("  of them corrupt", f"{fields['corrupt_blocks']:,}"),
     ]
 
 
 def _times(fields: dict[str, Any]) -> list[tuple[str, str]]:
-    calls = f"{fields['call_us_mean']} us, p99 {fields['call_us_p99']} us"
+    calls = f"mean {fields['call_us_mean']:,} us, p99 {fields['call_us_p99']:,} us"
     if fields["simulated"]:
         return [
             ("inside cache calls, a request, host time", calls),

@@ -27,6 +27,8 @@ class PolicyResult(NamedTuple):
         seconds: host time of this machine for all requests.
         share_of_optimum: (hits - LRU's hits) / (optimum - LRU's hits); None if LRU was not replayed, or reaches the
             optimum.
+        blocks_beyond_slots: blocks of requests longer than the cache, which uses their first ones alone; None of the
+            optimum.
     """
 
     policy: str
@@ -39,6 +41,7 @@ class PolicyResult(NamedTuple):
     requests_refused: int
     seconds: float
     share_of_optimum: float | None = None
+    blocks_beyond_slots: int | None = None
 
 
 class Served(NamedTuple):
@@ -77,8 +80,18 @@ def drive(requests: Sequence[Request], slots: int, policy: str, progress: Advanc
         progress(number, len(requests))
     seconds = time.perf_counter() - begin
     done = index.statistics()
+    beyond = sum(max(0, len(request) - slots) for request in requests)
     return PolicyResult(
-        policy, slots, hits, _rate(hits, requests), done.stored, done.evicted, done.declined, refused, round(seconds, 3)
+        policy,
+        slots,
+        hits,
+        _rate(hits, requests),
+        done.stored,
+        done.evicted,
+        done.declined,
+        refused,
+        round(seconds, 3),
+        blocks_beyond_slots=beyond,
     )
 
 
@@ -131,7 +144,20 @@ def print_results(results: Sequence[PolicyResult], title: str, rates: Rates | No
         output.table("the time that hits save", ("policy", "slots", "prefill saved", "loading"), lines)
         output.line(f"Of {rates.tokens_per_hash} tokens a block, {rates.model.name}: {rates.describe()}.")
     output.line("")
-    output.line(f"{OPTIMUM}: the most that is possible, knowing the future.")
+    for text in _legend(results, with_share):
+        output.line(text)
+
+
+def _legend(results: Sequence[PolicyResult], with_share: bool) -> Iterator[str]:
+    """What the words of the table mean, and which blocks it leaves out."""
+    for slots, beyond in dict.fromkeys((each.slots, each.blocks_beyond_slots) for each in results):
+        if beyond:
+            yield f"not tried with {slots:,} slots: {beyond:,} blocks beyond the first {slots:,} of a request."
+    if any(result.blocks_declined for result in results):
+        yield "declined: not stored, since the policy holds what they would displace worth more."
+    if with_share:
+        yield f"LRU to optimum: 0% is as many hits as lru, 100% as many as {OPTIMUM}."
+    yield f"{OPTIMUM}: the most that is possible, knowing the future."
 
 
 def verdict(results: Sequence[PolicyResult]) -> str:

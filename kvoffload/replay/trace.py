@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,17 @@ from kvoffload.terminal.console import CommandError
 KEY_BYTES = 16  # a hash id as a cache key: signed, big-endian
 
 Request = tuple[bytes, ...]
+
+
+def require_readable(path: Path) -> None:
+    """CommandError now, not after other options were checked, if a trace is missing, a folder, or may not be read.
+
+    A pipe is not opened: what has been read from it once cannot be read again.
+    """
+    with _refused(path):
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            path.open("rb").close()
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Request]:
@@ -22,16 +36,21 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
         CommandError: the file cannot be read, or a line is broken; the message names it by its number.
     """
     requests: list[Request] = []
+    with _refused(path), path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if limit is not None and len(requests) >= limit:
+                break
+            if line.strip():
+                requests.append(_parse(line, f"{path}, line {number}"))
+    return requests
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if limit is not None and len(requests) >= limit:
-                    break
-                if line.strip():
-                    requests.append(_parse(line, f"{path}, line {number}"))
+        yield
     except OSError as error:
         raise CommandError(f"cannot read the trace {path}: {error.strerror or error}") from error
-    return requests
 
 
 def _parse(line: bytes, where: str) -> Request:

@@ -42,12 +42,12 @@ class ShardedEngine(ShardedLifecycle):
 
     Args:
         layouts: a `ShardedLayout`, or the layout of each device's planes, in the order of `devices`.
-        devices: that hold the planes. Each is of this process.
+        devices: those that hold the planes, all opened by this process.
         num_slots: slots, of `layout.slot_bytes` bytes in each device's pool.
         sm_limit, prefer, profile, max_in_flight, stream_priority: as for `OffloadEngine`, for each device. `profile`
-            None: that of each device.
-        progress: called while the pools are pinned, one device after the other, with (bytes done, bytes in all) of the
-            device's own.
+            None: that of each device's GPU.
+        progress: called while the pools are pinned, one device after the other, with (bytes done, bytes in all) of
+            that device's pool.
 
     Attributes:
         layout: the ShardedLayout.
@@ -56,8 +56,8 @@ class ShardedEngine(ShardedLifecycle):
 
     Raises:
         LayoutError: layouts that do not agree, see `ShardedLayout`; or as `OffloadEngine`.
-        CapacityError, ClosedError, ValueError, TypeError: as `OffloadEngine`, or another number of devices than of
-            layouts. Nothing is left pinned.
+        CapacityError, ClosedError, ValueError, TypeError: as `OffloadEngine`, or the number of devices is not
+            that of layouts. Nothing is left pinned.
     """
 
     # transfers ----------------------------------------------------------------------------------------------------
@@ -76,9 +76,9 @@ class ShardedEngine(ShardedLifecycle):
         Args:
             blocks, slots, group, first_sub_block, copier: as for `OffloadEngine.store`; the same on every device.
             after: what must have ended on each device before one of its blocks is read: a list or tuple with one value
-                for each device, in their order, of which each may be what `OffloadEngine.store` takes, a list too.
-                An object with a method `after()` that returns such a list, as `kvoffload.jax.ShardedOwnedCache`
-                has: `after=cache` is `after=cache.after()`. None or `NO_WAIT`: the same for all.
+                for each device, in their order; each value is what `OffloadEngine.store` takes, or a list of these.
+                Or an object with a method `after()` that returns such a list, as `kvoffload.jax.ShardedOwnedCache`:
+                `after=cache` is `after=cache.after()`. None or `NO_WAIT`: the same for all.
 
         Raises:
             As `OffloadEngine.store`. Nothing is in flight on any device then; a note on the exception names the device.
@@ -103,8 +103,8 @@ class ShardedEngine(ShardedLifecycle):
             slots, blocks, group, first_sub_block, copier, source_order: as for `OffloadEngine.load`; the same on every
                 device.
             after: as for `store`.
-            parts: as for `OffloadEngine.load`. A number: so many equal groups of each device's planes. Lists of planes
-                are for devices whose groups have as many planes.
+            parts: as for `OffloadEngine.load`. A number: each device's planes are divided into that many parts. Lists
+                of planes: all devices must have the same number of planes in the group.
 
         Raises:
             As `OffloadEngine.load`, and as `store` says.
@@ -233,7 +233,7 @@ class ShardedEngine(ShardedLifecycle):
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,
     ) -> tuple[PlanReport, ...]:
-        """What such a transfer would be on each device; nothing is submitted. Raises what `store` raises."""
+        """As `OffloadEngine.plan`, a report for each device."""
         step = partial(
             Shard.plan,
             direction=direction,

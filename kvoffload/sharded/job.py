@@ -9,12 +9,12 @@ from kvoffload.internal.types import StreamLike
 
 
 class ShardedJob(Job):
-    """One transfer on all devices of a ShardedEngine. As a `Job`, where not said otherwise here.
+    """One transfer on all devices of a ShardedEngine: a `Job`, with the differences listed here.
 
     It is done when the transfers of all devices have ended, and fails if one of them does. Until it is done, its blocks
-    and slots are in use on every device, also after its `error` is known: see `Job`. `nbytes` is the sum, `seconds` of
-    its result the longest of the devices, `error` the failure of the first that failed, `method` None where the devices
-    have several, and `copier` all of their names, joined by "+".
+    and slots are in use on every device, also after its `error` is known: see `Job`. `nbytes` is the sum over the
+    devices, `seconds` of its result the longest, `error` that of the first device, in their order, that has failed,
+    `method` None if the devices use different ones, and `copier` the names of all, joined by "+".
     """
 
     __slots__ = ()

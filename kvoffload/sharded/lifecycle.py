@@ -104,7 +104,10 @@ class ShardedLifecycle:
     # results ------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Take note of transfers that have ended, and queue as many segments as there is room for. Never blocks."""
+        """Take note of transfers that have ended, and queue as many segments as there is room for.
+
+        Does not wait for a GPU.
+        """
         self.check_process()
         with self.lock:
             up_to_date = self._tracker.count == 0 and self._tracker.consistent
@@ -210,7 +213,7 @@ class ShardedLifecycle:
         self._for_each(partial(Shard.check_parts, parts=parts))
 
     def check_room(self, jobs: int) -> None:
-        """Raise CapacityError unless so many more jobs may be in flight, and ClosedError if the engine is closed."""
+        """Raise CapacityError if `jobs` more would exceed `max_in_flight`, and ClosedError if the engine is closed."""
         self.check_process()
         with self.lock:
             self.check_usable()
@@ -220,7 +223,7 @@ class ShardedLifecycle:
         """Ask the devices what has ended where that can matter. Under the lock.
 
         Raises:
-            CapacityError: not so many more jobs may be in flight.
+            CapacityError: `jobs` more would exceed `max_in_flight`.
         """
         tracker = self._tracker
         tracker.settle()
@@ -239,10 +242,13 @@ class ShardedLifecycle:
             return tuple(ShardedJob(self, record) for queue in self._tracker.both for record in queue.transfers)
 
     def guard_slots(self, guard: SlotGuard) -> None:
-        """From now on ask `guard` before every store. It is referred to weakly.
+        """Make `guard` the owner of the slots: each store calls `guard.check_store(slots)` first, which may refuse it.
+
+        The engine keeps a weak reference to it.
 
         Raises:
-            CapacityError: another guard is busy, or is garbage while transfers of its own may be in flight.
+            CapacityError: the slots have another owner, which is `busy`; or it has been garbage collected, and
+                transfers are in flight that may be its own.
         """
         self.check_process()
         with self.lock:
@@ -300,7 +306,7 @@ class ShardedLifecycle:
         Closing one of the devices closes its part of this engine, which then refuses transfers; close it, too.
 
         Raises:
-            TimeoutError: jobs were still running; what was not idle stays open.
+            TimeoutError: jobs were still running; the engines that could not be closed stay open.
         """
         if os.getpid() != self._process:
             return

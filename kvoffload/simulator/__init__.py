@@ -173,7 +173,10 @@ class SimulatedDriver(DeviceCalls, MemoryCalls, CopyCalls, StreamCalls, KernelCa
                     )
 
     def leaks(self) -> dict[str, int]:
-        """What is alive now, or was when a primary context was released for the last time; all zero is clean."""
+        """How many streams, events, allocations and so on exist now, by kind: all 0 if everything was freed.
+
+        What a primary context still held when its last reference was released stays counted.
+        """
         with self.lock:
             kinds = [region.kind for region in self.memory.live()]
             contexts = self.contexts.values()

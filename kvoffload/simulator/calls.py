@@ -147,7 +147,11 @@ class Core:
     def perform(
         self, name: str, needs: Needs, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Run a call's body under the lock, with its faults; the status and the values."""
+        """Run `body`, which implements the driver call `name`, under the lock, with the faults that a test has set.
+
+        Returns:
+            The CUresult, and the values that the call returns after it.
+        """
         if os.getpid() != self._pid:
             return NOT_INITIALIZED, ()  # as CUDA in a forked child; and the lock may be held for ever
         self.faults.sleep(name)
@@ -244,7 +248,11 @@ class Core:
         return stream
 
     def submit(self, stream: Stream, operation: Operation) -> int:
-        """Queue an operation; its number in the stream, or 0 if a capture took it. Blocks while the queue is full."""
+        """Queue an operation. Blocks while the queue is full.
+
+        Returns:
+            Its number in the stream, or 0 if the stream is being captured.
+        """
         if stream.capture is not None:
             stream.capture.check()
             stream.capture.node_count += 1
@@ -256,7 +264,7 @@ class Core:
         return self.scheduler.submit(stream, operation)
 
     def finish(self, stream: Stream, serial: int, what: str) -> None:
-        """Advance streams until one has done its operation number `serial`."""
+        """Advance streams until `stream` has done its operation number `serial`."""
         self._wait(lambda: stream.completed >= serial, what)
 
     def _has_room(self, stream: Stream, operation: Operation) -> bool:
@@ -281,13 +289,13 @@ class Core:
     # Memory and modules
 
     def drop_module(self, module: Module) -> None:
-        """Remove a module and its functions."""
+        """Unload a module: its handle and those of its functions become invalid."""
         for function in module.functions:
             self.functions.remove(function.handle)
         self.modules.remove(module.handle)
 
     def free_region(self, region: Region) -> None:
-        """Take a range back, with the checks that catch its misuse."""
+        """Free an allocation or unregister a range. Queued copies of it, or changed bytes beyond it, are violations."""
         if region.pending:
             self.violate(f"freed while a queued copy uses it: {region.nbytes} bytes at {region.base:#x}")
         if not region.guards_intact():

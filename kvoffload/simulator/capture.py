@@ -50,7 +50,7 @@ class Captures:
             stream.capture = None
 
     def exchange_mode(self, mode: Any) -> Any:
-        """Set the calling thread's mode; the one before."""
+        """Set the calling thread's mode, and return the previous one."""
         before = getattr(self._local, "mode", GLOBAL)
         self._local.mode = _MODE(int(mode))
         return before

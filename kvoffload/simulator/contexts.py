@@ -51,7 +51,7 @@ class Operation:
         return True
 
     def run(self) -> float:
-        """Do the work; the microseconds that it took."""
+        """Do the work. Returns the microseconds that it took."""
         return MICROSECONDS_PER_MARKER
 
     def end(self) -> None:

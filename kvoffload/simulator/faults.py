@@ -42,7 +42,7 @@ class Faults:
         self._sticky_soon = False
 
     def fail_call(self, name: str, nth: int = 1, error: Any = None, after: bool = False) -> None:
-        """Make the nth call of `name` return `error`: instead of doing its work, or `after` having done it."""
+        """Make the nth call of `name` return `error` without doing its work; with `after`, having done it."""
         self._plan(name, nth, error, after=after)
 
     def fail_nth(self, n: int, error: Any = None, after: bool = False) -> None:
@@ -64,7 +64,7 @@ class Faults:
         self._copy_countdown = nth
 
     def delay(self, name: str, seconds: float) -> None:
-        """Make every call of `name` take that much longer; no lock is held meanwhile."""
+        """Make every call of `name` take `seconds` longer; no lock is held meanwhile."""
         self.delays[name] = seconds
 
     def clear(self) -> None:
@@ -93,7 +93,7 @@ class Faults:
             time.sleep(seconds)
 
     def next_call(self, name: str, args: tuple[Any, ...]) -> PlannedFault | None:
-        """Count a call; the fault that it meets, if any."""
+        """Count a call, and return the fault planned for it, or None."""
         self.call_count[name] += 1
         self.total_calls += 1
         if self.calls is not None:

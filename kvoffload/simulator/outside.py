@@ -56,7 +56,7 @@ class OutsideCalls(Core):
     def allocate_outside(
         self, nbytes: int, device: int, allocator: Allocator | str, *, readers: tuple[int, ...] = ()
     ) -> int:
-        """Device memory as another allocator of the process makes it; its address. Free it with `free_outside`.
+        """Allocate device memory as another library does; returns the address. Free it with `free_outside`.
 
         Args:
             nbytes: bytes.

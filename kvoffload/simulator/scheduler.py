@@ -55,7 +55,7 @@ class Scheduler:
     # Submission
 
     def submit(self, stream: Stream, operation: Operation) -> int:
-        """Append an operation to a queue; its number in that stream."""
+        """Append an operation to a queue. Returns its number in that stream."""
         for region in operation.regions:
             region.pending += 1
         operation.dependencies += self._legacy_order(stream)

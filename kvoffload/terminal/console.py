@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -102,15 +102,18 @@ class Output:
         if not self.as_json:
             write_out(f"{path}\n")
 
-    def table(self, title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
-        """A title and a table with its first column to the left and the others to the right; nothing with --json.
+    def table(
+        self, title: str, columns: Sequence[str], lines: Sequence[Sequence[object]], *, left: Collection[str] = ()
+    ) -> None:
+        """A title and a table; nothing with --json.
 
-        At most 80 columns, unless --wide was given.
+        Its first column and those named in `left` are aligned to the left, the others to the right. At most 80
+        columns wide, unless --wide was given.
         """
         if not self.as_json:
             self.line("")
             self.line(title)
-            write_out(render(columns, lines, wide=self.wide))
+            write_out(render(columns, lines, wide=self.wide, left=left))
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
@@ -148,10 +151,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0) -> Device:
+def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0, *, note: bool = True) -> Device:
     """The device that was asked for; with `auto`, the simulated one if CUDA has none to offer.
 
-    Writes one line to standard error if it is the simulated device.
+    Writes one line to standard error if it is the simulated device, and `note`.
 
     Raises:
         CommandError: there is no such device.
@@ -168,9 +171,21 @@ def open_backend(arguments: argparse.Namespace, output: Output, seed: int = 0) -
         device = open_device(arguments.device, backend=backend, seed=seed if backend == "simulated" else None)
     except ValueError as error:
         raise CommandError(f"--device {arguments.device}: {error}") from error
-    if device.simulated:
+    if device.simulated and note:
         output.note(f"kvoffload: {reason}{SIMULATED_NOTE}")
     return device
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: "1 block", "2 blocks"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def verified_text(verified: int, corrupt: int) -> str:
+    """What a verdict says of the loaded blocks: how many were compared, and how many of them were wrong."""
+    if corrupt:
+        return f"{corrupt:,} loaded blocks WRONG"
+    return "every loaded byte verified, 0 wrong" if verified else "nothing was loaded"
 
 
 def mib(nbytes: float) -> str:

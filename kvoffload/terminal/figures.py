@@ -67,6 +67,13 @@ def make_figure(width: float, height: float, columns: int, **options: Any) -> tu
     return figure, list(figure.subplots(1, columns, squeeze=False, **options)[0])
 
 
+def set_title(figure: Any, title: str, note: str) -> None:
+    """A title in bold at the top left, and below it a line in grey: the machine, the workload, the units."""
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=14, fontweight="bold")
+    below = 0.98 - 0.2 / figure.get_figheight()  # 0.2 inches are a line of the title
+    figure.text(0.01, below, note, ha="left", va="top", fontsize=10, color=MUTED)
+
+
 def label_end(panel: Any, x: float, value: float, height: float, series: Series) -> None:
     """Right of the line's end, at a height where labels do not overlap, and joined to it."""
     style: dict[str, Any] = {"arrowstyle": "-", "color": series.colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 4}

@@ -46,4 +46,4 @@ def _refused(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CommandError(f"{option} {path}: {error.strerror}") from error
+        raise CommandError(f"{option} {path} cannot be written: {error.strerror}") from error

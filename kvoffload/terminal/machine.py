@@ -32,12 +32,12 @@ def missing_copiers(device: Device, sm_limit: int = 1) -> dict[str, str | None]:
 
 
 def describe_device(device: Device) -> dict[str, Any]:
-    """What a figure was measured on."""
+    """What a figure was measured on; versions are None of the simulated device, which has no driver."""
     capabilities, pci = device.capabilities, device.pci
     return {
         "simulated": device.simulated,
         "device": device.name,
-        "driver": ".".join(map(str, capabilities.driver_version)),
-        "bindings": ".".join(map(str, capabilities.bindings_version)),
+        "driver": None if device.simulated else ".".join(map(str, capabilities.driver_version)),
+        "bindings": None if device.simulated else ".".join(map(str, capabilities.bindings_version)),
         "link": "simulated" if device.simulated else f"{pci.link_speed or 'speed unknown'} x{pci.link_width or '?'}",
     }

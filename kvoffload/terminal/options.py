@@ -6,14 +6,18 @@ Every number has an upper limit: no option may lead to an overflow, or to a requ
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from kvoffload.internal.models import MODELS, ModelGeometry, find_model
 from kvoffload.terminal.tables import WIDTH, wrap
 
 LARGEST = (1 << 32) - 1  # of counts, unless an option has a limit of its own
 
+_Name = TypeVar("_Name", bound=StrEnum)
+_SEPARATED = r"[+-]?\d{1,3}([,.' ]\d{3})+"  # a number with thousands separators
 
 _DETAILS = "docs/command-line.md"
 
@@ -24,6 +28,13 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return wrap(text, width=width).splitlines()  # argparse would break words at hyphens
+
+    def _format_action(self, action: argparse.Action) -> str:
+        """Of sub-commands their list alone: argparse puts a line with their metavar above it."""
+        listed = [action]
+        if isinstance(action, argparse._SubParsersAction):
+            listed = list(action._get_subactions())
+        return "".join(super(_Formatter, self)._format_action(each) for each in listed)
 
 
 def add_command(
@@ -80,7 +91,8 @@ def whole(minimum: int, maximum: int = LARGEST) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"must be an integer, got {text!r:.80}") from None
+            without = " without thousands separators" if re.fullmatch(_SEPARATED, text) else ""
+            raise argparse.ArgumentTypeError(f"must be an integer{without}, got {text!r:.80}") from None
         if value < minimum:
             raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
         if value > maximum:
@@ -114,6 +126,23 @@ def models(text: str) -> list[ModelGeometry]:
     return list(MODELS.values()) if text == "all" else [model(text)]
 
 
-def numbers(text: str) -> list[int]:
-    """An argparse type: comma-separated integers from 1 to `LARGEST`."""
-    return [whole(1)(part) for part in text.split(",")]
+def numbers(text: str, maximum: int = LARGEST) -> list[int]:
+    """An argparse type: comma-separated integers from 1 to `maximum`."""
+    first, *others = text.split(",")
+    if any(re.fullmatch(r"0\d\d", part) for part in others):  # 1,024 is no 1 and 24
+        raise argparse.ArgumentTypeError(
+            f"must be integers without thousands separators, a comma between two of them, got {text!r:.80}"
+        )
+    return [whole(1, maximum)(part) for part in (first, *others)]
+
+
+def one_of(*members: _Name) -> Callable[[str], _Name]:
+    """An argparse type: the name of a member of an enumeration."""
+    known = {str(each): each for each in members}
+
+    def parse(text: str) -> _Name:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, got {text!r:.80}")
+        return known[text]
+
+    return parse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
 
 WIDTH = 80
@@ -20,34 +20,40 @@ def wrap(text: str, indent: str = "", width: int = WIDTH) -> str:
 
 
 def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Widths of a table's columns, whose lines, the headings among them, fit `width` if their words do.
+    """Widths of a table's columns, whose lines fit `width` if their words do; the first line is the headings.
 
-    The widest column is narrowed first, and none below its longest word.
+    The widest column is narrowed first, and none below its longest word. Headings are broken before cells are.
     """
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    least = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    whole = [max(word, *map(len, column[1:]), 0) for word, column in zip(words, columns, strict=True)]
     room = width - _GAP * (len(columns) - 1)
-    while sum(widths) > room:
-        narrowed = [index for index, each in enumerate(widths) if each > least[index]]
-        if not narrowed:
-            break
-        widths[max(narrowed, key=widths.__getitem__)] -= 1
+    for least in (whole, words):
+        while sum(widths) > room:
+            narrowed = [index for index, each in enumerate(widths) if each > least[index]]
+            if not narrowed:
+                break
+            widths[max(narrowed, key=widths.__getitem__)] -= 1
     return widths
 
 
-def render(columns: Sequence[str], lines: Sequence[Sequence[object]], *, wide: bool) -> str:
-    """A table as text: the first column to the left, the others to the right, two spaces between them."""
+def render(columns: Sequence[str], lines: Sequence[Sequence[object]], *, wide: bool, left: Collection[str] = ()) -> str:
+    """A table as text: the first column and those named in `left` to the left, the others to the right, two spaces
+    between them.
+    """
     cells = [[str(cell) for cell in line] for line in (columns, *lines)]
     widths = column_widths(cells, WIDE if wide else WIDTH)
-    heading, *body = ["\n".join(_physical_lines(line, widths)) for line in cells]
+    aligned = [str.ljust if not index or name in left else str.rjust for index, name in enumerate(columns)]
+    heading, *body = ["\n".join(_physical_lines(line, widths, aligned)) for line in cells]
     return "\n".join((heading, "  ".join("-" * width for width in widths), *body)) + "\n"
 
 
-def _physical_lines(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+def _physical_lines(
+    cells: Sequence[str], widths: Sequence[int], aligned: Sequence[Callable[[str, int], str]]
+) -> Iterator[str]:
     """The lines that a table's line takes, where cells are broken between words."""
     broken = [wrap(cell, width=max(width, 1)).splitlines() for cell, width in zip(cells, widths, strict=True)]
     for texts in zip_longest(*broken, fillvalue=""):
-        (first, *others), (width, *other_widths) = texts, widths
-        aligned = (text.rjust(each) for text, each in zip(others, other_widths, strict=True))
-        yield "  ".join((first.ljust(width), *aligned)).rstrip()
+        placed = (align(text, width) for align, text, width in zip(aligned, texts, widths, strict=True))
+        yield "  ".join(placed).rstrip()

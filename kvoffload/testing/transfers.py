@@ -30,7 +30,7 @@ POISON = 0xB7  # what `poison` writes: neither 0 nor what fresh or freed simulat
 
 
 def pattern(key: object, nbytes: int) -> UInt8Array:
-    """`nbytes` bytes, uint8, (nbytes,), that follow from `repr(key)` alone: the same in every process and everywhere.
+    """`nbytes` bytes, uint8, (nbytes,), that depend on `repr(key)` alone: the same in every process and everywhere.
 
     Different keys give unrelated bytes, so that a block in the wrong place shows at once.
     """
@@ -44,7 +44,7 @@ def poison(array: UInt8Array, value: int = POISON) -> None:
 
 
 def scramble(buffer: DeviceBuffer, seed: int) -> UInt8Array:
-    """Fill GPU memory with random bytes; what was written. Returns when they are there."""
+    """Fill GPU memory with random bytes, and return them: uint8, (nbytes,). They are there when it returns."""
     content = np.random.default_rng(seed).integers(0, 256, buffer.nbytes, dtype=np.uint8)
     buffer.copy_from(content)
     return content
@@ -64,11 +64,11 @@ def naive_transfer(
     group: int = 0,
     first_sub_block: int = 0,
 ) -> None:
-    """What a transfer means, as a loop over blocks and planes, on host copies and in place.
+    """The reference for a transfer: a loop over blocks and planes that does on host copies, in place, what it does.
 
     Args:
         layout, direction, blocks, slots, group, first_sub_block: as for `OffloadEngine.store` and `load`.
-        memory: device memory: for the base address of each allocation its bytes, uint8, 1-D.
+        memory: device memory: the base address of each allocation to its bytes, uint8, 1-D.
         pool: the slots, uint8, (num_slots, layout.slot_bytes).
     """
     factor = layout.blocks_per_slot

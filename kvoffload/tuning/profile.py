@@ -287,7 +287,7 @@ def profile_path(key: ProfileKey) -> Path:
 
 
 def save_profile(profile: Profile) -> Path | None:
-    """Write a measured profile for `load_profile`; the path, or None, with a warning, if it cannot be written."""
+    """Write a measured profile for `load_profile`. Returns the path; None, with a warning, if it cannot be written."""
     assert profile.key is not None, "defaults are not kept"
     path = profile_path(profile.key)
     return path if cachefiles.write(path, render(profile)) else None

@@ -55,7 +55,7 @@ def test_results_are_saved_beside_the_tables(tmp_path: Path, capsys: pytest.Capt
     fields = json.loads(saved.read_text())
     assert (fields["benchmark"], len(fields["transfers"])) == ("sweep", 2)
     assert main(["bench", "sweep", *options, "--save", str(tmp_path)]) == 2
-    assert f"--save {tmp_path}: Is a directory" in capsys.readouterr().err
+    assert f"--save {tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
 
 
 def test_what_was_saved_before_is_kept_until_there_is_something_new(

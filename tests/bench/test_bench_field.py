@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from contextlib import closing
 from dataclasses import replace
 from math import inf
@@ -349,12 +350,18 @@ def test_the_worst_is_printed_first_and_all_fits_80_columns(capsys: pytest.Captu
     fields |= {"summary": summarize(comparisons), "against_shipped": against_shipped(comparisons)}
     show(fields, Output(False))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("lowest choice / limit: 0.40: llama-3.1-8b, plane-major")
+    first, second = "\n".join(lines).replace("\n  ", " ").splitlines()[:2]
+    assert first.startswith("bench field: the engine's choice has 0.40 (lowest) and 0.57 (median) of the contiguous ")
+    assert second.startswith("lowest choice / limit: 0.40: llama-3.1-8b, plane-major")
     assert max(map(len, lines)) <= 80
     ended = [line for line in lines if " both " in line]
     assert len(ended) == 1
     assert "ended" in ended[0]
     assert "90.0" not in ended[0]
+    legend = "\n".join(lines).partition("\n\n")[0]
+    for word in ("by", "/limit", "best", "regret", "slow", "max us"):
+        assert re.search(rf"(^|; |, ){word}[:,] ", legend, re.MULTILINE), f"{word} is a heading"
+    assert ("/ gentle" in "\n".join(lines)) == any(line.startswith("gentle: ") for line in lines)
     assert "in every round of the choice: 1" in " ".join(" ".join(lines).split())
 
 

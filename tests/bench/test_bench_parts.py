@@ -72,7 +72,7 @@ def test_bench_parts_counts_wrong_bytes_of_every_round_and_fails(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--parts", "3"), "parts=3 does not divide the group's 64 planes"),
+        (("--parts", "3"), "--parts 3 does not divide the 64 planes of llama-3.1-8b: give divisors"),
         (("--parts", "0"), "must be at least 1"),
         (("--blocks", "x"), "must be an integer"),
         (("--copier", "split"), "invalid choice: 'split'"),

@@ -127,6 +127,17 @@ def test_keys_present_or_on_their_way_are_skipped(pair: tuple[Rig, BlockCache]) 
     assert cache.statistics().stored == 3
 
 
+def test_a_block_may_be_stored_under_several_keys(pair: tuple[Rig, BlockCache]) -> None:
+    """Sources may repeat, targets may not."""
+    bench, cache = pair
+    assert cache.store(keys(0, 1), [3, 3]).wait(10)[0].error is None
+    with pytest.raises(LayoutError, match=r"^blocks\[[01]\] repeats 20; "):
+        cache.load(keys(0, 1), [20, 20])
+    cache.load(keys(0, 1, 0), [20, 21, 22]).wait(10)
+    assert [int(bench.block(block)[0]) for block in (20, 21, 22)] == [4, 4, 4]
+    cache.check()
+
+
 def test_bad_arguments_change_nothing(pair: tuple[Rig, BlockCache]) -> None:
     _, cache = pair
     cache.store(keys(0, 1), [3, 4]).wait(10)

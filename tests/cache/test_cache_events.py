@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-from helpers import Rig, keys, rig, simulated
+from helpers import Rig, in_threads, keys, rig, simulated
 
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, CacheJob, TransferError
 from kvoffload.cache.entries import Status
@@ -45,6 +46,23 @@ def test_stored_arrives_when_done_was_true(watched: Watched) -> None:
     assert watched.events == []
     assert job.done
     assert watched.kinds() == ["stored"]
+
+
+def test_done_calls_the_hook_in_the_thread_that_asks() -> None:
+    threads: list[int] = []
+    asking: list[int] = []
+    with simulated() as device, rig(device, num_blocks=32, num_slots=4) as bench:
+        cache = BlockCache(bench.engine, on_event=lambda _: threads.append(threading.get_ident()))
+        job = cache.store(keys(0), [3])
+        bench.engine.drain(10)
+        assert threads == []
+
+        def ask() -> None:
+            asking.append(threading.get_ident())
+            assert job.done
+
+        in_threads(ask)
+        assert threads == asking != [threading.get_ident()]
 
 
 def test_nothing_arrives_before_the_end(watched: Watched) -> None:

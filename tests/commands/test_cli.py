@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,8 @@ def test_without_a_gpu_every_command_runs_simulated_and_says_so(
     without_cuda(monkeypatch)
     assert main(command) == 0
     captured = capsys.readouterr()
-    assert captured.err == f"kvoffload: no GPU to use (`kvoffload doctor` shows why): {SIMULATED_NOTE}\n"
+    note = f"kvoffload: no GPU to use (`kvoffload doctor` shows why): {SIMULATED_NOTE}\n"
+    assert captured.err == ("" if command == ("doctor",) else note)
     assert re.search("simulated device|times need a GPU", captured.out)
     assert not GPU_FIGURES.search(captured.out)
 
@@ -74,7 +76,7 @@ def test_no_escape_codes_and_no_progress_when_not_a_terminal(
     assert main([*command, "--backend", "simulated"]) == 0
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out + captured.err
-    assert captured.err.count("\n") == 1  # the one note about the simulated device
+    assert captured.err.count("\n") == (command != ("doctor",))  # the one note about the simulated device
 
 
 def test_progress_goes_to_stderr_when_that_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +168,64 @@ def test_doctor_without_a_gpu_says_what_is_missing_and_how_to_go_on(
     assert fields["packages"]["numpy"] == np.__version__
 
 
+LOADER = (  # what cuda.load and the bindings say on a machine without a driver
+    'cuInit cannot be called: "cuda" is an NVIDIA driver library and can only be found via system search. Ensure the '
+    "NVIDIA display driver is installed."
+)
+
+
+def test_doctor_without_a_gpu_says_the_remedy_once_and_no_versions_of_the_simulator(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoLibrary:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def init(self) -> None:
+            raise kvoffload.CapabilityError(LOADER)
+
+    monkeypatch.setattr("kvoffload.driver.cuda.Driver", NoLibrary)
+    assert main(["doctor"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    text = " ".join(captured.out.split())
+    found, _, packages = text.partition("packages")
+    assert "can only be found via system search -> install the NVIDIA driver" in found
+    assert found.count("install") == found.count("nvidia-smi") == text.count("->") == 1
+    assert "open_device" not in text
+    assert "CUDA 13" not in text
+    assert found.count("cuda-bindings") == 0
+    assert packages.count("cuda-bindings") == 1
+    assert "raw addresses" not in text
+    assert "profile" not in found
+    fields = run_json(capsys, "doctor")
+    unknown = ("driver", "bindings", "compute_capability", "multiprocessors", "copy_engines")
+    assert [fields[name] for name in unknown] == [None] * len(unknown)
+
+
+@pytest.mark.parametrize(("installed", "remedies"), [(None, 2), ("12.4.0", 1)])
+def test_doctor_without_usable_bindings_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, installed: str | None, remedies: int
+) -> None:
+    said = "cannot be imported (No module named 'cuda')" if installed is None else "12.4 is too old"
+
+    def load() -> Any:
+        raise kvoffload.CapabilityError(f"cuda-bindings {said}; install it: pip install 'cuda-bindings>=12.9'")
+
+    def version(package: str) -> str:
+        if package == "cuda-bindings" and installed is None:
+            raise metadata.PackageNotFoundError(package)
+        return installed or "1.0"
+
+    monkeypatch.setattr("kvoffload.driver.cuda.load", load)
+    monkeypatch.setattr("importlib.metadata.version", version)
+    assert main(["doctor"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"GPUs: none: cuda-bindings {said} -> " in text
+    assert text.count("pip install 'cuda-bindings>=12.9'") == 1
+    assert text.count("->") == remedies
+    assert "NVIDIA driver" not in text
+
+
 def test_doctor_works_without_any_device_at_all(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +265,32 @@ def test_demo_stores_evicts_loads_and_verifies(capsys: pytest.CaptureFixture[str
     assert fields["blocks_stored"] >= fields["distinct_blocks"]
     assert fields["verified_blocks"] == fields["blocks_hit"]
     assert fields["corrupt_blocks"] == 0
+
+
+@pytest.mark.parametrize("slots", ["1", "2", "16", "160", "1000"])
+def test_demo_prints_lines_that_add_up(capsys: pytest.CaptureFixture[str], slots: str) -> None:
+    """An indented line is a share of the one above it: of the prompts' blocks, of the stored ones."""
+    assert main(["demo", "--backend", "simulated", "--slots", slots]) == 0
+    table = capsys.readouterr().out.partition("\nturns")[2].partition("\n\n")[0].splitlines()
+    lines = re.findall(r"(?m)^( *\S.*?)  +([\d,]+)", "\n".join(table))
+    counts = {name: int(count.replace(",", "")) for name, count in lines}
+    shares: dict[str, list[int]] = {}
+    for name, count in counts.items():
+        if name.startswith(" "):
+            shares[list(shares)[-1]].append(count)
+        else:
+            shares[name] = []
+    for whole in ("blocks of their prompts", "stored blocks"):
+        assert len(shares[whole]) > 1
+        assert sum(shares[whole]) == counts[whole], (whole, counts)
+    assert any("not tried" in name for name in counts) == (int(slots) < 60)
+    assert counts["loaded blocks verified, every byte"] == counts["  found and loaded"]
+
+
+def test_demo_that_loads_nothing_does_not_say_that_it_was_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--backend", "simulated", "--turns", "1", "--conversations", "1"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "demo: 0 of 240 prompt tokens not recomputed (hit rate 0.0%); nothing was loaded"
 
 
 def test_demo_is_seeded(capsys: pytest.CaptureFixture[str]) -> None:

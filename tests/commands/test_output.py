@@ -17,6 +17,7 @@ import kvoffload
 from kvoffload.bench.report import print_fields
 from kvoffload.calibration import Tuning
 from kvoffload.commands import demo, doctor, findings, main, tune
+from kvoffload.copiers import NAMES
 from kvoffload.replay import command as replay
 from kvoffload.terminal.console import Output
 from kvoffload.terminal.tables import WIDTH
@@ -77,7 +78,7 @@ def test_every_command_prints_a_verdict_and_80_columns(
     captured = capsys.readouterr()
     name = " ".join(command[: 2 if command[0] == "bench" else 1])
     text = check(captured.out, name)
-    if "--metadata-only" in command or "cache" in command:
+    if "--metadata-only" in command or "cache" in command or command[0] == "doctor":
         assert captured.err == ""
     else:
         assert captured.err == "kvoffload: the simulated device verifies bytes; times need a GPU\n"
@@ -108,7 +109,7 @@ def test_every_benchmark_prints_figures_of_a_gpu_in_80_columns(
     output = Output(as_json=False, wide=wide)
     print_fields(fields, show, output)
     text = capsys.readouterr().out
-    begin = "lowest choice / limit" if name == "field" else f"bench {name}"
+    begin = f"bench {name}: "
     if wide:
         assert text.startswith(begin)
     else:
@@ -117,6 +118,61 @@ def test_every_benchmark_prints_figures_of_a_gpu_in_80_columns(
     assert "GB/s" in text
     assert re.search(r"^[0-9,]+ transfers verified, 0 wrong$", text, re.MULTILINE)
     assert text.count(str(GPU["device"])) >= 1
+
+
+def test_words_of_tables_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    fields, show = measured(json.loads(recorded("submit")))
+    show(fields, Output(as_json=False))
+    text = capsys.readouterr().out
+    assert "\nhot: " in text
+    assert "; cold: " in text
+    assert "\nbar: " in text
+    assert main(["tune", "--show", *SIMULATED]) == 0
+    text = capsys.readouterr().out
+    for placement in ("folded", "scattered"):
+        assert text.index(f"\nplanes {placement}: ") < text.index(f"\nstore, planes {placement}\n")
+    assert "\nprefer overlap: " in text
+    methods = {name for name in NAMES if re.search(rf" {name} [\d ]*\d\.", text)}
+    assert methods
+    assert [name for name in methods if f"\n{name}: " not in text] == []
+
+
+def test_tune_show_of_a_default_profile_says_how_to_measure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = kvoffload.open_device(backend="simulated")
+    monkeypatch.setattr("kvoffload.terminal.console.open_device", lambda *_, **__: device)
+    monkeypatch.setattr(device, "simulated", False)
+    assert main(["tune", "--show"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "these are figures of another machine: `kvoffload tune` measures this one"
+
+
+def test_one_block_is_not_called_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    fields, show = measured(json.loads(recorded("transfer")))
+    for record in fields["transfers"]:
+        record["blocks"] = 1
+    show(fields, Output(as_json=False))
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r", 1 block\b", text)
+    assert not re.search(r"\b1 blocks\b", text)
+
+
+@pytest.mark.parametrize("name", ["transfer", "sweep"])
+def test_the_choice_takes_one_line_a_transfer(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    fields, show = measured(json.loads(recorded(name)))
+    reasons = {"store": "batch: 28.8 GB/s expected; next is strided", "load": "gather with 4 programs: 49.6 GB/s"}
+    for record in fields["transfers"]:
+        record["gb_per_s"] = dict.fromkeys(record["wrong"], 48.25) | {"contiguous copy": 55.0}
+        record["chosen"] = {"choice, overlap": reasons[record["direction"]], "choice, latency": "strided: 50 GB/s"}
+    show(fields, Output(as_json=False))
+    tables = [part for part in capsys.readouterr().out.split("\n\n") if "the engine's choice; ratio: " in part]
+    assert len(tables) == len({record["placement"] for record in fields["transfers"]})
+    for table in tables:
+        _, rows = re.split(r"^-+(?:  -+)+\n", table, flags=re.MULTILINE)
+        for row in rows.splitlines():
+            assert re.search(r"\d +48\.2 \(0\.88\)  batch +48\.2 \(0\.88\)  gather 4$", row), row
+    assert sum(table.count("(0.88)") for table in tables) == len(fields["transfers"])
 
 
 def test_wide_prints_a_column_for_each_copy_method(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,8 +234,10 @@ def test_tune_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     )
     tuning = Tuning(profile, 4321, 24.5, {"concurrent compute": "kernels need Triton, which is not installed"})
     fields = {**GPU, "written": "/home/user/.cache/kvoffload/profile.json", "link_gb_per_s": {"store": 55.1}}
-    tune._print_tuning(tuning, fields, Output(as_json=False))
+    tune._print_tuning(tuning, fields, Output(as_json=False), kept=True)
     text = check(capsys.readouterr().out, "tune: wrote ")
+    assert text.endswith("`kvoffload tune --show`\n  prints what it decides\n")
+    assert "not measured: concurrent compute: " in text.rpartition("\n\n")[2]
     assert "4,321 transfers in 24.5 s" in " ".join(text.split())
     assert re.search(r"gather 4 +1\.04", text)
 
@@ -210,6 +268,7 @@ def test_doctor_of_a_gpu_is_grouped_and_all_is_well(capsys: pytest.CaptureFixtur
     text = check(capsys.readouterr().out, "doctor: ready: NVIDIA H200, 32.0 GT/s PCIe x16 (0 fail, 0 warn)")
     headings = [line for line in text.splitlines()[1:] if line and not line.startswith(" ")]
     assert headings == ["GPU and link", "copy methods", "packages", "limits"]
+    assert "  ok    driver feature, stream memory operations: " in text
     assert "->" not in text
     assert {each.status for each in found_by(fields).values()} == {"ok"}
 
@@ -250,6 +309,7 @@ def test_every_help_has_at_most_25_lines_of_80_columns_and_an_example(
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25
+    assert [line for line in lines if re.search(r"\d,000\b", line)] == [], "numbers are written as options take them"
     assert [line for line in lines if len(line) > WIDTH] == []
     prefix = "kvoffload demo" if command == ("--help",) else "example: kvoffload "
     assert any(line.strip().startswith(prefix) for line in lines)

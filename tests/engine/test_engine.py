@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import COPY_ENGINE_ONLY, LEVELS, Rig, number_blocks, rig, simulated, whole
+from helpers import COPIERS, COPY_ENGINE_ONLY, LEVELS, Rig, number_blocks, rig, simulated, whole
 
 import kvoffload
 from kvoffload import (
@@ -94,6 +94,22 @@ def test_pitfall_08_planes_that_share_bytes_are_refused() -> None:
         planes = [Plane(address + shift, block_bytes=64, num_blocks=8) for shift in (0, 256)]
         with pytest.raises(LayoutError, match="share bytes"):
             KVLayout([planes])
+
+
+@pytest.mark.parametrize("copier", COPIERS)
+def test_a_repeated_source_block_is_stored_to_each_of_its_slots(device: kvoffload.Device, copier: CopierName) -> None:
+    """Also twice in one slot, and next to others."""
+    planes = device.allocate_planes(2, block_bytes=64, num_blocks=16)
+    number_blocks(planes, 1)
+    layout = KVLayout([planes], blocks_per_slot=2, slot_order="block-major")
+    with OffloadEngine(layout, device=device, num_slots=4, sm_limit=1) as engine:
+        engine.store([1, 1, 2, 1, 3], [2, 0, 1], copier=copier).wait(10)
+        stored = engine.slots[[2, 0, 1], : 2 * 128].reshape(6, 128)[:5]
+        assert (stored == np.array([[2], [2], [3], [2], [4]])).all()
+        engine.load([2, 2], [10, 11, 12, 13], copier=copier).wait(10)  # a slot as a source, twice
+        for text, blocks in ((r"blocks\[[01]\] repeats 10", [10, 10]), (r"blocks\[[12]\] repeats 11", [10, 11, 11])):
+            with pytest.raises(LayoutError, match=f"^{text}; the targets of a transfer must be distinct$"):
+                engine.load(range(-(-len(blocks) // 2)), blocks, copier=copier)
 
 
 @pytest.mark.parametrize(

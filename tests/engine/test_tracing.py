@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from helpers import Rig, keys, rig, simulated
+from helpers import Rig, in_threads, keys, rig, simulated
+from interrupts import interrupt_at
 
 import kvoffload
 from kvoffload import BlockCache, Job, KVLayout, ShardedEngine, Tracer, TransferError, TransferResult, set_tracer
@@ -135,6 +137,40 @@ def test_the_tracer_of_the_submission_hears_of_the_end(bench: Rig, recorder: Rec
     assert set_tracer(None) is later
     bench.engine.store([1], [1]).wait(10)
     assert (len(recorder.submitted), later.submitted) == (1, [])
+
+
+def test_an_interrupt_loses_no_end(seed: int) -> None:
+    """At any point but the entry of `on_end` itself; a call of the engine that asks the GPU delivers what was left."""
+    number, raised = 1 + seed % 2, 0
+    while True:
+        with simulated(1) as device, rig(device) as bench:
+            recorder = Recorder()
+            set_tracer(recorder)
+
+            def store_and_load(bench: Rig = bench) -> None:
+                bench.engine.store([1], [1])
+                bench.engine.load([1], [2]).wait(10)
+
+            outcome = interrupt_at(number, store_and_load)
+            bench.engine.drain(10)
+            if outcome.point is None:
+                assert len(recorder.ended) == 2
+                break
+            raised += outcome.raised
+            entered = "Recorder.on_end" in outcome.point.what
+            spans = [started for started, _ in recorder.ended]
+            expected = [f"span {index}" for index, _ in enumerate(recorder.submitted, 1)]
+            assert spans == [each for each in expected if each in spans], f"in order, each once: {outcome}"
+            assert len(expected) - len(spans) == entered, f"{outcome}"
+        number += 2
+    assert raised > 50
+
+
+def test_threads_deliver_each_end_once(bench: Rig, recorder: Recorder) -> None:
+    for _ in range(40):
+        bench.engine.store([1], [1])
+    in_threads(*[bench.engine.poll] * 4, *[partial(bench.engine.drain, 10)] * 2)
+    assert sorted(started for started, _ in recorder.ended) == sorted(f"span {index}" for index in range(1, 41))
 
 
 @pytest.mark.parametrize("method", ["on_submit", "on_end"])

@@ -207,20 +207,22 @@ def test_sharing_is_found_behind_a_plane_that_ends_late() -> None:
         KVLayout([[long, between, hidden]])
 
 
-def test_the_repr_of_a_layout_says_how_it_folds() -> None:
+def test_the_repr_of_a_layout_says_its_order_and_how_it_folds() -> None:
     folded = KVLayout([planes(64)], blocks_per_slot=2)
     assert repr(folded) == (
-        "KVLayout(64 planes x 64 B x 8 blocks, blocks_per_slot=2, slot_bytes=8192; "
+        "KVLayout(64 planes x 64 B x 8 blocks (plane-major), blocks_per_slot=2, slot_bytes=8192; "
         "64 planes fold into 1 operation a block by address alone)"
     )
-    assert "3 planes x 64 B x 8 blocks (block-major slots), blocks_per_slot=2" in repr(
-        KVLayout([block_major([64] * 3)], blocks_per_slot=2)
-    )
-    assert "(block-major slots)" not in repr(KVLayout([block_major([64] * 3)]))  # the same bytes as plane-major
+    block_major_repr = "3 planes x 64 B x 8 blocks (block-major), blocks_per_slot=2"
+    assert block_major_repr in repr(KVLayout([block_major([64] * 3)], blocks_per_slot=2))
+    mixed = KVLayout([block_major([64] * 3)], blocks_per_slot=2, slot_order="plane-major")
+    assert "8 blocks (block-major in plane-major slots), blocks_per_slot=2" in repr(mixed)
+    same_bytes = KVLayout([block_major([64] * 3)], slot_order="plane-major")  # with one block a slot
+    assert "8 blocks (block-major), blocks_per_slot=1" in repr(same_bytes)
     scattered = KVLayout([[plane(FAR * 9), plane(FAR * 5), plane(FAR)]])
     assert "3 planes do not fold (3 operations a block)" in repr(scattered)
     two = KVLayout([planes(4), [plane(FAR * 50, 100 + index) for index in range(1)]])
-    assert "4 planes x 64 B x 8 blocks + 1 planes x 100 B x 8 blocks" in repr(two)
+    assert "4 planes x 64 B x 8 blocks (plane-major) + 1 planes x 100 B x 8 blocks (block-major)," in repr(two)
     sizes = KVLayout([[plane(FAR * (index + 1), 10 + index) for index in range(5)]])
     assert "5 planes x 10/11/12/... B" in repr(sizes)
 

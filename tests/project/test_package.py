@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zlib
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ ROOT = Path(kvoffload.__file__).parent
 
 HEAVY = (
     "torch", "triton", "jax", "cupy", "numba", "matplotlib", "rich", "nvtx", "platformdirs",
-    "prometheus_client", "ctypes.wintypes",
+    "prometheus_client", "ctypes.wintypes", "tempfile", "concurrent.futures",
 )  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def test_importing_costs_little_beyond_numpy() -> None:
 
 
 def test_pitfall_21_importing_loads_no_cuda_and_nothing_heavy() -> None:
-    program = "import sys; before = set(sys.modules); import kvoffload; print(*(set(sys.modules) - before))"
+    program = "import sys, numpy; before = set(sys.modules); import kvoffload; print(*(set(sys.modules) - before))"
     loaded = set(run(program).split())
     assert not {name for name in loaded if name.split(".")[0] == "cuda"}
     assert not loaded & set(HEAVY)
@@ -102,9 +103,20 @@ def test_the_error_tree(error: str, parents: tuple[type, ...]) -> None:
     assert all(issubclass(getattr(kvoffload, error), parent) for parent in parents)
 
 
-def test_the_package_is_typed_and_has_a_version() -> None:
+def test_the_package_is_typed() -> None:
     assert (ROOT / "py.typed").exists()
-    assert kvoffload.__version__.count(".") == 2
+
+
+def test_the_version_is_in_one_place_and_is_that_of_the_changelog() -> None:
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+    assert "version" not in settings["project"]
+    assert settings["project"]["dynamic"] == ["version"]
+    assert settings["tool"]["hatch"]["version"]["path"] == "kvoffload/__init__.py"
+    newest = re.search(
+        r"^## (\d+\.\d+\.\d+)( \(unreleased\))?", (ROOT.parent / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert newest is not None
+    assert kvoffload.__version__ == newest[1] + (".dev0" if newest[2] else "")
 
 
 def test_typical_calls_do_what_their_types_say() -> None:
@@ -123,3 +135,19 @@ def test_direct_dependencies_are_those_that_are_imported() -> None:
     assert set(extras) >= {"cli", "plot", "notebook", "cupy", "cupy12", "jax", "jax12", "nvtx", "prometheus"}
     assert extras["cupy12"][0].startswith("cupy-cuda12x")
     assert extras["jax12"][0].startswith("jax[cuda12]")
+
+
+MOST_WHEEL_BYTES = 560_000
+BYTES_A_FILE = 190  # of a wheel beyond its content: two headers of the archive with its name, and its line of RECORD
+
+
+def test_the_wheel_stays_small() -> None:
+    """Computed: building one needs hatchling, from the network. What `pip wheel` builds is within 1% of it."""
+    packed = [path for path in ROOT.rglob("*") if path.is_file() and path.suffix in (".py", ".json", ".typed")]
+    documents = [ROOT.parent / name for name in ("README.md", "LICENSE")]  # in the wheel's METADATA, and as a file
+    content = sum(len(zlib.compress(path.read_bytes(), 6)) for path in [*packed, *documents])
+    estimate = content + BYTES_A_FILE * len(packed)
+    print(f"about {estimate:,} bytes in {len(packed)} files")
+    assert 200_000 < estimate < MOST_WHEEL_BYTES
+    unpacked = [path for path in ROOT.rglob("*") if path.is_file() and path not in packed and path.suffix != ".pyc"]
+    assert unpacked == [], "files of the package of a kind that is not counted"

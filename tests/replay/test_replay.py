@@ -99,11 +99,31 @@ def test_requests_stops_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (code, fields["requests"], fields["blocks_hit"]) == (0, 2, 2)
 
 
-def test_an_empty_trace_and_empty_requests_are_legal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_requests_among_others_are_legal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--model", "qwen2.5-0.5b", "--scale", 0.01, "--slots", 4)
-    for count in (0, 2):
-        code, fields = replay(capsys, write_trace(tmp_path / "trace.jsonl", [[]] * count), *options)
-        assert (code, fields["requests"], fields["hit_rate"]) == (0, count, 0.0)
+    path = write_trace(tmp_path / "trace.jsonl", [[], [1], []])
+    code, fields = replay(capsys, path, *options)
+    assert (code, fields["requests"], fields["blocks_stored"], fields["hit_rate"]) == (0, 3, 1, 0.0)
+    assert main(["replay", str(path), *map(str, options), "--backend", "simulated"]) == 0
+    assert capsys.readouterr().out.startswith("replay: 0 of 1 blocks found (hit rate 0.00%); nothing was loaded\n")
+
+
+def test_blocks_of_a_request_that_is_longer_than_the_cache_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = [[1, 2, 3], [1, 2, 3, 4], [5]]
+    path = write_trace(tmp_path / "trace.jsonl", trace)
+    options = ("--model", "qwen2.5-0.5b", "--scale", 0.01, "--slots", 2, "--policy", "lru")
+    code, fields = replay(capsys, path, *options)
+    assert (code, fields["blocks_beyond_slots"]) == (0, 3)
+    shares = ("blocks_hit", "blocks_stored", "blocks_declined", "blocks_beyond_slots")
+    assert sum(fields[name] for name in shares) == fields["blocks_requested"] == 8
+    assert main(["replay", str(path), *map(str, options), "--backend", "simulated"]) == 0
+    assert "  beyond the first 2 of a request " in capsys.readouterr().out
+    assert main(["replay", str(path), "--metadata-only", "--slots", "2,9", "--policy", "all"]) == 0
+    printed = capsys.readouterr().out
+    assert "not tried with 2 slots: 3 blocks beyond the first 2 of a request." in printed
+    assert "with 9 slots: " not in printed
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,10 @@ def test_json_of_overlapping_requests(tmp_path: Path, capsys: pytest.CaptureFixt
         assert fields["call_us_mean"] > 0  # may be more than the 99th percentile, if the machine stood still once
         assert fields["call_us_p99"] > 0
         assert fields["blocks_declined"] >= 0
+    for lanes in (1, 4):
+        assert main(["replay", str(path), *map(str, options), "--in-flight", str(lanes), "--backend", "simulated"]) == 0
+        why = "A block may also be stored for another request meanwhile"
+        assert (why in capsys.readouterr().out) == (lanes > 1), "with one request at a time the lines add up"
         assert (fields["saving"], fields["metadata_only"]) == (None, False)
 
 
@@ -193,9 +197,10 @@ def test_on_a_gpu_times_are_printed_and_loads_are_measured(
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
-    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
 ) -> None:
-    assert main(["replay", "missing.jsonl", *options, "--backend", "simulated", "--json"]) == 2
+    path = write_trace(tmp_path / "trace.jsonl", [[1]])
+    assert main(["replay", str(path), *options, "--backend", "simulated", "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert said in captured.err

@@ -209,12 +209,10 @@ def test_without_lru_no_share_is_known(tmp_path: Path, run: Run) -> None:
     assert fields["records"][1]["blocks_hit"] == 2
 
 
-def test_an_empty_trace_has_rows_without_hits(tmp_path: Path, run: Run) -> None:
-    empty: tuple[list[list[int]], ...] = ([], [[], []])
-    for requests in empty:
-        code, fields, _ = run(write_trace(tmp_path / "trace.jsonl", requests))
-        assert code == 0
-        assert [(row["blocks_hit"], row["hit_rate"], row["slots"]) for row in fields["records"]] == [(0, 0.0, 4096)] * 2
+def test_a_trace_without_reuse_has_rows_without_hits(tmp_path: Path, run: Run) -> None:
+    code, fields, _ = run(write_trace(tmp_path / "trace.jsonl", [[], [1]]))
+    assert code == 0
+    assert [(row["blocks_hit"], row["hit_rate"], row["slots"]) for row in fields["records"]] == [(0, 0.0, 4096)] * 2
 
 
 def test_the_table_has_what_json_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +235,19 @@ def test_the_table_has_what_json_has(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert saved["belady", "3"] == saved["lru", "6"] == ["1.5 s", "0.0 s"]
     assert saved["lru", "3"] == ["0.0 s", "0.0 s"]
     assert "loads at 50 GB/s, as given" in " ".join(printed.split())
+    assert "LRU to optimum: 0% is as many hits as lru, 100% as many as belady." in printed
+
+
+def test_words_are_explained_where_they_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", [[1]])
+    assert main(["replay", str(path), "--metadata-only"]) == 0
+    printed = capsys.readouterr().out
+    assert "declined: " not in printed
+    assert "LRU to optimum: " not in printed
+    assert "1 block in 1 request\n" in printed
+    rows = [metadata.PolicyResult(policy, 8, 0, 0.0, 0, 0, 3, 0, 0.1) for policy in ("lru", "belady")]
+    metadata.print_results(rows, "a title", None, Output(as_json=False))
+    assert "\ndeclined: not stored, since " in capsys.readouterr().out
 
 
 # what hits are worth --------------------------------------------------------------------------------------------------
@@ -300,7 +311,7 @@ def test_what_cannot_be_counted_is_refused(
 def test_traffic_is_needed(run: Run) -> None:
     code, _, stderr = run()
     assert code == 2
-    assert "one of the arguments TRACE --workload is required" in stderr
+    assert "replay needs a TRACE, a file, or --workload, one of system-prompts, documents" in stderr
     code, _, stderr = run("--workload", "chat")
     assert code == 2
     assert "invalid choice: 'chat'" in stderr
@@ -361,7 +372,9 @@ def test_without_matplotlib_the_command_says_what_to_install_before_it_reads(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload.terminal.figures.find_spec", lambda _: None)
-    code, _, stderr = run(tmp_path / "missing.jsonl", "--plot", tmp_path / "hits.png")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{\n")
+    code, _, stderr = run(broken, "--plot", tmp_path / "hits.png")
     assert code == 2
     assert "pip install 'kvoffload[plot]'" in stderr
 

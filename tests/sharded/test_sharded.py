@@ -281,6 +281,13 @@ def test_the_fingerprint_is_of_all_shards_in_order() -> None:
     assert keys != kvoffload.chain_keys(range(8), layout=LAYOUT, salt="")
 
 
+def test_the_repr_of_a_layout_says_the_order_of_each_device() -> None:
+    stacked = [Plane((1 << 20) + 64 * index, block_bytes=64, block_stride=128, num_blocks=4) for index in range(2)]
+    described = repr(ShardedLayout([LAYOUT, KVLayout([stacked], **DESCRIBED)]))
+    assert "[KVLayout(2 planes x 64 B x 4 blocks (plane-major), " in described
+    assert ", KVLayout(2 planes x 64 B x 4 blocks (block-major), " in described
+
+
 @pytest.mark.parametrize("devices", [None, [None], [1, 2]])
 def test_devices_are_devices(devices: Any) -> None:
     with pytest.raises(TypeError, match="devices must be a list of devices"):

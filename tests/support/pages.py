@@ -16,6 +16,7 @@ class Page(HTMLParser):
         self.names: list[str] = []
         self.attributes: list[tuple[str, str]] = []
         self.texts: list[str] = []
+        self.texts_of: list[tuple[str, str]] = []  # the same, each with the element that it is in
         self.feed(source)
         self.close()
         assert self.open == []
@@ -30,6 +31,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
+        self.texts_of.append((self.open[-1] if self.open else "", data))
 
     @property
     def text(self) -> str:

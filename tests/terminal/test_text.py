@@ -35,6 +35,18 @@ def test_no_column_is_narrower_than_its_longest_word() -> None:
     assert column_widths([["a" * 30 + " a", "b" * 45]], 78) == [31, 45]
 
 
+def test_headings_are_broken_before_cells() -> None:
+    cells = [("GB/s", "a heading of some words"), ("48.2 (0.87)", "1")]
+    assert column_widths(cells, len("48.2 (0.87)") + 2 + len("heading")) == [len("48.2 (0.87)"), len("heading")]
+
+
+def test_named_columns_are_aligned_to_the_left() -> None:
+    lines = [("one", 12, "gather 4", "store"), ("two", 1, "batch", "load")]
+    assert render(("name", "n", "by", "to"), lines, wide=False, left=("by",)) == (
+        "name   n  by           to\n----  --  --------  -----\none   12  gather 4  store\ntwo    1  batch      load\n"
+    )
+
+
 @pytest.mark.parametrize("lines", [[], [("", "")]])
 def test_a_table_of_nothing_has_its_headings(lines: list[tuple[str, str]]) -> None:
     assert render(("what", "n"), lines, wide=False).startswith("what  n\n----  -\n")

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def make_policy(policy: PolicyChoice | str, capacity: int) -> Policy:
-    """A policy for so many keys: by name, the caller's own object, or what the caller's own function makes.
+    """The policy for a cache of `capacity` keys: by name, the given object, or what the given function returns.
 
     Raises:
         ValueError: no policy has that name.

@@ -21,7 +21,7 @@ class ARC(Policy):
     kept in whole keys, and keys that have to stay are passed over. O(1) amortised, plus the keys passed over.
 
     Args:
-        capacity: keys of the cache, the paper's c. As many more are remembered at most.
+        capacity: keys of the cache, the paper's c. At most as many evicted ones are remembered.
     """
 
     declines_with_room = False

@@ -27,7 +27,7 @@ from kvoffload.cache.policies.base import Policy, Protected, Room
 from kvoffload.cache.policies.reuse import KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
 _FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
-_REMEMBERED_SHARE = 16  # one for so many of the capacity, in a large cache
+_REMEMBERED_SHARE = 16  # in a large cache: the capacity divided by this
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
 _BATCH = 128  # keys that are looked at together
 _SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
@@ -48,9 +48,9 @@ class _Run:
 
 
 class Prefix(Policy):
-    """Evicts the key that is worth least together with all that needs it; O(1) amortised.
+    """Evicts the key of least worth, where a key is worth at least as much as any that needs it; O(1) amortised.
 
-    Of new keys it admits those that are worth more than what they would displace, and those that it knows nothing of.
+    It admits new keys that are worth more than those that they would displace, and keys that it knows nothing about.
 
     Args:
         capacity: keys of the cache.
@@ -193,7 +193,7 @@ class Prefix(Policy):
     # evicting -----------------------------------------------------------------------------------------------------
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """As all policies do; if `room` is negative, so many more are evicted."""
+        """As `Policy.make_room`; if `room` is negative, `-room` more keys are evicted."""
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers)
         heads = self._heads(protected)
@@ -257,7 +257,7 @@ class _Ghosts:
         return runs
 
     def remember(self, keys: Sequence[bytes], run: _Run) -> list[tuple[_Run, int]]:
-        """Remember that keys, not remembered now, were in a run; what is forgotten for it, as (run, number of keys)."""
+        """Remember the run of keys that are not remembered yet. Returns what is forgotten: (run, number of keys)."""
         young = self._young
         for key in keys:
             young[key] = run
@@ -276,7 +276,7 @@ class _Ghosts:
 
 
 class _Head:
-    """A walk along one queue over the keys that may go: from run to run, the deepest key first. Changes nothing."""
+    """Iterates over the keys of one queue that may be evicted: run by run, the deepest key first. Changes nothing."""
 
     def __init__(self, queue: deque[_Run], run_of: dict[bytes, _Run], protected: Protected) -> None:
         self._batches = self._walk(queue, run_of, protected)
@@ -284,7 +284,7 @@ class _Head:
         self.run: _Run
 
     def advance(self) -> bool:
-        """Come to the next keys that may go, of this run or a later one; False if there are none."""
+        """Advance to the next keys that may be evicted, of this run or a later one; False if there are none."""
         if not self._keys:
             found = next(self._batches, None)
             if found is None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvoffload.cache.policies.base import Policy, Protected, Room
 
-_SMALL_SHARE = 10  # the small queue: one for so many of the capacity
+_SMALL_SHARE = 10  # the small queue has the capacity divided by this
 _MOST_USES = 3
 _COUNTED = 4  # a flag above the uses in a queue's values: the use by an unfinished request is counted already
 
@@ -36,7 +36,7 @@ class S3FIFO(Policy):
     dropped. Keys that have to stay are passed over and keep their places. O(1) amortised, plus the keys passed over.
 
     Args:
-        capacity: keys of the cache. Nine tenths as many are remembered.
+        capacity: keys of the cache. Up to nine tenths as many evicted ones are remembered.
     """
 
     declines_with_room = False
@@ -90,7 +90,7 @@ class S3FIFO(Policy):
         return self._choose(repeat(self._small_size, count), protected)
 
     def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """As if the keys came one by one: those that have come count among the small queue's."""
+        """As if the keys were inserted one by one: those inserted so far count as keys of the small queue."""
         arrived, limits = 0, list[int]()
         for key in reversed(newcomers):
             limits.append(self._small_size - arrived)
@@ -113,7 +113,7 @@ class S3FIFO(Policy):
             del self._main[key]
 
     def _choose(self, limits: Iterable[int], protected: Protected) -> list[bytes] | None:
-        """One key for each limit: out of the small queue while it has so many keys, else out of the main queue."""
+        """One key for each limit: of the small queue while that has at least so many keys, else of the main queue."""
         search = _Search(self._small, self._main, protected)
         victims = list[bytes]()
         for limit in limits:
