@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from kvoffload.cache import repair, restoring
+from kvoffload.cache import promoting, repair, restoring
 from kvoffload.cache.admission import ReuseFilter, Tenant
 from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, Status, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
@@ -123,8 +123,7 @@ class CacheIndex:
     @_entry
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
         """`lookup` for each of several requests; the index does not change in between."""
-        checked = [check_keys(keys) for keys in requests]
-        return [self._lookup(keys) for keys in checked]
+        return [self._lookup(keys) for keys in [check_keys(keys) for keys in requests]]
 
     @_entry
     def status(self, keys: Sequence[bytes]) -> list[Status]:
@@ -196,32 +195,14 @@ class CacheIndex:
             raise
         return handle
 
-    def reserve_each(self, keys: Sequence[bytes], tenant: str = "") -> list[ReservationRecord]:
-        """For what fills entries from a tier: reserve as `reserve` does, but with a record for each key, to be ended by
-        itself, by `commit` or `give_up`. The caller is a thread that no signal handler interrupts.
-        """
-        return self._reserve_each(check_keys(keys, repeats=False), tenant)
-
     @_entry
-    def _reserve_each(self, keys: list[bytes], tenant: str) -> list[ReservationRecord]:
-        state = self._state
-        record = state.propose(keys, tenant)
-        record.promoted, record.declined = True, []
-        if not record.keys:
-            return []
-        try:
-            state.reserve(record)
-            state.consistent = False
-            parts = state.table.split(record)
-            state.consistent = True
-            return parts
-        except BaseException:
-            state.abandoned.append(record)
-            raise
+    def reserve_each(self, keys: Sequence[bytes], tenant: str = "") -> list[ReservationRecord]:
+        """For tiers: see `promoting.reserve_each`. `commit` or `give_up` ends each."""
+        return promoting.reserve_each(self._state, check_keys(keys, repeats=False), tenant)
 
     @_entry
     def give_up(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
-        """Make the keys missing at once; the entries are free when `jobs`, which may write them, have ended."""
+        """Make its key missing at once; its entry is free when `jobs`, which may write it, have ended."""
         check_open(record)
         record.jobs = jobs
         self._state.settle(record, well=False)
@@ -368,12 +349,9 @@ class CacheIndex:
     # showing ------------------------------------------------------------------------------------------------------
 
     @property
+    @_entry
     def keys(self) -> list[bytes]:
         """All keys, ready or pending."""
-        return self._keys()
-
-    @_entry
-    def _keys(self) -> list[bytes]:
         return list(self._state.table.of)
 
     @_entry

@@ -12,7 +12,7 @@ import pytest
 from kvoffload.cache import restoring
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import LRU
+from kvoffload.cache.policies import LRU, PolicyName
 from kvoffload.errors import LayoutError
 
 POLICIES = ["prefix", "lru", "arc", "s3fifo"]
@@ -51,7 +51,7 @@ def evicted_order(index: CacheIndex) -> list[bytes]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_evicts_as_if_the_requests_had_just_been_stored(policy: str, seed: int) -> None:
+def test_a_policy_evicts_as_if_the_requests_had_just_been_stored(policy: PolicyName, seed: int) -> None:
     requests = some_requests(random.Random(seed), 32)
     index = restored(requests, policy=policy)
     fresh = CacheIndex(32, policy=policy)

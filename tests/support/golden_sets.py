@@ -15,11 +15,8 @@ SETS: dict[str, dict[str, Any]] = {
     "xxh3": {"files": 2, "checksum_key": None, "identity": "llama-3.1-8b@f3c2/日本", "tenant": "batch"},
     "blake2b": {"files": 1, "checksum_key": KEY, "identity": "", "tenant": ""},
 }
-RECORDS = [
-    (0, b"k", 7, 0),
-    (1, bytes(range(64)), 7, 1),
-    (3, b"sixteen bytes ab", 9, 0),
-]  # slot, key, sequence, position
+# slot, key, sequence, position
+RECORDS = [(0, b"k", 7, 0), (1, bytes(range(64)), 7, 1), (3, b"sixteen bytes ab", 9, 0)]
 
 
 def options(name: str) -> dict[str, Any]:

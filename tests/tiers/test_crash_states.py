@@ -1,4 +1,4 @@
-"""What a disk set holds after a crash: any subset of unsynced writes, sector by sector. Never a wrong or removed record."""
+"""What a disk set holds after a crash: any subset of unsynced writes, by sector: no wrong or removed record."""
 
 from __future__ import annotations
 
@@ -105,11 +105,7 @@ def test_pitfall_64_no_crash_state_has_a_wrong_or_removed_record(tmp_path: Path,
         program.files.crash(rng, tmp_path / "after")
         files = program.files
         program.files = LosingFiles()
-        try:
-            after = program.opened(tmp_path / "after")
-        except ValueError as error:
-            assert "another set" not in str(error)
-            raise
+        after = program.opened(tmp_path / "after")
         found += program.verify(after, "after a crash")
         after.close()
         program.files = files

@@ -77,7 +77,7 @@ def test_golden_files_are_as_the_page_says(name: str, tmp_path: Path) -> None:
         for member, path in enumerate(paths)
         for slot, record in as_specified(path, member, name).items()
     }
-    assert found == {slot: record for slot, *record in map(tuple, RECORDS) for record in [tuple(record)]}
+    assert found == {slot: (key, sequence, position) for slot, key, sequence, position in RECORDS}
 
 
 @pytest.mark.parametrize("name", NAMES)
