@@ -27,8 +27,6 @@ from kvoffload.cache.statistics import CacheEvent, CacheStatistics, StatisticsRe
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import Int64Array
 
-_MOST_KEYS = 1 << 32
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -95,9 +93,9 @@ class CacheIndex:
         in_flight: Callable[[], tuple[Completion, ...]] = tuple,
     ) -> None:
         self.capacity = at_least("capacity", capacity, 1)
-        if self.capacity > _MOST_KEYS:
+        if self.capacity > 1 << 32:
             raise ValueError(
-                f"capacity must be at most {_MOST_KEYS}, got {capacity}; lower it, or num_slots of the engine"
+                f"capacity must be at most {1 << 32}, got {capacity}; lower it, or num_slots of the engine"
             )
         self.max_load_blocks = None if max_load_blocks is None else at_least("max_load_blocks", max_load_blocks, 1)
         self.num_groups = num_groups
