@@ -149,7 +149,8 @@ class StatisticsRecorder:
         self.unreported = deque[CacheEvent]()
         self._lock = threading.Lock()
         self.loaded = 0  # blocks
-        self._notifier: object | None = None  # stands for the call of `notify` that calls the hook now
+        self._notifier: list[int] | None = None  # the thread of the call of `notify` that calls the hook now
+        self.deferred_by = 0  # a thread whose calls of `notify` do nothing, since it holds a lock
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._by_tenant: dict[str, dict[str, int]] = {}
         self._touched_blocks = 0
@@ -216,14 +217,22 @@ class StatisticsRecorder:
             **self._counts,
         )
 
+    @property
+    def reporting(self) -> bool:
+        """Whether events have not come to the hook yet, or another thread calls it now."""
+        notifier = self._notifier
+        return bool(self.unreported) or (notifier is not None and notifier[0] != threading.get_ident())
+
     def notify(self) -> None:
         """Call the hook for every event that has not been reported; an Exception that it raises becomes a warning.
 
         No lock may be held. The hook gets one event at a time, in their order. If another call of `notify` has not
         returned, in another thread or further up in this one, that call reports these events, too.
         """
+        if self.deferred_by and self.deferred_by == threading.get_ident():
+            return
         while self.unreported:
-            mine = object()
+            mine = [threading.get_ident()]
             try:
                 with self._lock:
                     if self._notifier is None:

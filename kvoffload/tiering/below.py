@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.tiering.breaker import Breaker, BreakerState
 from kvoffload.tiering.speed import TierSpeed
-from kvoffload.tiers.job import Outcome
-from kvoffload.tiers.tier import Tier, TierStatistics
+from kvoffload.tiers.job import Outcome, TierJob
+from kvoffload.tiers.tier import LONGEST_KEY, Notify, Tier, TierStatistics
+
+_SECONDS_BETWEEN_WARNINGS = 10.0  # a tier that raises does so for every key
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,47 +49,55 @@ class BelowStatistics:
 
 
 class TierBelow:
-    """One tier of a cache. Changed under the manager's lock.
+    """One tier of a cache. Changed under the manager's lock. No Exception of a tier leaves a method.
 
     Attributes:
         tier: the tier.
+        local_index: whether it knows at once what it has.
+        hung: seconds after which a call is taken for one that does not return.
         breaker, speed: see there.
         promoted, not_found, slower, written, not_written, dropped: see `BelowStatistics`.
     """
 
     def __init__(self, tier: Tier, hung: float) -> None:
         self.tier = tier
+        self.local_index = tier.capabilities.local_index
+        self.hung = hung
         self.breaker = Breaker(hung)
         self.speed = TierSpeed()
         self.promoted = self.not_found = self.slower = self.written = self.not_written = self.dropped = 0
+        self._warned = -_SECONDS_BETWEEN_WARNINGS
+
+    # asking -------------------------------------------------------------------------------------------------------
 
     @property
     def usable(self) -> bool:
         """Whether it may be given a job now."""
         before = self.breaker.state
-        usable = self.breaker.usable(time.monotonic(), self.tier.statistics().longest_call)
+        usable = self.breaker.usable(time.monotonic(), self._tier_statistics().longest_call)
         if before is not BreakerState.OPEN and self.breaker.state is BreakerState.OPEN:
             LOGGER.warning("tier %s: a call does not return; it is not used until it has", self.tier.name)
         return usable
 
+    @property
+    def hangs(self) -> bool:
+        """Whether a call of it does not return."""
+        return self._tier_statistics().longest_call >= self.hung
+
     def may_have(self, keys: Sequence[bytes]) -> list[bool]:
-        """Of each key whether it is worth asking for; a tier without a local index may have any."""
-        if not self.tier.capabilities.local_index:
-            return [True] * len(keys)
-        return self.tier.contains(keys)
+        """Of each key whether it is worth asking for; a tier without a local index may have any that it can have."""
+        return self.has(keys) if self.local_index else [fits(key) for key in keys]
 
-    def answered(self, outcome: Outcome) -> None:
-        """What an outcome says of the tier's health."""
-        if outcome in (Outcome.DONE, Outcome.MISSING):
-            self.breaker.succeeded()
-        elif outcome is Outcome.FAILED:
-            self.failed()
-
-    def failed(self) -> None:
-        before = self.breaker.opened
-        self.breaker.failed(time.monotonic())
-        if self.breaker.opened > before:
-            LOGGER.warning("tier %s fails; it is not used for a while", self.tier.name)
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Of each key whether it is known to have it. Never blocks; for any thread."""
+        if not self.local_index:
+            return [False] * len(keys)
+        try:
+            found = list(map(bool, self.tier.contains(keys)))
+        except Exception as error:  # a tier of the user's
+            self._warn(error)
+            found = []
+        return found if len(found) == len(keys) else [False] * len(keys)
 
     def statistics(self) -> BelowStatistics:
         return BelowStatistics(
@@ -100,5 +111,59 @@ class TierBelow:
             self.not_written,
             self.dropped,
             self.speed.expected(1, time.monotonic()),
-            self.tier.statistics(),
+            self._tier_statistics(),
         )
+
+    def _tier_statistics(self) -> TierStatistics:
+        try:
+            statistics = self.tier.statistics()
+        except Exception:  # a tier of the user's
+            return TierStatistics()
+        return statistics if isinstance(statistics, TierStatistics) else TierStatistics()
+
+    # jobs ---------------------------------------------------------------------------------------------------------
+
+    def get(self, keys: Sequence[bytes], entries: Sequence[int], deadline: float | None, notify: Notify) -> TierJob:
+        """`Tier.get`; what it raises makes all keys FAILED."""
+        return self._given(lambda: self.tier.get(keys, entries, deadline=deadline, notify=notify), keys, entries)
+
+    def put(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str, notify: Notify) -> TierJob:
+        """`Tier.put`; what it raises makes all keys FAILED."""
+        return self._given(lambda: self.tier.put(keys, entries, tenant=tenant, notify=notify), keys, entries)
+
+    def _given(self, call: Callable[[], TierJob], keys: Sequence[bytes], entries: Sequence[int]) -> TierJob:
+        self.breaker.given(time.monotonic())
+        try:
+            job = call()
+            if not isinstance(job, TierJob) or job.keys != tuple(keys):
+                raise TypeError(f"a TierJob of {len(keys)} keys expected, got {shown(job)}")
+            return job
+        except BaseException as error:  # a tier of the user's, or one that was closed
+            self._warn(error)
+            return TierJob(keys, entries).settle_waiting(Outcome.FAILED)
+
+    def _warn(self, error: BaseException) -> None:
+        now = time.monotonic()
+        if now - self._warned >= _SECONDS_BETWEEN_WARNINGS:
+            self._warned = now
+            LOGGER.warning("tier %s: %s; its keys are misses", self.tier.name, shown(error))
+
+    def answered(self, outcome: Outcome) -> None:
+        """What an outcome says of the tier's health."""
+        if outcome in (Outcome.DONE, Outcome.MISSING):
+            self.breaker.succeeded()
+        elif outcome is Outcome.FAILED:
+            self.failed()
+        else:
+            self.breaker.undecided(time.monotonic())
+
+    def failed(self) -> None:
+        before = self.breaker.opened
+        self.breaker.failed(time.monotonic())
+        if self.breaker.opened > before:
+            LOGGER.warning("tier %s fails; it is not used for a while", self.tier.name)
+
+
+def fits(key: bytes) -> bool:
+    """Whether tiers can have a key at all: those of `chain_keys` have 16 bytes."""
+    return 0 < len(key) <= LONGEST_KEY

@@ -44,31 +44,43 @@ class Breaker:
         self._until = 0.0
 
     def usable(self, now: float, longest_call: float) -> bool:
-        """Whether the tier may be given another job; if it has been open, that job is the try."""
+        """Whether the tier may be given another job. Opens if its longest call does not return.
+
+        Args:
+            now: seconds, as for the other methods.
+            longest_call: seconds that its oldest call has been going on.
+        """
         if longest_call >= self._hung:
             if self.state is not BreakerState.OPEN:
                 self._open(now)
             return False
-        if self.state is BreakerState.OPEN and now >= self._until:
+        return self.state is BreakerState.CLOSED or now >= self._until
+
+    def given(self, now: float) -> None:
+        """The tier is given a job: unless it is closed, that one is the try, for at most `hung` seconds."""
+        if self.state is not BreakerState.CLOSED:
             self.state = BreakerState.TRYING
             self._until = now + self._hung
-            return True
-        if self.state is BreakerState.TRYING and now >= self._until:  # the try was never answered
-            self._until = now + self._hung
-            return True
-        return self.state is BreakerState.CLOSED
 
     def succeeded(self) -> None:
-        """A key has come, or gone, well."""
-        self.state = BreakerState.CLOSED
-        self._failures = 0
-        self._pause = _FIRST_PAUSE
+        """A key has come, or gone, well. If it is open, the job was given before, and decides nothing."""
+        if self.state is not BreakerState.OPEN:
+            self.state = BreakerState.CLOSED
+            self._failures = 0
+            self._pause = _FIRST_PAUSE
 
     def failed(self, now: float) -> None:
         """The medium failed for a key, or a promotion's deadline passed while the tier worked on it."""
+        if self.state is BreakerState.OPEN:
+            return
         self._failures += 1
-        if self.state is BreakerState.TRYING or (self.state is BreakerState.CLOSED and self._failures >= _FAILURES):
+        if self.state is BreakerState.TRYING or self._failures >= _FAILURES:
             self._open(now)
+
+    def undecided(self, now: float) -> None:
+        """A key ended without saying anything of the tier, declined or cancelled: the next job is the try."""
+        if self.state is BreakerState.TRYING:
+            self._until = now
 
     def _open(self, now: float) -> None:
         self.state = BreakerState.OPEN

@@ -1,12 +1,13 @@
 """TierManager: one thread that moves keys between the slots of a cache and its tiers.
 
-Callers leave it messages; it alone calls the promoter and the writer, under its lock. It is woken by callers and by
-tiers, and sleeps otherwise. It refers to the cache weakly, and ends with it, but not before every tier's call that may
-touch a slot has returned.
+Callers leave it messages; it alone calls the promoter and the writer, under its lock. Only it takes the index's lock
+under its own, and it calls the cache's hook with neither. It is woken by callers and by tiers, and sleeps otherwise. It
+refers to the cache weakly, and ends with it, but not before every tier's call that may touch a slot has returned.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiering.below import TierBelow
@@ -25,10 +27,22 @@ from kvoffload.tiering.writes import WriteChoice
 from kvoffload.tiers.tier import Tier
 
 _POLL = 5e-3  # seconds between looks at stores that are in flight
-_ALL: frozenset[bytes] = frozenset()  # stands for every key
+_AFTER_ERROR = 0.1  # seconds
+_LONGEST_SLEEP = 60.0
+_SLEEP_OF_GARBAGE = 0.2  # between looks whether calls have returned, when there is no cache any more
+_MOST_MESSAGES = 1 << 16
 
 Message = PromotionRecord | ChainedLoad | CacheEvent | tuple[bytes, ...]
 """A promotion to begin, a load to chain, what happened in the cache, or the keys of a request that has ended."""
+
+
+class Removal:
+    """Keys (None: all) that are being removed from tiers, from `TierManager.begin_removal` on until it is garbage."""
+
+    __slots__ = ("__weakref__", "keys")
+
+    def __init__(self, keys: Collection[bytes] | None) -> None:
+        self.keys = None if keys is None else frozenset(keys)
 
 
 class TierManager:
@@ -40,9 +54,13 @@ class TierManager:
         choice: what is written to them.
         seconds_per_key: what computing a key's blocks takes; None: not known.
         hung: seconds after which a tier's call is taken for one that does not return.
-        shares: of the entries that promotions may have reserved, and that may be leased for writing.
+        shares: of the entries that promotions may occupy, and that may be leased for writing.
         settle: brings the cache up to date; returns whether stores are in flight.
         submit: submits a chained load.
+
+    Attributes:
+        tiers: with their breakers and counts.
+        closed: no promotion and no write begins any more.
     """
 
     def __init__(
@@ -55,74 +73,91 @@ class TierManager:
         hung: float,
         shares: tuple[float, float],
         settle: Callable[[], bool],
-        submit: Callable[[ChainedLoad, int], None],
+        submit: Callable[[ChainedLoad], None],
     ) -> None:
         self.tiers = [TierBelow(tier, hung) for tier in tiers]
-        self.lock = threading.RLock()
         self.closed = False
+        self._lock = threading.RLock()
+        self._recorder = index._state.recorder
         self._choice = choice
         self._settle, self._submit = settle, submit
-        self._woken = threading.Event()
-        most_reserved, most_leased = (max(1, int(share * index.capacity)) for share in shares)
-        self._promoter = Promoter(index, self.tiers, seconds_per_key, most_reserved, self.wake)
-        self._promoter.refused = self._is_removed
-        self._writer = Writer(index, self.tiers, most_leased, self.wake, choice.written)
+        self._woken = woken = queue.SimpleQueue[None]()  # may be put to by a finalizer; an Event may not be set by one
+        notify = _waker(woken)
+        most_occupied, most_leased = (max(1, int(share * index.capacity)) for share in shares)
+        self._promoter = Promoter(index, self.tiers, seconds_per_key, most_occupied, notify)
+        self._writer = Writer(index, self.tiers, most_leased, notify, choice.written)
         self._messages = deque[Message]()
         self._chained: list[ChainedLoad] = []
-        self._removing = dict[object, frozenset[bytes]]()
+        self._removals = removals = list[weakref.ref[Removal]]()
+        self._promoter.refused = lambda key: _is_removed(removals, key)
         promoter = weakref.WeakMethod(self._promoter.io)
         index._state.in_flight.append(lambda: () if (io := promoter()) is None else io())
-        woken = self._woken
-        reference = weakref.ref(self, lambda _: woken.set())
-        self._thread = threading.Thread(target=_run, args=(reference, woken), name="kvoffload-tiers", daemon=True)
+        reference = weakref.ref(self, lambda _: notify())
+        self._thread = threading.Thread(
+            target=_run, args=(reference, woken, list(tiers)), name="kvoffload-tiers", daemon=True
+        )
         self._thread.start()
 
     def wake(self) -> None:
         """Have the thread look at everything soon."""
-        self._woken.set()
+        if self._woken.empty():
+            self._woken.put(None)
 
     def tell(self, message: Message) -> None:
         """Leave a message, and wake the thread."""
+        concerns_writes = isinstance(message, CacheEvent | tuple)
+        if concerns_writes and (self.closed or len(self._messages) >= _MOST_MESSAGES):
+            return  # these may be lost
         self._messages.append(message)
-        self._woken.set()
+        self.wake()
+        if self.closed:
+            self._end_messages()
 
     # removing -----------------------------------------------------------------------------------------------------
 
-    def begin_removal(self, keys: Collection[bytes] | None) -> object:
-        """From now until `end_removal` these keys (None: all) are neither written nor promoted; returns a token."""
-        token = object()
-        with self.lock:
-            self._removing[token] = _ALL if keys is None else frozenset(keys)
-            self._writer.forget(self._is_removed)
-        return token
+    def begin_removal(self, removal: Removal) -> None:
+        """From now on its keys are neither written nor promoted, until `end_removal` or until it is garbage."""
+        with self._lock:
+            self._removals[:] = [each for each in self._removals if each() is not None]
+            self._removals.append(weakref.ref(removal))
+            self._writer.forget(lambda key: _is_removed(self._removals, key))
 
-    def end_removal(self, token: object) -> None:
-        with self.lock:
-            self._removing.pop(token, None)
-
-    def _is_removed(self, key: bytes) -> bool:
-        return any(keys is _ALL or key in keys for keys in self._removing.values())
+    def end_removal(self, removal: Removal) -> None:
+        with self._lock:
+            self._removals[:] = [each for each in self._removals if each() not in (None, removal)]
 
     # the thread ---------------------------------------------------------------------------------------------------
 
     def step(self) -> float | None:
         """Do what there is to do; returns the seconds after which to look again, None: when woken."""
         in_flight = self._settle()
-        with self.lock:
-            while self._messages:
-                self._take(self._messages.popleft())
-            for record in self._promoter.advance():
-                record.end()
-            self._writer.advance()
-            ready = [chained for chained in self._chained if chained.promotion.ended]
-            self._chained = [chained for chained in self._chained if not chained.promotion.ended]
-            deadline = self._promoter.next_deadline()
+        self._recorder.deferred_by = threading.get_ident()  # the hook is called without the lock
+        try:
+            with self._lock:
+                ready = self._step()
+                next_look = self._promoter.next_look()
+        finally:
+            self._recorder.deferred_by = 0
+        self._recorder.notify()
         for chained in ready:
-            self._submit(chained, chained.promotion.ready)
+            self._submit(chained)
         waits = [_POLL] if in_flight else []
-        if deadline is not None:
-            waits.append(max(0.0, deadline - time.monotonic()))
+        if next_look is not None:
+            waits.append(max(0.0, next_look - time.monotonic()))
         return min(waits, default=None)
+
+    def _step(self) -> list[ChainedLoad]:
+        """The part under the lock; returns loads whose promotions have ended."""
+        if self.closed:
+            self._abandon()
+        while self._messages:
+            self._take(self._messages.popleft())
+        for record in self._promoter.advance():
+            record.end()
+        self._writer.advance()
+        ready = [chained for chained in self._chained if chained.can_be_submitted]
+        self._chained = [chained for chained in self._chained if not chained.can_be_submitted]
+        return ready
 
     def _take(self, message: Message) -> None:
         if isinstance(message, PromotionRecord):
@@ -143,15 +178,16 @@ class TierManager:
             self._choice.left(event.keys)
 
     def _write(self, keys: Sequence[bytes], tenant: str) -> None:
-        if self._removing:
-            keys = [key for key in keys if not self._is_removed(key)]
+        if self._removals:
+            keys = [key for key in keys if not _is_removed(self._removals, key)]
         if keys:
             self._writer.add(keys, tenant)
 
     @property
     def busy(self) -> bool:
-        """Whether tiers may still touch slots."""
-        return bool(self._promoter.going_on or self._writer.going_on or self._promoter.io())
+        """Whether tiers may still touch slots, or callers wait for what the thread does."""
+        work = self._promoter.going_on or self._writer.going_on or self._promoter.io() or self._chained
+        return bool(work or self._messages)
 
     # the end ------------------------------------------------------------------------------------------------------
 
@@ -163,48 +199,99 @@ class TierManager:
             return None if end is None else max(0.0, end - time.monotonic())
 
         def written() -> bool:
-            self.wake()
-            with self.lock:
-                return self._writer.idle and not self._messages and not self._settle()
+            if self._settle() or self._recorder.reporting:
+                return False
+            with self._lock:
+                return self._writer.idle and not self._messages
 
+        self.wake()
         try:
             wait_until(written, left(), "writing to tiers")
         except TimeoutError:
             return False
-        drained = [below.tier.drain(left()) for below in self.tiers]
+        drained = [_drained(below.tier, left()) for below in self.tiers]
         return all(drained)
 
     def close(self, timeout: float) -> bool:
         """End the thread and close the tiers; whether no call of a tier goes on."""
-        with self.lock:
-            self.closed = True
-            for record in self._promoter.abandon():
-                record.end()
-            self._writer.forget(lambda _: True)
+        end = time.monotonic() + timeout
+        self.closed = True
+        self.wake()
+        ended = [_closed(below.tier, max(0.0, end - time.monotonic())) for below in self.tiers]
         self.wake()
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-        for chained in self._chained:
-            self._submit(chained, 0)
-        end = time.monotonic() + timeout
-        ended = [below.tier.close(max(0.0, end - time.monotonic())) for below in self.tiers]
-        with self.lock:
-            self._writer.advance()
+            self._thread.join(max(_AFTER_ERROR, end - time.monotonic()))
+        self._end_messages()
         return all(ended) and not self.busy
 
+    def _abandon(self) -> None:
+        self._end_messages()
+        for record in self._promoter.abandon():
+            record.end()
+        self._writer.forget(lambda _: True)
 
-def _run(reference: weakref.ref[TierManager], woken: threading.Event) -> None:
-    while True:
-        manager = reference()
-        if manager is None or manager.closed:
+    def _end_messages(self) -> None:
+        """Promotions that have not begun bring nothing; what waits for them is told. For any thread, when closed."""
+        with self._lock:
+            while self._messages:
+                message = self._messages[0]
+                if isinstance(message, PromotionRecord):
+                    message.end()
+                elif isinstance(message, ChainedLoad):
+                    message.submit(None)
+                self._messages.popleft()
+
+
+def _is_removed(removals: Sequence[weakref.ref[Removal]], key: bytes) -> bool:
+    known = (each() for each in removals)
+    return any(removal is not None and (removal.keys is None or key in removal.keys) for removal in known)
+
+
+def _waker(woken: queue.SimpleQueue[None]) -> Callable[[], None]:
+    """Wakes the thread. If it has been woken and has not looked yet, that is enough."""
+
+    def wake() -> None:
+        if woken.empty():
+            woken.put(None)
+
+    return wake
+
+
+def _drained(tier: Tier, timeout: float | None) -> bool:
+    try:
+        return bool(tier.drain(timeout))
+    except Exception as error:  # a tier of the user's
+        LOGGER.warning("tier %s: drain: %s", tier.name, shown(error))
+        return False
+
+
+def _closed(tier: Tier, timeout: float) -> bool:
+    try:
+        return bool(tier.close(timeout))
+    except Exception as error:  # a tier of the user's
+        LOGGER.warning("tier %s: close: %s", tier.name, shown(error))
+        return False
+
+
+def _run(reference: weakref.ref[TierManager], woken: queue.SimpleQueue[None], tiers: list[Tier]) -> None:
+    """Of the thread. Closes the tiers when the manager has become garbage."""
+    while (manager := reference()) is not None:
+        if manager.closed and not manager.busy:
             return
-        woken.clear()
+        while not woken.empty():
+            woken.get()
         try:
             wait = manager.step()
         except BaseException:  # nothing ends the thread: the tiers would be dead without a word
             LOGGER.exception("the thread of a cache's tiers: an error; it goes on")
-            wait = 0.1
+            wait = _AFTER_ERROR
         keeps = manager if manager.busy else None  # its slots must not be given to another cache
         del manager
-        woken.wait(1.0 if keeps is not None and wait is None else wait)
+        longest = _LONGEST_SLEEP if keeps is None else _SLEEP_OF_GARBAGE
+        try:
+            woken.get(timeout=longest if wait is None else min(wait, longest))
+        except queue.Empty:
+            pass
         del keeps
+    for tier in tiers:
+        _closed(tier, _LONGEST_SLEEP)

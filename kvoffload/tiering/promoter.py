@@ -8,15 +8,20 @@ returned.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
-from kvoffload.cache.entries import Stage, Status
+from kvoffload.cache.entries import ReservationRecord, Stage, Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.errors import KVOffloadError
 from kvoffload.tiering.below import TierBelow
 from kvoffload.tiering.promotion import Fetch, PromotionRecord, TierIo
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.tier import Notify
+
+_MOST_PROMOTIONS = 4096  # that go on at a time
+_POLL = 2e-3  # seconds between looks at keys that transfers store
+_POLL_HUNG = 0.2  # and at calls that do not return
 
 
 class Promoter:
@@ -26,7 +31,8 @@ class Promoter:
         index: whose entries are filled.
         tiers: in the order in which they are asked.
         seconds_per_key: what computing a key's blocks takes; None: not known, so that every promotion is worth it.
-        most: entries that may be reserved for promotions or kept for calls that have not returned.
+        most: entries that may be reserved for promotions, hold what they have brought until they are released, or are
+            kept for calls that have not returned.
         notify: makes the manager's thread call `advance` soon.
     """
 
@@ -45,6 +51,8 @@ class Promoter:
         self._notify = notify
         self.refused: Callable[[bytes], bool] = lambda _: False  # keys that are being removed
         self.going_on: list[PromotionRecord] = []
+        self._known: list[weakref.ref[PromotionRecord]] = []  # that may hold entries
+        self._settled = 0  # keys of fetches
         self._late: list[tuple[TierJob, int]] = []  # keys that were given up before their outcome
 
     def io(self) -> tuple[TierIo, ...]:
@@ -60,89 +68,108 @@ class Promoter:
 
     def begin(self, record: PromotionRecord) -> None:
         """Take up a promotion: lease what is there, and ask tiers for the rest, as far as it is worth it."""
+        crowded = len(self.going_on) >= _MOST_PROMOTIONS
         self.going_on.append(record)
-        if record.cancelled:
-            return
-        wanted = self._lease_present(record)
-        if wanted:
-            self._ask(record, wanted)
+        self._known = [known for known in self._known if known() is not None]
+        self._known.append(weakref.ref(record))
+        if not record.cancelled and not crowded:
+            self._look(record, range(len(record.keys)))
 
     def advance(self) -> list[PromotionRecord]:
         """Take note of outcomes and deadlines; returns the promotions that have ended."""
         now = time.monotonic()
         self._late = [(job, at) for job, at in self._late if job.outcomes[at] is None]
-        ended = []
+        before = self._settled
         for record in self.going_on:
+            if record.awaited:
+                self._look(record, record.awaited)
             for fetch in record.fetches:
                 self._collect(record, fetch, now)
             late = record.deadline is not None and now >= record.deadline
-            if record.records and (late or record.cancelled or record.broken):
-                self._stop(record, at_once=late or record.cancelled)
-            if not record.records:
-                ended.append(record)
-        for record in ended:
-            self.going_on.remove(record)
+            if record.goes_on and (late or record.cancelled or record.broken or self._hangs(record, now)):
+                gently = record.broken and not late and not record.cancelled and not self._hangs(record, now)
+                self._stop(record, at_once=not gently, blame=late and not record.cancelled)
+        ended = [record for record in self.going_on if not record.goes_on]
+        self.going_on = [record for record in self.going_on if record.goes_on]
+        if self._settled != before and any(record.awaited for record in self.going_on):
+            self._notify()  # what they wait for may have come
         return ended
 
-    def next_deadline(self) -> float | None:
-        return min((record.deadline for record in self.going_on if record.deadline is not None), default=None)
+    def next_look(self) -> float | None:
+        """When `advance` is due next although nothing has happened, by `time.monotonic`; None: not at all."""
+        now, times = time.monotonic(), []
+        for record in self.going_on:
+            if record.deadline is not None:
+                times.append(record.deadline)
+            if record.awaited:
+                times.append(now + _POLL)
+            hung = [fetch.begun + fetch.below.hung for fetch in record.fetches if not fetch.job.done]
+            times += [max(each, now + _POLL_HUNG) for each in hung]
+        return min(times, default=None)
 
     def abandon(self) -> list[PromotionRecord]:
         """End all of them now, keeping entries whose calls have not returned."""
-        ended = list(self.going_on)
-        for record in ended:
-            self._stop(record, at_once=True)
-        self.going_on.clear()
+        for record in self.going_on:
+            self._stop(record, at_once=True, blame=False)
+        ended, self.going_on = self.going_on, []
         return ended
 
     # beginning ----------------------------------------------------------------------------------------------------
 
-    def _lease_present(self, record: PromotionRecord) -> list[int]:
-        """Lease the keys that can be loaded; returns the positions of leading keys that are missing."""
-        wanted: list[int] = []
-        present: list[int] = []
-        for position, status in enumerate(self._index.status(record.keys)):
-            if status is Status.PENDING:
-                break
-            (present if status is Status.HIT else wanted).append(position)
-        if present:
-            try:
+    def _look(self, record: PromotionRecord, positions: Sequence[int]) -> None:
+        """Look which of some keys are in slots: lease these, wait for pending ones, and ask tiers for the rest."""
+        keys = [record.keys[position] for position in positions]
+        with self._index.lock:  # so that nothing evicts them in between
+            found = dict(zip(positions, self._index.status(keys), strict=True))
+            present = [position for position in positions if found[position] is Status.HIT]
+            if present and not record.released:
                 record.leases.append(self._index.acquire([record.keys[position] for position in present]))
-            except KVOffloadError:  # evicted since
-                return wanted[: sum(position < present[0] for position in wanted)]
-            for position in present:
-                record.settled(position, Outcome.DONE)
-            record.advance_ready()
-        return wanted
+            filled = {position for position in positions if self._is_filled(record.keys[position])}
+        for position in positions:
+            if found[position] is Status.HIT:
+                record.settle(position, Outcome.DONE)
+            elif found[position] is Status.PENDING and position not in filled:
+                record.settle(position, Outcome.MISSING)
+        record.awaited = [position for position in positions if position in filled]
+        record.advance_ready()
+        wanted = [position for position in positions if found[position] is Status.MISS]
+        if wanted:
+            self._ask(record, wanted)
+
+    def _is_filled(self, key: bytes) -> bool:
+        """Whether a key is pending, and will be ready, or missing, without more calls of the cache."""
+        pending = self._index._state.table.pending.get(key)
+        return pending is not None and (pending.promoted or bool(pending.jobs))
 
     def _ask(self, record: PromotionRecord, wanted: list[int]) -> None:
         """Reserve entries for missing keys that tiers may have, and fetch them; the others are gone."""
-        chosen = self._choose(record, wanted)
-        for position in wanted[len(chosen) :]:
-            record.settled(position, Outcome.MISSING)
-        in_use = sum(len(other.records) for other in self.going_on) + len(self._late)
-        chosen = chosen[: max(0, self._most - in_use)]
-        keys = [record.keys[position] for position, _ in chosen]
+        chosen = dict(self._choose(record, wanted)[: self._room()])
+        reserved: dict[bytes, ReservationRecord] = {}
         try:
+            keys = [record.keys[position] for position in chosen]
             reserved = {each.keys[0]: each for each in self._index.reserve_each(keys, record.tenant)} if keys else {}
         except (KVOffloadError, ValueError):
-            reserved = {}
+            pass
         for position in wanted:
             each = reserved.get(record.keys[position])
             if each is None:
-                record.settled(position, Outcome.DECLINED)
+                record.settle(position, Outcome.DECLINED)
             else:
                 record.records[position] = each
         for below in self._tiers:
-            mine = [position for position, tier in chosen if tier is below and position in record.records]
+            mine = [position for position, tier in chosen.items() if tier is below and position in record.records]
             if mine:
                 self._fetch(record, below, mine)
+
+    def _room(self) -> int:
+        """Entries that may be reserved."""
+        known = [record for reference in self._known if (record := reference()) is not None]
+        return max(0, self._most - sum(record.occupied for record in known) - len(self._late))
 
     def _choose(self, record: PromotionRecord, wanted: list[int]) -> list[tuple[int, TierBelow]]:
         """The leading ones of these that tiers may have, each with its tier, if fetching is worth it."""
         keys = [record.keys[position] for position in wanted]
-        usable = [below for below in self._tiers if below.usable]
-        known = [(below, below.may_have(keys)) for below in usable]
+        known = [(below, below.may_have(keys)) for below in self._tiers if below.usable]
         chosen = []
         for at, position in enumerate(wanted):
             below = next((below for below, has in known if has[at]), None)
@@ -166,61 +193,80 @@ class Promoter:
     def _fetch(self, record: PromotionRecord, below: TierBelow, positions: list[int]) -> None:
         keys = [record.keys[position] for position in positions]
         entries = [record.records[position].indices[0] for position in positions]
-        try:
-            job = below.tier.get(keys, entries, deadline=record.deadline, notify=self._notify)
-        except Exception:  # a tier of the user's, or one that was closed
-            below.failed()
-            job = TierJob(keys, entries).settle_waiting(Outcome.FAILED)
-        record.fetches.append(Fetch(below, job, positions))
+        record.fetches.append(Fetch(below, below.get(keys, entries, record.deadline, self._notify), positions))
 
     # going on -----------------------------------------------------------------------------------------------------
 
     def _collect(self, record: PromotionRecord, fetch: Fetch, now: float) -> None:
         """Commit what has come, abort what has not."""
-        done = 0
-        for at, position in enumerate(fetch.positions):
-            outcome = fetch.job.outcomes[at]
-            if outcome is None or position not in record.records:
-                continue
-            fetch.below.answered(outcome)
-            if outcome is Outcome.DONE and not self.refused(record.keys[position]):
-                fetch.below.promoted += 1
-                done += 1
-                self._commit(record, position)
+        left = []
+        for at in fetch.left:
+            outcome, position = fetch.job.outcomes[at], fetch.positions[at]
+            if outcome is None:
+                left.append(at)
             else:
-                fetch.below.not_found += 1
-                self._give_up(record, position, ())
-        if fetch.job.done and not fetch.measured:
+                fetch.below.answered(outcome)
+                came = outcome is Outcome.DONE and self._commit(record, position)
+                fetch.below.promoted += came
+                fetch.below.not_found += not came
+        self._settled += len(fetch.left) - len(left)
+        fetch.left = left
+        if not left and not fetch.measured:
             fetch.measured = True
-            brought = fetch.job.outcomes.count(Outcome.DONE)
-            fetch.below.speed.measured(brought, now - fetch.begun, now)
+            answered = sum(outcome in (Outcome.DONE, Outcome.MISSING) for outcome in fetch.job.outcomes)
+            fetch.below.speed.measured(answered if Outcome.DONE in fetch.job.outcomes else 0, now - fetch.begun, now)
         record.advance_ready()
 
-    def _commit(self, record: PromotionRecord, position: int) -> None:
-        each = record.records.pop(position)
+    def _commit(self, record: PromotionRecord, position: int) -> bool:
+        """A key has come: make it a hit, and lease it; False if it has been removed meanwhile."""
         key, index = record.keys[position], self._index
-        try:
-            with index.lock:  # so that nothing evicts it in between
-                index.commit(each)
-                if not record.released:
-                    record.leases.append(index.acquire([key]))
-            record.settled(position, Outcome.DONE)
-        except KVOffloadError:  # removed meanwhile
-            record.settled(position, Outcome.MISSING)
+        if self.refused(key):
+            self._give_up(record, position, ())
+            return False
+        each = record.records.pop(position)
+        with index.lock:  # so that nothing evicts it in between
+            mine = bool(index._state.table.still_mine(each))
+            index.commit(each)
+            if mine and not record.released:
+                record.leases.append(index.acquire([key]))
+                record.brought += 1
+        record.settle(position, Outcome.DONE if mine else Outcome.MISSING)
+        return mine
 
     def _give_up(self, record: PromotionRecord, position: int, io: tuple[TierIo, ...]) -> None:
         each = record.records.pop(position)
         if each.stage is Stage.OPEN:
             self._index.give_up(each, io)
-        record.settled(position, Outcome.MISSING)
+        record.settle(position, Outcome.MISSING)
 
-    def _stop(self, record: PromotionRecord, *, at_once: bool) -> None:
-        """Cancel what has not begun. `at_once`: and give up the rest, whose entries stay kept."""
+    def _stop(self, record: PromotionRecord, *, at_once: bool, blame: bool) -> None:
+        """Cancel what has not begun. `at_once`: and give up the rest, whose entries stay kept.
+
+        Args:
+            blame: a tier that is working on it has failed.
+        """
+        for position in record.awaited:
+            record.settle(position, Outcome.MISSING)
+        record.awaited = []
         for fetch in record.fetches:
             fetch.job.cancel()
             self._collect(record, fetch, time.monotonic())
-            for at, position in enumerate(fetch.positions):
-                if at_once and position in record.records:
+            if at_once and fetch.left:
+                if blame:
                     fetch.below.failed()
+                for at in fetch.left:
                     self._late.append((fetch.job, at))
-                    self._give_up(record, position, (TierIo(fetch.job, at, self._index.lock),))
+                    self._give_up(record, fetch.positions[at], (TierIo(fetch.job, at, self._index.lock),))
+                fetch.below.not_found += len(fetch.left)
+                self._settled += len(fetch.left)
+                fetch.left = []
+        fetched = {fetch.positions[at] for fetch in record.fetches for at in fetch.left}
+        for position in [position for position in record.records if position not in fetched]:
+            self._give_up(record, position, ())
+
+    @staticmethod
+    def _hangs(record: PromotionRecord, now: float) -> bool:
+        """Whether a call that it waits for does not return."""
+        return any(
+            fetch.left and now - fetch.begun >= fetch.below.hung and fetch.below.hangs for fetch in record.fetches
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvoffload.cache.entries import ReservationRecord
@@ -22,14 +23,16 @@ class Fetch:
         below: the tier, with its breaker and speed.
         job: the tier's.
         positions: of the job's keys among those of the promotion.
+        left: places in the job of keys whose outcome has not been taken note of.
         begun: by `time.monotonic`.
         measured: whether its time has been taken note of.
     """
 
-    __slots__ = ("begun", "below", "job", "measured", "positions")
+    __slots__ = ("begun", "below", "job", "left", "measured", "positions")
 
     def __init__(self, below: TierBelow, job: TierJob, positions: list[int]) -> None:
         self.below, self.job, self.positions = below, job, positions
+        self.left = list(range(len(positions)))
         self.begun = time.monotonic()
         self.measured = False
 
@@ -56,7 +59,7 @@ class TierIo:
 
 
 class PromotionRecord:
-    """What the manager knows of a promotion; changed by its thread alone, but for `cancelled` and `released`.
+    """What the manager knows of a promotion; changed by its thread alone, but for `cancelled`, `released` and `loads`.
 
     Attributes:
         keys: as given.
@@ -66,34 +69,58 @@ class PromotionRecord:
         gone: of each key, whether it will not come.
         ready: leading keys that can be loaded.
         records: of the keys that are on their way, by position.
+        awaited: positions of keys that another promotion brings, or a transfer stores.
         fetches: the tiers' jobs.
         leases: hold the entries of keys that have come, or were there.
+        brought: how many of the leased entries tiers have filled.
         ended: whether `ready` is final.
         cancelled: whether the caller wants no more.
         released: whether nothing more is to be leased.
+        loads: chained to it, and not submitted yet.
     """
 
     def __init__(self, keys: list[bytes], tenant: str, deadline: float | None) -> None:
         self.keys, self.tenant, self.deadline = keys, tenant, deadline
         self.here = bytearray(len(keys))
         self.gone = bytearray(len(keys))
-        self.ready = 0
+        self.ready = self.brought = 0
         self.records: dict[int, ReservationRecord] = {}
+        self.awaited: list[int] = []
         self.fetches: list[Fetch] = []
         self.leases: list[Lease] = []
+        self.loads: list[ChainedLoad] = []
         self.ended = False
         self.cancelled = self.released = False
 
     def end(self) -> None:
-        """Nothing more comes; the leases of a promotion that has been released go."""
+        """Nothing more comes."""
         self.ended = True
-        if self.released:
-            self.release_leases()
+        self.release_leases()
 
     def release_leases(self) -> None:
-        leases, self.leases = self.leases, []
-        for lease in leases:
-            lease.release()
+        """If it has been released, has ended, and no load needs them. For any thread: the last of these calls does."""
+        if self.released and self.ended and not self.loads:
+            leases, self.leases = self.leases, []
+            for lease in leases:
+                lease.release()
+            self.brought = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether keys may still come."""
+        return bool(self.records or self.awaited)
+
+    @property
+    def occupied(self) -> int:
+        """Entries that are reserved or held for it."""
+        return len(self.records) + self.brought
+
+    def settle(self, position: int, outcome: Outcome) -> None:
+        """A key can be loaded, or will not come."""
+        if outcome is Outcome.DONE:
+            self.here[position] = 1
+        else:
+            self.gone[position] = 1
 
     def advance_ready(self) -> None:
         while self.ready < len(self.keys) and self.here[self.ready]:
@@ -103,12 +130,6 @@ class PromotionRecord:
     def broken(self) -> bool:
         """Whether nothing that is still to come can lengthen `ready`."""
         return self.ready == len(self.keys) or bool(self.gone[self.ready])
-
-    def settled(self, position: int, outcome: Outcome) -> None:
-        if outcome is Outcome.DONE:
-            self.here[position] = 1
-        else:
-            self.gone[position] = 1
 
 
 class PromotionOwner(Protocol):
@@ -123,8 +144,8 @@ class Promotion:
     """Leading keys of a request that are brought from tiers into slots, as many as come in time.
 
     What has come can be loaded while the rest is on its way, and is not evicted as long as the promotion is held: until
-    `release`, the end of a `with` block, or until it becomes garbage. A tier that fails shortens the promotion, and
-    raises nothing. Usable from any thread.
+    `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the cache take keys
+    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread.
 
     Attributes:
         keys: as given.
@@ -180,9 +201,8 @@ class Promotion:
     def release(self) -> None:
         """The keys that have come may be evicted from now on, and no more is brought. Idempotent."""
         self._record.released = True
+        self._record.release_leases()
         self.cancel()
-        if self._record.ended:
-            self._record.release_leases()
 
     def __enter__(self) -> Promotion:
         return self
@@ -196,21 +216,20 @@ class Promotion:
 
 
 class ChainedLoad:
-    """A load that follows a promotion.
+    """A load that follows a promotion, whose keys it holds until it has been submitted. Usable from any thread.
 
     Attributes:
         job: the load, once it has been submitted; None before, and if no key has come.
         submitted: whether it has been, or will not be.
         error: why it could not be submitted, or None.
-        promotion, blocks, after, parts: for the cache; `blocks` per group, of shape (keys, blocks_per_slot).
     """
 
     def __init__(self, promotion: PromotionRecord, blocks: list[Int64Array], after: Any, parts: Any) -> None:
-        self.promotion = promotion
-        self.blocks, self.after, self.parts = blocks, after, parts
+        self._promotion: PromotionRecord | None = promotion
+        self._load = blocks, after, parts
         self.job: CacheJob | None = None
         self.submitted = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> tuple[bytes, ...]:
         """Wait until the promotion and the load have ended; returns the leading keys that were loaded.
@@ -226,3 +245,27 @@ class ChainedLoad:
             return ()
         self.job.wait(timeout)
         return self.job.keys
+
+    # for the manager ----------------------------------------------------------------------------------------------
+
+    @property
+    def can_be_submitted(self) -> bool:
+        return self._promotion is None or self._promotion.ended
+
+    def submit(self, load: Callable[..., CacheJob] | None) -> None:
+        """Load what has come by `load(keys, blocks, after, parts=)`; None: there is no cache any more."""
+        record, (per_group, after, parts) = self._promotion, self._load
+        if record is None:
+            return
+        try:
+            if record.ready and load is not None:
+                blocks = [ids[: record.ready].reshape(-1) for ids in per_group]
+                keys = record.keys[: record.ready]
+                self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after, parts=parts)
+        except BaseException as error:
+            self.error = error
+        self._promotion, self._load = None, ([], None, None)
+        self.submitted = True
+        if self in record.loads:
+            record.loads.remove(self)
+        record.release_leases()

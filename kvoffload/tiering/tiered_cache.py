@@ -5,24 +5,26 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache, BlockIds, Parts
 from kvoffload.cache.engines import CacheAfter, EngineT
 from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.reservations import CacheJob
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.errors import ClosedError, LayoutError, TierError
+from kvoffload.internal.checks import shown
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiering.below import BelowStatistics
-from kvoffload.tiering.manager import TierManager
+from kvoffload.tiering.below import BelowStatistics, fits
+from kvoffload.tiering.manager import Removal, TierManager
 from kvoffload.tiering.promotion import ChainedLoad, Promotion, PromotionRecord
 from kvoffload.tiering.writes import WriteBack, WriteChoice, WriteNothing, WriteThrough
 from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.tier import Tier
+from kvoffload.tiers.tier import Tier, TierCapabilities
 
-WriteName = Literal["admitted", "through", "back", "none"]
+WriteName = Literal["through", "back", "none"]
 _CHOICES: dict[str, Callable[[], WriteChoice]] = {"through": WriteThrough, "back": WriteBack, "none": WriteNothing}
 
 HOST, PENDING, MISSING, UNKNOWN = "host", "pending", "missing", "unknown"
@@ -77,7 +79,9 @@ class TieredCache(BlockCache[EngineT]):
         on_event: Callable[[CacheEvent], None] | None = None,
     ) -> None:
         if write not in _CHOICES:
-            raise ValueError(f"write must be one of {', '.join(get_args(WriteName))}, got {write!r:.80}")
+            raise ValueError(f"write must be one of {', '.join(_CHOICES)}, got {write!r:.80}")
+        if isinstance(hung, bool) or not isinstance(hung, int | float) or not hung > 0:
+            raise ValueError(f"hung must be seconds above 0, got {hung!r:.80}")
         seconds_per_key = _seconds_per_key(engine.layout, prefill_tokens_per_second)
         checked = _checked_tiers(tiers)
         hook = _Hook(on_event)
@@ -91,19 +95,23 @@ class TieredCache(BlockCache[EngineT]):
         )
         pools = [pool[: self.capacity * self._groups].reshape(self.capacity, -1) for pool in _pools(engine)]
         _attach(checked, pools, engine.layout)
-        choice = _CHOICES[write]()
         reference = weakref.ref(self)
-        self._manager = TierManager(
-            self._index,
-            checked,
-            choice,
-            seconds_per_key=seconds_per_key,
-            hung=hung,
-            shares=(_PROMOTING, _WRITING),
-            settle=lambda: _settle(reference),
-            submit=lambda chained, ready: _submit(reference, chained, ready),
-        )
-        hook.manager = weakref.ref(self._manager)
+        try:
+            self._manager = TierManager(
+                self._index,
+                checked,
+                _CHOICES[write](),
+                seconds_per_key=seconds_per_key,
+                hung=hung,
+                shares=(_PROMOTING, _WRITING),
+                settle=lambda: _settle(reference),
+                submit=lambda chained: _submit(reference, chained),
+            )
+            hook.manager = weakref.ref(self._manager)
+        except BaseException:
+            for tier in checked:
+                tier.close()
+            raise
 
     # tiers --------------------------------------------------------------------------------------------------------
 
@@ -115,15 +123,14 @@ class TieredCache(BlockCache[EngineT]):
         self.engine.advance()
         words = {Status.HIT: HOST, Status.PENDING: PENDING, Status.MISS: MISSING}
         places = [words[status] for status in self._index.status(checked)]
-        tiers = [below.tier for below in self._manager.tiers]
-        for tier in tiers:
+        tiers = self._manager.tiers
+        for below in tiers:
             missing = [position for position, place in enumerate(places) if place == MISSING]
-            if missing and tier.capabilities.local_index:
-                found = tier.contains([checked[position] for position in missing])
-                for position, has in zip(missing, found, strict=True):
-                    if has:
-                        places[position] = tier.name
-        if any(not tier.capabilities.local_index for tier in tiers):
+            found = below.has([checked[position] for position in missing]) if missing else []
+            for position, has in zip(missing, found, strict=True):
+                if has:
+                    places[position] = below.tier.name
+        if not all(below.local_index for below in tiers):
             places = [UNKNOWN if place == MISSING else place for place in places]
         return places
 
@@ -153,10 +160,19 @@ class TieredCache(BlockCache[EngineT]):
 
     def tier_statistics(self) -> list[BelowStatistics]:
         """What has been done with each tier so far; never blocks."""
+        self.engine.check_process()
         return [below.statistics() for below in self._manager.tiers]
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until what is to be written so far is in the tiers, durable where a tier is; False after `timeout`."""
+        """Wait until what is to be written so far is in the tiers, durable where a tier is.
+
+        Returns:
+            Whether it is, within `timeout` seconds; what a tier has not taken, since it fails or is full, left out.
+
+        Raises:
+            ClosedError: the cache or its engine is closed.
+        """
+        self._check_tiers_open()
         return self._manager.drain(timeout)
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -164,14 +180,24 @@ class TieredCache(BlockCache[EngineT]):
 
         Returns:
             Whether it has all ended within about `timeout` seconds; else calls of a tier hang, and their slots stay
-            kept from other keys.
+            kept from other keys until they have returned.
         """
+        if self.engine.devices[0].foreign:  # the threads are in the parent
+            return True
         return self._manager.close(timeout)
 
     # what the base class does, and tiers need to know -------------------------------------------------------------
 
-    def store(self, keys: Sequence[bytes], blocks: BlockIds, *args: Any, **options: Any) -> Any:
-        job = super().store(keys, blocks, *args, **options)
+    def store(
+        self,
+        keys: Sequence[bytes],
+        blocks: BlockIds,
+        after: CacheAfter = None,
+        tenant: str = "",
+        *,
+        all_or_nothing: bool = False,
+    ) -> CacheJob:
+        job = super().store(keys, blocks, after, tenant, all_or_nothing=all_or_nothing)
         self._manager.wake()
         return job
 
@@ -193,25 +219,25 @@ class TieredCache(BlockCache[EngineT]):
             TierError: a tier failed, or did not answer within 60 seconds: it may have them still. The slots have not.
         """
         checked = list(dict.fromkeys(check_keys(keys)))
+        below = [key for key in checked if fits(key)]
         return self._removing(
-            checked, lambda: BlockCache.remove(self, checked), lambda tier: tier.remove(checked) if checked else None
+            Removal(checked),
+            lambda: BlockCache.remove(self, checked),
+            lambda tier: tier.remove(below) if below else None,
         )
 
     def clear(self) -> int:
         """Remove all keys, as `remove` does. Other processes that share a tier lose its records, too."""
-        return self._removing(None, lambda: BlockCache.clear(self), lambda tier: tier.clear())
+        return self._removing(Removal(None), lambda: BlockCache.clear(self), lambda tier: tier.clear())
 
-    def _removing(
-        self, keys: list[bytes] | None, here: Callable[[], int], below: Callable[[Tier], TierJob | None]
-    ) -> int:
+    def _removing(self, removal: Removal, here: Callable[[], int], below: Callable[[Tier], TierJob | None]) -> int:
         self._check_tiers_open()
-        token = self._manager.begin_removal(keys)
         try:
+            self._manager.begin_removal(removal)
             count = here()
-            tiers = [each.tier for each in self._manager.tiers]
-            wrong = [tier.name for tier in tiers if not _removed(below, tier)]
+            wrong = _failed_removals(below, [each.tier for each in self._manager.tiers])
         finally:
-            self._manager.end_removal(token)
+            self._manager.end_removal(removal)
         if wrong:
             raise TierError(
                 f"tier {', '.join(wrong)} failed to remove them, or did not answer within {_REMOVAL:g} seconds: it may "
@@ -236,18 +262,23 @@ class TieredCache(BlockCache[EngineT]):
 
     def load_after(self, record: PromotionRecord, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
         """See `Promotion.load`."""
-        per_group = self._block_ids(len(record.keys), blocks)
+        per_group = [ids.copy() for ids in self._block_ids(len(record.keys), blocks)]
         if parts is not None:
             self._check_parts(parts)
         self._check_tiers_open()
         chained = ChainedLoad(record, per_group, self.engine.resolve(after), parts)
+        record.loads.append(chained)
         self._manager.tell(chained)
         return chained
 
     def _check_tiers_open(self) -> None:
+        self.engine.check_process()
         if self._manager.closed or self.engine.closed:
             what = "cache" if self._manager.closed else "engine of the cache"
             raise ClosedError(f"the {what} is closed: make an engine and a cache")
+
+
+_HEARD = ("stored", "promoted", "evicted", "removed")
 
 
 class _Hook:
@@ -261,7 +292,7 @@ class _Hook:
 
     def __call__(self, event: CacheEvent) -> None:
         manager = self.manager()
-        if manager is not None:
+        if manager is not None and event.kind in _HEARD:
             manager.tell(event)
         if self._then is not None:
             self._then(event)
@@ -277,27 +308,31 @@ def _settle(reference: weakref.ref[TieredCache[Any]]) -> bool:
     return bool(cache._state.storing)
 
 
-def _submit(reference: weakref.ref[TieredCache[Any]], chained: ChainedLoad, ready: int) -> None:
+def _submit(reference: weakref.ref[TieredCache[Any]], chained: ChainedLoad) -> None:
     """Load what a promotion has brought."""
     cache = reference()
-    try:
-        if ready and cache is not None:
-            keys = chained.promotion.keys[:ready]
-            blocks = [ids[:ready].reshape(-1) for ids in chained.blocks]
-            chained.job = cache.load(keys, blocks if len(blocks) > 1 else blocks[0], chained.after, parts=chained.parts)
-    except Exception as error:
-        chained.error = error
-    chained.submitted = True
+    chained.submit(None if cache is None else cache.load)
 
 
-def _removed(remove: Callable[[Tier], TierJob | None], tier: Tier) -> bool:
-    try:
-        job = remove(tier)
-        if job is None:
-            return True
-        return all(outcome in (Outcome.DONE, Outcome.MISSING) for outcome in job.wait(_REMOVAL))
-    except Exception:  # a tier of the user's
-        return False
+def _failed_removals(remove: Callable[[Tier], TierJob | None], tiers: list[Tier]) -> list[str]:
+    """Have all tiers remove keys, and wait for them; returns the names of those that may have them still."""
+    jobs: list[TierJob | None] = []
+    failed = []
+    for tier in tiers:
+        try:
+            jobs.append(remove(tier))
+        except Exception:  # a tier of the user's, or one that is closed
+            failed.append(tier.name)
+            jobs.append(None)
+    end = time.monotonic() + _REMOVAL
+    for tier, job in zip(tiers, jobs, strict=True):
+        try:
+            outcomes = [] if job is None else job.wait(max(0.0, end - time.monotonic()))
+        except Exception:
+            outcomes = [Outcome.FAILED]
+        if not all(outcome in (Outcome.DONE, Outcome.MISSING) for outcome in outcomes):
+            failed.append(tier.name)
+    return failed
 
 
 def _pools(engine: Any) -> tuple[UInt8Array, ...]:
@@ -323,7 +358,9 @@ def _checked_tiers(tiers: Sequence[Tier]) -> list[Tier]:
     checked = list(tiers)
     for number, tier in enumerate(checked):
         if not isinstance(tier, Tier):
-            raise TypeError(f"tiers[{number}] must be a Tier, got {tier!r:.80}")
+            raise TypeError(f"tiers[{number}] must be a Tier, got {shown(tier)}")
+        if not isinstance(tier.capabilities, TierCapabilities) or not isinstance(tier.name, str):
+            raise TypeError(f"tiers[{number}] must have capabilities (TierCapabilities) and a name (str)")
     if not checked:
         raise ValueError("tiers must hold at least one tier; without tiers make a BlockCache")
     names = [tier.name for tier in checked]

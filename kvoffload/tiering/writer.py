@@ -13,7 +13,7 @@ from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.reservations import Lease
 from kvoffload.errors import KVOffloadError
-from kvoffload.tiering.below import TierBelow
+from kvoffload.tiering.below import TierBelow, fits
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.tier import Notify
 
@@ -84,7 +84,8 @@ class Writer:
         while self._waiting and self.leased < self._most:
             tenant = self._waiting[0][1]
             keys: list[bytes] = []
-            while self._waiting and self._waiting[0][1] == tenant and len(keys) < _TOGETHER:
+            room = min(_TOGETHER, self._most - self.leased)
+            while self._waiting and self._waiting[0][1] == tenant and len(keys) < room:
                 keys.append(self._waiting.popleft()[0])
             self._put(list(dict.fromkeys(keys)), tenant)
 
@@ -105,26 +106,18 @@ class Writer:
         for below, mine in lacking.items():
             chosen = [key for key in wanted if key in mine]
             if chosen:
-                put.jobs.append((below, self._give(below, chosen, [entries[key] for key in chosen], tenant)))
+                put.jobs.append((below, below.put(chosen, [entries[key] for key in chosen], tenant, self._notify)))
         if put.done:
             self._end(put)
 
     def _lacking(self, below: TierBelow, keys: list[bytes]) -> set[bytes]:
         """The keys that a tier is to be given."""
-        if not keys:
+        fitting = [key for key in keys if fits(key)]
+        usable = bool(fitting) and below.usable
+        below.dropped += len(keys) - (len(fitting) if usable else 0)
+        if not usable:
             return set()
-        if not below.usable:
-            below.dropped += len(keys)
-            return set()
-        if not below.tier.capabilities.local_index:
-            return set(keys)
-        return {key for key, has in zip(keys, below.tier.contains(keys), strict=True) if not has}
-
-    def _give(self, below: TierBelow, keys: list[bytes], entries: list[int], tenant: str) -> TierJob:
-        try:
-            return below.tier.put(keys, entries, tenant=tenant, notify=self._notify)
-        except Exception:  # a tier of the user's, or one that was closed
-            return TierJob(keys, entries).settle_waiting(Outcome.FAILED)
+        return {key for key, has in zip(fitting, below.has(fitting), strict=True) if not has}
 
     def _end(self, put: _Put) -> None:
         self.going_on.remove(put)
