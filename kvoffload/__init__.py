@@ -61,6 +61,7 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.sharded.engine import ShardedEngine
 from kvoffload.sharded.job import ShardedJob
 from kvoffload.sharded.layout import ShardedLayout
+from kvoffload.tiering.tiered_cache import TieredCache
 
 __all__ = [
     "NO_WAIT",
@@ -94,6 +95,7 @@ __all__ = [
     "Status",
     "Stream",
     "Tenant",
+    "TieredCache",
     "Tracer",
     "TransferError",
     "TransferResult",

@@ -206,7 +206,11 @@ class Promoter:
                 left.append(at)
             else:
                 fetch.below.answered(outcome)
-                came = outcome is Outcome.DONE and self._commit(record, position)
+                came = outcome is Outcome.DONE and not self.refused(record.keys[position])
+                if came:
+                    came = self._commit(record, position)
+                else:
+                    self._give_up(record, position, ())
                 fetch.below.promoted += came
                 fetch.below.not_found += not came
         self._settled += len(fetch.left) - len(left)
@@ -220,9 +224,6 @@ class Promoter:
     def _commit(self, record: PromotionRecord, position: int) -> bool:
         """A key has come: make it a hit, and lease it; False if it has been removed meanwhile."""
         key, index = record.keys[position], self._index
-        if self.refused(key):
-            self._give_up(record, position, ())
-            return False
         each = record.records.pop(position)
         with index.lock:  # so that nothing evicts it in between
             mine = bool(index._state.table.still_mine(each))

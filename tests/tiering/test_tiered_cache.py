@@ -72,3 +72,448 @@ def test_what_no_local_index_knows_is_unknown() -> None:
         with bench.cache.promote(keys([1, 3])) as promotion:
             assert promotion.wait(SECONDS) == 1
             bench.check_loaded([1])
+
+
+def test_ready_only_grows_and_counts_keys_that_can_be_loaded() -> None:
+    tier = GatedTier()
+    with tiered(tier) as bench:
+        tier.permit()
+        bench.written(range(4))
+        while tier.permits.acquire(blocking=False):
+            pass
+        seen = []
+        with bench.cache.promote(keys(range(4)), deadline=None) as promotion:
+            for number in range(4):
+                assert not promotion.done
+                tier.permit(1)
+                until(lambda wanted=number + 1: promotion.ready == wanted)
+                seen.append(promotion.ready)
+                bench.check_loaded(range(promotion.ready))
+            assert promotion.wait(SECONDS) == 4
+        assert seen == [1, 2, 3, 4]
+
+
+def test_a_gap_ends_a_promotion() -> None:
+    tier = DictTier()
+    with tiered(tier) as bench:
+        bench.written(range(5))
+        tier.store.pop(key(2))
+        with bench.cache.promote(keys(range(5))) as promotion:
+            assert promotion.wait(SECONDS) == 2
+        assert bench.cache.status(keys([3]))[0] is kvoffload.Status.MISS, "what cannot be used is not fetched"
+
+
+def test_what_a_promotion_holds_is_not_evicted_and_what_it_has_released_is() -> None:
+    with tiered() as bench:
+        bench.written(range(4))
+        promotion = bench.cache.promote(keys(range(4)))
+        assert promotion.wait(SECONDS) == 4
+        bench.store(range(10, 18))
+        assert bench.cache.lookup(keys(range(10, 18))) == 4, "the other half of 8 entries"
+        bench.check_loaded(range(4))
+        promotion.release()
+        promotion.release()
+        assert pinned(bench) == 0
+        bench.store(range(20, 28))
+        assert bench.cache.lookup(keys(range(20, 28))) == 8
+        with pytest.raises(ClosedError, match="released"):
+            promotion.load([0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_promotion_that_is_garbage_holds_nothing(waits: bool) -> None:
+    with tiered() as bench:
+        bench.written(range(4))
+        promotion = bench.cache.promote(keys(range(4)))
+        if waits:
+            promotion.wait(SECONDS)
+        del promotion
+        gc.collect()
+        until(lambda: pinned(bench) == 0 and bench.cache.statistics().pending == 0)
+        bench.store(range(20, 28))
+        assert bench.cache.lookup(keys(range(20, 28))) == 8
+
+
+def test_keys_in_slots_are_held_by_a_promotion() -> None:
+    with tiered() as bench:
+        bench.store([0, 1])
+        with bench.cache.promote(keys([0, 1])) as promotion:
+            assert promotion.wait(SECONDS) == 2
+            assert pinned(bench) == 2
+        assert pinned(bench) == 0
+
+
+def test_two_promotions_of_one_prefix_fetch_it_once() -> None:
+    tier = GatedTier()
+    with tiered(tier) as bench:
+        tier.permit()
+        bench.written(range(3))
+        begun = len(tier.begun)
+        first, second = (bench.cache.promote(keys(range(3))) for _ in range(2))
+        assert first.wait(SECONDS) == second.wait(SECONDS) == 3
+        assert [kind for kind, _ in tier.begun[begun:]] == ["read"] * 3
+        first.release()
+        bench.store(range(10, 18))
+        bench.check_loaded(range(3))
+        second.release()
+
+
+def test_a_promotion_asks_itself_for_what_another_one_gives_up() -> None:
+    tier = GatedTier(threads=1)
+    with tiered(tier) as bench:
+        tier.permit()
+        bench.written(range(2))
+        while tier.permits.acquire(blocking=False):
+            pass
+        first = bench.cache.promote(keys([0, 1]))
+        until(lambda: bench.cache.statistics().pending == 2)
+        second = bench.cache.promote(keys([1]))
+        first.cancel()
+        tier.permit()
+        assert second.wait(SECONDS) == 1
+        assert first.wait(SECONDS) == 0
+        second.release()
+
+
+def test_a_promotion_waits_for_keys_that_are_being_stored() -> None:
+    with tiered() as bench:
+        bench.written([1])
+        stream = bench.device.stream()
+        gate = _gate(bench, stream)
+        bench.cache.store(keys([0]), [0], stream)
+        promotion = bench.cache.promote(keys([0, 1]))
+        until(lambda: bench.cache.lookup(keys([1])) == 1)
+        assert promotion.ready == 0
+        assert not promotion.done
+        gate.open()
+        assert promotion.wait(SECONDS) == 2
+        promotion.release()
+        bench.engine.drain(SECONDS)
+        gate.close()
+        stream.close()
+
+
+def _gate(bench: Bench, stream: Any) -> Any:
+    from helpers import Gate
+
+    gate = Gate(bench.device)
+    gate.hold(stream.handle)
+    return gate
+
+
+def test_a_reservation_of_the_callers_is_not_waited_for() -> None:
+    with tiered() as bench:
+        reservation = bench.cache.reserve(keys([0]))
+        assert bench.cache.promote(keys([0]), deadline=None).wait(SECONDS) == 0
+        reservation.abort()
+
+
+def test_promotions_occupy_half_of_the_entries_at_most() -> None:
+    with tiered(capacity=8) as bench:
+        bench.written(range(8))
+        first = bench.cache.promote(keys(range(3)))
+        assert first.wait(SECONDS) == 3
+        second = bench.cache.promote(keys(range(3, 8)))
+        assert second.wait(SECONDS) == 1
+        assert pinned(bench) == 4
+        first.release()
+        third = bench.cache.promote(keys(range(4, 8)))
+        assert third.wait(SECONDS) == 3
+
+
+def test_writes_lease_a_quarter_of_the_entries_at_most_and_no_eviction_waits_for_a_tier() -> None:
+    tier = FaultyTier(threads=1)
+    with tiered(tier, capacity=8) as bench:
+        tier.hang_all()
+        bench.store(range(8))
+        until(lambda: tier.hung == 1)
+        assert pinned(bench) == 2
+        bench.store(range(10, 20))
+        assert bench.cache.lookup(keys(range(10, 16))) == 6, "the other three quarters"
+        assert not bench.cache.drain(0.05)
+        tier.heal()
+        assert bench.cache.drain(SECONDS)
+        assert pinned(bench) == 0
+        figures = bench.cache.tier_statistics()[0]
+        assert figures.dropped > 0
+        assert figures.written > 0
+
+
+@pytest.mark.parametrize("deadline", [1e-9, 0.05, 1e6, 1e300, float("inf"), None])
+def test_any_deadline_above_0_is_a_deadline(deadline: float | None) -> None:
+    with tiered() as bench:
+        bench.written([0])
+        bench.cache.promote(keys([0, 5]), deadline=deadline).wait(SECONDS)
+        assert bench.cache.promote(keys([0])).wait(SECONDS) == 1, "the thread has not ended"
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
+def test_other_deadlines_are_refused(deadline: float) -> None:
+    with tiered() as bench, pytest.raises(ValueError, match="deadline must be seconds above 0"):
+        bench.cache.promote(keys([0]), deadline=deadline)
+
+
+def test_bad_arguments_are_refused_and_change_nothing() -> None:
+    with tiered() as bench:
+        bench.written([0])
+        with pytest.raises(LayoutError):
+            bench.cache.promote(keys([0, 0]))
+        with pytest.raises(LayoutError):
+            bench.cache.promote(key(0))
+        with pytest.raises(ValueError, match="tenant"):
+            bench.cache.promote(keys([0]), tenant="nobody")
+        promotion = bench.cache.promote(keys([0]))
+        with pytest.raises(LayoutError):
+            promotion.load([1, 2])
+        with pytest.raises(LayoutError):
+            promotion.load([9999])
+        assert promotion.wait(SECONDS) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"tiers": []}, ValueError, "at least one tier"),
+        ({"tiers": [3]}, TypeError, r"tiers\[0\] must be a Tier"),
+        ({"tiers": [DictTier(), DictTier()]}, ValueError, "names of their own"),
+        ({"write": "sometimes"}, ValueError, "one of through, back, none, got"),
+        ({"hung": 0}, ValueError, "hung must be"),
+        ({"hung": float("nan")}, ValueError, "hung must be"),
+        ({"prefill_tokens_per_second": 0}, ValueError, "above 0"),
+        ({"on_event": 3}, TypeError, "on_event"),
+    ],
+)
+def test_bad_arguments_of_the_constructor(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with tiered() as bench:
+        layout, device = bench.engine.layout, bench.device
+        with kvoffload.OffloadEngine(layout, device=device, num_slots=2, sm_limit=0) as engine:
+            with pytest.raises(error, match=text):
+                kvoffload.TieredCache(engine, **{"tiers": [DictTier()], **options})
+            BlockCache(engine)
+
+
+def test_loads_follow_promotions() -> None:
+    with tiered() as bench:
+        bench.written(range(6))
+        chained = bench.cache.promote(keys([1, 2, 77])).load([4, 5, 6], NO_WAIT)
+        assert chained.wait(SECONDS) == tuple(keys([1, 2]))
+        assert bench.holds(4, 1)
+        assert bench.holds(5, 2)
+        until(lambda: pinned(bench) == 0, "the garbage promotion's end")
+
+
+def test_a_chained_load_copies_the_ids() -> None:
+    with tiered() as bench:
+        bench.written([1])
+        ids = np.array([4])
+        chained = bench.cache.promote(keys([1])).load(ids, NO_WAIT)
+        ids[0] = 7
+        bench.write(7, 123)
+        chained.wait(SECONDS)
+        assert bench.holds(4, 1)
+        assert bench.holds(7, 123)
+
+
+def test_a_chained_load_keeps_its_keys_although_the_promotion_is_released() -> None:
+    """The load is queued behind the release: what has come is loaded, and nothing evicts it before."""
+    with tiered() as bench:
+        bench.written(range(4))
+        for _ in range(20):
+            with bench.cache.promote(keys(range(4))) as promotion:
+                promotion.wait(SECONDS)
+                chained = promotion.load(range(4), NO_WAIT)
+            bench.cache.store(keys(range(10, 18)), [8] * 0 + list(range(8, 16)), NO_WAIT)
+            assert chained.wait(SECONDS) == tuple(keys(range(4)))
+            assert all(bench.holds(number, number) for number in range(4))
+            bench.engine.drain(SECONDS)
+            BlockCache.clear(bench.cache)
+        del promotion
+        assert pinned(bench) == 0, "although the chained load is kept"
+
+
+def test_a_chained_load_without_keys_ends() -> None:
+    with tiered() as bench:
+        chained = bench.cache.promote(keys([1])).load([0])
+        assert chained.wait(SECONDS) == ()
+        assert chained.job is None
+
+
+def test_events_and_statistics_of_promotions() -> None:
+    events: list[kvoffload.CacheEvent] = []
+    with tiered(on_event=events.append) as bench:
+        bench.written([1, 2])
+        events.clear()
+        bench.cache.promote(keys([1, 2, 3])).wait(SECONDS)
+        until(lambda: sum(len(each.keys) for each in events) == 2)
+        assert [(each.kind, each.keys) for each in events] in (
+            [("promoted", (key(1),)), ("promoted", (key(2),))],
+            [("promoted", tuple(keys([1, 2])))],
+        )
+        counts = bench.cache.statistics()
+        assert (counts.promoted, counts.stored, counts.failed, counts.declined) == (2, 2, 0, 0)
+        figures = bench.cache.tier_statistics()[0]
+        assert (figures.promoted, figures.not_found, figures.written, figures.tier.read) == (2, 0, 2, 2)
+
+
+def test_the_hook_is_called_without_locks() -> None:
+    """Also by the thread of the tiers: another thread can use the cache meanwhile."""
+    import threading
+
+    done: list[str] = []
+
+    def hook(event: kvoffload.CacheEvent) -> None:
+        if event.kind in ("promoted", "stored"):
+            other = threading.Thread(target=lambda: bench.cache.remove([b"another"]))
+            other.start()
+            other.join(SECONDS)
+            done.append("hung" if other.is_alive() else event.kind)
+
+    with tiered(on_event=hook) as bench:
+        bench.written([1])
+        assert bench.cache.promote(keys([1])).wait(SECONDS) == 1
+        until(lambda: len(done) == 2)
+        assert done == ["stored", "promoted"]
+
+
+def test_a_hook_may_use_the_cache() -> None:
+    def hook(event: kvoffload.CacheEvent) -> None:
+        if event.kind == "promoted":
+            found.append(bench.cache.remove(event.keys))
+
+    found: list[int] = []
+    tier = DictTier()
+    with tiered(tier, on_event=hook) as bench:
+        bench.written([1])
+        bench.cache.promote(keys([1])).wait(SECONDS)
+        until(lambda: found)
+        assert found == [1]
+        assert tier.store == {}
+
+
+def test_keys_that_no_tier_takes_are_misses_and_open_no_breaker() -> None:
+    long = [b"x" * 65, b"y" * 200]
+    with tiered() as bench:
+        for _ in range(8):
+            bench.cache.store(long, [0, 1], NO_WAIT).wait(SECONDS)
+            assert bench.cache.drain(SECONDS)
+            assert bench.cache.remove(long) == 2
+            assert bench.cache.promote(long).wait(SECONDS) == 0
+        assert bench.cache.locate(long) == ["missing"] * 2
+        assert bench.cache.tier_statistics()[0].opened == 0
+
+
+@pytest.mark.parametrize("write", ["through", "none"])
+def test_what_is_written(write: Any) -> None:
+    tier = DictTier()
+    with tiered(tier, write=write) as bench:
+        bench.store(range(3))
+        assert bench.cache.drain(SECONDS)
+        assert sorted(tier.store) == (keys(range(3)) if write == "through" else [])
+
+
+def test_what_a_tier_has_is_not_written_again() -> None:
+    tier = DictTier()
+    with tiered(tier) as bench:
+        bench.written([1])
+        bench.cache.promote(keys([1])).wait(SECONDS)
+        bench.store([1, 2])
+        assert bench.cache.drain(SECONDS)
+        assert bench.cache.tier_statistics()[0].written == 2
+
+
+def test_each_tier_gets_what_is_written_and_the_first_that_has_a_key_is_asked() -> None:
+    tiers = DictTier(), MemoryTier(1 << 20)
+    with tiered(*tiers) as bench:
+        bench.written(range(3))
+        tiers[0].store.pop(key(1))
+        assert bench.cache.promote(keys(range(3))).wait(SECONDS) == 3
+        assert [each.promoted for each in bench.cache.tier_statistics()] == [2, 1]
+        bench.check_loaded(range(3))
+
+
+def test_a_slow_tier_is_not_asked_and_measured_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload.tiering import speed
+
+    with tiered(prefill_tokens_per_second=1e12) as bench:
+        bench.written([1])
+        assert bench.cache.promote(keys([1])).wait(SECONDS) == 1, "nothing is known of its speed"
+        BlockCache.clear(bench.cache)
+        assert bench.cache.promote(keys([1])).wait(SECONDS) == 0
+        assert bench.cache.tier_statistics()[0].slower == 1
+        monkeypatch.setattr(speed, "_VALID", -1.0)
+        assert bench.cache.promote(keys([1])).wait(SECONDS) == 1
+    with tiered(prefill_tokens_per_second=1e-3) as bench:
+        bench.written([1])
+        for _ in range(3):
+            assert bench.cache.promote(keys([1])).wait(SECONDS) == 1
+            BlockCache.clear(bench.cache)
+
+
+def test_several_devices(tmp_path: Any) -> None:
+    from sharding import Machine
+
+    machine = Machine((3, 2), num_slots=8)
+    tier = DiskTier(tmp_path / "disk", nbytes=1 << 20, identity="test")
+    with kvoffload.TieredCache(machine.engine, "lru", tiers=[tier]) as cache:
+        pools = [pool.copy() for pool in machine.engine.slots]
+        cache.store(keys([0, 1]), [0, 1], NO_WAIT).wait(SECONDS)
+        stored = [pool[:2].copy() for pool in machine.engine.slots]
+        assert cache.drain(SECONDS)
+        BlockCache.clear(cache)
+        for pool in machine.engine.slots:
+            pool[:] = 0xEE
+        with cache.promote(keys([1, 0])) as promotion:
+            assert promotion.wait(SECONDS) == 2
+            lease = cache.acquire(keys([0, 1]))
+            for pool, wanted, before in zip(machine.engine.slots, stored, pools, strict=True):
+                assert np.array_equal(pool[list(lease.indices)], wanted)
+                assert not np.array_equal(wanted, before[:2])
+            lease.release()
+    machine.close()
+
+
+def test_records_of_a_disk_come_back_in_the_next_process(tmp_path: Any) -> None:
+    def disk() -> DiskTier:
+        return DiskTier(tmp_path / "disk", nbytes=1 << 20, identity="test")
+
+    with tiered(disk()) as bench:
+        bench.written(range(6))
+    with tiered(disk()) as bench:
+        assert bench.cache.locate(keys([0, 5, 6])) == ["disk", "disk", "missing"]
+        with bench.cache.promote(keys([5, 0])) as promotion:
+            assert promotion.wait(SECONDS) == 2
+            bench.check_loaded([5, 0])
+        bench.cache.remove(keys([5]))
+    with tiered(disk()) as bench:
+        assert bench.cache.locate(keys([0, 5])) == ["disk", "missing"]
+        bench.cache.clear()
+    with tiered(disk()) as bench:
+        assert bench.cache.locate(keys(range(6))) == ["missing"] * 6
+
+
+def test_another_identity_is_refused_and_the_engine_stays_usable(tmp_path: Any) -> None:
+    with tiered(DiskTier(tmp_path / "disk", nbytes=1 << 20, identity="test")) as bench:
+        bench.written([1])
+    with tiered() as bench:
+        layout, device = bench.engine.layout, bench.device
+        with kvoffload.OffloadEngine(layout, device=device, num_slots=8, sm_limit=0) as engine:
+            other = DiskTier(tmp_path / "disk", nbytes=1 << 20, identity="another")
+            with pytest.raises(LayoutError):
+                kvoffload.TieredCache(engine, tiers=[DictTier(), other])
+            BlockCache(engine)
+
+
+def test_a_cache_needs_slots_of_its_own() -> None:
+    with tiered() as bench, pytest.raises(CapacityError, match="belong to another"):
+        kvoffload.TieredCache(bench.engine, tiers=[DictTier()])
+
+
+def test_the_text_of_a_cache_and_a_promotion() -> None:
+    with tiered() as bench:
+        bench.written([1])
+        promotion = bench.cache.promote(keys([1, 2]))
+        promotion.wait(SECONDS)
+        assert repr(promotion) == "Promotion(1 of 2 keys ready, done)"
+        assert repr(bench.cache).startswith("TieredCache(1 of 8 keys, ")
+        assert repr(bench.cache).endswith("tiers ['dict'])")
+        assert bench.cache.tier_statistics()[0].state is BreakerState.CLOSED
