@@ -51,6 +51,7 @@ from kvoffload.errors import (
     KVOffloadWarning,
     LayoutError,
     MissingKeyError,
+    TierError,
     TransferError,
 )
 from kvoffload.layout.layout import KVLayout
@@ -95,6 +96,7 @@ __all__ = [
     "Status",
     "Stream",
     "Tenant",
+    "TierError",
     "TieredCache",
     "Tracer",
     "TransferError",

@@ -276,15 +276,15 @@ def _closed(tier: Tier, timeout: float) -> bool:
 def _run(reference: weakref.ref[TierManager], woken: queue.SimpleQueue[None], tiers: list[Tier]) -> None:
     """Of the thread. Closes the tiers when the manager has become garbage."""
     while (manager := reference()) is not None:
-        if manager.closed and not manager.busy:
-            return
-        while not woken.empty():
+        while not woken.empty():  # before anything is looked at: what happens afterwards puts another one
             woken.get()
         try:
             wait = manager.step()
         except BaseException:  # nothing ends the thread: the tiers would be dead without a word
             LOGGER.exception("the thread of a cache's tiers: an error; it goes on")
             wait = _AFTER_ERROR
+        if manager.closed and not manager.busy:
+            return
         keeps = manager if manager.busy else None  # its slots must not be given to another cache
         del manager
         longest = _LONGEST_SLEEP if keeps is None else _SLEEP_OF_GARBAGE

@@ -98,11 +98,11 @@ class PromotionRecord:
         self.release_leases()
 
     def release_leases(self) -> None:
-        """If it has been released, has ended, and no load needs them. For any thread: the last of these calls does."""
+        """If it has been released, has ended, and no load needs them. For any thread; released when it returns."""
         if self.released and self.ended and not self.loads:
-            leases, self.leases = self.leases, []
-            for lease in leases:
+            for lease in list(self.leases):
                 lease.release()
+            self.leases = []
             self.brought = 0
 
     @property

@@ -1,0 +1,129 @@
+"""Breaker and TierSpeed as data: a state, an event, the next state."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.tiering.breaker import Breaker, BreakerState
+from kvoffload.tiering.speed import TierSpeed
+
+CLOSED, OPEN, TRYING = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.TRYING
+PAUSE, HUNG = 1.0, 30.0
+
+
+def in_state(state: BreakerState) -> Breaker:
+    """At the time 0."""
+    breaker = Breaker(HUNG)
+    if state is not CLOSED:
+        for _ in range(5):
+            breaker.failed(-PAUSE)
+    if state is TRYING:
+        assert breaker.usable(0.0, 0.0)
+        breaker.given(0.0)
+    assert breaker.state is state
+    return breaker
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "then", "usable"),
+    [
+        (CLOSED, "succeeded", CLOSED, True),
+        (CLOSED, "failed", CLOSED, True),
+        (CLOSED, "given", CLOSED, True),
+        (CLOSED, "undecided", CLOSED, True),
+        (CLOSED, "hangs", OPEN, False),
+        (OPEN, "succeeded", OPEN, True),
+        (OPEN, "failed", OPEN, True),
+        (OPEN, "given", TRYING, False),
+        (OPEN, "undecided", OPEN, True),
+        (OPEN, "hangs", OPEN, True),
+        (TRYING, "succeeded", CLOSED, True),
+        (TRYING, "failed", OPEN, False),
+        (TRYING, "given", TRYING, False),
+        (TRYING, "undecided", TRYING, True),
+        (TRYING, "hangs", OPEN, False),
+    ],
+)
+def test_every_event_in_every_state(state: BreakerState, event: str, then: BreakerState, usable: bool) -> None:
+    """`usable`: whether the tier may be given a job right afterwards, when the pause of OPEN is over."""
+    breaker = in_state(state)
+    if event == "hangs":
+        assert not breaker.usable(0.0, HUNG)
+    elif event == "succeeded":
+        breaker.succeeded()
+    else:
+        getattr(breaker, event)(0.0)
+    assert breaker.state is then
+    assert breaker.usable(0.0, 0.0) is usable
+
+
+def test_only_failures_in_a_row_open_it() -> None:
+    breaker = Breaker()
+    for _ in range(10):
+        for _ in range(4):
+            breaker.failed(0.0)
+        breaker.succeeded()
+    assert breaker.state is CLOSED
+    for _ in range(5):
+        breaker.failed(0.0)
+    assert (breaker.state, breaker.opened) == (OPEN, 1)
+
+
+def test_asking_changes_nothing_until_a_job_is_given() -> None:
+    breaker = in_state(OPEN)
+    for _ in range(3):
+        assert breaker.usable(0.0, 0.0)
+    assert breaker.state is OPEN
+
+
+def test_pauses_double_up_to_a_minute_and_begin_anew_after_a_success() -> None:
+    breaker, now, pauses = Breaker(HUNG), 0.0, []
+    for _ in range(5):
+        breaker.failed(now)
+    for _ in range(9):
+        pause = next(pause for pause in (1, 2, 4, 8, 16, 32, 60) if breaker.usable(now + pause, 0.0))
+        assert not breaker.usable(now + pause - 0.01, 0.0)
+        pauses.append(pause)
+        now += pause
+        breaker.given(now)
+        breaker.failed(now)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    breaker.given(now)
+    breaker.succeeded()
+    for _ in range(5):
+        breaker.failed(now)
+    assert breaker.usable(now + 1.0, 0.0)
+
+
+def test_a_call_that_hangs_keeps_it_open_until_it_has_returned() -> None:
+    breaker = Breaker(HUNG)
+    for now in range(0, 1000, 10):
+        assert not breaker.usable(float(now), HUNG + now)
+    assert breaker.opened == 1
+    assert breaker.usable(1000.0, 0.0)
+
+
+def test_a_try_that_is_never_answered_is_followed_by_another_one() -> None:
+    breaker = in_state(TRYING)
+    assert not breaker.usable(HUNG - 0.01, 0.0)
+    assert breaker.usable(HUNG, 0.0)
+
+
+def test_speed_is_a_moving_mean_of_recent_jobs() -> None:
+    speed = TierSpeed()
+    assert speed.expected(1, 0.0) is None
+    speed.measured(10, 1.0, 0.0)
+    assert speed.expected(3, 0.0) == pytest.approx(0.3)
+    speed.measured(10, 2.0, 1.0)
+    assert speed.expected(1, 1.0) == pytest.approx(0.13)
+    speed.measured(0, 9.0, 2.0)
+    assert speed.expected(1, 2.0) == pytest.approx(0.13)
+
+
+def test_an_old_measurement_says_nothing() -> None:
+    speed = TierSpeed()
+    speed.measured(1, 5.0, 0.0)
+    assert speed.expected(1, 30.0) == 5.0
+    assert speed.expected(1, 30.1) is None
+    speed.measured(1, 1.0, 40.0)
+    assert speed.expected(1, 40.0) == 1.0, "the old one does not count"

@@ -1,0 +1,340 @@
+"""Tiers that fail, raise or hang: misses, breakers, and entries that stay kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from tier_classes import DictTier, GatedTier
+from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
+
+import kvoffload
+from kvoffload import NO_WAIT, BlockCache, CapacityError, TierError, TieredCache
+from kvoffload.testing import FaultyTier
+from kvoffload.tiering.breaker import BreakerState
+from kvoffload.tiers import Outcome
+
+METHODS = ("put", "get", "exists", "contains", "statistics", "drain", "close", "remove", "clear")
+
+
+def settled(bench: Bench) -> None:
+    """The thread of the tiers has looked at everything so far."""
+    bench.cache.promote([]).wait(SECONDS)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyError, MemoryError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("method", [*METHODS[:5], "all"])
+def test_a_tier_that_raises_is_a_miss(method: str, error: type[BaseException]) -> None:
+    raising = set(METHODS) if method == "all" else {method}
+    if not issubclass(error, Exception):
+        raising -= {"contains", "statistics", "drain", "close", "remove", "clear"}  # in the caller's thread
+    tier, other = RaisingTier(raising, error), DictTier()
+    with tiered(tier, other) as bench:
+        for first in (0, 10, 20):
+            there = range(first, first + 4)
+            bench.store(there)
+            bench.cache.touch(keys(there))
+            assert bench.cache.lookup(keys(there)) == 4
+            bench.cache.locate(keys(range(first, first + 6)))
+            assert bench.cache.promote(keys(range(first, first + 6))).wait(SECONDS) == 4
+            bench.check_loaded(there)
+            bench.cache.tier_statistics()
+            assert bench.cache.drain(SECONDS) is ("drain" not in raising)
+            BlockCache.clear(bench.cache)
+            bench.cache.promote(keys(there)).wait(SECONDS)
+        settled(bench)
+        assert bench.cache.statistics().pending == 0
+        assert (bench.cache.tier_statistics()[0].opened == 1) == (method in ("get", "all"))
+        tier.raising = raising - {"close"}
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 3, "job", kvoffload.tiers.TierJob([b"another"]), kvoffload.tiers.TierJob([], [])], ids=repr
+)
+def test_a_tier_that_returns_something_else_is_a_miss(wrong: Any) -> None:
+    class Wrong(RaisingTier):
+        def get(self, keys: Any, entries: Any, **options: Any) -> Any:  # noqa: ARG002
+            return wrong
+
+        put = get
+
+        def contains(self, keys: Any) -> Any:  # noqa: ARG002
+            return [True]
+
+        def statistics(self) -> Any:
+            return wrong
+
+    with tiered(Wrong(set())) as bench:
+        bench.store(range(2))
+        assert bench.cache.drain(SECONDS)
+        BlockCache.clear(bench.cache)
+        assert bench.cache.promote(keys([0])).wait(SECONDS) == 0
+        assert bench.cache.promote(keys([0, 1])).wait(SECONDS) == 0
+        assert bench.cache.statistics().pending == 0
+        assert bench.cache.locate(keys([0, 1])) == ["missing"] * 2
+        bench.cache.tier_statistics()
+
+
+def test_a_tier_that_cannot_be_attached_closes_those_before() -> None:
+    first = DictTier()
+    with tiered() as bench:
+        layout, device = bench.engine.layout, bench.device
+        with kvoffload.OffloadEngine(layout, device=device, num_slots=2, sm_limit=0) as engine:
+            with pytest.raises(OSError, match="broken"):
+                TieredCache(engine, tiers=[first, RaisingTier({"attach"})])
+            assert first.released == 1
+            BlockCache(engine)
+
+
+def test_a_breaker_opens_and_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.tiering.breaker._FIRST_PAUSE", 0.05)
+    tier = FaultyTier()
+    with tiered(tier) as bench:
+        bench.written(range(8))
+        tier.fail_all()
+        for _ in range(5):
+            assert bench.cache.promote(keys(range(4))).wait(SECONDS) == 0
+        figures = bench.cache.tier_statistics()[0]
+        assert (figures.state, figures.opened >= 1) == (BreakerState.OPEN, True)
+        failed = tier.statistics().failed
+        bench.cache.promote(keys(range(4))).wait(SECONDS)
+        assert tier.statistics().failed <= failed + 4
+        tier.heal()
+        until(lambda: bench.cache.promote(keys(range(4))).wait(SECONDS) == 4)
+        assert bench.cache.tier_statistics()[0].state is BreakerState.CLOSED
+
+
+def test_questions_that_give_a_tier_no_job_use_up_no_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.tiering.breaker._FIRST_PAUSE", 0.0)
+    tier = FaultyTier()
+    with tiered(tier) as bench:
+        bench.written([1])
+        tier.fail_all()
+        for _ in range(5):
+            bench.cache.promote(keys([1])).wait(SECONDS)
+        tier.heal()
+        assert bench.cache.tier_statistics()[0].opened == 1
+        for _ in range(3):
+            assert bench.cache.promote(keys([99])).wait(SECONDS) == 0
+        assert bench.cache.promote(keys([1])).wait(SECONDS) == 1
+
+
+def test_cancelling_says_nothing_of_a_tier() -> None:
+    tier = GatedTier(threads=1)
+    with tiered(tier) as bench:
+        tier.permit()
+        bench.written(range(4))
+        while tier.permits.acquire(blocking=False):
+            pass
+        for _ in range(20):
+            begun = len(tier.begun)
+            promotion = bench.cache.promote(keys([0]))
+            until(lambda begun=begun: len(tier.begun) > begun)
+            promotion.cancel()
+            assert promotion.wait(SECONDS) == 0
+            tier.permit(1)
+            until(lambda: bench.engine.num_slots and not bench.cache._manager._promoter.io())
+        figures = bench.cache.tier_statistics()[0]
+        assert (figures.state, figures.opened) == (BreakerState.CLOSED, 0)
+
+
+def test_deadlines_that_pass_open_a_breaker() -> None:
+    tier = FaultyTier(threads=8)
+    with tiered(tier, capacity=32) as bench:
+        bench.written(range(8))
+        tier.hang_all()
+        for number in range(5):
+            assert bench.cache.tier_statistics()[0].opened == 0
+            assert bench.cache.promote(keys([number]), deadline=0.02).wait(SECONDS) == 0
+        assert bench.cache.tier_statistics()[0].opened == 1
+
+
+def test_one_late_promotion_of_many_keys_opens_no_breaker() -> None:
+    tier = FaultyTier(threads=8)
+    with tiered(tier, capacity=32) as bench:
+        bench.written(range(8))
+        tier.hang_all()
+        assert bench.cache.promote(keys(range(8)), deadline=0.05).wait(SECONDS) == 0
+        assert bench.cache.tier_statistics()[0].opened == 0
+
+
+def test_a_call_that_hangs_turns_a_tier_off_until_it_returns() -> None:
+    tier = FaultyTier()
+    with tiered(tier, hung=0.05) as bench:
+        bench.written(range(3))
+        tier.hang_all()
+        promotion = bench.cache.promote(keys([0]), deadline=None)
+        assert promotion.wait(SECONDS) == 0, "also without a deadline"
+        assert bench.cache.promote(keys([1]), deadline=None).wait(SECONDS) == 0
+        assert bench.cache.tier_statistics()[0].state is BreakerState.OPEN
+        tier.heal()
+        until(lambda: bench.cache.promote(keys([1])).wait(SECONDS) == 1)
+
+
+def test_entries_of_keys_given_up_stay_kept_until_the_call_returns() -> None:
+    """The late read fills its entry with the record's bytes: they may not appear under another key."""
+    tier = FaultyTier()
+    with tiered(tier, capacity=4) as bench:
+        bench.written(range(4))
+        tier.hang_all()
+        assert bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
+        assert bench.cache.status(keys([0]))[0] is kvoffload.Status.MISS
+        bench.store(range(10, 14))
+        assert bench.cache.lookup(keys(range(10, 14))) == 3, "one of four entries is kept"
+        bench.check_loaded(range(10, 13))
+        for pool in [bench.engine.slots]:
+            before = pool.copy()
+        tier.heal()
+        until(lambda: tier.hung == 0 and not bench.cache._manager._promoter.io())
+        assert (before != bench.engine.slots).any(), "the late read has written somewhere"
+        bench.check_loaded(range(10, 13))
+        bench.store(range(20, 24))
+        assert bench.cache.lookup(keys(range(20, 24))) == 4, "the entry is free again"
+        bench.check_loaded(range(20, 24))
+
+
+def test_another_cache_is_refused_while_a_late_call_may_write() -> None:
+    tier = FaultyTier()
+    with tiered() as bench:
+        layout, device = bench.engine.layout, bench.device
+        with kvoffload.OffloadEngine(layout, device=device, num_slots=4, sm_limit=0) as engine:
+            cache = TieredCache(engine, "lru", tiers=[tier])
+            cache.store(keys([0]), [0], NO_WAIT).wait(SECONDS)
+            assert cache.drain(SECONDS)
+            BlockCache.clear(cache)
+            tier.hang_all()
+            assert cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
+            assert not cache.close(0.05)
+            del cache
+            import gc
+
+            for _ in range(3):
+                gc.collect()
+                with pytest.raises(CapacityError, match="belong to another"):
+                    BlockCache(engine)
+            tier.heal()
+
+            def free() -> bool:
+                gc.collect()
+                try:
+                    BlockCache(engine)
+                except CapacityError:
+                    return False
+                return True
+
+            until(free, "the end of the late call")
+
+
+@pytest.mark.parametrize("call", ["remove", "clear"])
+def test_a_tier_that_fails_to_remove_is_said(call: str) -> None:
+    tier, other = FaultyTier(), DictTier()
+    with tiered(tier, other) as bench:
+        bench.written(range(3))
+        bench.store(range(3))
+        tier.fail_all()
+        with pytest.raises(TierError, match="faulty-memory failed to remove"):
+            bench.cache.remove(keys([1])) if call == "remove" else bench.cache.clear()
+        assert bench.cache.lookup(keys([1])) == 0
+        assert key(1) not in other.store
+        tier.heal()
+        bench.cache.remove(keys([1])) if call == "remove" else bench.cache.clear()
+        assert bench.cache.locate(keys([1])) == ["missing"]
+
+
+def test_user_tiers_that_raise_in_remove_and_clear() -> None:
+    with tiered(RaisingTier({"remove", "clear"})) as bench:
+        with pytest.raises(TierError, match="raising"):
+            bench.cache.remove(keys([1]))
+        with pytest.raises(TierError, match="raising"):
+            bench.cache.clear()
+        bench.cache.remove([b"x" * 65])  # that no tier has
+
+
+def test_removed_during_a_promotion_stays_removed() -> None:
+    tier = GatedTier(threads=2)
+    with tiered(tier) as bench:
+        tier.permit()
+        bench.written(range(3))
+        while tier.permits.acquire(blocking=False):
+            pass
+        promotion = bench.cache.promote(keys(range(3)))
+        until(lambda: tier.begun.count(("read", key(1))) == 1)
+        remover = threading.Thread(target=lambda: bench.cache.remove(keys([1])))
+        remover.start()
+        until(lambda: bench.cache.status(keys([1]))[0] is kvoffload.Status.MISS)
+        tier.permit()
+        remover.join(SECONDS)
+        assert promotion.wait(SECONDS) == 1
+        assert bench.cache.locate(keys(range(3)))[1] == "missing"
+        assert key(1) not in tier.store
+        promotion.release()
+
+
+def test_removed_during_a_write_stays_removed() -> None:
+    tier = GatedTier(threads=1)
+    with tiered(tier) as bench:
+        bench.store(range(3))
+        until(lambda: tier.begun)
+        remover = threading.Thread(target=lambda: bench.cache.remove(keys(range(3))))
+        remover.start()
+        until(lambda: bench.cache.lookup(keys([0])) == 0)
+        tier.permit()
+        remover.join(SECONDS)
+        assert bench.cache.drain(SECONDS)
+        assert tier.store == {}
+        assert bench.cache.locate(keys(range(3))) == ["missing"] * 3
+
+
+def test_removing_nothing_forgets_no_write() -> None:
+    tier = GatedTier(threads=1)
+    with tiered(tier) as bench:
+        bench.store(range(8))
+        until(lambda: tier.begun)
+        assert bench.cache.remove([]) == 0
+        tier.permit()
+        assert bench.cache.drain(SECONDS)
+        assert len(tier.store) == 8
+
+
+def test_a_full_tier_says_nothing_of_its_health() -> None:
+    tier = DictTier()
+    tier.write_record = lambda *_: Outcome.DECLINED  # type: ignore[method-assign]
+    with tiered(tier) as bench:
+        for start in range(0, 40, 8):
+            bench.store(range(start, start + 8))
+            assert bench.cache.drain(SECONDS)
+        figures = bench.cache.tier_statistics()[0]
+        assert (figures.opened, figures.not_written, figures.written) == (0, 40, 0)
+
+
+def test_the_thread_survives_errors(caplog: pytest.LogCaptureFixture) -> None:
+    with tiered() as bench:
+        bench.written([1])
+        manager = bench.cache._manager
+        settle, manager._settle = manager._settle, lambda: 1 // 0
+        manager.wake()
+        until(lambda: "an error; it goes on" in caplog.text)
+        manager._settle = settle
+        assert bench.cache.promote(keys([1])).wait(SECONDS) == 1
+
+
+def test_no_call_waits_for_a_tier_that_hangs() -> None:
+    tier = FaultyTier()
+    with tiered(tier, capacity=8) as bench:
+        bench.written(range(8))
+        bench.store(range(8, 12))
+        assert bench.cache.drain(SECONDS)
+        tier.hang_all()
+        promotion = bench.cache.promote(keys(range(4)), deadline=None)
+        until(lambda: tier.hung)
+        begun = time.monotonic()
+        bench.store(range(20, 24))
+        bench.cache.touch(keys(range(20)))
+        assert bench.cache.lookup(keys([8])) in (0, 1)
+        bench.cache.locate(keys(range(20)))
+        bench.cache.tier_statistics()
+        bench.check_loaded(range(20, 24))
+        assert not promotion.done
+        assert time.monotonic() - begun < SECONDS
