@@ -51,7 +51,7 @@ class Promoter:
         self._notify = notify
         self.refused: Callable[[bytes], bool] = lambda _: False  # keys that are being removed
         self.going_on: list[PromotionRecord] = []
-        self._known: list[weakref.ref[PromotionRecord]] = []  # that may hold entries
+        self._occupying: list[weakref.ref[PromotionRecord]] = []  # that have reserved entries
         self._settled = 0  # keys of fetches
         self._late: list[tuple[TierJob, int]] = []  # keys that were given up before their outcome
 
@@ -70,8 +70,6 @@ class Promoter:
         """Take up a promotion: lease what is there, and ask tiers for the rest, as far as it is worth it."""
         crowded = len(self.going_on) >= _MOST_PROMOTIONS
         self.going_on.append(record)
-        self._known = [known for known in self._known if known() is not None]
-        self._known.append(weakref.ref(record))
         if not record.cancelled and not crowded:
             self._look(record, range(len(record.keys)))
 
@@ -156,6 +154,9 @@ class Promoter:
                 record.settle(position, Outcome.DECLINED)
             else:
                 record.records[position] = each
+        if record.records:
+            self._occupying = [each for each in self._occupying if each() is not record]
+            self._occupying.append(weakref.ref(record))
         for below in self._tiers:
             mine = [position for position, tier in chosen.items() if tier is below and position in record.records]
             if mine:
@@ -163,8 +164,9 @@ class Promoter:
 
     def _room(self) -> int:
         """Entries that may be reserved."""
-        known = [record for reference in self._known if (record := reference()) is not None]
-        return max(0, self._most - sum(record.occupied for record in known) - len(self._late))
+        self._occupying = [each for each in self._occupying if (record := each()) is not None and record.occupied]
+        occupied = sum(record.occupied for each in self._occupying if (record := each()) is not None)
+        return max(0, self._most - occupied - len(self._late))
 
     def _choose(self, record: PromotionRecord, wanted: list[int]) -> list[tuple[int, TierBelow]]:
         """The leading ones of these that tiers may have, each with its tier, if fetching is worth it."""
