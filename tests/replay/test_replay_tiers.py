@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from replaying import TINY, keys_of
+from helpers import keys_of
+from replaying import TINY
 
 import kvoffload
 from kvoffload.replay.verified import VerifiedCache
