@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -190,8 +191,35 @@ def test_a_removal_that_is_cancelled_holds_up_no_write() -> None:
     with attached(tier):
         begin_one(tier)
         clear, after = tier.clear(), tier.put([b"free"], [1])
+        tier.exists([b"x"]).wait(SECONDS)
+        time.sleep(0.05)  # so that the second thread waits for something to do
         clear.cancel()
         assert after.wait(SECONDS) == [DONE]
+
+
+def test_what_a_removal_has_held_up_is_for_all_threads() -> None:
+    """The first of these writes hangs, and there are two threads without work."""
+    tier = GatedTier(threads=3)
+    with attached(tier):
+        begin_one(tier)
+        tier.clear()
+        tier.put([b"hangs"], [1])
+        after = tier.put([b"free1", b"free2"], [2, 3])
+        time.sleep(0.05)  # so that the other threads wait for something to do
+        tier.permit(2)
+        assert after.wait(SECONDS) == [DONE, DONE]
+        assert ("write", b"hangs") in tier.begun
+
+
+def test_two_writes_of_a_key_are_one_after_the_other() -> None:
+    tier = GatedTier(threads=3)
+    with attached(tier):
+        begin_one(tier)
+        again, other = tier.put([b"first"], [1]), tier.put([b"free"], [2])
+        assert other.wait(SECONDS) == [DONE]
+        assert tier.begun == [("write", b"first"), ("write", b"free")]
+        tier.permit()
+        assert again.wait(SECONDS) == [DONE]
 
 
 def test_a_removal_cancels_writes_of_its_keys_alone() -> None:
@@ -207,16 +235,20 @@ def test_a_removal_cancels_writes_of_its_keys_alone() -> None:
         assert tier.contains([b"a", b"b", b"first"]) == [False, True, False]
 
 
-def test_many_keys_are_queued_one_after_the_other() -> None:
-    """What the queue knows of keys that were written stays bounded, and right."""
-    tier = DictTier(threads=1)
+def test_a_write_is_found_after_many_others_were_queued() -> None:
+    """What the queue remembers of keys is bounded, and has all that wait."""
+    tier = GatedTier(threads=2)
     with attached(tier, entries=1000):
-        for start in range(0, 20_000, 1000):
-            keys = [b"%d" % number for number in range(start, start + 1000)]
-            assert set(tier.put(keys, range(1000)).wait(SECONDS)) == {DONE}
-        put = tier.put([b"x"], [0])
-        tier.remove([b"x"]).wait(SECONDS)
-        assert tier.contains([b"x"]) == [False], put
+        tier.put([b"first"], [0])
+        wait_until(lambda: len(tier.begun) == 1, SECONDS, "the first write")
+        waiting = tier.put([b"first"], [1])
+        for start in range(0, 10_000, 500):
+            keys = [b"free%d" % number for number in range(start, start + 500)]
+            assert set(tier.put(keys, range(2, 502)).wait(SECONDS)) == {DONE}
+        removal = tier.remove([b"first"])
+        assert waiting.outcomes == [CANCELLED]
+        tier.permit()
+        assert removal.wait(SECONDS) == [DONE]
 
 
 # queues and counts ----------------------------------------------------------------------------------------------------
