@@ -90,11 +90,18 @@ class ThreadedTier(Tier):
 
     @abstractmethod
     def read_record(self, key: bytes, rows: Rows) -> Outcome:
-        """Copy a record to the rows, and verify it: DONE, MISSING or FAILED."""
+        """Copy a record to the rows, and verify it: DONE, MISSING or FAILED.
+
+        If its bytes are not those that were put: `count_corrupt`, and MISSING. Unless it returns DONE the rows may hold
+        any bytes. It must not use them after it has returned.
+        """
 
     @abstractmethod
     def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
-        """Copy the rows to a record: DONE, DECLINED or FAILED. If it has the key: DONE, and nothing is copied."""
+        """Copy the rows to a record: DONE, DECLINED or FAILED. If it has the key: DONE, and nothing is copied.
+
+        It must not write to the rows, nor use them after it has returned.
+        """
 
     @abstractmethod
     def has_record(self, key: bytes) -> bool:
