@@ -4,7 +4,7 @@
        └──cancel, the deadline has passed──^
 
 Between `begin` and `settle` the tier may read or write the key's entry of the pool, at no other time. So a call that
-hangs leaves its outcome open, and whoever owns the entry keeps it for as long.
+hangs leaves its outcome open, and the owner of the entry keeps it for as long.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TierJob:
         self.outcomes: list[Outcome | None] = [None] * len(self.keys)
         self.cancelled = False
         self._begun = bytearray(len(self.keys))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._notify = notify
         self._count = count
         self._ended = ended
