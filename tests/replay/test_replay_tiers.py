@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from helpers import keys_of
+from replay_oracles import keys_of
 from replaying import TINY
 
 import kvoffload
