@@ -141,9 +141,9 @@ class TierJob:
             self._count(outcome, ended)
         if self._ended is not None and self.done:
             with self._lock:
-                tell, self._ended = self._ended, None
-            if tell is not None:
-                tell(self)
+                function, self._ended = self._ended, None
+            if function is not None:
+                function(self)
         if self._notify is None:
             return
         try:
