@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("copiers",),
     ("engine",),
     ("sharded",),
+    ("tiering",),
     ("cache",),
     ("jax", "observability", "testing"),
     ("__init__",),
