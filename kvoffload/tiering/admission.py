@@ -1,8 +1,8 @@
 """WriteAdmission: which blocks of a cache are worth writing to the disk below it.
 
 Of a request that has ended the keys that are in the host and not on the disk may be written. Each is of a kind, and the
-model of `readback` says what a block of the kind gains by its write. Keys need those before them, so the write is one of
-leading keys: those with the highest sum of gains.
+model of `readback` says what a block of the kind gains by its write. Keys need those before them, so what is written of
+a request are leading keys: those with the highest sum of gains.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from kvoffload.internal.checks import at_least
 from kvoffload.tiering.memory import KeyMemory, Sighting, living
 from kvoffload.tiering.readback import MOST_USES, ReadbackModel, kind_of
 
-DEFAULT_LEAST_HITS = 0.25
-_FEWEST_REMEMBERED = 16_384
-_MOST_REMEMBERED = 1 << 20
+DEFAULT_LEAST_HITS = 0.22
+_REMEMBERED_SHARE = 4  # times the disk's capacity, within these two bounds
+_FEWEST_REMEMBERED = 1 << 17
+_MOST_REMEMBERED = 1 << 21
 _SHORTEST_ROUND = 1_024  # blocks asked for between two rounds of learning
+_FADING = 0.9
 _ROUNDS = 16  # in the time of a disk's capacity
 
 
@@ -35,10 +37,10 @@ class WriteAdmission:
 
     Args:
         capacity: keys that the disk holds.
-        least_hits: how sparing: reads from the disk that a write has to bring. 0 writes nearly everything, 0.25 leaves
-            out what is hardly read, 1 or more writes what is asked for a second time, and first uses only where nearly
-            all are read. Blocks asked for before have to bring no more than 0.25.
-        remembered: keys of which earlier uses are known; None: twice the capacity, from 16,384 to 1,048,576.
+        least_hits: how sparing: reads from the disk that a write has to bring. 0 writes nearly all, 0.22 leaves out what
+            is hardly ever read, 1 or more writes what is asked for a second time, and of first uses what nearly always
+            is asked for again. Blocks that were asked for before have to bring no more than 0.1.
+        remembered: keys of which earlier uses are known; None: four times the capacity, from 131,072 to 2,097,152.
 
     Raises:
         ValueError, TypeError: `capacity` or `remembered` is no integer of at least 1, or `least_hits` is no finite
@@ -52,17 +54,20 @@ class WriteAdmission:
         if not 0 <= least_hits < math.inf:
             raise ValueError(f"least_hits must be a finite number of at least 0, got {least_hits}")
         if remembered is None:
-            remembered = min(max(2 * capacity, _FEWEST_REMEMBERED), _MOST_REMEMBERED)
+            remembered = min(max(_REMEMBERED_SHARE * capacity, _FEWEST_REMEMBERED), _MOST_REMEMBERED)
         self.capacity = capacity
         self.least_hits = float(least_hits)
         self.remembered = at_least("remembered", remembered, 1)
         self._memory = KeyMemory(self.remembered)
-        self._model = ReadbackModel(max(1, min(capacity, self.remembered // 2)), self.least_hits)
+        self._longest = max(1, self.remembered // 2)  # ages that are seen
+        self._shortest = min(capacity, self._longest)
+        self._model = ReadbackModel(self._shortest, self._longest, self.least_hits)
         self._sightings: list[Sighting] = []  # at least all that keys are remembered with, the oldest first
         self._on_disk: dict[bytes, bool] = {}  # keys in the host, and whether the disk has them, too
         self._arrived: set[bytes] = set()  # those that came to the host after the latest request with them had ended
         self._now = 0  # blocks stored in the host
         self._learned_at = 0
+        self._stored_lately = self._written_lately = 0.0  # blocks, those of earlier rounds fading
         self._until_round = self._round = max(_SHORTEST_ROUND, capacity // _ROUNDS)
 
     def __repr__(self) -> str:
@@ -91,6 +96,7 @@ class WriteAdmission:
         for key in keys:
             if key in self._on_disk:
                 self._on_disk[key] = True
+                self._written_lately += 1
 
     def left_disk(self, keys: Iterable[bytes]) -> None:
         """The disk has lost these keys: evicted, removed, or their write has failed."""
@@ -188,5 +194,13 @@ class WriteAdmission:
         self._until_round = self._round
         self._sightings = living(self._sightings)
         self._expose((sighting, sighting.live) for sighting in self._sightings)
+        self._stored_lately += self._now - self._learned_at
         self._learned_at = self._now
-        self._model.learn()
+        self._model.learn(self._horizon())
+        self._stored_lately *= _FADING
+        self._written_lately *= _FADING
+
+    def _horizon(self) -> float:
+        """The age at which a block that is not read leaves the disk, as many being written as lately."""
+        age = self.capacity * self._stored_lately / max(1.0, self._written_lately)
+        return min(max(age, self._shortest), self._longest)

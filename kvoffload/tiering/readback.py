@@ -1,7 +1,8 @@
 """How many reads a block brings to a disk once it is written, learned from what is asked for again.
 
 Age is counted in blocks that were stored in the host, because as many blocks enter a disk to which all are written: a
-block that is not read for `horizon` blocks has left such a disk. Blocks are of *kinds* (see `kind_of`). For each kind
+block that is not read for as many blocks as the disk holds has left such a disk, and later if fewer are written. That
+age is the *horizon*. Blocks are of *kinds* (see `kind_of`). For each kind
 and range of ages the model counts the blocks that were asked for again at that age when the host did not hold them any
 more, and the exposure: blocks times the ages that they have passed through. Uses by exposure is the rate at that age (a
 period life table; Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations", 1958, where what still
@@ -17,7 +18,8 @@ next use of the block, which would be computed once more.
 from __future__ import annotations
 
 from bisect import bisect_right
-from math import exp, log
+from itertools import pairwise
+from math import exp, log, log2
 from operator import mul
 
 MOST_USES = 3  # blocks used so often or more often are of one kind
@@ -26,7 +28,7 @@ _DEPTHS = 8
 _GROUPS = 2 * MOST_USES
 KINDS = _GROUPS + _BRANCHES * _DEPTHS
 
-_RANGES = 12
+_RANGES = 12  # of ages below the disk's capacity
 _RANGES_PER_DOUBLING = 1.5
 _OPTIMISM = 1.25  # reads that a block of an unknown kind is taken to bring, for each that its write has to bring
 _LEAST_OPTIMISM = 0.05
@@ -34,7 +36,8 @@ _MOST_CHANCE = 0.98  # no block is expected to bring more than 49 reads
 _OWN_WEIGHT = 64.0  # blocks of the group that count in a kind's rates
 _PRIOR_WEIGHT = 8.0  # blocks of which nothing is known that count in a group's rates
 _FADING = 0.9  # what an observation weighs after another round of learning
-LEAST_OF_KNOWN = 0.25  # reads that the write of a block asked for before has to bring, at most
+
+LEAST_OF_KNOWN = 0.1  # reads that the write of a block asked for before has to bring, at most
 
 
 def kind_of(uses: int, is_end: bool, parent_uses: int, depth: int) -> int:
@@ -59,24 +62,29 @@ def _group_of(kind: int) -> int:
 class ReadbackModel:
     """Learns from observations; says what it is worth to write a block. Until it has learned, all are worth it.
 
+    Args:
+        capacity: keys that the disk holds, the horizon at first.
+        longest: the longest horizon.
+        least_hits: reads that a write has to bring.
+
     Attributes:
         chances: by kind: how likely another use is within the horizon, when the host does not hold the block any more.
         gains: by kind: expected reads above what a write has to bring, above 0 where a block is worth its write now
             rather than at its next use.
     """
 
-    def __init__(self, horizon: int, least_hits: float) -> None:
-        steps = range(1, _RANGES)
-        edges = {0, *(max(1, round(horizon * 2 ** (-step / _RANGES_PER_DOUBLING))) for step in steps), horizon}
-        self._edges = sorted(edges)
-        self._widths = [after - before for before, after in zip(self._edges, self._edges[1:], strict=False)]
+    def __init__(self, capacity: int, longest: int, least_hits: float) -> None:
+        self._edges = _edges(capacity, longest)
+        self._widths = [after - before for before, after in pairwise(self._edges)]
         self._least = [least_hits, *[min(least_hits, LEAST_OF_KNOWN)] * (MOST_USES - 1)]
-        self._prior = log(1 + max(_OPTIMISM * least_hits, _LEAST_OPTIMISM)) / horizon  # uses for each block of age
+        prior = log(1 + max(_OPTIMISM * least_hits, _LEAST_OPTIMISM)) / capacity  # uses for each block of age
+        of_first = [prior if edge < capacity else 0.0 for edge in self._edges[:-1]]
+        self._priors = [of_first] * 2 + [[prior] * len(self._widths)] * (_GROUPS - 2)
         self._uses = _table(len(self._edges))
         self._exposures = _table(len(self._edges))
         self.chances = [0.0] * KINDS
         self.gains = [0.0] * KINDS
-        self.learn()
+        self.learn(capacity)
 
     def reused(self, kind: int, age: int, blocks: int) -> None:
         """So many blocks of a kind were asked for again at that age, and not found in the host."""
@@ -91,20 +99,25 @@ class ReadbackModel:
             row[place] += (stop - begin) * blocks
             begin, place = stop, place + 1
 
-    def learn(self) -> None:
-        """Estimate chances and gains from what was observed, and weigh it less from now on."""
+    def learn(self, horizon: float) -> None:
+        """Estimate chances and gains from what was observed, and weigh it less from now on.
+
+        Args:
+            horizon: the age that a block reaches on the disk without being read.
+        """
+        widths = [max(0.0, min(width, horizon - edge)) for edge, width in zip(self._edges, self._widths, strict=False)]
         groups = [self._group_rates(group) for group in range(_GROUPS)]
         for kind in range(KINDS):
             group = groups[_group_of(kind)]
             rates = group if 0 < kind < _GROUPS else self._rates([kind], group, _OWN_WEIGHT)
-            self.chances[kind] = 1 - exp(-sum(map(mul, rates, self._widths)))
+            self.chances[kind] = 1 - exp(-sum(map(mul, rates, widths)))
         self._compute_gains()
         for table in (self._uses, self._exposures):
             table[:] = [[_FADING * count for count in row] for row in table]
 
     def _group_rates(self, group: int) -> list[float]:
         members = [kind for kind in range(KINDS) if _group_of(kind) == group]
-        return self._rates(members, [self._prior] * len(self._widths), _PRIOR_WEIGHT)
+        return self._rates(members, self._priors[group], _PRIOR_WEIGHT)
 
     def _rates(self, kinds: list[int], base: list[float], weight: float) -> list[float]:
         """Uses for each block of age in each range, of these kinds and `weight` blocks with the rates `base`."""
@@ -128,6 +141,17 @@ class ReadbackModel:
                 reads = chance / (1 - chance) if uses == MOST_USES else chance * (1 + next_reads)
                 self.gains[kind] = reads - least - chance * next_value
             next_reads, next_value = reads, max(reads - least, chance * next_value)
+
+
+def _edges(capacity: int, longest: int) -> list[int]:
+    """Where ranges of ages begin, and where the last one ends; `capacity` is among them."""
+    below = {round(capacity * 2 ** (-step / _RANGES_PER_DOUBLING)) for step in range(_RANGES)}
+    doublings = max(0.0, log2(max(longest, 1) / capacity))
+    above = {
+        round(capacity * 2 ** (step / _RANGES_PER_DOUBLING))
+        for step in range(int(doublings * _RANGES_PER_DOUBLING) + 1)
+    }
+    return sorted({0, capacity, max(capacity, longest)} | {edge for edge in below | above if edge > 0})
 
 
 def _table(ranges: int) -> list[list[float]]:
