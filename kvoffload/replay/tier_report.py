@@ -20,9 +20,7 @@ _NEED_A_DISK = ("write", "least_hits", "disk_policy", "disk_gb_per_s")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """`--disk-slots`, and the options that need it, whose defaults are None so that `check` knows who gave them."""
     hidden = argparse.SUPPRESS
-    parser.add_argument(
-        "--disk-slots", type=numbers, metavar="N[,N...]", help="a disk below; see --write, --least-hits in the docs"
-    )
+    parser.add_argument("--disk-slots", type=numbers, metavar="N[,N...]", help="a disk below; options: see the docs")
     parser.add_argument("--write", choices=(*WRITES, "all"), metavar="NAME", help=hidden)
     parser.add_argument("--least-hits", type=_not_negative, metavar="X", help=hidden)
     parser.add_argument("--disk-policy", choices=tuple(sorted(POLICIES)), metavar="NAME", help=hidden)

@@ -94,13 +94,13 @@ class TieredIndex:
             self.disk.load(on_disk)
             with self.host.reserve(used) as reservation:
                 arrived = list(reservation.keys)
-        self._tell(arrived, set(on_disk))
+        self._report(arrived, set(on_disk))
         written = self._write(self.writes.ended(used))
         self.host.touch(used)
         self.disk.touch(used)
         return Served(host_hits, hits - host_hits, written)
 
-    def _tell(self, arrived: list[bytes], on_disk: set[bytes]) -> None:
+    def _report(self, arrived: list[bytes], on_disk: set[bytes]) -> None:
         """These keys have come to the host."""
         self._host_keys.update(arrived)
         self.writes.promoted([key for key in arrived if key in on_disk])

@@ -24,7 +24,7 @@ _ROUNDS = 16  # in the time of a disk's capacity
 
 
 class WriteAdmission:
-    """Is told what happens in a cache above a disk, and says which blocks to write. No threads, no clock, no chance.
+    """Follows the events of a cache above a disk, and says which blocks to write. No threads, no clock, no randomness.
 
     The same events give the same answers. One caller at a time. A request, as the events tell it:
 
@@ -37,8 +37,8 @@ class WriteAdmission:
 
     Args:
         capacity: keys that the disk holds.
-        least_hits: how sparing: reads from the disk that a write has to bring. 0 writes nearly all, 0.22 leaves out what
-            is hardly ever read, 1 or more writes what is asked for a second time, and of first uses what nearly always
+        least_hits: how sparing: reads from the disk that a write has to bring. 0 writes nearly all, 0.22 leaves out
+            what is hardly ever read, 1 or more writes what is asked for a second time, and of first uses what nearly always
             is asked for again. Blocks that were asked for before have to bring no more than 0.1.
         remembered: keys of which earlier uses are known; None: four times the capacity, from 131,072 to 2,097,152.
 
