@@ -8,11 +8,12 @@ a request are leading keys: those with the highest sum of gains.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvoffload.internal.checks import at_least
 from kvoffload.tiering.memory import KeyMemory, Sighting, living
-from kvoffload.tiering.readback import MOST_USES, ReadbackModel, kind_of
+from kvoffload.tiering.readback import DEEPEST, FIRST_USES, ReadbackModel, kind_of, uses_of
 
 DEFAULT_LEAST_HITS = 0.22
 _REMEMBERED_SHARE = 4  # times the disk's capacity, within these two bounds
@@ -33,13 +34,13 @@ class WriteAdmission:
     What is returned is a subset of the keys that are in the host and not on the disk by the events so far. The caller
     may write fewer, and reports what it has written. Whatever is not written may be returned again at a later use.
 
-    Takes 100 to 200 bytes for each of up to `remembered` keys, and 100 for each key in the host.
+    Takes 70 to 150 bytes for each of up to `remembered` keys, and 150 for each key in the host.
 
     Args:
         capacity: keys that the disk holds.
-        least_hits: how sparing: reads from the disk that a write has to bring. 0 writes nearly all, 0.22 leaves out
-            what is hardly ever read, 1 or more writes what is asked for a second time, and of first uses what nearly always
-            is asked for again. Blocks that were asked for before have to bring no more than 0.1.
+        least_hits: how sparing: reads from the disk that a write has to bring. 0 writes nearly all; 0.22 leaves out
+            what is hardly ever read; 1 or more writes what is asked for a second time, and of first uses what nearly
+            always is asked for again. Blocks that were asked for before have to bring no more than 0.1.
         remembered: keys of which earlier uses are known; None: four times the capacity, from 131,072 to 2,097,152.
 
     Raises:
@@ -134,38 +135,42 @@ class WriteAdmission:
         needs have been written since.
         """
         on_disk, gains, worth = self._on_disk, self._model.gains, []
-        for key in keys:
-            if on_disk.get(key) is False:
-                sighting = self._memory.recall(key)
-                if sighting is not None and gains[sighting.kind] > 0:
-                    worth.append(key)
+        absent = [key for key in keys if on_disk.get(key) is False]
+        for key, sighting in zip(absent, self._memory.recall(absent), strict=True):
+            if sighting is not None and gains[sighting.kind] > 0:
+                worth.append(key)
         return worth
 
     def _see(self, keys: Sequence[bytes]) -> list[int]:
         """Observe the uses of a request's keys, and remember them; the kind of each."""
-        memory, now = self._memory, self._now
-        fresh: dict[int, Sighting] = {}
-        left: list[tuple[Sighting, int]] = []
-        kinds = []
+        arrived, on_disk, now = self._arrived, self._on_disk, self._now
+        left: dict[Sighting, int] = {}
+        reused: dict[Sighting, int] = {}
+        kinds: list[int] = []
         depth = parent_uses = 0
-        last = len(keys) - 1
-        for place, key in enumerate(keys):
-            before = memory.recall(key)
+        known = self._memory.recall(keys)
+        for key, before in zip(keys, known, strict=True):
             if before is None:
-                uses, depth = 1, depth + 1
-            else:
-                uses = min(before.uses + 1, MOST_USES)
-                parent_uses = parent_uses if depth else before.uses
-                before.live -= 1
-                left.append((before, 1))
-                if key in self._arrived or key not in self._on_disk:
-                    self._model.reused(before.kind, now - before.time, 1)
-            kind = kind_of(uses, place == last, parent_uses, depth)
-            sighting = fresh.get(kind) or fresh.setdefault(kind, Sighting(uses, kind, now))
-            left += memory.see(key, sighting)
-            kinds.append(kind)
+                depth += 1
+                kinds.append(FIRST_USES[parent_uses][min(depth, DEEPEST)])
+                continue
+            parent_uses = parent_uses if depth else before.uses
+            left[before] = left.get(before, 0) + 1
+            if key in arrived or key not in on_disk:
+                reused[before] = reused.get(before, 0) + 1
+            kinds.append(kind_of(before.uses + 1, False, 0, 0))
+        if keys:
+            kinds[-1] = kind_of(1 if known[-1] is None else known[-1].uses + 1, True, 0, 0)
+        for before, count in left.items():
+            before.live -= count
+        for before, count in reused.items():
+            self._model.reused(before.kind, now - before.time, count)
+        self._expose(left.items())
+        fresh = {kind: Sighting(uses_of(kind), kind, now) for kind in kinds}
+        for kind, count in Counter(kinds).items():
+            fresh[kind].live = count
         self._sightings += fresh.values()
-        self._expose(left)
+        self._expose(self._memory.see(keys, [fresh[kind] for kind in kinds]))
         return kinds
 
     def _worth_writing(self, keys: Sequence[bytes], kinds: Sequence[int]) -> list[bytes]:
@@ -191,8 +196,8 @@ class WriteAdmission:
             waited(sighting.kind, max(0, learned_at - sighting.time), now - sighting.time, count)
 
     def _learn(self) -> None:
-        self._until_round = self._round
         self._sightings = living(self._sightings)
+        self._until_round = max(self._round, len(self._sightings) // 2)  # so that a round costs little a key
         self._expose((sighting, sighting.live) for sighting in self._sightings)
         self._stored_lately += self._now - self._learned_at
         self._learned_at = self._now

@@ -51,8 +51,18 @@ def kind_of(uses: int, is_end: bool, parent_uses: int, depth: int) -> int:
         depth: new blocks of the request up to this one, itself included.
     """
     if uses == 1 and not is_end:
-        return _GROUPS + parent_uses * _DEPTHS + min(depth.bit_length(), _DEPTHS) - 1
-    return 2 * (uses - 1) + is_end
+        return _GROUPS + parent_uses * _DEPTHS + max(min(depth.bit_length(), _DEPTHS) - 1, 0)
+    return 2 * (min(uses, MOST_USES) - 1) + is_end
+
+
+def uses_of(kind: int) -> int:
+    """The uses of a kind's blocks, up to `MOST_USES`."""
+    return 1 if kind >= _GROUPS else kind // 2 + 1
+
+
+DEEPEST = 1 << _DEPTHS - 1
+FIRST_USES = [[kind_of(1, False, parent, depth) for depth in range(DEEPEST + 1)] for parent in range(_BRANCHES)]
+"""`kind_of` first uses, by the parent's uses and the depth, at most `DEEPEST`; of depth 0 there are none."""
 
 
 def _group_of(kind: int) -> int:
@@ -92,10 +102,12 @@ class ReadbackModel:
 
     def waited(self, kind: int, begin: int, end: int, blocks: int) -> None:
         """So many blocks of a kind have come from age `begin` to age `end` since they were counted last."""
-        row = self._exposures[kind]
-        place = bisect_right(self._edges, begin) - 1
-        while begin < end and place < len(self._widths):
-            stop = min(end, self._edges[place + 1])
+        row, edges, last = self._exposures[kind], self._edges, len(self._widths)
+        place = bisect_right(edges, begin) - 1
+        while begin < end and place < last:
+            stop = edges[place + 1]
+            if end < stop:
+                stop = end
             row[place] += (stop - begin) * blocks
             begin, place = stop, place + 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def results(name: str, policies: Policies, least_hits: float = 0.22) -> dict[str
 def hits_at(results: list[TierResult], written: int) -> float:
     """Hits at so many writes, on the line between the two results of which one writes less."""
     points = sorted((each.blocks_written, each.hits) for each in results)
-    for (low, least), (high, most) in zip(points, points[1:], strict=False):
+    for (low, least), (high, most) in pairwise(points):
         if low <= written <= high and high > low:
             return least + (most - least) * (written - low) / (high - low)
     return float(max(hits for writes, hits in points if writes <= written))
@@ -118,13 +119,12 @@ def hits_at(results: list[TierResult], written: int) -> float:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_admitted_finds_more_than_second_sighting_and_random(name: str, policies: Policies) -> None:
     found = results(name, policies)
-    admitted, random = found["admitted"], found["random"]
+    admitted, through, random = found["admitted"], found["through"], found["random"]
     assert admitted.hits >= found["second"].hits
-    if random.blocks_written < found["through"].blocks_written:
-        assert admitted.hits >= random.hits
-        assert admitted.blocks_written <= 1.02 * random.blocks_written
-    assert admitted.hits >= 0.97 * found["through"].hits
-    assert admitted.blocks_written <= found["through"].blocks_written
+    if admitted.blocks_written < through.blocks_written:  # else random writes all that "through" does
+        assert admitted.hits >= hits_at([random, through], admitted.blocks_written)
+    assert admitted.hits >= 0.97 * through.hits
+    assert admitted.blocks_written <= through.blocks_written
 
 
 @pytest.mark.parametrize("name", ["one-off", "documents", "system-prompts"])

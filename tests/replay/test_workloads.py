@@ -154,7 +154,8 @@ def test_the_default_is_never_much_worse_than_lru_and_nothing_beats_the_optimum(
     hits = {policy: drive(requests, slots, policy, lambda *_: None).blocks_hit for policy in POLICIES}
     keys = [[int.from_bytes(key, "big") for key in request] for request in requests]
     assert hits["lru"] == Oracle(slots).serve_all(keys).hits
-    assert hits[DEFAULT_POLICY] >= 0.97 * hits["lru"], hits
+    few = 0.002 * sum(map(len, requests))  # of one-off prompts hardly any is found by any policy
+    assert hits[DEFAULT_POLICY] >= 0.97 * hits["lru"] - few, hits
     assert max(hits.values()) <= optimum(requests, slots).blocks_hit, hits
 
 

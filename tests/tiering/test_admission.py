@@ -111,15 +111,15 @@ def test_memory_is_bounded(seed: int) -> None:
 
 def test_the_memory_forgets_the_oldest_keys_and_counts_them() -> None:
     memory, first, second = KeyMemory(8), Sighting(1, 0, 0), Sighting(1, 0, 1)
-    for number in range(4):
-        assert memory.see(key(number), first) == []
-    for number in range(4, 8):
-        assert memory.see(key(number), second) == []
-    assert (first.live, second.live, len(memory)) == (4, 4, 8)
-    assert memory.see(key(8), second) == [(first, 4)]
-    assert (first.live, second.live, len(memory)) == (0, 5, 5)
-    assert memory.recall(key(3)) is None
-    assert memory.recall(key(7)) is second
+    keys = [key(number) for number in range(10)]
+    first.live, second.live = 4, 4
+    assert memory.see(keys[:4], [first] * 4) == []
+    assert memory.see(keys[4:8], [second] * 4) == []
+    assert len(memory) == 8
+    first.live, second.live = 3, 6
+    assert memory.see([keys[0], keys[8]], [second] * 2) == [(first, 3)]
+    assert (first.live, second.live, len(memory)) == (0, 6, 6)
+    assert memory.recall([keys[3], keys[7], keys[0]]) == [None, second, second]
 
 
 def test_what_is_never_asked_for_again_is_written_at_first_and_then_no_more() -> None:
