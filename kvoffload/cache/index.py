@@ -63,8 +63,7 @@ class CacheIndex:
             capacity in keys and returns one.
         tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", and no others.
         store_after: a key is stored only once this many lookups have missed it; 0: at once.
-        max_load_blocks: `lookup` reports no more hits than this; None: all. (Loading a very long prefix delays all
-            other transfers of the link.)
+        max_load_blocks: `lookup` reports no more hits (a very long load delays all others of the link); None: all.
         on_event: called with each `CacheEvent`, one at a time and in their order, outside the lock: at the end of a
             call of the index, by the thread that makes that call.
         lock: for owners such as BlockCache: a lock that is shared with an engine.
@@ -134,11 +133,7 @@ class CacheIndex:
 
     @_entry
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Record that a request with these keys has ended.
-
-        Call it once per request, at its end, with all of its keys in their order, also those that were not found: then
-        recency and frequency follow requests, not the order in which copies happened to complete.
-        """
+        """Record that a request with these keys, found or not, has ended. Once per request: see `BlockCache.touch`."""
         used = list(dict.fromkeys(check_keys(keys)))
         state, table = self._state, self._state.table
         entries = [entry for entry in map(table.of.get, used) if entry is not None]
@@ -197,6 +192,11 @@ class CacheIndex:
     def reserve_each(self, keys: Sequence[bytes], tenant: str = "") -> list[ReservationRecord]:
         """For tiers: see `promoting.reserve_each`. `commit` or `give_up` ends each."""
         return promoting.reserve_each(self._state, check_keys(keys, repeats=False), tenant)
+
+    @_entry
+    def next_to_go(self, count: int) -> list[bytes]:
+        """For tiers: see `promoting.next_to_go`."""
+        return promoting.next_to_go(self._state, count)
 
     @_entry
     def give_up(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:

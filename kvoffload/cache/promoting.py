@@ -1,8 +1,9 @@
-"""Entries that a tier fills: each key has a reservation of its own, since its bytes come alone or not at all."""
+"""What tiers need of an index: a reservation for each key that is promoted, and the keys that are evicted next."""
 
 from __future__ import annotations
 
 from kvoffload.cache.entries import ReservationRecord
+from kvoffload.cache.pools import most_victims
 from kvoffload.cache.state import CacheState
 
 
@@ -24,3 +25,14 @@ def reserve_each(state: CacheState, keys: list[bytes], tenant: str) -> list[Rese
         state.abandoned.append(record)
         raise
     return parts
+
+
+def next_to_go(state: CacheState, count: int) -> list[bytes]:
+    """The keys that would be evicted for so many new ones, beyond the entries that are free. Changes nothing."""
+    table = state.table
+    wanted = count - table.num_free
+    found: list[bytes] = []
+    for pool in sorted(state.pools.all, key=lambda pool: pool.priority):
+        if len(found) < wanted and len(pool.policy):
+            found += most_victims(pool.policy, wanted - len(found), lambda key: table.of.get(key) in table.holds)
+    return found

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
+from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.internal.checks import shown
@@ -31,6 +32,8 @@ _AFTER_ERROR = 0.1  # seconds
 _LONGEST_SLEEP = 60.0
 _SLEEP_OF_GARBAGE = 0.2  # between looks whether calls have returned, when there is no cache any more
 _MOST_MESSAGES = 1 << 16
+_MOST_AHEAD = 256  # keys that are looked at before they are evicted
+_MOST_ENDED = 256  # requests that wait for their stores
 
 Message = PromotionRecord | ChainedLoad | CacheEvent | tuple[bytes, ...]
 """A promotion to begin, a load to chain, what happened in the cache, or the keys of a request that has ended."""
@@ -84,6 +87,9 @@ class TierManager:
         self._woken = woken = queue.SimpleQueue[None]()  # may be put to by a finalizer; an Event may not be set by one
         notify = _waker(woken)
         most_occupied, most_leased = (max(1, int(share * index.capacity)) for share in shares)
+        self._index, self._ahead = index, min(most_leased, _MOST_AHEAD)
+        self._filled = False  # since the latest look at what is evicted next
+        self._ended = deque[tuple[bytes, ...]]()  # requests of which stores may be in flight
         self._promoter = Promoter(index, self.tiers, seconds_per_key, most_occupied, notify)
         self._writer = Writer(index, self.tiers, most_leased, notify, choice.written)
         self._messages = deque[Message]()
@@ -152,6 +158,7 @@ class TierManager:
             self._abandon()
         while self._messages:
             self._take(self._messages.popleft())
+        self._choose()
         for record in self._promoter.advance():
             record.end()
         self._writer.advance()
@@ -167,11 +174,25 @@ class TierManager:
         elif isinstance(message, CacheEvent):
             self._heard(message)
         else:
-            self._write(self._choice.ended(message), "")
+            self._ended.append(message)
+
+    def _choose(self) -> None:
+        """Ask what to write of requests that have ended, once their stores have, and of what is evicted next."""
+        while self._ended:
+            statuses = self._index.status(self._ended[0])
+            if Status.PENDING in statuses and len(self._ended) < _MOST_ENDED:
+                break
+            self._write(self._choice.ended(self._ended.popleft()), "")
+        if self._filled and self._choice.looks_ahead:
+            self._filled = False
+            self._write(self._choice.about_to_go(self._index.next_to_go(self._ahead)), "")
 
     def _heard(self, event: CacheEvent) -> None:
+        self._filled |= event.kind in ("stored", "promoted")
         if event.kind == "stored":
             self._write(self._choice.stored(event.keys), event.tenant)
+            for below in self.tiers:
+                self._choice.written([key for key, has in zip(event.keys, below.has(event.keys), strict=True) if has])
         elif event.kind == "promoted":
             self._choice.promoted(event.keys)
         elif event.kind in ("evicted", "removed"):

@@ -14,21 +14,33 @@ from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.reservations import CacheJob
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.errors import ClosedError, LayoutError, TierError
-from kvoffload.internal.checks import shown
-from kvoffload.internal.types import UInt8Array
+from kvoffload.errors import ClosedError, TierError
+from kvoffload.tiering.attaching import (
+    HOST,
+    MISSING,
+    PENDING,
+    UNKNOWN,
+    admits_all,
+    attach,
+    checked_tiers,
+    pools_of,
+    records_in,
+    seconds_per_key,
+)
 from kvoffload.tiering.below import BelowStatistics, fits
 from kvoffload.tiering.manager import Removal, TierManager
 from kvoffload.tiering.promotion import ChainedLoad, Promotion, PromotionRecord
-from kvoffload.tiering.writes import WriteBack, WriteChoice, WriteNothing, WriteThrough
+from kvoffload.tiering.writes import WriteAdmitted, WriteBack, WriteChoice, WriteNothing, WriteThrough
 from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.tier import Tier, TierCapabilities
+from kvoffload.tiers.tier import Tier
 
-WriteName = Literal["through", "back", "none"]
-_CHOICES: dict[str, Callable[[], WriteChoice]] = {"through": WriteThrough, "back": WriteBack, "none": WriteNothing}
-
-HOST, PENDING, MISSING, UNKNOWN = "host", "pending", "missing", "unknown"
-"""What `locate` says of keys that no tier is known to have."""
+WriteName = Literal["admitted", "through", "back", "none"]
+_CHOICES: dict[str, Callable[[int], WriteChoice]] = {
+    "admitted": WriteAdmitted,
+    "through": lambda _: WriteThrough(),
+    "back": lambda _: WriteBack(),
+    "none": lambda _: WriteNothing(),
+}
 
 _PROMOTING, _WRITING = 0.5, 0.25  # shares of the entries
 _HUNG = 30.0  # seconds
@@ -51,9 +63,11 @@ class TieredCache(BlockCache[EngineT]):
     A tier that fails, hangs or is full is a miss, and raises nothing here. No stream of the GPU waits for a tier.
 
     Args:
-        engine, policy, tenants, store_after, max_load_blocks, on_event: as for `BlockCache`.
+        engine, tenants, store_after, max_load_blocks, on_event: as for `BlockCache`.
         tiers: asked in this order; each gets what is written. They become the cache's own, and are closed with it.
-        write: what is written to the tiers: "through" every key as soon as it is in slots; "back" every key shortly
+        policy: as for `BlockCache`; "prefix" declines nothing here, since only what is in slots can be written.
+        write: what is written to the tiers: "admitted" what is worth it, as learned from what is asked for again, at
+            the end of requests (`touch`); "through" every key as soon as it is in slots; "back" every key shortly
             before it is evicted; "none" nothing.
         prefill_tokens_per_second: what computing costs: nothing is promoted that is expected to take longer, going by
             the tier's speed as measured lately. None: everything is promoted. The layout must say tokens_per_block.
@@ -70,7 +84,7 @@ class TieredCache(BlockCache[EngineT]):
         policy: PolicyChoice = DEFAULT_POLICY,
         *,
         tiers: Sequence[Tier],
-        write: WriteName = "through",
+        write: WriteName = "admitted",
         prefill_tokens_per_second: float | None = None,
         hung: float = _HUNG,
         tenants: Mapping[str, Tenant] | None = None,
@@ -82,26 +96,26 @@ class TieredCache(BlockCache[EngineT]):
             raise ValueError(f"write must be one of {', '.join(_CHOICES)}, got {write!r:.80}")
         if isinstance(hung, bool) or not isinstance(hung, int | float) or not hung > 0:
             raise ValueError(f"hung must be seconds above 0, got {hung!r:.80}")
-        seconds_per_key = _seconds_per_key(engine.layout, prefill_tokens_per_second)
-        checked = _checked_tiers(tiers)
+        key_seconds = seconds_per_key(engine.layout, prefill_tokens_per_second)
+        checked = checked_tiers(tiers)
         hook = _Hook(on_event)
         super().__init__(
             engine,
-            policy,
+            admits_all if policy == "prefix" else policy,
             tenants=tenants,
             store_after=store_after,
             max_load_blocks=max_load_blocks,
             on_event=hook,
         )
-        pools = [pool[: self.capacity * self._groups].reshape(self.capacity, -1) for pool in _pools(engine)]
-        _attach(checked, pools, engine.layout)
+        pools = [pool[: self.capacity * self._groups].reshape(self.capacity, -1) for pool in pools_of(engine)]
+        attach(checked, pools, engine.layout)
         reference = weakref.ref(self)
         try:
             self._manager = TierManager(
                 self._index,
                 checked,
-                _CHOICES[write](),
-                seconds_per_key=seconds_per_key,
+                _CHOICES[write](records_in(checked, pools)),
+                seconds_per_key=key_seconds,
                 hung=hung,
                 shares=(_PROMOTING, _WRITING),
                 settle=lambda: _settle(reference),
@@ -333,48 +347,3 @@ def _failed_removals(remove: Callable[[Tier], TierJob | None], tiers: list[Tier]
         if not all(outcome in (Outcome.DONE, Outcome.MISSING) for outcome in outcomes):
             failed.append(tier.name)
     return failed
-
-
-def _pools(engine: Any) -> tuple[UInt8Array, ...]:
-    slots = engine.slots
-    return slots if isinstance(slots, tuple) else (slots,)
-
-
-def _attach(tiers: Sequence[Tier], pools: Sequence[UInt8Array], layout: Any) -> None:
-    try:
-        digest = layout.fingerprint
-    except LayoutError:
-        digest = None
-    for number, tier in enumerate(tiers):
-        try:
-            tier.attach(pools, digest)
-        except BaseException:
-            for other in tiers[:number]:
-                other.close()
-            raise
-
-
-def _checked_tiers(tiers: Sequence[Tier]) -> list[Tier]:
-    checked = list(tiers)
-    for number, tier in enumerate(checked):
-        if not isinstance(tier, Tier):
-            raise TypeError(f"tiers[{number}] must be a Tier, got {shown(tier)}")
-        if not isinstance(tier.capabilities, TierCapabilities) or not isinstance(tier.name, str):
-            raise TypeError(f"tiers[{number}] must have capabilities (TierCapabilities) and a name (str)")
-    if not checked:
-        raise ValueError("tiers must hold at least one tier; without tiers make a BlockCache")
-    names = [tier.name for tier in checked]
-    for name in names:
-        if name in (HOST, PENDING, MISSING, UNKNOWN) or names.count(name) > 1:
-            raise ValueError(f"tiers must have names of their own, other than host, pending, missing, unknown: {names}")
-    return checked
-
-
-def _seconds_per_key(layout: Any, tokens_per_second: float | None) -> float | None:
-    if tokens_per_second is None:
-        return None
-    if isinstance(tokens_per_second, bool) or not isinstance(tokens_per_second, int | float) or tokens_per_second <= 0:
-        raise ValueError(f"prefill_tokens_per_second must be above 0, or None, got {tokens_per_second!r:.80}")
-    if layout.tokens_per_block is None:
-        raise LayoutError("prefill_tokens_per_second needs a layout with tokens_per_block: name it")
-    return float(layout.tokens_per_block * layout.blocks_per_slot / tokens_per_second)

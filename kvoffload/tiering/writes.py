@@ -1,17 +1,24 @@
-"""Which of the keys in slots are written to tiers, and when: the simple answers."""
+"""Which of the keys in slots are written to tiers, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvoffload.tiering.admission import WriteAdmission
+
 
 class WriteChoice(Protocol):
-    """Is told what happens in the pool of slots, and says what to write. Used by one thread at a time.
+    """Follows what happens in the pool of slots, and says what to write. Used by one thread at a time.
 
     `stored`, `ended` and `about_to_go` return keys to write, of those given; a key that cannot be written any more, or
     need not, is left out by the caller.
+
+    Attributes:
+        looks_ahead: whether `about_to_go` is to be asked.
     """
+
+    looks_ahead: bool
 
     def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """These keys of a request, in its order, were computed and are in slots now."""
@@ -26,7 +33,7 @@ class WriteChoice(Protocol):
         """A tier has brought these keys into slots."""
 
     def written(self, keys: Sequence[bytes]) -> None:
-        """A tier has taken these keys."""
+        """A tier has taken these keys, or has them already."""
 
     def left(self, keys: Sequence[bytes]) -> None:
         """These keys are in slots no longer."""
@@ -34,6 +41,8 @@ class WriteChoice(Protocol):
 
 class _Nothing:
     """Writes nothing: the base of the others."""
+
+    looks_ahead = False
 
     def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
         return ()
@@ -65,5 +74,47 @@ class WriteThrough(_Nothing):
 class WriteBack(_Nothing):
     """Everything, shortly before it is evicted: write="back"."""
 
+    looks_ahead = True
+
+    def __init__(self) -> None:
+        self._chosen = set[bytes]()  # of the keys in slots
+
     def about_to_go(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        return keys
+        fresh = [key for key in keys if key not in self._chosen]
+        self._chosen.update(fresh)
+        return fresh
+
+    def left(self, keys: Sequence[bytes]) -> None:
+        self._chosen.difference_update(keys)
+
+
+class WriteAdmitted:
+    """What is worth it, as learned from what is asked for again: write="admitted"; see `WriteAdmission`.
+
+    Args:
+        capacity: records that the tiers hold.
+    """
+
+    looks_ahead = False
+
+    def __init__(self, capacity: int) -> None:
+        self._admission = WriteAdmission(capacity)
+
+    def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        self._admission.stored(keys)
+        return ()
+
+    def ended(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return self._admission.ended(keys)
+
+    def about_to_go(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return self._admission.about_to_go(keys)
+
+    def promoted(self, keys: Sequence[bytes]) -> None:
+        self._admission.promoted(keys)
+
+    def written(self, keys: Sequence[bytes]) -> None:
+        self._admission.written(keys)
+
+    def left(self, keys: Sequence[bytes]) -> None:
+        self._admission.left_host(keys)

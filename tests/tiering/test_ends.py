@@ -229,7 +229,9 @@ PROGRAM = """
 
 
 def run(program: str) -> str:
-    text = textwrap.dedent(PROGRAM).format(support=str(Path(__file__).parents[1] / "support")) + textwrap.dedent(program)
+    text = textwrap.dedent(PROGRAM).format(support=str(Path(__file__).parents[1] / "support")) + textwrap.dedent(
+        program
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(kvoffload.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False, env=environment
@@ -278,5 +280,3 @@ def test_a_forked_child_is_refused_and_hangs_nowhere() -> None:
         """
     )
     assert "refused 8" in out
-
-
