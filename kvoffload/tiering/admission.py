@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 
 from kvoffload.internal.checks import at_least
 from kvoffload.tiering.memory import KeyMemory, Sighting, living
-from kvoffload.tiering.readback import DEEPEST, FIRST_USES, ReadbackModel, kind_of, uses_of
+from kvoffload.tiering.readback import DEEPEST, FIRST_USES, MOST_USES, ReadbackModel, kind_of, uses_of
 
 DEFAULT_LEAST_HITS = 0.22
 _REMEMBERED_SHARE = 4  # times the disk's capacity, within these two bounds
+_LATER_USES = [kind_of(before + 1, False, 0, 0) for before in range(MOST_USES + 1)]  # by the uses before
 _FEWEST_REMEMBERED = 1 << 17
 _MOST_REMEMBERED = 1 << 21
 _SHORTEST_ROUND = 1_024  # blocks asked for between two rounds of learning
@@ -152,13 +153,13 @@ class WriteAdmission:
         for key, before in zip(keys, known, strict=True):
             if before is None:
                 depth += 1
-                kinds.append(FIRST_USES[parent_uses][min(depth, DEEPEST)])
+                kinds.append(FIRST_USES[parent_uses][depth if depth < DEEPEST else DEEPEST])
                 continue
             parent_uses = parent_uses if depth else before.uses
             left[before] = left.get(before, 0) + 1
             if key in arrived or key not in on_disk:
                 reused[before] = reused.get(before, 0) + 1
-            kinds.append(kind_of(before.uses + 1, False, 0, 0))
+            kinds.append(_LATER_USES[before.uses])
         if keys:
             kinds[-1] = kind_of(1 if known[-1] is None else known[-1].uses + 1, True, 0, 0)
         for before, count in left.items():
