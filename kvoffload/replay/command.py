@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from kvoffload.replay.verified import Counts, VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
 from kvoffload.terminal.console import CommandError, Output, bandwidth, counted, mib, open_backend, verified_text
 from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_seed, model, numbers, scale, whole
+from kvoffload.tiers import Tier
 
 _MOST_IN_FLIGHT = 256  # an engine has room for so many with several groups, too
 _TEXT = """\
@@ -189,6 +190,17 @@ def _with_bytes(
     arguments: argparse.Namespace, requests: Sequence[Request], device: Device, output: Output
 ) -> dict[str, Any]:
     """Serve all requests; the fields of the result."""
+    with tier_report.disk_below(arguments) as make_tier:
+        return _serve(arguments, requests, device, output, make_tier)
+
+
+def _serve(
+    arguments: argparse.Namespace,
+    requests: Sequence[Request],
+    device: Device,
+    output: Output,
+    make_tier: Callable[[int], Tier] | None,
+) -> dict[str, Any]:
     begin = time.perf_counter()
     with output.progress("pinning the pool") as progress:
         served = VerifiedCache(
@@ -200,6 +212,8 @@ def _with_bytes(
             policy=arguments.policy,
             in_flight=arguments.in_flight,
             seed=arguments.seed,
+            make_tier=make_tier,
+            write=arguments.write or "admitted",
             progress=progress,
         )
     with served:
@@ -221,6 +235,7 @@ def _with_bytes(
             "in_flight": arguments.in_flight,
             "bytes_per_slot": served.bytes_per_key,
             **_counted(served),
+            **tier_report.counts_with_bytes(served),
             "blocks_beyond_slots": sum(max(0, len(request) - arguments.slots[0]) for request in requests),
             "seconds": round(end - begin, 3),
             "serving_seconds": round(end - serving, 3),
@@ -287,10 +302,12 @@ def _counts(fields: dict[str, Any]) -> list[tuple[str, str]]:
         ("requests not stored, or in part", f"{fields['requests_refused']:,}"),
         ("blocks asked for", f"{fields['blocks_requested']:,}"),
         ("  found and loaded", f"{fields['blocks_hit']:,} ({mib(fields['bytes_loaded'])})"),
+        *tier_report.lines_with_bytes(fields)[:1],
         ("  not found: stored", f"{fields['blocks_stored']:,} ({mib(fields['bytes_stored'])})"),
         ("  not found: not worth storing", f"{fields['blocks_declined']:,}"),
         *([(f"  beyond the first {fields['slots']:,} of a request", f"{beyond:,}")] if beyond else []),
         ("stored blocks evicted for others", f"{fields['blocks_evicted']:,}"),
+        *tier_report.lines_with_bytes(fields)[1:],
         (
             "loaded blocks verified, every byte",
             f"{fields['verified_blocks']:,} ({fields['sampled_blocks']:,} also plane by plane)",

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.replay.saving import Rates, positive
 from kvoffload.replay.tiers import WRITES, Policies, Survey, TierResult
 from kvoffload.replay.trace import Request
-from kvoffload.terminal.console import CommandError, Output
+from kvoffload.replay.verified import VerifiedCache
+from kvoffload.terminal.console import CommandError, Output, mib
 from kvoffload.terminal.options import numbers
 from kvoffload.tiering.admission import DEFAULT_LEAST_HITS
+from kvoffload.tiering.tiered_cache import TieredCache, WriteName
+from kvoffload.tiers import DiskTier
+from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET
 
-_NEED_A_DISK = ("write", "least_hits", "disk_policy", "disk_gb_per_s")
+_NEED_A_DISK = ("disk_path", "write", "least_hits", "disk_policy", "disk_gb_per_s")
+_DRAIN_SECONDS = 60.0
+_FILE_OVERHEAD = TABLE_OFFSET + 8192  # what rounding takes
+_WITHOUT_BYTES = ("least_hits", "disk_policy", "disk_gb_per_s")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """`--disk-slots`, and the options that need it, whose defaults are None so that `check` knows who gave them."""
     hidden = argparse.SUPPRESS
     parser.add_argument("--disk-slots", type=numbers, metavar="N[,N...]", help="a disk below; options: see the docs")
+    parser.add_argument("--disk-path", type=Path, metavar="FOLDER", help=hidden)
     parser.add_argument("--write", choices=(*WRITES, "all"), metavar="NAME", help=hidden)
     parser.add_argument("--least-hits", type=_not_negative, metavar="X", help=hidden)
     parser.add_argument("--disk-policy", choices=tuple(sorted(POLICIES)), metavar="NAME", help=hidden)
@@ -39,13 +50,47 @@ def check(arguments: argparse.Namespace) -> None:
                 raise CommandError(f"--{name.replace('_', '-')} is of no use without --disk-slots: give that, too")
         return
     if not arguments.metadata_only:
-        raise CommandError("--disk-slots needs --metadata-only: a disk is replayed without bytes")
+        _check_with_bytes(arguments)
+    elif arguments.disk_path is not None:
+        raise CommandError("--disk-path is of no use with --metadata-only: no bytes are written")
     if arguments.policy == "all":
         raise CommandError("--policy all does not go with --disk-slots: name one policy for the host")
     if arguments.plot is not None:
         raise CommandError("--plot does not go with --disk-slots: it draws hits of one tier")
     if arguments.disk_gb_per_s is not None and arguments.prefill_tokens_per_second is None:
         raise CommandError("--disk-gb-per-s is of no use without --prefill-tokens-per-second: give that, too")
+
+
+def _check_with_bytes(arguments: argparse.Namespace) -> None:
+    if arguments.disk_path is None:
+        raise CommandError("--disk-slots needs --disk-path, the folder of its file, or --metadata-only")
+    if not arguments.disk_path.is_dir():
+        raise CommandError(
+            f"--disk-path {arguments.disk_path}: there is no such folder; create it, or give another one"
+        )
+    if len(arguments.disk_slots) > 1:
+        given = ",".join(map(str, arguments.disk_slots))
+        raise CommandError(f"--disk-slots {given} needs --metadata-only: one disk at a time is filled with bytes")
+    if arguments.write not in (None, *get_args(WriteName)):
+        raise CommandError(f"--write {arguments.write} needs --metadata-only: a cache has {get_args(WriteName)}")
+    for name in _WITHOUT_BYTES:
+        if getattr(arguments, name) is not None:
+            raise CommandError(f"--{name.replace('_', '-')} needs --metadata-only")
+
+
+@contextmanager
+def disk_below(arguments: argparse.Namespace) -> Iterator[Callable[[int], DiskTier] | None]:
+    """Makes a tier of --disk-slots records over a new file in --disk-path, removed at the end; None without them."""
+    if arguments.disk_slots is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="kvoffload-replay-", dir=arguments.disk_path) as folder:
+
+        def make(record_bytes: int) -> DiskTier:
+            nbytes = arguments.disk_slots[0] * (record_bytes + HEADER_BYTES) + _FILE_OVERHEAD
+            return DiskTier(Path(folder) / "records.kv", nbytes=nbytes, identity="kvoffload replay")
+
+        yield make
 
 
 def run(
@@ -178,3 +223,36 @@ def _fields(result: TierResult, rates: Rates | None, disk_rate: float | None) ->
 def _not_negative(text: str) -> float:
     """An argparse type: 0, or a finite number above it."""
     return 0.0 if text.strip() in ("0", "0.0") else positive(text)
+
+
+def counts_with_bytes(served: VerifiedCache) -> dict[str, Any]:
+    """For JSON: what the disk did; empty without one."""
+    if not isinstance(served.cache, TieredCache):
+        return {}
+    served.cache.drain(_DRAIN_SECONDS)
+    done = served.cache.tier_statistics()[0]
+    disk = {
+        "slots_below": done.tier.records,
+        "blocks_promoted": served.counts.blocks_promoted,
+        "promotion_seconds": round(served.counts.promotion_seconds, 3),
+        "blocks_written": done.written,
+        "blocks_not_written": done.not_written + done.dropped,
+        "bytes_written": done.tier.bytes_written,
+        "bytes_read": done.tier.bytes_read,
+        "corrupt_records": done.tier.corrupt,
+    }
+    return {"disk": disk}
+
+
+def lines_with_bytes(fields: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of the table; none without a disk."""
+    disk = fields.get("disk")
+    if disk is None:
+        return []
+    promoted, seconds = disk["blocks_promoted"], disk["promotion_seconds"]
+    return [
+        ("    of them from disk", f"{promoted:,} ({mib(disk['bytes_read'])} read, {seconds:,.1f} s of promotions)"),
+        ("written to disk", f"{disk['blocks_written']:,} ({mib(disk['bytes_written'])})"),
+        ("  worth it, and not written", f"{disk['blocks_not_written']:,}"),
+        ("records that were not as written", f"{disk['corrupt_records']:,}"),
+    ]

@@ -97,7 +97,7 @@ class VerifiedCache:
         policy: of the cache, by name.
         in_flight: requests that may be unfinished at a time.
         seed: of the patterns and of where blocks lie.
-        tier: below the slots, for the cache to own; None: none.
+        make_tier: called with the bytes of a record; a tier below the slots, for the cache to own. None: none.
         write: what is written to it; see `TieredCache`.
         progress: called with (bytes done, bytes in all) while the cache's pool is pinned.
     """
@@ -113,8 +113,8 @@ class VerifiedCache:
         policy: str = DEFAULT_POLICY,
         in_flight: int = 1,
         seed: int = 0,
-        tier: Tier | None = None,
-        write: WriteName = "through",
+        make_tier: Callable[[int], Tier] | None = None,
+        write: WriteName = "admitted",
         progress: Progress | None = None,
     ) -> None:
         self._device = device
@@ -133,10 +133,11 @@ class VerifiedCache:
         )
         chosen = make_policy(policy, capacity)
         self._may_decline = type(chosen).make_room is not Policy.make_room
-        if tier is None:
+        if make_tier is None:
             self.cache = BlockCache(self.engine, policy=chosen)
         else:
-            self.cache = TieredCache(self.engine, policy=chosen, tiers=[tier], write=write)
+            tier = make_tier(self.layout.slot_bytes * self.layout.num_groups)
+            self.cache = TieredCache(self.engine, policy, tiers=[tier], write=write)  # type: ignore[arg-type]
         self._patterns = KeyPatterns(self.layout.groups[0].payload_bytes, seed)
         self._random = np.random.default_rng(seed)
         self.counts = Counts()

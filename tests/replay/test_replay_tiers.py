@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,10 @@ from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import DiskTier
 
 
+def disk_in(folder: Path) -> Callable[[int], DiskTier]:
+    return lambda _: DiskTier(folder / "blocks.kv", nbytes=8 << 20, identity="replay")
+
+
 def tiered(served: VerifiedCache) -> TieredCache:
     assert isinstance(served.cache, TieredCache)
     return served.cache
@@ -23,8 +28,10 @@ def test_what_slots_have_no_room_for_comes_from_the_disk(device: kvoffload.Devic
     random = np.random.default_rng(seed)
     prefixes = [list(range(100 * each, 100 * each + 12)) for each in range(12)]
     trace = [prefixes[random.integers(12)][: random.integers(1, 13)] for _ in range(120)]
-    tier = DiskTier(tmp_path / "blocks.kv", nbytes=8 << 20, identity="replay")
-    with VerifiedCache(device, TINY, capacity=36, longest=12, policy="lru", seed=seed, tier=tier) as served:
+    cache = VerifiedCache(
+        device, TINY, capacity=36, longest=12, policy="lru", seed=seed, make_tier=disk_in(tmp_path), write="through"
+    )
+    with cache as served:
         seen = set[bytes]()
         for ids in trace:
             keys = keys_of(ids)
@@ -43,8 +50,10 @@ def test_what_slots_have_no_room_for_comes_from_the_disk(device: kvoffload.Devic
 def test_a_second_replay_finds_what_the_first_one_wrote(device: kvoffload.Device, tmp_path: Path) -> None:
     trace = [[1, 2, 3], [4, 5, 6], [1, 2, 3, 7]]
     for restart in range(2):
-        tier = DiskTier(tmp_path / "blocks.kv", nbytes=8 << 20, identity="replay")
-        with VerifiedCache(device, TINY, capacity=8, longest=4, policy="lru", tier=tier) as served:
+        make = disk_in(tmp_path)
+        with VerifiedCache(
+            device, TINY, capacity=8, longest=4, policy="lru", make_tier=make, write="through"
+        ) as served:
             hits = [served.serve(keys_of(ids)) for ids in trace]
             assert tiered(served).drain(30)
             assert hits == ([3, 3, 4] if restart else [0, 0, 3])
