@@ -15,6 +15,11 @@ So `remove` has to know of headers that the file may hold after a crash. There a
   just started and cannot know, every removal syncs;
 - in a slot whose header could not be written, `_uncertain`: the next sync writes zeros.
 
+A header is written to the file when no payload is being written, and at the latest with 128 others: an ordinary write
+waits for all direct I/O on the file, and holds it up meanwhile. Until then this process has it in `_waiting`; a kill
+leaves what the slot's older header says, whose payload digest differs. Every sync, which forgets `_older`, writes those
+that wait before it does so.
+
 Where a sync fails, or zeros cannot be written, the kernel may have dropped any write, and says so once. Then another
 epoch begins, which makes every header so far invalid as soon as a superblock can be written; until then syncs fail.
 The upper half of an epoch counts. The lower half is random, because an epoch that was begun and could not be recorded
@@ -25,14 +30,14 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvoffload.internal.types import Int64Array
 from kvoffload.tiers.checksums import Checksum
-from kvoffload.tiers.files import PAGE, OpenFile
+from kvoffload.tiers.files import PAGE, Buffer, OpenFile
 from kvoffload.tiers.format import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
@@ -49,6 +54,7 @@ from kvoffload.tiers.format import (
 
 _MOST_OLDER = 16_384  # keys whose overwritten headers are remembered; beyond, every removal syncs
 _HEADERS_AT_ONCE = 32_768  # 6 MiB
+_MOST_WAITING = 128  # headers of records that are not in the file yet
 _EPOCH_COUNT = 1 << 32  # the upper half of an epoch counts
 _NO_HEADER = memoryview(bytes(HEADER_BYTES))
 
@@ -66,7 +72,7 @@ class Member:
     """One file of a set. Usable from several threads; slots are numbered from 0 in each member.
 
     Attributes:
-        hashes: of the key in each slot's header as the file has it, 0 for none; see `hash_of`.
+        hashes: of the key in each slot's header as the file has it, or will have it, 0 for none; see `hash_of`.
         digests: of the payload that belongs to each header.
     """
 
@@ -83,6 +89,8 @@ class Member:
         self._older: set[int] = set()
         self._any_older = True  # the process before may have overwritten headers and not synced
         self._uncertain: set[int] = set()
+        self._waiting: dict[int, bytes] = {}
+        self._payloads = 0  # that are being written
         self._syncing = threading.Lock()  # held during a sync; taken before `_headers`
 
     def load(self) -> list[Headers]:
@@ -113,6 +121,21 @@ class Member:
             return None
         return bytes(self.digests[slot].tobytes())
 
+    def write_payload(self, slot: int, views: Sequence[Buffer]) -> None:
+        """Write a payload; `write_header` follows.
+
+        Raises:
+            OSError: and `write_header` does not follow.
+        """
+        with self._headers:
+            self._payloads += 1
+        try:
+            self.file.write_payload(views, self.payload_offset(slot))
+        except BaseException:
+            with self._headers:
+                self._end_payload()
+            raise
+
     # headers ------------------------------------------------------------------------------------------------------
 
     def write_header(
@@ -130,26 +153,32 @@ class Member:
         Args:
             wanted: called under the lock that `erase` takes, too: so a key that is unwanted from some moment on, and
                 erased after that moment, is not in the file.
+
+        Raises:
+            OSError: the header was to be written now, and could not be; the slot holds no record.
         """
         with self._headers:
-            if not wanted():
-                return False
-            header = pack_header(
-                self.checksum,
-                self._digest,
-                slot=slot,
-                key=key,
-                tenant=tenant,
-                digest=digest,
-                nbytes=self.superblock.slot_bytes,
-                epoch=self._epoch,
-                sequence=sequence,
-                position=position,
-            )
-            self._replace(slot, memoryview(header))
-            self.digests[slot] = as_pairs(digest)[0]
-            self.hashes[slot] = hash_of(key)
-            return True
+            written = wanted()
+            if written:
+                self._note_older(slot)
+                self._waiting[slot] = pack_header(
+                    self.checksum,
+                    self._digest,
+                    slot=slot,
+                    key=key,
+                    tenant=tenant,
+                    digest=digest,
+                    nbytes=self.superblock.slot_bytes,
+                    epoch=self._epoch,
+                    sequence=sequence,
+                    position=position,
+                )
+                self.digests[slot] = as_pairs(digest)[0]
+                self.hashes[slot] = hash_of(key)
+            failed = self._end_payload()
+        if slot in failed:
+            raise failed[slot]
+        return written
 
     def erase(self, slots: Iterable[int]) -> None:
         """Make slots hold no record. Durable after a `sync` that succeeds. Does not raise where zeros are not written:
@@ -198,6 +227,7 @@ class Member:
 
     def _sync(self) -> None:
         with self._headers:
+            self._write_waiting()
             self._older, self._any_older = set(), False
             self._settle_uncertain()
             epoch, unwritten = self._epoch, self._epoch_unwritten
@@ -220,7 +250,7 @@ class Member:
     def _settle_uncertain(self) -> None:
         try:
             for slot in list(self._uncertain):
-                self._write_header(slot, _NO_HEADER)
+                self._write_headers(slot, [_NO_HEADER])
         except OSError:
             self._begin_epoch()
 
@@ -230,6 +260,7 @@ class Member:
         self._any_older = False
         self._older = set()
         self._uncertain = set()
+        self._waiting = {}  # they are of the epoch before
 
     def _erase(self, slot: int) -> None:
         try:
@@ -239,18 +270,47 @@ class Member:
 
     def _replace(self, slot: int, header: memoryview) -> None:
         """Write a header over another one, which a crash may bring back until the next sync."""
+        self._note_older(slot)
+        self._waiting.pop(slot, None)
+        self._uncertain.add(slot)
+        self.hashes[slot] = 0
+        self._write_headers(slot, [header])
+
+    def _note_older(self, slot: int) -> None:
         older = int(self.hashes[slot])
         if older and not self._any_older:
             self._older.add(older)
             if len(self._older) > _MOST_OLDER:
                 self._older, self._any_older = set(), True
-        self._uncertain.add(slot)
-        self.hashes[slot] = 0
-        self._write_header(slot, header)
 
-    def _write_header(self, slot: int, header: memoryview) -> None:
-        self.file.write([header], TABLE_OFFSET + slot * HEADER_BYTES)
-        self._uncertain.discard(slot)
+    def _end_payload(self) -> dict[int, OSError]:
+        """A payload is not being written any more; returns what `_write_waiting` does if it is time for that."""
+        self._payloads -= 1
+        if self._waiting and (self._payloads <= 0 or len(self._waiting) >= _MOST_WAITING):
+            return self._write_waiting()
+        return {}
+
+    def _write_waiting(self) -> dict[int, OSError]:
+        """Write the headers that wait, neighbours in one call. Returns slots that hold no record, as that failed."""
+        waiting, self._waiting = self._waiting, {}
+        failed: dict[int, OSError] = {}
+        run: list[int] = []
+        for slot in [*sorted(waiting), -1]:
+            if run and slot != run[-1] + 1:
+                self._uncertain.update(run)
+                try:
+                    self._write_headers(run[0], [memoryview(waiting[each]) for each in run])
+                except OSError as error:
+                    self.hashes[run] = 0
+                    failed.update(dict.fromkeys(run, error))
+                run = []
+            run.append(slot)
+        return failed
+
+    def _write_headers(self, first: int, headers: Sequence[memoryview]) -> None:
+        """Write headers of consecutive slots, which are in `_uncertain`; they are not, afterwards."""
+        self.file.write(headers, TABLE_OFFSET + first * HEADER_BYTES)
+        self._uncertain.difference_update(range(first, first + len(headers)))
 
     # read by another process --------------------------------------------------------------------------------------
 

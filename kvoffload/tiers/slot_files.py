@@ -196,7 +196,7 @@ class SlotFiles:
         self._check_views(views)
         member, place = self._place_of(slot)
         digest = self.checksum.of(views)
-        member.file.write_payload(views, member.payload_offset(place))
+        member.write_payload(place, views)
         return member.write_header(place, key, tenant_digest(tenant), digest, sequence, position, wanted)
 
     def read(self, slot: int, key: bytes, views: Sequence[Buffer]) -> bool:
