@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import kvoffload
+from kvoffload.tiering.tiered_cache import TieredCache
+from kvoffload.tiers import DiskTier
 from paged_decode.backend import Backend
 from paged_decode.model import BLOCK_TOKENS
 from paged_decode.timeline import Timeline
@@ -30,6 +36,12 @@ def block_bytes(layout: kvoffload.KVLayout | kvoffload.ShardedLayout) -> int:
     return sum(shard.groups[0].bytes_per_block for shard in shards)
 
 
+def _over_disk(engine: Engine, file: Path) -> TieredCache[Engine]:
+    """A cache with a file below it, which has room for twice as many blocks as any of these workloads has."""
+    disk = DiskTier(file, nbytes=2 << 30, identity="paged decode, random weights", reset=True)
+    return TieredCache(engine, tiers=[disk])
+
+
 class Offloader:
     """Stores and loads the complete blocks of conversations. Nothing here waits for a transfer that has not ended.
 
@@ -38,6 +50,7 @@ class Offloader:
         timeline: notes when transfers ran.
         by_layer: load in a part for each layer, so that the first need not wait for the last.
         corrupt: spoil a stored block before the first load.
+        disk: a file that keeps blocks which the host has no room for; None: the host has room for all.
     """
 
     def __init__(
@@ -48,10 +61,11 @@ class Offloader:
         *,
         by_layer: bool,
         corrupt: bool,
+        disk: Path | None = None,
     ) -> None:
         self._backend, self._engine, self._timeline = backend, engine, timeline
         self._by_layer, self._corrupt = by_layer, corrupt
-        self._cache = kvoffload.BlockCache(engine)
+        self._cache = kvoffload.BlockCache(engine) if disk is None else _over_disk(engine, disk)
         self._stores: dict[int, kvoffload.CacheJob] = {}
         self._loads: dict[int, kvoffload.CacheJob] = {}
 
@@ -62,6 +76,8 @@ class Offloader:
         self._cache.touch(keys)
         self._stores[conversation] = job
         self._note(job)
+        if isinstance(self._cache, TieredCache):  # a server goes on; here all of it has to be there later
+            self._cache.drain(60)
 
     def follow_store(self, conversation: int) -> None:
         """Have steps from now on follow the store of a conversation whose blocks another one has taken."""
@@ -73,12 +89,22 @@ class Offloader:
         """Load the complete blocks of a conversation into `blocks`, which are as many."""
         self._stores[conversation].wait()  # it ended long ago: other conversations were served since
         keys = self._keys(tokens)
-        if self._cache.lookup(keys) < len(keys):
-            raise RuntimeError("a prefix was not found, although the host has room for all")
-        self._spoil(keys)
-        parts = self._backend.size.layers if self._by_layer else None  # planes 2k and 2k + 1 are part k
-        job = self._loads[conversation] = self._cache.load(keys, blocks, after=self._backend.after(), parts=parts)
+        with self._promoted(keys) as found:
+            if found < len(keys):
+                raise RuntimeError("a prefix was not found, although there is room for all")
+            self._spoil(keys)
+            parts = self._backend.size.layers if self._by_layer else None  # planes 2k and 2k + 1 are part k
+            job = self._loads[conversation] = self._cache.load(keys, blocks, after=self._backend.after(), parts=parts)
         self._note(job)
+
+    @contextmanager
+    def _promoted(self, keys: list[bytes]) -> Iterator[int]:
+        """How many leading keys can be loaded now, after those that are on disk have been read; they stay meanwhile."""
+        if isinstance(self._cache, TieredCache):
+            with self._cache.promote(keys, deadline=60) as promotion:
+                yield promotion.wait()
+        else:
+            yield self._cache.lookup(keys)
 
     def follow_load(self, conversation: int) -> None:
         """Have steps from now on follow the load of a conversation, if there is one."""
@@ -91,6 +117,11 @@ class Offloader:
         """The computation followed the load, so the load has ended: raise if it failed."""
         if conversation in self._loads:
             self._loads.pop(conversation).wait()
+
+    def close(self) -> None:
+        """Close what is below the host; the engine stays open."""
+        if isinstance(self._cache, TieredCache):
+            self._cache.close()
 
     def count_blocks(self) -> tuple[int, int]:
         """Blocks stored and loaded so far; waits until all transfers have ended."""

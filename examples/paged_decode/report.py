@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from paged_decode import model, timeline, workload
 from paged_decode.backend import Backend
 from paged_decode.offload import Offloader, block_bytes, open_engine
-from paged_decode.server import FITS, LAYER_WISE, ON_DEMAND, PREFETCHED, RECOMPUTED, Mode, Run, Server
+from paged_decode.server import FITS, FROM_DISK, LAYER_WISE, ON_DEMAND, PREFETCHED, RECOMPUTED, Mode, Run, Server
 
 CUDA, SIMULATED = "cuda", "simulated"  # as `open_device` calls them
 
@@ -37,6 +38,7 @@ def command_line(description: str, *, by_layer: bool = False, sharded: bool = Fa
     parser.add_argument("--device-blocks", type=int, help="of the cache that does not fit; default: as few as will do")
     parser.add_argument("--seed", type=int, default=0, help="of the conversations")
     parser.add_argument("--plot", metavar="FILE", help="draw a timeline; needs a GPU and kvoffload[plot]")
+    parser.add_argument("--disk", type=Path, metavar="FILE", help="also with host memory for a quarter of the blocks")
     parser.add_argument("--corrupt", action="store_true", help="spoil a stored block: the comparison has to notice")
     if by_layer:
         parser.add_argument("--layer-wise", action="store_true", help="also with layers that wait for their part only")
@@ -104,7 +106,8 @@ def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out
     count = f"{len(backend.devices)} x " if len(backend.devices) > 1 else ""
     print(f"{type(backend).__name__} on {count}{device.name}", backend.size, options.extent, sep="\n")
     print(f"{work.blocks_in_all()} blocks in all, room for {device_blocks} on the device", flush=True)
-    modes = [FITS, PREFETCHED, ON_DEMAND, *([LAYER_WISE] if options.layer_wise else []), RECOMPUTED]
+    modes = [FITS, PREFETCHED, ON_DEMAND, *([LAYER_WISE] if options.layer_wise else [])]
+    modes += [*([FROM_DISK] if options.disk else []), RECOMPUTED]
     spans: dict[str, list[timeline.Span]] = {}
     runs = [serve(backend, work, mode, device_blocks, options, spans) for mode in modes]
     if device.simulated:
@@ -135,9 +138,13 @@ def serve(
             notes = stack.enter_context(closing(timeline.Timeline(backend.devices[0])))
         if mode.offloads:
             num_slots = work.blocks_in_all()  # the host has room for everything
+            if mode.from_disk:
+                num_slots = max(num_slots // 4, 2 * work.longest)
             engine = open_engine(backend, layout, num_slots)
             stack.enter_context(engine)
-            offloader = Offloader(backend, engine, notes, by_layer=mode.by_layer, corrupt=options.corrupt)
+            disk = options.disk if mode.from_disk else None
+            offloader = Offloader(backend, engine, notes, by_layer=mode.by_layer, corrupt=options.corrupt, disk=disk)
+            stack.callback(offloader.close)
         run = Server(backend, work, mode, num_blocks, offloader, notes).run()
         if notes is not None:
             spans[mode.name] = notes.spans()
@@ -151,11 +158,11 @@ def serve(
 
 def table(runs: Sequence[Run]) -> Iterator[str]:
     """Lines: tokens a second and time to first token of each run; in brackets, ratios to the first run."""
-    yield f"{'':24} {'tokens/s':>18} {'TTFT median, ms':>20} {'TTFT p95, ms':>20}"
+    yield f"{'':26} {'tokens/s':>18} {'TTFT median, ms':>20} {'TTFT p95, ms':>20}"
     figures = np.array([_figures(run) for run in runs])
     for run, row, ratios in zip(runs, figures, figures / figures[0], strict=True):
         rate, median, p95 = (f"{value:,.1f} ({ratio:.2f})" for value, ratio in zip(row, ratios, strict=True))
-        yield f"{run.mode.name:24} {rate:>18} {median:>20} {p95:>20}"
+        yield f"{run.mode.name:26} {rate:>18} {median:>20} {p95:>20}"
     yield "(ratio to the first row); tokens/s: generated tokens, all the time it took; TTFT: of turns that continue a"
     yield "conversation, from when the turn has come until its first token is on the host"
 

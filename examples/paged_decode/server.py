@@ -22,6 +22,7 @@ class Mode(NamedTuple):
         offloads: they are stored before that, and loaded again; otherwise their content is computed again.
         prefetches: a load begins while the batch before decodes; otherwise when the turn has come.
         by_layer: layer k waits for its part of a load; otherwise the first layer waits for all of it.
+        from_disk: the host has room for a part of the blocks, and a file for all.
     """
 
     name: str
@@ -29,12 +30,14 @@ class Mode(NamedTuple):
     offloads: bool = False
     prefetches: bool = False
     by_layer: bool = False
+    from_disk: bool = False
 
 
 FITS = Mode("cache that fits", fits=True)
 PREFETCHED = Mode("offload, prefetched", offloads=True, prefetches=True)
 ON_DEMAND = Mode("offload, on demand", offloads=True)
 LAYER_WISE = Mode("offload, layer-wise", offloads=True, by_layer=True)
+FROM_DISK = Mode("offload to disk, on demand", offloads=True, from_disk=True)
 RECOMPUTED = Mode("recomputation")
 
 

@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from kvoffload.cache.reservations import CacheJob
 from kvoffload.internal.waiting import wait_until
 
 _T = TypeVar("_T")
 
 
+class Ending(Protocol):
+    """What a request waits for."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
 class _Waiting(NamedTuple):
-    steps: Iterator[CacheJob]
-    job: CacheJob
+    steps: Iterator[Ending]
+    job: Ending
 
 
 def overlap(
-    start: Callable[[_T, int], Iterator[CacheJob]], requests: Iterable[_T], lanes: int, ended: Callable[[], None]
+    start: Callable[[_T, int], Iterator[Ending]], requests: Iterable[_T], lanes: int, ended: Callable[[], None]
 ) -> None:
     """Start requests in order, at most `lanes` at a time, and resume each when the job that it waits for has ended.
 
@@ -37,7 +45,7 @@ def overlap(
     waiting: dict[int, _Waiting] = {}
     remaining = iter(requests)
 
-    def resume(lane: int, steps: Iterator[CacheJob]) -> None:
+    def resume(lane: int, steps: Iterator[Ending]) -> None:
         job = next(steps, None)
         if job is not None:
             waiting[lane] = _Waiting(steps, job)

@@ -9,7 +9,7 @@ Some loaded blocks are also read back plane by plane with synchronous copies, wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -29,10 +29,14 @@ from kvoffload.internal.patterns import KeyPatterns
 from kvoffload.internal.types import Int64Array, UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.replay.overlap import overlap
+from kvoffload.tiering.promotion import Promotion
+from kvoffload.tiering.tiered_cache import TieredCache, WriteName
+from kvoffload.tiers import Tier
 
 _STAGING_BYTES = 128 << 20
 _MAX_STAGING_KEYS = 256
 _POISON = 0xA5
+_PROMOTION_SECONDS = 30.0
 SAMPLE_EVERY = 64  # one loaded block of so many is also read plane by plane
 
 _P = ParamSpec("_P")
@@ -44,8 +48,9 @@ class Counts:
     """What has been served so far; blocks are the cache's, one per key.
 
     `store_seconds` and `load_seconds` are on the device's clock, added up: where transfers overlap, more than the time
-    that passed. `call_seconds` are the host's, inside the cache's calls, by request. `requests_refused` had blocks that
-    could not be stored, because too few blocks could be evicted for them.
+    that passed. `promotion_seconds` (of promotions, from begin to end) and `call_seconds` (inside the cache's calls, by
+    request) are the host's. `requests_refused` had blocks that could not be stored, because too few blocks could be
+    evicted for them.
     """
 
     requests: int = 0
@@ -58,6 +63,8 @@ class Counts:
     verified_blocks: int = 0
     sampled_blocks: int = 0
     corrupt_blocks: int = 0
+    blocks_promoted: int = 0
+    promotion_seconds: float = 0.0
     store_seconds: float = 0.0
     load_seconds: float = 0.0
     call_seconds: list[float] = field(default_factory=list)
@@ -90,6 +97,8 @@ class VerifiedCache:
         policy: of the cache, by name.
         in_flight: requests that may be unfinished at a time.
         seed: of the patterns and of where blocks lie.
+        tier: below the slots, for the cache to own; None: none.
+        write: what is written to it; see `TieredCache`.
         progress: called with (bytes done, bytes in all) while the cache's pool is pinned.
     """
 
@@ -104,6 +113,8 @@ class VerifiedCache:
         policy: str = DEFAULT_POLICY,
         in_flight: int = 1,
         seed: int = 0,
+        tier: Tier | None = None,
+        write: WriteName = "through",
         progress: Progress | None = None,
     ) -> None:
         self._device = device
@@ -122,7 +133,10 @@ class VerifiedCache:
         )
         chosen = make_policy(policy, capacity)
         self._may_decline = type(chosen).make_room is not Policy.make_room
-        self.cache = BlockCache(self.engine, policy=chosen)
+        if tier is None:
+            self.cache = BlockCache(self.engine, policy=chosen)
+        else:
+            self.cache = TieredCache(self.engine, policy=chosen, tiers=[tier], write=write)
         self._patterns = KeyPatterns(self.layout.groups[0].payload_bytes, seed)
         self._random = np.random.default_rng(seed)
         self.counts = Counts()
@@ -158,7 +172,7 @@ class VerifiedCache:
 
         overlap(self.steps, requests, self._lanes, ended)
 
-    def steps(self, keys: Sequence[bytes], lane: int = 0) -> Iterator[CacheJob]:
+    def steps(self, keys: Sequence[bytes], lane: int = 0) -> Iterator[CacheJob | Promotion]:
         """One request, on the device blocks of a lane: yields the jobs that it waits for, and goes on when they have
         ended. Others may be served meanwhile, on other lanes."""
         counts, clock = self.counts, _Clock()
@@ -169,12 +183,30 @@ class VerifiedCache:
             return
         places = lane * self._places + self._random.permutation(self._places)[: len(used)]
         hits = clock.call(self.cache.lookup, used)
-        counts.blocks_hit += hits
-        if hits:
+        if isinstance(self.cache, TieredCache):
+            hits = yield from self._promote(self.cache, used, places, hits, clock)
+        elif hits:
             yield from self._load(used[:hits], places[:hits], clock)
+        counts.blocks_hit += hits
         yield from self._store(used, places, clock)
         clock.call(self.cache.touch, used)
         counts.call_seconds.append(clock.seconds)
+
+    def _promote(
+        self, cache: TieredCache, keys: Sequence[bytes], places: Int64Array, found: int, clock: _Clock
+    ) -> Generator[CacheJob | Promotion, None, int]:
+        """Load the leading keys that are in slots or come from the tier, of which there are `found` now; how many."""
+        begin = time.perf_counter()
+        unique = list(dict.fromkeys(keys))
+        with clock.call(cache.promote, unique, deadline=_PROMOTION_SECONDS) as promotion:
+            yield promotion
+            self.counts.promotion_seconds += time.perf_counter() - begin
+            here = set(unique[: promotion.ready])
+            hits = next((place for place, key in enumerate(keys) if key not in here), len(keys))
+            self.counts.blocks_promoted += max(0, hits - found)
+            if hits:
+                yield from self._load(keys[:hits], places[:hits], clock)
+        return hits
 
     def _load(self, keys: Sequence[bytes], places: Int64Array, clock: _Clock) -> Iterator[CacheJob]:
         for start in range(0, len(keys), self._batch):
@@ -269,7 +301,9 @@ class VerifiedCache:
         return blocks if len(self._groups) == 1 else [blocks] * len(self._groups)
 
     def close(self) -> None:
-        """Close both engines. Idempotent."""
+        """Close both engines, and the tier. Idempotent."""
+        if isinstance(self.cache, TieredCache):
+            self.cache.close()
         self._patterns.close()
         self.engine.close()
         self._staging.close()
@@ -286,7 +320,9 @@ def _make_layout(device: Device, geometry: ModelGeometry, places: int, blocks_pe
         device.allocate_planes(count, block_bytes=geometry.block_bytes, num_blocks=places * blocks_per_key)
         for count in geometry.planes_per_group
     ]
-    return KVLayout(groups, blocks_per_slot=blocks_per_key, tokens_per_block=geometry.tokens_per_block)
+    axes = ("tokens", "heads", "dim")
+    tokens = geometry.tokens_per_block
+    return KVLayout(groups, blocks_per_key, "bfloat16", tokens, block_axes=axes)
 
 
 def _finish(job: CacheJob) -> tuple[float, int]:

@@ -24,7 +24,7 @@ class TierFaults:
         delay: the call takes longer, by up to `longest_delay` seconds.
         hang: the call returns only after `FaultyTier.release_hung` or `heal`, and then does its work.
         decline: of writes: DECLINED.
-        lose: of writes: DONE, but there is no record afterwards.
+        drop: of writes: DONE, but there is no record afterwards.
         tear: of writes: DONE, but half of the record is not written. A read finds it, leaves these bytes in its entry,
             and is MISSING.
         wrong_bytes: of reads: DONE with one byte that is not what was put. No tier that verifies does so: only for
@@ -36,7 +36,7 @@ class TierFaults:
     delay: float = 0.0
     hang: float = 0.0
     decline: float = 0.0
-    lose: float = 0.0
+    drop: float = 0.0
     tear: float = 0.0
     wrong_bytes: float = 0.0
     longest_delay: float = 1e-3
@@ -154,10 +154,10 @@ class FaultyTier(ThreadedTier):
     def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
         failing = self._disturb()
         faults = self.faults
-        decline, lose, tear = (self._happens(rate) for rate in (faults.decline, faults.lose, faults.tear))
+        decline, drop, tear = (self._happens(rate) for rate in (faults.decline, faults.drop, faults.tear))
         if failing or decline:
             return Outcome.FAILED if failing else Outcome.DECLINED
-        if lose and not self.inner.has_record(key):
+        if drop and not self.inner.has_record(key):
             return Outcome.DONE
         new = tear and not self.inner.has_record(key)
         if new:  # before the write: no read may see it whole

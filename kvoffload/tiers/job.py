@@ -4,7 +4,7 @@
        └──cancel, the deadline has passed──^
 
 Between `begin` and `settle` the tier may read or write the key's entry of the pool, at no other time. So a call that
-hangs leaves its outcome open, and whoever owns the entry keeps it for as long.
+hangs leaves its outcome open, and the owner of the entry keeps it for as long.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TierJob:
         self.outcomes: list[Outcome | None] = [None] * len(self.keys)
         self.cancelled = False
         self._begun = bytearray(len(self.keys))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._notify = notify
         self._count = count
         self._ended = ended
@@ -141,9 +141,9 @@ class TierJob:
             self._count(outcome, ended)
         if self._ended is not None and self.done:
             with self._lock:
-                tell, self._ended = self._ended, None
-            if tell is not None:
-                tell(self)
+                function, self._ended = self._ended, None
+            if function is not None:
+                function(self)
         if self._notify is None:
             return
         try:

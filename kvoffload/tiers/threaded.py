@@ -88,11 +88,18 @@ class ThreadedTier(Tier):
 
     @abstractmethod
     def read_record(self, key: bytes, rows: Rows) -> Outcome:
-        """Copy a record to the rows, and verify it: DONE, MISSING or FAILED."""
+        """Copy a record to the rows, and verify it: DONE, MISSING or FAILED.
+
+        If its bytes are not those that were put: `count_corrupt`, and MISSING. Unless it returns DONE the rows may hold
+        any bytes. It must not use them after it has returned.
+        """
 
     @abstractmethod
     def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
-        """Copy the rows to a record: DONE, DECLINED or FAILED. If it has the key: DONE, and nothing is copied."""
+        """Copy the rows to a record: DONE, DECLINED or FAILED. If it has the key: DONE, and nothing is copied.
+
+        It must not write to the rows, nor use them after it has returned.
+        """
 
     @abstractmethod
     def has_record(self, key: bytes) -> bool:
@@ -198,10 +205,13 @@ class ThreadedTier(Tier):
         return self._queue_removal(job, partial(self._run_all, self.remove_all), None)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        known = self._opened and not self._workers.closed and self.capabilities.local_index
+        known = (
+            self._opened and os.getpid() == self._process and not self._workers.closed and self.capabilities.local_index
+        )
         return [known and self._has_now(key) for key in keys]
 
     def statistics(self) -> TierStatistics:
+        self._check_process()
         return TierStatistics(records=self.num_records(), **self._workers.figures())
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -262,13 +272,16 @@ class ThreadedTier(Tier):
         return TierJob(keys, notify=notify, count=self._workers.count_ended)
 
     def _check_open(self) -> None:
-        if os.getpid() != self._process:
-            raise ClosedError(f"{self!r} belongs to the parent of this forked process: make another one")
+        self._check_process()
         if self._workers.closed or not self._opened:
             state = (
                 "is closed: make another one" if self._workers.closed else "has no pool yet: give it to a BlockCache"
             )
             raise ClosedError(f"{self!r} {state}")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise ClosedError(f"{self!r} belongs to the parent of this forked process: make another one")
 
     def _queue(self, job: TierJob, queue: Callable[[list[W]], int], works: list[W]) -> TierJob:
         """Queue works of a job, one for each key or one for all; keys that find no room end at once."""

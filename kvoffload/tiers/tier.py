@@ -190,7 +190,9 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self, timeout: float = 10.0) -> bool:
-        """Cancel what has not begun, wait for the rest at most `timeout` seconds, and let go. Idempotent.
+        """Cancel what has not begun, wait for the rest at most `timeout` seconds, and release what is open.
+
+        May be called again, and has to be if it has returned False.
 
         Returns:
             Whether everything has ended. Else a call hangs, and its entries must stay allocated.

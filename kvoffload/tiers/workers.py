@@ -36,7 +36,7 @@ class Workers:
         self.closed = False
         self._max_queued = max_queued
         self._label = ""
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition(threading.RLock())  # a signal handler may cancel a job anywhere
         self._queues = WorkQueues()
         self._threads: list[threading.Thread] = []
         self._since: dict[int, float] = {}  # of each thread that is in a call: when that began
@@ -109,11 +109,15 @@ class Workers:
         if self.closed:
             return 0
         queues = self._queues
-        if self._any_ended_early and len(queues.writes if writes else queues.reads) + wanted > self._max_queued:
-            self._any_ended_early = False
-            queues.drop_ended()
+        if len(queues.writes if writes else queues.reads) + wanted > self._max_queued:
+            self._drop_ended()
         queued = len(queues.writes if writes else queues.reads)
         return min(wanted, max(0, self._max_queued - queued))
+
+    def _drop_ended(self) -> None:
+        if self._any_ended_early:
+            self._any_ended_early = False
+            self._queues.drop_ended()
 
     # counts -------------------------------------------------------------------------------------------------------
 
@@ -138,8 +142,9 @@ class Workers:
         now = time.monotonic()
         with self._changed:
             since, queues = list(self._since.values()), self._queues
+            self._drop_ended()
             return {
-                "queued_reads": sum(len(work.positions) for work in (*queues.reads, *queues.removals)),
+                "queued_reads": len(queues.reads) + sum(len(each.positions) for each in queues.removals if each.waits),
                 "queued_writes": len(queues.writes),
                 "in_calls": len(since),
                 "longest_call": max(0.0, now - min(since, default=now)),

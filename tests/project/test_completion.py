@@ -9,6 +9,7 @@ import pytest
 
 import kvoffload
 from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine
+from kvoffload.tiers import MemoryTier
 
 JOB = (
     "add_done_callback copier direction done error finished id method nbytes num_parts order_before outcome reason "
@@ -36,6 +37,12 @@ SHOWN = {
         "acquire capacity check clear engine load lookup lookup_many remove reserve statistics status store touch"
     ),
     "CacheJob": "done jobs keys num_parts order_before result wait",
+    "TierJob": "begin cancel cancelled deadline done entries keys outcomes settle settle_waiting wait",
+    "MemoryTier": (
+        "attach capabilities clear close contains count_corrupt drain exists flush get get_ended has_record max_queued "
+        "name nbytes num_records pools put put_ended read_record record_bytes release remove remove_all remove_records "
+        "start statistics threads write_record"
+    ),
     "OwnedCache": "address array device dtype is_deleted layout memory nbytes shape unordered",
 }
 
@@ -51,9 +58,12 @@ def objects() -> Iterator[dict[str, Any]]:
         stored = cache.store([b"a"], [0])
         both = sharded.store([1], [0])
         with device.stream() as stream:
-            found = (device, stream, layout, engine, sharded, cache, stored, stored.jobs[0], both)
+            tier = MemoryTier(1 << 16)
+            tier.attach([engine.slots], None)
+            found = (tier, tier.clear(), device, stream, layout, engine, sharded, cache, stored, stored.jobs[0], both)
             result = kvoffload.TransferResult(*stored.jobs[0].wait(10))
             both.wait(10)
+            tier.close()
             yield {type(each).__name__: each for each in (*found, result)}
 
 

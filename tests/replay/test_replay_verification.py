@@ -20,6 +20,7 @@ from kvoffload.cache.reservations import CacheJob
 from kvoffload.driver import address_of
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.testing import check_clean_close
+from kvoffload.tiering.promotion import Promotion
 
 
 def flip(array: Any, index: Any) -> None:
@@ -32,7 +33,7 @@ def one_flipped_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = VerifiedCache.steps
     done: list[bool] = []
 
-    def steps_then_flip(self: VerifiedCache, keys: Sequence[bytes], lane: int = 0) -> Iterator[CacheJob]:
+    def steps_then_flip(self: VerifiedCache, keys: Sequence[bytes], lane: int = 0) -> Iterator[CacheJob | Promotion]:
         yield from steps(self, keys, lane)
         if self.counts.blocks_stored and not done:
             flip(self.engine.slots, (0, self.layout.groups[0].payload_bytes - 1))

@@ -61,7 +61,7 @@ def test_heal_releases_what_hangs() -> None:
 
 
 def test_lost_writes_are_missing() -> None:
-    tier = FaultyTier(TierFaults(lose=1.0))
+    tier = FaultyTier(TierFaults(drop=1.0))
     with attached(tier):
         assert tier.put([b"a"], [0]).wait(SECONDS) == [DONE]
         assert tier.get([b"a"], [0]).wait(SECONDS) == [MISSING]
@@ -124,7 +124,7 @@ def test_rates_are_checked() -> None:
 # random operations ----------------------------------------------------------------------------------------------------
 
 FAULTS = TierFaults(
-    fail=0.05, error=0.03, delay=0.02, hang=0.02, decline=0.05, lose=0.05, tear=0.05, longest_delay=1e-4
+    fail=0.05, error=0.03, delay=0.02, hang=0.02, decline=0.05, drop=0.05, tear=0.05, longest_delay=1e-4
 )
 
 
@@ -156,7 +156,7 @@ def test_the_seed_determines_what_one_thread_does(seed: int) -> None:
     """Jobs one at a time: else the moment at which a cancel comes is chance."""
 
     def outcomes() -> list[Outcome]:
-        tier = FaultyTier(TierFaults(fail=0.2, error=0.1, decline=0.1, lose=0.1, tear=0.1), seed=seed)
+        tier = FaultyTier(TierFaults(fail=0.2, error=0.1, decline=0.1, drop=0.1, tear=0.1), seed=seed)
         with attached(tier):
             jobs = (call([b"%d" % (at // 3)], [0]) for at in range(300) for call in (tier.put, tier.get))
             return [job.wait(SECONDS)[0] for job in jobs]
