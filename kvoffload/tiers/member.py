@@ -83,6 +83,7 @@ class Member:
         self.hashes: Int64Array = np.zeros(superblock.slots, dtype=np.int64)
         self.digests: Pairs = np.zeros((superblock.slots, 2), dtype=np.uint64)
         self._digest = superblock.member_digest()
+        self._data_offset = superblock.data_offset
         self._headers = threading.Lock()  # for the state below and writes of headers
         self._epoch = superblock.epoch
         self._epoch_unwritten = False
@@ -113,7 +114,7 @@ class Member:
     # payloads -----------------------------------------------------------------------------------------------------
 
     def payload_offset(self, slot: int) -> int:
-        return self.superblock.data_offset + slot * self.superblock.slot_bytes
+        return self._data_offset + slot * self.superblock.slot_bytes
 
     def digest_of(self, slot: int, key: bytes) -> bytes | None:
         """The digest of the payload of `key`; None if the slot holds another key, or none."""

@@ -283,7 +283,7 @@ class SlotFiles:
         return self._members[number], place
 
     def _check_views(self, views: Sequence[Buffer]) -> None:
-        nbytes = sum(view.nbytes for view in views)
+        nbytes = views[0].nbytes if len(views) == 1 else sum(view.nbytes for view in views)
         if nbytes != self.slot_bytes:
             raise ValueError(f"views must have {self.slot_bytes} bytes together, got {nbytes}")
 
