@@ -35,7 +35,8 @@ class FileStates:
 
     def __init__(self, image: bytes = b"") -> None:
         self.image = bytearray(image)
-        self._versions: dict[int, list[bytes]] = {}  # the first is durable, the last can be read
+        self._versions: dict[int, list[tuple[int, bytes]]] = {}  # and when; the first is durable, the last can be read
+        self._time = 0
         self._lost: set[int] = set()  # sectors that no sync makes durable before they are written again
         self._writes: list[tuple[int, bytes]] = []  # not durable, whole; None are known after a sync that failed
         self._any_lost = False
@@ -51,11 +52,12 @@ class FileStates:
 
     def write(self, offset: int, data: bytes) -> None:
         sectors = range(offset // SECTOR, -(-(offset + len(data)) // SECTOR))
+        self._time += 1
         for sector in sectors:
-            self._versions.setdefault(sector, [self._sector(sector)])
+            self._versions.setdefault(sector, [(0, self._sector(sector))])
         self.image[offset : offset + len(data)] = data
         for sector in sectors:
-            self._versions[sector].append(self._sector(sector))
+            self._versions[sector].append((self._time, self._sector(sector)))
             self._lost.discard(sector)
         self._writes.append((offset, data))
 
@@ -82,15 +84,20 @@ class FileStates:
             self._marks[other] = rest, max(0, count - writes)
 
     def state(self, rng: random.Random) -> bytes:
-        """One state after a crash now."""
-        if not self._any_lost and rng.random() < 0.4:
+        """One state after a crash now: each of some ranges as it was at one moment, with exceptions."""
+        if not self._any_lost and rng.random() < 0.3:
             return self._some_writes(rng)
         image = bytearray(self.image)
-        kept = rng.choice((0.0, 0.5, 0.9, 1.0))  # the share of sectors that have their last version
-        exception = rng.choice(list(self._versions)) if self._versions and rng.random() < 0.3 else -1
+        size = rng.choice((1, 8, 16, 1 << 20))  # sectors of a range
+        exceptions = rng.choice((0.0, 0.0, 0.1, 0.5))
+        oldest, newest = rng.choice(((0.5, 0.5), (0.9, 0.1), (0.1, 0.9), (0.3, 0.3)))
+        moments: dict[int, int] = {}
         for sector, versions in self._versions.items():
-            latest = (rng.random() < kept) != (sector == exception)
-            data = versions[-1] if latest else rng.choice(versions)
+            if sector // size not in moments or rng.random() < exceptions:
+                extremes = rng.choices((0, self._time, rng.randint(0, self._time)), (oldest, newest, 0.2))
+                moments[sector // size] = extremes[0]
+            moment = moments[sector // size]
+            data = next((data for time, data in reversed(versions) if time <= moment), versions[0][1])
             image[sector * SECTOR : sector * SECTOR + len(data)] = data
         return bytes(image)
 
@@ -98,7 +105,8 @@ class FileStates:
         """Some of the writes since the last sync, in any order, some of them torn."""
         image = bytearray(self.image)
         for sector, versions in self._versions.items():
-            image[sector * SECTOR : sector * SECTOR + len(versions[0])] = versions[0]
+            oldest = versions[0][1]
+            image[sector * SECTOR : sector * SECTOR + len(oldest)] = oldest
         kept = rng.choice((0.2, 0.5, 0.9))
         writes = [write for write in self._writes if rng.random() < kept]
         if rng.random() < 0.5:
