@@ -13,7 +13,11 @@ So `remove` has to know of headers that the file may hold after a crash. There a
   nothing has overwritten yet. They are overwritten with zeros;
 - overwritten since the last sync: `_older` has their keys. The file is synced. If there are many, or the process has
   just started and cannot know, every removal syncs;
-- in a slot whose header could not be written, `_uncertain`: the next sync writes zeros.
+- in a slot whose header could not be written, `_uncertain`: the next sync writes zeros. If the slot is used before
+  that, every removal syncs.
+
+The process before may have been killed after a sync that failed. Then the page cache shows writes that the disk lost,
+as if they were durable. So the first removal of a process writes the header table again before it syncs, `_inherited`.
 
 A header is written to the file when no payload is being written, and at the latest with 128 others: an ordinary write
 waits for all direct I/O on the file, and holds it up meanwhile. Until then this process has it in `_waiting`; a kill
@@ -92,6 +96,7 @@ class Member:
         self._uncertain: set[int] = set()
         self._waiting: dict[int, bytes] = {}
         self._payloads = 0  # that are being written
+        self._inherited = True  # headers that this process has not written, which the disk may have lost
         self._syncing = threading.Lock()  # held during a sync; taken before `_headers`
 
     def load(self) -> list[Headers]:
@@ -201,10 +206,10 @@ class Member:
                 self._erase(slot)
         with self._syncing:  # a sync that has begun has not ended yet
             with self._headers:
-                needed = self._any_older or self._epoch_unwritten or bool(self._uncertain)
+                needed = self._any_older or self._epoch_unwritten or bool(self._uncertain) or self._inherited
                 needed = needed or not self._older.isdisjoint(hashes)
             if needed:
-                self._sync()
+                self._sync(with_inherited=self._inherited)
 
     def clear(self) -> None:
         """No header is valid when it returns, now or after a crash.
@@ -226,7 +231,7 @@ class Member:
         with self._syncing:
             self._sync()
 
-    def _sync(self) -> None:
+    def _sync(self, *, with_inherited: bool = False) -> None:
         with self._headers:
             self._write_waiting()
             self._older, self._any_older = set(), False
@@ -236,6 +241,8 @@ class Member:
             if unwritten:
                 write_superblocks(self.file, self.superblock._replace(epoch=epoch))
             else:
+                if with_inherited:
+                    self._write_inherited()
                 self.file.sync()
         except OSError:
             with self._headers:
@@ -247,6 +254,16 @@ class Member:
         with self._headers:
             if self._epoch == epoch:
                 self._epoch_unwritten = False
+                self._inherited = self._inherited and not with_inherited
+
+    def _write_inherited(self) -> None:
+        """Write the header table as it can be read, so that the next sync makes it durable."""
+        buffer = memoryview(bytearray(min(_HEADERS_AT_ONCE, self.superblock.slots) * HEADER_BYTES))
+        for first in range(0, self.superblock.slots, _HEADERS_AT_ONCE):
+            data = buffer[: min(_HEADERS_AT_ONCE, self.superblock.slots - first) * HEADER_BYTES]
+            with self._headers:
+                if self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
+                    self.file.write([data], TABLE_OFFSET + first * HEADER_BYTES)
 
     def _settle_uncertain(self) -> None:
         try:
@@ -262,6 +279,7 @@ class Member:
         self._older = set()
         self._uncertain = set()
         self._waiting = {}  # they are of the epoch before
+        self._inherited = False
 
     def _erase(self, slot: int) -> None:
         try:
@@ -279,6 +297,8 @@ class Member:
 
     def _note_older(self, slot: int) -> None:
         older = int(self.hashes[slot])
+        if slot in self._uncertain:  # of which key is not known
+            self._older, self._any_older = set(), True
         if older and not self._any_older:
             self._older.add(older)
             if len(self._older) > _MOST_OLDER:
