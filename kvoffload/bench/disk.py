@@ -50,12 +50,12 @@ def add_parser(benches: Any) -> None:
     parser.add_argument("--sizes", type=numbers, default=_SIZES, metavar="N,...", help="bytes of a record")
     parser.add_argument("--threads", type=numbers, default=_THREADS, metavar="N,...", help="default 1,4,8")
     parser.add_argument(
-        "--nbytes", type=whole(PAGE, 1 << 50), default=256 << 20, metavar="N", help="of a round (default 256 MiB)"
+        "--nbytes", type=whole(PAGE, 1 << 50), default=256 << 20, metavar="N", help="bytes of a round (default 268435456)"
     )
     parser.add_argument("--io", choices=("direct", "buffered", "both"), default="both", help="default both")
     parser.add_argument("--repeats", type=whole(1, 1_000_000), default=5, metavar="N", help="timed rounds (default 5)")
     parser.add_argument(
-        "--records", type=whole(1, LARGEST), default=100_000, metavar="N", help="of the restart (default 100,000)"
+        "--records", type=whole(1, LARGEST), default=100_000, metavar="N", help="of the restart (default 100000)"
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write all figures as JSON")
     add_wide(parser, "the bare loops' bandwidth and the range of the rounds")
