@@ -50,7 +50,7 @@ def add_parser(benches: Any) -> None:
     parser.add_argument("--sizes", type=numbers, default=_SIZES, metavar="N,...", help="bytes of a record")
     parser.add_argument("--threads", type=numbers, default=_THREADS, metavar="N,...", help="default 1,4,8")
     parser.add_argument(
-        "--nbytes", type=whole(PAGE, 1 << 50), default=256 << 20, metavar="N", help="bytes of a round (default 268435456)"
+        "--nbytes", type=whole(PAGE, 1 << 50), default=256 << 20, metavar="N", help="bytes of a round (268435456)"
     )
     parser.add_argument("--io", choices=("direct", "buffered", "both"), default="both", help="default both")
     parser.add_argument("--repeats", type=whole(1, 1_000_000), default=5, metavar="N", help="timed rounds (default 5)")

@@ -37,10 +37,12 @@ def show(fields: Fields, output: Output) -> None:
     lines = [tuple(each) for each in _bars(fields)]
     output.table("what this library aims at", ("", "measured", "bar"), lines)
     if output.wide:
-        calls = fields["calls"]
+        calls, restart = fields["calls"], fields["restart"]
         output.line("")
         output.line(
-            f"CPU time of the calling thread a key: put {calls['put_cpu_us']:.1f} us, get {calls['get_cpu_us']:.1f} us"
+            f"CPU time: of the calling thread a key, put {calls['put_cpu_us']:.1f} us, "
+            f"get {calls['get_cpu_us']:.1f} us; "
+            f"of the restart {restart['restart_cpu_seconds']:.2f} s"
         )
     output.line("")
     output.line(verified(fields))

@@ -355,6 +355,13 @@ def hash_of(key: bytes) -> int:
     return hash(key) or 1
 
 
+def hashes_of(keys: Sequence[bytes]) -> Int64Array:
+    """`hash_of` each key, int64, (keys,)."""
+    hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+    hashes[hashes == 0] = 1
+    return hashes
+
+
 def read_superblocks(file: OpenFile) -> list[Superblock | None]:
     """Both copies; None for one that is not valid."""
     found: list[Superblock | None] = []

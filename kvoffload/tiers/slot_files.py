@@ -32,7 +32,7 @@ from kvoffload.tiers.format import (
     join_headers,
     tenant_digest,
 )
-from kvoffload.tiers.member import Member, hash_of
+from kvoffload.tiers.member import Member, hashes_of
 from kvoffload.tiers.sets import open_set
 
 
@@ -156,11 +156,12 @@ class SlotFiles:
         segments.clear()
         found = found.take(np.lexsort((found.positions, found.sequences)))
         keys = found.key_list()  # objects in the order of requests: later passes over them are faster
-        hashes = np.fromiter(map(hash_of, keys), np.int64, len(keys))
+        hashes = hashes_of(keys)
         for place, member in enumerate(self._members):
             mine = found.slots % count == place
             member.adopt(found.slots[mine] // count, hashes[mine], found.digests[mine])
-        if len(np.unique(hashes)) < len(hashes):
+        ordered = np.sort(hashes)  # several times as quick as np.unique
+        if (ordered[1:] == ordered[:-1]).any():
             latest = np.sort(np.fromiter({key: place for place, key in enumerate(keys)}.values(), np.int64))
             found, keys = found.take(latest), [keys[place] for place in latest.tolist()]
         return Records(keys, found.slots, found.tenants, found.sequences)
