@@ -12,6 +12,8 @@ The benchmarks, each with `add_parser(benches)`:
                                                          framework_data.py
     submit        host time of a call                    submit.py, bare_submissions.py
     cache         bookkeeping of the prefix cache        cache_bookkeeping.py
+    disk          a disk tier                            disk.py, disk_files.py, disk_rounds.py, disk_costs.py,
+                                                         disk_report.py
     plot          figures of saved results               plots.py
 
 What they use, lower files first:

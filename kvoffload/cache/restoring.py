@@ -28,7 +28,7 @@ def restore(
         raise LayoutError(f"keys, entries, requests and tenants must be of one length; there are {len(keys)} keys")
     if not keys:
         return 0
-    if entries.min() < 0 or entries.max() >= table.capacity or len(np.unique(entries)) < len(entries):
+    if entries.min() < 0 or entries.max() >= table.capacity or np.bincount(entries).max() > 1:
         raise LayoutError(f"entries must be different numbers in [0, {table.capacity})")
     numbers = _pool_numbers(state.pools, len(keys), tenants)
     kept = _within_quotas(state.pools, numbers)

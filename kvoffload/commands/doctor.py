@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import platform
+from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from kvoffload.commands import findings
+from kvoffload.commands import findings, folders
 from kvoffload.device.device import Device
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError, KVOffloadError
@@ -22,7 +24,7 @@ _INDENT = " " * len("  warn  ")
 _WITHOUT_A_GPU = (
     "without a GPU: `kvoffload demo` and `kvoffload replay TRACE --model NAME --scale 0.01` run on the simulated device"
 )
-_EXTRAS = ("rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax")
+_EXTRAS = ("rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax", "xxhash")
 
 
 def add_parser(commands: Any) -> None:
@@ -32,8 +34,16 @@ def add_parser(commands: Any) -> None:
         "what works here, and what to do about the rest",
         "Shows GPU, link, copy methods, packages and limits, and what to do about each that is not ok. Creates a CUDA "
         "context on the device asked for and on no other.",
-        example="doctor --device 0",
+        example="doctor --path /mnt/nvme",
         common=COMMON,
+    )
+    parser.add_argument(
+        "--path",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FOLDER",
+        help="also try a folder for a disk tier: a second and at most 256 MiB, which are removed again",
     )
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -55,10 +65,20 @@ def run(arguments: argparse.Namespace) -> int:
         "cache_folder_problem": cachefiles.why_not_writable(),
     }
     fields |= _device_fields(arguments, output)
+    fields["folders"] = _folders(arguments.path, output)
     fields["advice"] = _advice(fields)
     output.result(fields)
     _print(fields, output)
     return 2 if arguments.backend == "cuda" and problem is not None else 0
+
+
+def _folders(paths: Sequence[Path], output: Output) -> list[dict[str, Any]]:
+    with output.progress("trying folders") as progress:
+        found = []
+        for number, path in enumerate(dict.fromkeys(paths)):
+            progress(number, len(paths))
+            found.append(folders.probe(path))
+        return found
 
 
 def _gpus() -> tuple[list[str], str | None]:
@@ -167,6 +187,7 @@ def _advice(fields: dict[str, Any]) -> list[str]:
             "compiled kernels and profiles are not kept, and are compiled or measured again each time: set "
             f"{cachefiles.FOLDER_VARIABLE} to a folder that can be written"
         )
+    advice += [f"{each.name}: {each.remedy}" for each in findings.of_folders(fields) if each.remedy]
     return advice
 
 

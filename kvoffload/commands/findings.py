@@ -13,6 +13,9 @@ Fields = Mapping[str, Any]
 _CUDA_PACKAGES = ("cuda-bindings", "cuda-core")
 _INSTALL_BINDINGS = "pip install 'cuda-bindings>=12.9'"
 _SMALL_MEMORY_BYTES = 4 << 30
+_SMALL_DISK_BYTES = 4 << 30
+_IN_MEMORY = ("tmpfs", "ramfs")
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs")
 
 
 class Finding(NamedTuple):
@@ -29,7 +32,8 @@ def groups(fields: Fields) -> dict[str, list[Finding]]:
     found = {"GPU and link": list(_gpu(fields))}
     if fields["simulated"] is not None:
         found["copy methods"] = list(_copy_methods(fields))
-    return found | {"packages": list(_packages(fields)), "limits": list(_limits(fields))}
+    found |= {"packages": list(_packages(fields)), "limits": list(_limits(fields))}
+    return found | ({"folders": list(of_folders(fields))} if fields["folders"] else {})
 
 
 def verdict(fields: Fields, findings: Iterable[Finding]) -> str:
@@ -150,3 +154,34 @@ def _limits(fields: Fields) -> Iterator[Finding]:
         yield Finding("warn", "cache folder", f"{fields['cache_folder']} cannot be written: {problem}", remedy)
     else:
         yield Finding("ok", "cache folder", fields["cache_folder"])
+
+
+def of_folders(fields: Fields) -> Iterator[Finding]:
+    """Findings on folders for a disk tier: one for each, and one for each drawback."""
+    for each in fields["folders"]:
+        if each["problem"] is not None:
+            remedy = "give a folder of this user's that not every user may write, and no symbolic link"
+            yield Finding("fail", each["folder"], f"cannot be used: {each['problem']}", remedy)
+        else:
+            yield from _usable_folder(each)
+    if fields["folders"] and fields["extras"]["xxhash"] is None:
+        yield Finding("fail", "xxhash", "a disk tier needs it", "pip install 'kvoffload[disk]'")
+
+
+def _usable_folder(each: Fields) -> Iterator[Finding]:
+    name, kind = each["folder"], each["file_system"]
+    text = f"{kind or 'file system unknown'}, mode {each['mode']}, {mib(each['free_bytes'])} free"
+    if each["direct_io"] is not None:
+        text += f"; {'direct' if each['direct_io'] else 'buffered'} I/O, {mib(each['probe_bytes'])} of 1 MiB each: "
+        text += f"write {each['write_gb_per_s']} GB/s, read {each['read_gb_per_s']} GB/s"
+    yield Finding("ok", name, text)
+    if kind in _IN_MEMORY:
+        yield Finding("warn", name, f"{kind} is host memory, not a disk", "give a folder on a disk")
+    elif each["direct_io"] is False:
+        remedy = "records go through the page cache, which takes CPU time and memory: give a folder on ext4 or XFS"
+        yield Finding("warn", name, "no direct I/O", remedy)
+    if kind in _NETWORK:
+        remedy = "give a folder on a local disk: locks and syncs are only as good as the server's"
+        yield Finding("warn", name, f"{kind} is a network file system", remedy)
+    if each["free_bytes"] < _SMALL_DISK_BYTES:
+        yield Finding("warn", name, "little space is free", "free some, or choose a small nbytes")

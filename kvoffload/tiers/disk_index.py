@@ -94,7 +94,7 @@ class DiskIndex:
         of, pending = table.of, table.pending
         if not pending:
             return list(map(of.__contains__, keys))
-        return [key in of and (key not in pending or self._slot_written(key) is not None) for key in keys]
+        return [key in of and (key not in pending or self._is_written(key)) for key in keys]
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that a request has read these keys: see `CacheIndex.touch`."""
@@ -115,8 +115,7 @@ class DiskIndex:
             LayoutError, ValueError: keys or tenant.
             CapabilityError: the files are open for reading only.
         """
-        if self.files.read_only:
-            raise CapabilityError(f"{self.files!r} is open for reading only; put records by the process that writes it")
+        self._check_writes()
         for key in keys:
             self.files.check_key(key)
         with self._lock:
@@ -177,9 +176,11 @@ class DiskIndex:
         Raises:
             OSError: a system call failed; the key is missing from now on.
         """
-        slot = self._slot_written(key)
-        if slot is not None:  # of a put that is not finished; if it is overwritten, the digest says so
-            return self.files.read(slot, key, views)
+        put = self._writing.get(key)
+        if put is not None and key in put.written:  # no lease: the slot has this key as long as the put is not finished
+            good = self.files.read(put.slots[key], key, views)
+            if self._writing.get(key) is put:
+                return good
         try:
             lease = self.index.acquire([key])
         except MissingKeyError:
@@ -206,12 +207,14 @@ class DiskIndex:
 
         Raises:
             OSError: they are misses now, and after a crash some may come back; call it again.
+            CapabilityError: the files are open for reading only. The keys are misses of this object from now on.
         """
         with self._lock:
             found = [state is not Status.MISS for state in self.index.status(keys)]
             self.index.remove(keys)
             for key in keys:
                 self._writing.pop(key, None)
+        self._check_writes()
         self.files.remove(keys)
         return found
 
@@ -219,11 +222,12 @@ class DiskIndex:
         """Remove all records, durably.
 
         Raises:
-            OSError: as `remove`.
+            OSError, CapabilityError: as `remove`.
         """
         with self._lock:
             self.index.clear()
             self._writing.clear()
+        self._check_writes()
         self.files.clear()
 
     def sync(self) -> None:
@@ -237,9 +241,13 @@ class DiskIndex:
     def __repr__(self) -> str:
         return f"DiskIndex({self.index.describe()}; {self.files!r})"
 
-    def _slot_written(self, key: bytes) -> int | None:
+    def _check_writes(self) -> None:
+        if self.files.read_only:
+            raise CapabilityError(f"{self.files!r} is open for reading only; put and remove by the process that writes")
+
+    def _is_written(self, key: bytes) -> bool:
         put = self._writing.get(key)
-        return None if put is None or key not in put.written else put.slots.get(key)
+        return put is not None and key in put.written
 
 
 def _names(digests: Pairs, tenants: Mapping[str, Tenant]) -> list[str] | None:

@@ -167,7 +167,7 @@ class OpenFile:
     @staticmethod
     def _transfer(call: Transfer, file: int, views: Sequence[Buffer], offset: int) -> bool:
         """Repeat a call until all bytes are transferred; False where it transfers none."""
-        left = sum(view.nbytes for view in views)
+        left = views[0].nbytes if len(views) == 1 else sum(view.nbytes for view in views)
         while left:
             count = call(file, views if len(views) <= _MOST_RANGES else views[:_MOST_RANGES], offset)
             if count <= 0:

@@ -180,7 +180,7 @@ class Headers(NamedTuple):
 
     def key_list(self) -> list[bytes]:
         """The keys as objects."""
-        lengths = np.unique(self.key_bytes).tolist()
+        lengths = np.flatnonzero(np.bincount(self.key_bytes)).tolist()
         if len(lengths) == 1:
             return _objects(self.keys[:, : lengths[0]])
         keys: list[bytes] = [b""] * len(self.keys)

@@ -43,6 +43,7 @@ class TierJob:
         "_begun",
         "_count",
         "_ended",
+        "_ended_before",
         "_lock",
         "_notify",
         "cancelled",
@@ -69,6 +70,7 @@ class TierJob:
         self.deadline = deadline
         self.outcomes: list[Outcome | None] = [None] * len(self.keys)
         self.cancelled = False
+        self._ended_before = 0  # all keys before this one have outcomes; `done` raises it
         self._begun = bytearray(len(self.keys))
         self._lock = threading.RLock()
         self._notify = notify
@@ -78,7 +80,11 @@ class TierJob:
     @property
     def done(self) -> bool:
         """Whether every key has its outcome: the tier does not touch the entries any more."""
-        return None not in self.outcomes
+        at, outcomes = self._ended_before, self.outcomes
+        while at < len(outcomes) and outcomes[at] is not None:
+            at += 1
+        self._ended_before = at  # by threads at the same time: each of their values is right
+        return at == len(outcomes)
 
     def wait(self, timeout: float | None = None) -> list[Outcome]:
         """Wait until every key has its outcome, and return these in the order of the keys.
@@ -86,7 +92,7 @@ class TierJob:
         Raises:
             TimeoutError: `timeout` seconds have passed; the job goes on.
         """
-        wait_until(lambda: None not in self.outcomes, timeout, f"a tier's job of {len(self.keys)} keys")
+        wait_until(lambda: self.done, timeout, f"a tier's job of {len(self.keys)} keys")
         return [outcome for outcome in self.outcomes if outcome is not None]
 
     def cancel(self) -> None:

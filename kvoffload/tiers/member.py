@@ -13,7 +13,16 @@ So `remove` has to know of headers that the file may hold after a crash. There a
   nothing has overwritten yet. They are overwritten with zeros;
 - overwritten since the last sync: `_older` has their keys. The file is synced. If there are many, or the process has
   just started and cannot know, every removal syncs;
-- in a slot whose header could not be written, `_uncertain`: the next sync writes zeros.
+- in a slot whose header could not be written, `_uncertain`: the next sync writes zeros. If the slot is used before
+  that, every removal syncs.
+
+The process before may have been killed after a sync that failed. Then the page cache shows writes that the disk lost,
+as if they were durable. So the first removal of a process writes the header table again before it syncs, `_inherited`.
+
+A header is written to the file when no payload is being written, and at the latest with 128 others: an ordinary write
+waits for all direct I/O on the file, and holds it up meanwhile. Until then this process has it in `_waiting`; a kill
+leaves what the slot's older header says, whose payload digest differs. Every sync, which forgets `_older`, writes those
+that wait before it does so.
 
 Where a sync fails, or zeros cannot be written, the kernel may have dropped any write, and says so once. Then another
 epoch begins, which makes every header so far invalid as soon as a superblock can be written; until then syncs fail.
@@ -25,14 +34,14 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvoffload.internal.types import Int64Array
-from kvoffload.tiers.checksums import Checksum
-from kvoffload.tiers.files import PAGE, OpenFile
+from kvoffload.tiers.checksums import DIGEST_BYTES, Checksum
+from kvoffload.tiers.files import PAGE, Buffer, OpenFile
 from kvoffload.tiers.format import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
@@ -41,7 +50,6 @@ from kvoffload.tiers.format import (
     Headers,
     Pairs,
     Superblock,
-    as_pairs,
     pack_header,
     parse_headers,
     unpack_superblock,
@@ -49,6 +57,7 @@ from kvoffload.tiers.format import (
 
 _MOST_OLDER = 16_384  # keys whose overwritten headers are remembered; beyond, every removal syncs
 _HEADERS_AT_ONCE = 32_768  # 6 MiB
+_MOST_WAITING = 128  # headers of records that are not in the file yet
 _EPOCH_COUNT = 1 << 32  # the upper half of an epoch counts
 _NO_HEADER = memoryview(bytes(HEADER_BYTES))
 
@@ -66,7 +75,7 @@ class Member:
     """One file of a set. Usable from several threads; slots are numbered from 0 in each member.
 
     Attributes:
-        hashes: of the key in each slot's header as the file has it, 0 for none; see `hash_of`.
+        hashes: of the key in each slot's header as the file has it, or will have it, 0 for none; see `hash_of`.
         digests: of the payload that belongs to each header.
     """
 
@@ -76,13 +85,18 @@ class Member:
         self.checksum = checksum
         self.hashes: Int64Array = np.zeros(superblock.slots, dtype=np.int64)
         self.digests: Pairs = np.zeros((superblock.slots, 2), dtype=np.uint64)
+        self._digest_bytes = self.digests.data.cast("B")  # the same memory, quicker for one record
         self._digest = superblock.member_digest()
+        self._data_offset = superblock.data_offset
         self._headers = threading.Lock()  # for the state below and writes of headers
         self._epoch = superblock.epoch
         self._epoch_unwritten = False
         self._older: set[int] = set()
         self._any_older = True  # the process before may have overwritten headers and not synced
         self._uncertain: set[int] = set()
+        self._waiting: dict[int, bytes] = {}
+        self._payloads = 0  # that are being written
+        self._inherited = True  # headers that this process has not written, which the disk may have lost
         self._syncing = threading.Lock()  # held during a sync; taken before `_headers`
 
     def load(self) -> list[Headers]:
@@ -105,13 +119,28 @@ class Member:
     # payloads -----------------------------------------------------------------------------------------------------
 
     def payload_offset(self, slot: int) -> int:
-        return self.superblock.data_offset + slot * self.superblock.slot_bytes
+        return self._data_offset + slot * self.superblock.slot_bytes
 
     def digest_of(self, slot: int, key: bytes) -> bytes | None:
         """The digest of the payload of `key`; None if the slot holds another key, or none."""
         if self.hashes[slot] != hash_of(key):
             return None
-        return bytes(self.digests[slot].tobytes())
+        return bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES])
+
+    def write_payload(self, slot: int, views: Sequence[Buffer]) -> None:
+        """Write a payload; `write_header` follows.
+
+        Raises:
+            OSError: and `write_header` does not follow.
+        """
+        with self._headers:
+            self._payloads += 1
+        try:
+            self.file.write_payload(views, self.payload_offset(slot))
+        except BaseException:
+            with self._headers:
+                self._end_payload()
+            raise
 
     # headers ------------------------------------------------------------------------------------------------------
 
@@ -130,26 +159,32 @@ class Member:
         Args:
             wanted: called under the lock that `erase` takes, too: so a key that is unwanted from some moment on, and
                 erased after that moment, is not in the file.
+
+        Raises:
+            OSError: the header was to be written now, and could not be; the slot holds no record.
         """
         with self._headers:
-            if not wanted():
-                return False
-            header = pack_header(
-                self.checksum,
-                self._digest,
-                slot=slot,
-                key=key,
-                tenant=tenant,
-                digest=digest,
-                nbytes=self.superblock.slot_bytes,
-                epoch=self._epoch,
-                sequence=sequence,
-                position=position,
-            )
-            self._replace(slot, memoryview(header))
-            self.digests[slot] = as_pairs(digest)[0]
-            self.hashes[slot] = hash_of(key)
-            return True
+            written = wanted()
+            if written:
+                self._note_older(slot)
+                self._waiting[slot] = pack_header(
+                    self.checksum,
+                    self._digest,
+                    slot=slot,
+                    key=key,
+                    tenant=tenant,
+                    digest=digest,
+                    nbytes=self.superblock.slot_bytes,
+                    epoch=self._epoch,
+                    sequence=sequence,
+                    position=position,
+                )
+                self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES] = digest
+                self.hashes[slot] = hash_of(key)
+            failed = self._end_payload()
+        if slot in failed:
+            raise failed[slot]
+        return written
 
     def erase(self, slots: Iterable[int]) -> None:
         """Make slots hold no record. Durable after a `sync` that succeeds. Does not raise where zeros are not written:
@@ -171,10 +206,10 @@ class Member:
                 self._erase(slot)
         with self._syncing:  # a sync that has begun has not ended yet
             with self._headers:
-                needed = self._any_older or self._epoch_unwritten or bool(self._uncertain)
+                needed = self._any_older or self._epoch_unwritten or bool(self._uncertain) or self._inherited
                 needed = needed or not self._older.isdisjoint(hashes)
             if needed:
-                self._sync()
+                self._sync(with_inherited=self._inherited)
 
     def clear(self) -> None:
         """No header is valid when it returns, now or after a crash.
@@ -196,8 +231,9 @@ class Member:
         with self._syncing:
             self._sync()
 
-    def _sync(self) -> None:
+    def _sync(self, *, with_inherited: bool = False) -> None:
         with self._headers:
+            self._write_waiting()
             self._older, self._any_older = set(), False
             self._settle_uncertain()
             epoch, unwritten = self._epoch, self._epoch_unwritten
@@ -205,6 +241,8 @@ class Member:
             if unwritten:
                 write_superblocks(self.file, self.superblock._replace(epoch=epoch))
             else:
+                if with_inherited:
+                    self._write_inherited()
                 self.file.sync()
         except OSError:
             with self._headers:
@@ -216,11 +254,21 @@ class Member:
         with self._headers:
             if self._epoch == epoch:
                 self._epoch_unwritten = False
+                self._inherited = self._inherited and not with_inherited
+
+    def _write_inherited(self) -> None:
+        """Write the header table as it can be read, so that the next sync makes it durable."""
+        buffer = memoryview(bytearray(min(_HEADERS_AT_ONCE, self.superblock.slots) * HEADER_BYTES))
+        for first in range(0, self.superblock.slots, _HEADERS_AT_ONCE):
+            data = buffer[: min(_HEADERS_AT_ONCE, self.superblock.slots - first) * HEADER_BYTES]
+            with self._headers:
+                if self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
+                    self.file.write([data], TABLE_OFFSET + first * HEADER_BYTES)
 
     def _settle_uncertain(self) -> None:
         try:
             for slot in list(self._uncertain):
-                self._write_header(slot, _NO_HEADER)
+                self._write_headers(slot, [_NO_HEADER])
         except OSError:
             self._begin_epoch()
 
@@ -230,6 +278,8 @@ class Member:
         self._any_older = False
         self._older = set()
         self._uncertain = set()
+        self._waiting = {}  # they are of the epoch before
+        self._inherited = False
 
     def _erase(self, slot: int) -> None:
         try:
@@ -239,18 +289,49 @@ class Member:
 
     def _replace(self, slot: int, header: memoryview) -> None:
         """Write a header over another one, which a crash may bring back until the next sync."""
+        self._note_older(slot)
+        self._waiting.pop(slot, None)
+        self._uncertain.add(slot)
+        self.hashes[slot] = 0
+        self._write_headers(slot, [header])
+
+    def _note_older(self, slot: int) -> None:
         older = int(self.hashes[slot])
+        if slot in self._uncertain:  # of which key is not known
+            self._older, self._any_older = set(), True
         if older and not self._any_older:
             self._older.add(older)
             if len(self._older) > _MOST_OLDER:
                 self._older, self._any_older = set(), True
-        self._uncertain.add(slot)
-        self.hashes[slot] = 0
-        self._write_header(slot, header)
 
-    def _write_header(self, slot: int, header: memoryview) -> None:
-        self.file.write([header], TABLE_OFFSET + slot * HEADER_BYTES)
-        self._uncertain.discard(slot)
+    def _end_payload(self) -> dict[int, OSError]:
+        """A payload is not being written any more; returns what `_write_waiting` does if it is time for that."""
+        self._payloads -= 1
+        if self._waiting and (self._payloads <= 0 or len(self._waiting) >= _MOST_WAITING):
+            return self._write_waiting()
+        return {}
+
+    def _write_waiting(self) -> dict[int, OSError]:
+        """Write the headers that wait, neighbours in one call. Returns slots that hold no record, as that failed."""
+        waiting, self._waiting = self._waiting, {}
+        failed: dict[int, OSError] = {}
+        run: list[int] = []
+        for slot in [*sorted(waiting), -1]:
+            if run and slot != run[-1] + 1:
+                self._uncertain.update(run)
+                try:
+                    self._write_headers(run[0], [memoryview(waiting[each]) for each in run])
+                except OSError as error:
+                    self.hashes[run] = 0
+                    failed.update(dict.fromkeys(run, error))
+                run = []
+            run.append(slot)
+        return failed
+
+    def _write_headers(self, first: int, headers: Sequence[memoryview]) -> None:
+        """Write headers of consecutive slots, which are in `_uncertain`; they are not, afterwards."""
+        self.file.write(headers, TABLE_OFFSET + first * HEADER_BYTES)
+        self._uncertain.difference_update(range(first, first + len(headers)))
 
     # read by another process --------------------------------------------------------------------------------------
 
@@ -272,6 +353,13 @@ class Member:
 def hash_of(key: bytes) -> int:
     """A number for a key, not 0; of this process alone, as Python's hashes of bytes are salted."""
     return hash(key) or 1
+
+
+def hashes_of(keys: Sequence[bytes]) -> Int64Array:
+    """`hash_of` each key, int64, (keys,)."""
+    hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+    hashes[hashes == 0] = 1
+    return hashes
 
 
 def read_superblocks(file: OpenFile) -> list[Superblock | None]:

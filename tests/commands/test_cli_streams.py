@@ -117,6 +117,11 @@ WITH_BYTES = (*WORKLOAD, "--model", "llama-3.1-8b", "--scale", "0.01", "--backen
         (("bench", "interop"), "--blocks"),
         (("bench", "cache"), "--blocks"),
         (("bench", "cache"), "--keys"),
+        (("bench", "disk"), "--sizes"),
+        (("bench", "disk"), "--threads"),
+        (("bench", "disk"), "--nbytes"),
+        (("bench", "disk"), "--records"),
+        (("bench", "disk"), "--repeats"),
     ],
     ids=lambda each: each if isinstance(each, str) else " ".join(each[:2]),
 )

@@ -39,6 +39,9 @@ BENCHES = {
     "submit": (),
 }
 FRAMEWORKS = {"benchmark": "interop", "blocks": 32, "planes": 64, "block_bytes": 32768, "nbytes": 64 << 20}
+SMALL_DISK = (
+    "--sizes", "262144,1048576", "--threads", "1,2", "--nbytes", "1048576", "--repeats", "1", "--records", "1000",
+)  # fmt: skip
 COMMANDS = [
     ("doctor", *SIMULATED),
     ("demo", *SIMULATED),
@@ -47,12 +50,13 @@ COMMANDS = [
     (*WITH_BYTES, *SIMULATED),
     METADATA,
     ("bench", "cache", "--blocks", "2048", "--repeats", "2"),
+    ("bench", "disk", *SMALL_DISK),
     *(("bench", name, *options, *SIMULATED) for name, options in BENCHES.items()),
 ]
 HELPS = [
     ("--help",),
     *((name, "--help") for name in ("doctor", "demo", "replay", "tune", "bench")),
-    *(("bench", name, "--help") for name in (*BENCHES, "interop", "cache", "plot")),
+    *(("bench", name, "--help") for name in (*BENCHES, "interop", "cache", "disk", "plot")),
 ]
 
 
@@ -78,11 +82,11 @@ def test_every_command_prints_a_verdict_and_80_columns(
     captured = capsys.readouterr()
     name = " ".join(command[: 2 if command[0] == "bench" else 1])
     text = check(captured.out, name)
-    if "--metadata-only" in command or "cache" in command or command[0] == "doctor":
+    if "--metadata-only" in command or command[1] in ("cache", "disk") or command[0] == "doctor":
         assert captured.err == ""
     else:
         assert captured.err == "kvoffload: the simulated device verifies bytes; times need a GPU\n"
-    if command[0] == "bench" and "cache" not in command:
+    if command[0] == "bench" and command[1] not in ("cache", "disk"):
         transfers = re.fullmatch(rf"{name}: ([0-9,]+) transfers verified, 0 wrong; times need a GPU\n", text)
         assert transfers
         assert transfers.group(1) != "0"
@@ -356,12 +360,13 @@ def test_every_option_and_exit_code_is_documented(capsys: pytest.CaptureFixture[
     assert codes == re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE) == ["0", "1", "2", "3", "130"]
 
 
-@pytest.mark.parametrize("name", [*BENCHES, "doctor", "demo", "replay", "metadata", "show"])
+@pytest.mark.parametrize("name", [*BENCHES, "disk", "doctor", "demo", "replay", "metadata", "show"])
 def test_every_field_of_json_is_documented(capsys: pytest.CaptureFixture[str], name: str) -> None:
     commands = {
         "replay": (*WITH_BYTES, *SIMULATED),
         "metadata": METADATA,
         "show": ("tune", "--show", *SIMULATED),
+        "disk": ("bench", "disk", *SMALL_DISK),
     }
     if name in BENCHES:
         fields = json.loads(recorded(name))

@@ -74,7 +74,19 @@ def test_usage_and_message_on_a_terminal_have_at_most_80_columns(
 def test_the_list_of_benchmarks_has_a_line_for_each_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     listed = capsys.readouterr().out.partition("benchmarks:\n")[2].partition("\n\n")[0].splitlines()
-    names = ["transfer", "sweep", "field", "sharded", "interference", "parts", "interop", "submit", "cache", "plot"]
+    names = [
+        "transfer",
+        "sweep",
+        "field",
+        "sharded",
+        "interference",
+        "parts",
+        "interop",
+        "submit",
+        "cache",
+        "disk",
+        "plot",
+    ]
     assert [line.split()[0] for line in listed] == names
 
 

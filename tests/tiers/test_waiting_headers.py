@@ -1,0 +1,168 @@
+"""Headers that wait until no payload is being written: read, removed, synced, and failing when they are written."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from disk_sets import FaultyFiles, blank, open_set, payload, same
+
+from kvoffload.tiers.member import _MOST_WAITING
+from kvoffload.tiers.slot_files import SlotFiles
+
+HELD = 0  # the slot of the payload that is being written
+
+
+@contextmanager
+def a_payload_being_written(files: SlotFiles, operations: FaultyFiles) -> Iterator[Callable[[], None]]:
+    """A thread writes the record of slot 0 and does not get on; the function that is yielded lets it end."""
+    begun, released = threading.Event(), threading.Event()
+    holder = threading.Thread(target=files.write, args=(HELD, b"held", "", payload(0), 0, 0))
+
+    def before(name: str) -> None:
+        if name == "pwritev" and threading.current_thread() is holder and not released.is_set():
+            begun.set()
+            assert released.wait(60)
+
+    def release() -> None:
+        released.set()
+        holder.join()
+
+    operations.before = before
+    holder.start()
+    try:
+        assert begun.wait(60)
+        yield release
+    finally:
+        release()
+        operations.before = lambda _: None
+
+
+def in_the_file(path: Path) -> set[bytes]:
+    """The keys of valid headers, as another process sees them."""
+    reader = open_set(path, read_only=True)
+    try:
+        return set(reader.load().keys)
+    finally:
+        reader.close()
+
+
+def stored(files: SlotFiles, slot: int, key: bytes, number: int) -> bool:
+    views = blank()
+    return files.read(slot, key, views) and same(views, payload(number))
+
+
+def test_headers_are_written_together_after_the_last_payload(tmp_path: Path) -> None:
+    path, operations = tmp_path / "a.kv", FaultyFiles()
+    files = open_set(path, slots=8, operations=operations)
+    with a_payload_being_written(files, operations) as release:
+        for slot in (1, 2, 3, 6):
+            assert files.write(slot, b"%d" % slot, "", payload(slot), slot, 0)
+        assert all(stored(files, slot, b"%d" % slot, slot) for slot in (1, 2, 3, 6))
+        assert in_the_file(path) == set()
+        operations.calls.clear()
+        release()
+        assert operations.calls == ["pwritev", "pwritev"], "slots 0 to 3, and 6"
+    assert in_the_file(path) == {b"held", b"1", b"2", b"3", b"6"}
+    files.close()
+
+
+def test_no_more_than_128_wait(tmp_path: Path) -> None:
+    path, operations = tmp_path / "a.kv", FaultyFiles()
+    files = open_set(path, slots=_MOST_WAITING + 2, operations=operations)
+    with a_payload_being_written(files, operations):
+        for slot in range(1, _MOST_WAITING):
+            files.write(slot, b"%d" % slot, "", payload(slot), slot, 0)
+        assert in_the_file(path) == set()
+        files.write(_MOST_WAITING, b"last", "", payload(1), 0, 0)
+        assert len(in_the_file(path)) == _MOST_WAITING == 128
+    files.close()
+
+
+def test_a_sync_writes_those_that_wait(tmp_path: Path) -> None:
+    path, operations = tmp_path / "a.kv", FaultyFiles()
+    files = open_set(path, operations=operations)
+    with a_payload_being_written(files, operations):
+        files.write(1, b"key", "", payload(1), 1, 0)
+        operations.calls.clear()
+        files.sync()
+        assert operations.calls == ["pwritev", "fdatasync"]
+        assert in_the_file(path) == {b"key"}
+    files.close()
+
+
+@pytest.mark.parametrize("call", ["remove", "clear"])
+def test_what_is_removed_while_its_header_waits_is_never_in_the_file(tmp_path: Path, call: str) -> None:
+    path, operations = tmp_path / "a.kv", FaultyFiles()
+    files = open_set(path, operations=operations)
+    files.write(1, b"older", "", payload(9), 0, 0)
+    with a_payload_being_written(files, operations) as release:
+        files.write(1, b"key", "", payload(1), 1, 0)
+        files.write(2, b"other", "", payload(2), 1, 1)
+        if call == "remove":
+            files.remove([b"key"])
+        else:
+            files.clear()
+        assert not stored(files, 1, b"key", 1)
+        release()
+        assert in_the_file(path) == ({b"held", b"other"} if call == "remove" else {b"held"})
+    files.close()
+
+
+def test_a_removal_of_the_key_before_it_writes_the_header_first(tmp_path: Path) -> None:
+    """The file still has the older header, and must not keep it."""
+    path, operations = tmp_path / "a.kv", FaultyFiles()
+    files = open_set(path, operations=operations)
+    files.write(1, b"older", "", payload(9), 0, 0)
+    files.remove([b"nothing"])  # the first removal of a process syncs
+    with a_payload_being_written(files, operations):
+        files.write(1, b"key", "", payload(1), 1, 0)
+        assert in_the_file(path) == {b"older"}
+        files.remove([b"older"])
+        assert in_the_file(path) == {b"key"}
+    files.close()
+
+
+def test_where_headers_cannot_be_written_their_slots_hold_no_record(tmp_path: Path) -> None:
+    path, operations = tmp_path / "a.kv", FaultyFiles()
+    files = open_set(path, slots=8, operations=operations)
+    with a_payload_being_written(files, operations):
+        files.write(1, b"first", "", payload(1), 1, 0)
+        files.write(5, b"second", "", payload(5), 1, 1)
+        operations.failing["pwritev"] = errno.EIO
+        with pytest.raises(OSError, match="error"):
+            files.sync()  # neither the headers nor zeros
+        operations.failing.clear()
+        assert not stored(files, 1, b"first", 1)
+        assert not stored(files, 5, b"second", 5)
+    files.close()
+    assert in_the_file(path) == {b"held"}
+
+
+def test_a_write_is_refused_for_its_own_header_alone(tmp_path: Path) -> None:
+    path, operations = tmp_path / "a.kv", FaultyFiles()
+    files = open_set(path, slots=8, operations=operations)
+    with a_payload_being_written(files, operations):
+        files.write(1, b"first", "", payload(1), 1, 0)
+        files.write(5, b"second", "", payload(5), 1, 1)
+        files._members[0]._payloads = 0  # the next payload is the last one
+        calls = iter((False, True, False))  # payload, header of slot 1, headers of slots 5 and 6
+
+        def before(_: str) -> None:
+            operations.failing.clear()
+            if next(calls):
+                operations.failing["pwritev"] = errno.EIO
+
+        held, operations.before = operations.before, before
+        assert files.write(6, b"third", "", payload(6), 1, 2)
+        operations.before = held
+        operations.failing.clear()
+        assert not stored(files, 1, b"first", 1)
+        assert stored(files, 5, b"second", 5)
+        assert stored(files, 6, b"third", 6)
+    files.close()
+    assert in_the_file(path) == {b"held", b"second", b"third"}
