@@ -163,8 +163,8 @@ class Program:
     """Random calls of a tier whose disks are recorded.
 
     Args:
-        make: opens a tier on a folder; by default `make_tier`.
-        faults: of its system calls.
+        faults: of the system calls.
+        files: makes the system calls of a process.
     """
 
     def __init__(
@@ -206,8 +206,8 @@ class Program:
         elif kind == "get":
             self._jobs.append((self.tier.get(self.rng.sample(KEYS, 3), [9, 10, 11]), None))
             self.wait()
-        elif kind == "sync":
-            self.tier.drain(SECONDS)
+        elif kind == "sync" and not self.tier.drain(SECONDS) and self.rng.random() < 0.5:
+            kind = "kill"
         elif kind == "close":
             self.wait()
             assert self.tier.close(SECONDS)
