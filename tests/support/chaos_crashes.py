@@ -24,6 +24,7 @@ SECTOR = 512
 KEYS = names(range(12))
 GONE = (Outcome.DONE, Outcome.MISSING)
 FAULTS = Faults(short=0.02, error=0.02, late_error=0.02, sync_error=0.05)
+PROFILES = (Faults(short=0.05), Faults(sync_error=0.3), FAULTS, Faults(late_error=0.15))
 
 
 class FileStates:
@@ -206,15 +207,16 @@ class Program:
         elif kind == "get":
             self._jobs.append((self.tier.get(self.rng.sample(KEYS, 3), [9, 10, 11]), None))
             self.wait()
-        elif kind == "sync" and not self.tier.drain(SECONDS) and self.rng.random() < 0.5:
-            kind = "kill"
+        elif kind == "sync":
+            self.tier.drain(SECONDS)
         elif kind == "close":
             self.wait()
             assert self.tier.close(SECONDS)
             self.open()
         if self.rng.random() < 0.7 or len(self._jobs) > 2:
             self.wait()
-        return kind
+        failed = self.calls.injected["sync_error"] and kind != "close"
+        return "kill" if failed and self.rng.random() < 0.3 else kind
 
     def put(self) -> None:
         keys = self.rng.sample(KEYS, self.rng.randint(1, 3))
@@ -321,10 +323,10 @@ def _crash(program: Program, replay: Replay, rng: random.Random) -> None:
 
 
 def run(states: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Many programs, every second one with failing calls."""
+    """Many programs, with the faults of PROFILES in turn."""
     rng, counts, wrong, number = random.Random(seed), Counter[str](), list[str](), 0
     while counts["states"] < states:
-        faults = (Faults(short=0.05), FAULTS)[number % 2]
+        faults = PROFILES[number % len(PROFILES)]
         more, problems = run_program(min(500, states - counts["states"]), rng, faults)
         counts.update(more)
         wrong += problems
