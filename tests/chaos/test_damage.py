@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import chaos_damage
 import pytest
@@ -109,10 +110,10 @@ def test_a_file_of_another_set_is_refused_and_stays_as_it_is(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("options", [{"identity": "model@2"}, {"slots": 3}, {"key": b"k" * 16}])
-def test_files_of_another_identity_size_or_key_are_refused(lab: Lab, options: dict[str, object]) -> None:
+def test_files_of_another_identity_size_or_key_are_refused(lab: Lab, options: dict[str, Any]) -> None:
     folder, state, _ = full(lab)
     with pytest.raises(LayoutError, match="reset=True"):
-        make_tier(folder, lab.memory, **({"slots": chaos_damage.SLOTS} | options))  # type: ignore[arg-type]
+        make_tier(folder, lab.memory, **({"slots": chaos_damage.SLOTS} | options))
     assert lab.read(folder) == state
 
 

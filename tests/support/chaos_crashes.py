@@ -304,7 +304,7 @@ def run_program(
                     counts.update(states=1, records=found, wrong=len(problems))
                     wrong += problems
             if kind == "crash":
-                _crash(program, replay, rng)
+                _crash(replay, rng)
             if kind in ("kill", "crash"):
                 program.open()
             counts[kind] += 1
@@ -314,7 +314,7 @@ def run_program(
     return counts, wrong
 
 
-def _crash(program: Program, replay: Replay, rng: random.Random) -> None:
+def _crash(replay: Replay, rng: random.Random) -> None:
     """The machine goes down, and comes up with one of the states."""
     state = replay.state(rng)
     replay.restart_from(state)

@@ -49,9 +49,7 @@ class Memory:
     def version(self, entry: int) -> int | None:
         """What an entry holds; None if it is no version, whole."""
         version = int(self.arrays[0][entry].view(np.uint64)[0])
-        whole = all(
-            np.array_equal(array[entry], row) for array, row in zip(self.arrays, content(version), strict=True)
-        )
+        whole = all(np.array_equal(array[entry], row) for array, row in zip(self.arrays, content(version), strict=True))
         return version if whole else None
 
     def check_guards(self) -> None:
