@@ -132,7 +132,9 @@ class ThreadedTier(Tier):
         """
 
     def release(self) -> None:
-        """Close what `start` has opened. All calls of other methods but `has_record` have returned."""
+        """Close what `start` has opened. All calls of other methods but `has_record` have returned. May block, as it is
+        called by a thread of the tier's.
+        """
 
     def num_records(self) -> int | None:
         """How many records it holds; None if it does not know at once. Must not block; called until after `release`."""
@@ -155,7 +157,7 @@ class ThreadedTier(Tier):
             self.pools, self.record_bytes = tuple(pools), record_bytes
             self.start(layout)
             self._opened = True
-            self._workers.start(self.threads, self.name)
+            self._workers.start(self.threads, self.name, self._release)
         except BaseException:
             if self._opened:
                 self.close()
@@ -240,6 +242,14 @@ class ThreadedTier(Tier):
             return True
         if not self._workers.close(timeout):
             return False
+        self._release()  # if no thread has ended: `attach` was interrupted
+        return True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def _release(self) -> None:
+        """By the last thread, so that `close` does not wait longer than it was asked to; once."""
         with self._releasing:
             if self._opened:
                 try:
@@ -247,10 +257,6 @@ class ThreadedTier(Tier):
                 except Exception as error:
                     LOGGER.warning("%r: release: %s", self, shown(error))
                 self._opened = False
-        return True
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
 
     # jobs ---------------------------------------------------------------------------------------------------------
 

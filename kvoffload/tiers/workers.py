@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvoffload.errors import ClosedError
@@ -39,6 +39,8 @@ class Workers:
         self._changed = threading.Condition(threading.RLock())  # a signal handler may cancel a job anywhere
         self._queues = WorkQueues()
         self._threads: list[threading.Thread] = []
+        self._working = 0  # threads that have not ended
+        self._at_end: Callable[[], None] = lambda: None
         self._since: dict[int, float] = {}  # of each thread that is in a call: when that began
         self._warned = -_SECONDS_BETWEEN_WARNINGS
         self._any_ended_early = False  # of what is in the queues
@@ -46,15 +48,20 @@ class Workers:
             ("written", "read", "bytes_written", "bytes_read", "missing", "corrupt", *_COUNT_OF.values()), 0
         )
 
-    def start(self, count: int, label: str) -> None:
-        """Start the threads, named after the tier's name; ClosedError if closed."""
+    def start(self, count: int, label: str, at_end: Callable[[], None]) -> None:
+        """Start the threads, named after the tier's name; ClosedError if closed.
+
+        Args:
+            at_end: called by the last one of them, when it is about to end.
+        """
         with self._changed:
             if self.closed:
                 raise ClosedError(f"{label} was closed while it got its pool: make another one")
-            self._label = label
+            self._label, self._at_end = label, at_end
             for number in range(count):
                 name = f"kvoffload-{label}-{number}"
                 self._threads.append(threading.Thread(target=self._work, args=(number,), name=name, daemon=True))
+                self._working += 1  # before it starts: an interrupt in between must not make another thread the last
                 self._threads[-1].start()
 
     # queues -------------------------------------------------------------------------------------------------------
@@ -180,6 +187,11 @@ class Workers:
                 self._queues.finish(work)
                 if self._queues.removals or self._queues.writes:
                     self._changed.notify_all()
+        with self._changed:
+            self._working -= 1
+            last = self._working == 0
+        if last:
+            self._at_end()
 
     def _take(self, number: int) -> Work | None:
         """What the thread does next, once there is something; None when closed."""

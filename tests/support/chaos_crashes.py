@@ -24,6 +24,7 @@ SECTOR = 512
 KEYS = names(range(12))
 GONE = (Outcome.DONE, Outcome.MISSING)
 FAULTS = Faults(short=0.02, error=0.02, late_error=0.02, sync_error=0.05)
+PROFILES = (Faults(short=0.05), Faults(sync_error=0.3), FAULTS, Faults(late_error=0.15))
 
 
 class FileStates:
@@ -163,8 +164,8 @@ class Program:
     """Random calls of a tier whose disks are recorded.
 
     Args:
-        make: opens a tier on a folder; by default `make_tier`.
-        faults: of its system calls.
+        faults: of the system calls.
+        files: makes the system calls of a process.
     """
 
     def __init__(
@@ -214,7 +215,8 @@ class Program:
             self.open()
         if self.rng.random() < 0.7 or len(self._jobs) > 2:
             self.wait()
-        return kind
+        failed = self.calls.injected["sync_error"] and kind != "close"
+        return "kill" if failed and self.rng.random() < 0.3 else kind
 
     def put(self) -> None:
         keys = self.rng.sample(KEYS, self.rng.randint(1, 3))
@@ -302,7 +304,7 @@ def run_program(
                     counts.update(states=1, records=found, wrong=len(problems))
                     wrong += problems
             if kind == "crash":
-                _crash(program, replay, rng)
+                _crash(replay, rng)
             if kind in ("kill", "crash"):
                 program.open()
             counts[kind] += 1
@@ -312,7 +314,7 @@ def run_program(
     return counts, wrong
 
 
-def _crash(program: Program, replay: Replay, rng: random.Random) -> None:
+def _crash(replay: Replay, rng: random.Random) -> None:
     """The machine goes down, and comes up with one of the states."""
     state = replay.state(rng)
     replay.restart_from(state)
@@ -321,10 +323,10 @@ def _crash(program: Program, replay: Replay, rng: random.Random) -> None:
 
 
 def run(states: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Many programs, every second one with failing calls."""
+    """Many programs, with the faults of PROFILES in turn."""
     rng, counts, wrong, number = random.Random(seed), Counter[str](), list[str](), 0
     while counts["states"] < states:
-        faults = (Faults(short=0.05), FAULTS)[number % 2]
+        faults = PROFILES[number % len(PROFILES)]
         more, problems = run_program(min(500, states - counts["states"]), rng, faults)
         counts.update(more)
         wrong += problems

@@ -6,13 +6,15 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from chaos_history import PAGE, RECORD_BYTES, SECONDS, Memory, fetch, make_tier, names
 
-from kvoffload.tiers import Outcome
+from kvoffload.tiers import DiskTier, Outcome
 
 FILES = ("0.kv", "1.kv")
 SLOTS = 2  # of each file
@@ -59,8 +61,22 @@ class Lab:
         folder.mkdir(mode=0o700)
         return folder
 
-    def put(self, folder: Path, versions: dict[bytes, int], **options: object) -> None:
-        with_tier(folder, self.memory, lambda tier: _put(tier, self.memory, versions), **options)
+    def put(self, folder: Path, versions: dict[bytes, int], **options: Any) -> None:
+        """Put these versions with a tier on these files."""
+        for entry, version in enumerate(versions.values()):
+            self.memory.fill(entry, version)
+        with self.tier(folder, **options) as tier:
+            outcomes = tier.put(list(versions), range(len(versions))).wait(SECONDS)
+        assert set(outcomes) == {Outcome.DONE}
+
+    @contextmanager
+    def tier(self, folder: Path, **options: Any) -> Iterator[DiskTier]:
+        """A tier on these files, which is closed afterwards."""
+        tier = make_tier(folder, self.memory, **({"slots": SLOTS} | options))
+        try:
+            yield tier
+        finally:
+            assert tier.close(SECONDS)
 
     def read(self, folder: Path) -> State:
         return {name: (folder / name).read_bytes() for name in FILES}
@@ -72,7 +88,8 @@ class Lab:
         for name, data in state.items():
             (folder / name).write_bytes(data)
             (folder / name).chmod(0o600)
-        return with_tier(folder, self.memory, lambda tier: fetch(tier, self.memory, [*KEYS, *LATER]))
+        with self.tier(folder) as tier:
+            return fetch(tier, self.memory, [*KEYS, *LATER])
 
     def check(self, each: Damaged) -> str | None:
         """What is wrong with the records of a damaged state."""
@@ -85,21 +102,6 @@ class Lab:
         return None
 
 
-def with_tier(folder: Path, memory: Memory, use: Callable[..., object], **options: object):  # type: ignore[no-untyped-def]
-    tier = make_tier(folder, memory, slots=SLOTS, **options)
-    try:
-        return use(tier)
-    finally:
-        assert tier.close(SECONDS)
-
-
-def _put(tier, memory: Memory, versions: dict[bytes, int]) -> None:  # type: ignore[no-untyped-def]
-    for entry, version in enumerate(versions.values()):
-        memory.fill(entry, version)
-    outcomes = tier.put(list(versions), range(len(versions))).wait(SECONDS)
-    assert set(outcomes) == {Outcome.DONE}
-
-
 def full(lab: Lab) -> tuple[Path, State, dict[bytes, int]]:
     """Files whose slots are all records."""
     folder, versions = lab.folder(), {key: 100 + number for number, key in enumerate(KEYS)}
@@ -107,7 +109,7 @@ def full(lab: Lab) -> tuple[Path, State, dict[bytes, int]]:
     return folder, lab.read(folder), versions
 
 
-def places(lab: Lab, state: State, versions: dict[bytes, int]) -> dict[tuple[str, int], bytes]:
+def places(state: State, versions: dict[bytes, int]) -> dict[tuple[str, int], bytes]:
     """Which key is in which slot of which file."""
     found = {}
     for name in FILES:
@@ -124,7 +126,7 @@ def places(lab: Lab, state: State, versions: dict[bytes, int]) -> dict[tuple[str
 def flipped(lab: Lab, stride: int, rng: random.Random) -> Iterator[Damaged]:
     """Every byte of superblocks, headers and payloads, one at a time; of payloads each `stride`th."""
     _, state, versions = full(lab)
-    at = places(lab, state, versions)
+    at = places(state, versions)
     for name in FILES:
         headers = range(TABLE, TABLE + SLOTS * HEADER)
         payloads = range(DATA + rng.randrange(stride), DATA + SLOTS * RECORD_BYTES, stride)
@@ -143,14 +145,12 @@ def flipped(lab: Lab, stride: int, rng: random.Random) -> Iterator[Damaged]:
 def truncated(lab: Lab) -> Iterator[Damaged]:
     """Each file cut off at each page and around it."""
     _, state, versions = full(lab)
-    at = places(lab, state, versions)
+    at = places(state, versions)
     for name in FILES:
         pages = range(0, len(state[name]) + 1, PAGE)
         for nbytes in sorted({min(max(0, page + off), len(state[name])) for page in pages for off in (-1, 0, 1, 600)}):
             whole = {
-                key
-                for (file, slot), key in at.items()
-                if file != name or DATA + (slot + 1) * RECORD_BYTES <= nbytes
+                key for (file, slot), key in at.items() if file != name or DATA + (slot + 1) * RECORD_BYTES <= nbytes
             }
             least = {key: versions[key] for key in whole} if nbytes >= SUPERBLOCK else {}
             yield Damaged(f"{name} cut off at {nbytes}", state | {name: state[name][:nbytes]}, least, least)
@@ -159,7 +159,7 @@ def truncated(lab: Lab) -> Iterator[Damaged]:
 def swapped(lab: Lab) -> Iterator[Damaged]:
     """Headers, payloads or both of two slots; superblocks of two members; the files of a set as each other."""
     _, state, versions = full(lab)
-    at = places(lab, state, versions)
+    at = places(state, versions)
     slots = list(at)
     for first in range(len(slots)):
         for second in range(first + 1, len(slots)):
@@ -171,8 +171,8 @@ def swapped(lab: Lab) -> Iterator[Damaged]:
                     _swap(data, slots[first], slots[second], start, size)
                 what = f"{parts} of {slots[first]} and {slots[second]} swapped"
                 yield Damaged(what, {name: bytes(each) for name, each in data.items()}, rest, rest)
-    first, second = FILES
-    yield Damaged("members swapped", {first: state[second], second: state[first]}, versions, versions)
+    one, other = FILES
+    yield Damaged("members swapped", {one: state[other], other: state[one]}, versions, versions)
 
 
 def _swap(data: dict[str, bytearray], first: tuple[str, int], second: tuple[str, int], start: int, size: int) -> None:
@@ -205,14 +205,16 @@ def older_generations(lab: Lab, rng: random.Random) -> Iterator[Damaged]:
     later = {key: 200 + number for number, key in enumerate(LATER)}
     lab.put(folder, later)
     yield from mixed(before, lab.read(folder), "before other records", versions | later, rng)
-    with_tier(folder, lab.memory, lambda tier: tier.clear().wait(SECONDS))
+    with lab.tier(folder) as tier:
+        tier.clear().wait(SECONDS)
     cleared = lab.read(folder)
     yield from mixed(before, cleared, "before a clear", {}, rng)
     lab.put(folder, later)
     yield from mixed(before, lab.read(folder), "before a clear and other records", later, rng)
 
     folder, before, versions = full(lab)
-    with_tier(folder, lab.memory, lambda tier: tier.remove(KEYS[:2]).wait(SECONDS))
+    with lab.tier(folder) as tier:
+        tier.remove(KEYS[:2]).wait(SECONDS)
     removed = lab.read(folder)
     # The format cannot know that a header's sector is older: the record is back, with its own bytes.
     yield from mixed(before, removed, "before a removal", versions, rng)
@@ -226,8 +228,8 @@ def older_generations(lab: Lab, rng: random.Random) -> Iterator[Damaged]:
     yield Damaged("all of both files before a removal", before, versions, versions)
 
 
-def run(stride: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """All damages; counts of each kind, and what was wrong."""
+def run(stride: int, seed: int, every: int = 1) -> tuple[Counter[str], list[str]]:
+    """All damages, or one of `every` so many; counts of each kind, and what was wrong."""
     rng, counts, wrong, lab = random.Random(seed), Counter[str](), list[str](), Lab()
     kinds: dict[str, Iterable[Damaged]] = {
         "flipped": flipped(lab, stride, rng),
@@ -237,7 +239,7 @@ def run(stride: int, seed: int) -> tuple[Counter[str], list[str]]:
     }
     try:
         for kind, damages in kinds.items():
-            for each in damages:
+            for each in islice(damages, rng.randrange(every), None, every):
                 problem = lab.check(each)
                 counts[kind] += 1
                 wrong += [] if problem is None else [problem]

@@ -1,4 +1,4 @@
-"""System calls of a disk tier for tests of failures: they go wrong by seeded chance, and record what reaches the files."""
+"""System calls of a disk tier for tests: they fail by seeded chance, and record what reaches the files."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from kvoffload.tiers import DiskTier
 PAGE = 4096
 POOLS = 2
 RECORD_BYTES = POOLS * PAGE
+LAYOUT = bytes(range(16))
 SECONDS = 60.0  # that anything may take
 _WORDS = np.arange(PAGE // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 _FACTORS = (0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7)  # odd: every word tells versions apart
@@ -38,7 +39,7 @@ class Memory:
     def __init__(self, entries: int = 16) -> None:
         self._pools = TierPools(entries, PAGE, POOLS, seed=1)
         self.arrays = self._pools.arrays
-        self.layout = self._pools.layout
+        self.layout = LAYOUT
         self.entries = entries
 
     def fill(self, entry: int, version: int) -> None:
@@ -48,9 +49,7 @@ class Memory:
     def version(self, entry: int) -> int | None:
         """What an entry holds; None if it is no version, whole."""
         version = int(self.arrays[0][entry].view(np.uint64)[0])
-        whole = all(
-            np.array_equal(array[entry], row) for array, row in zip(self.arrays, content(version), strict=True)
-        )
+        whole = all(np.array_equal(array[entry], row) for array, row in zip(self.arrays, content(version), strict=True))
         return version if whole else None
 
     def check_guards(self) -> None:

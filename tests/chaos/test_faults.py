@@ -1,0 +1,464 @@
+"""System calls that fail, transfer a part, hang and end late; files that change underneath; two processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import chaos_machine
+import numpy as np
+import pytest
+from chaos_files import ERRORS, ChaosFiles, Faults
+from chaos_history import PAGE, SECONDS, Memory, fetch, make_tier, names
+from disk_sets import FaultyFiles, blank, open_set, payload
+
+from kvoffload.tiers import DiskTier, Outcome
+from kvoffload.tiers.disk_index import DiskIndex
+
+KEYS = names(range(6))  # as many as the slots of `make_tier`
+DONE, MISSING, FAILED, DECLINED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED, Outcome.DECLINED
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory(12)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+def put_all(tier: DiskTier, memory: Memory, first: int, keys: Sequence[bytes] = KEYS) -> list[Outcome]:
+    """Put versions `first`, `first + 1` and so on."""
+    for entry in range(len(keys)):
+        memory.fill(entry, first + entry)
+    return tier.put(keys, range(len(keys))).wait(SECONDS)
+
+
+def versions(first: int, keys: Sequence[bytes] = KEYS) -> dict[bytes, int]:
+    return {key: first + place for place, key in enumerate(keys)}
+
+
+# random operations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_random_operations_while_calls_fail_and_clocks_jump(
+    seed: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of day, which may jump, decides nothing."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(time, "time", lambda: rng.choice((0.0, 1e9, 4e9)))
+    monkeypatch.setattr(time, "time_ns", lambda: rng.choice((0, 10**18, 4 * 10**18)))
+    counts = chaos_machine.run(2500, seed + number)
+    assert counts["operations"] >= 2500
+    assert counts["descriptors left"] == 0
+    assert counts["threads left"] == 0
+    assert min(counts[each] for each in ("get done", "put done", "remove done", "step close", "step kill")) > 0
+    assert counts["error"] + counts["late_error"] + counts["sync_error"] + counts["short"] + counts["hang"] > 20
+
+
+class WrongReads(ChaosFiles):
+    """One byte of some payloads is not what was written, and the checksum is made to fit: no disk does so."""
+
+    def preadv(self, file: int, views: Sequence[memoryview], offset: int) -> int:
+        count = super().preadv(file, views, offset)
+        if count >= PAGE and self._random.random() < 0.1:
+            views[0][17] ^= 1
+        return count
+
+
+def test_flipped_bytes_of_reads_are_misses(folder: Path, memory: Memory) -> None:
+    calls = WrongReads(3)
+    with_faults = make_tier(folder, memory, operations=calls)
+    found = 0
+    for round_ in range(40):
+        put_all(with_faults, memory, 10 * round_)
+        found += len(fetch(with_faults, memory, KEYS))  # compares every byte
+        with_faults.remove(KEYS).wait(SECONDS)
+    assert 0 < found < 40 * len(KEYS)
+    assert with_faults.statistics().corrupt > 0
+    assert with_faults.close(SECONDS)
+
+
+# calls that fail ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most_bytes", [1000, 4095, 4097])
+def test_every_transfer_is_short(folder: Path, memory: Memory, most_bytes: int) -> None:
+    calls = FaultyFiles()
+    calls.most_bytes = most_bytes
+    tier = make_tier(folder, memory, operations=calls)
+    assert set(put_all(tier, memory, 1)) == {DONE}
+    assert fetch(tier, memory, KEYS) == versions(1)
+    assert set(tier.remove(KEYS[:2]).wait(SECONDS)) == {DONE}
+    assert tier.close(SECONDS)
+    again = make_tier(folder, memory)
+    assert fetch(again, memory, KEYS) == versions(3, KEYS[2:])
+    assert again.close(SECONDS)
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
+def test_every_error_of_every_call_is_an_outcome(folder: Path, memory: Memory, number: int) -> None:
+    """A put is FAILED, or DECLINED by a full disk; a get FAILED; a removal FAILED until a sync has succeeded."""
+    calls = FaultyFiles()
+    tier = make_tier(folder, memory, operations=calls)
+    calls.failing = {"pwritev": number}
+    full = number in (errno.ENOSPC, errno.EDQUOT)
+    assert set(put_all(tier, memory, 1)) == {DECLINED if full else FAILED}
+    assert fetch(tier, memory, KEYS) == {}
+    calls.failing = {}
+    assert set(put_all(tier, memory, 10)) == {DONE}
+    calls.failing = {"preadv": number}
+    assert tier.get(KEYS[:1], [11]).wait(SECONDS) == [FAILED]
+    calls.failing = {}
+    assert fetch(tier, memory, KEYS) == versions(11, KEYS[1:])
+    for failing in ("pwritev", "fdatasync"):
+        calls.failing = {failing: number}
+        assert tier.remove(KEYS[1:2]).wait(SECONDS) == [FAILED]
+        assert tier.clear().wait(SECONDS) == [FAILED]
+        assert not tier.drain(SECONDS)
+    calls.failing = {}
+    assert tier.remove(KEYS).wait(SECONDS) == [MISSING] * len(KEYS)
+    assert set(put_all(tier, memory, 20)) == {DONE}
+    assert tier.close(SECONDS)
+    again = make_tier(folder, memory)
+    assert fetch(again, memory, KEYS) == versions(20)
+    assert again.close(SECONDS)
+
+
+@pytest.mark.parametrize("call", ["open", "preadv", "pwritev", "fdatasync", "fallocate"])
+def test_a_call_that_fails_while_the_files_are_opened_leaves_nothing_open(
+    folder: Path, memory: Memory, call: str
+) -> None:
+    """And the tier can be given its pool again."""
+    tier = make_tier(folder, memory)
+    put_all(tier, memory, 1)
+    assert tier.close(SECONDS)
+    before = chaos_machine.descriptors(), threading.active_count()
+    calls = FaultyFiles()
+    for name in ("0.kv", "1.kv"):  # the second copy of the superblock differs: it is written again
+        with (folder / name).open("r+b") as file:
+            file.seek(PAGE)
+            file.write(bytes(PAGE))
+    calls.failing = {call: errno.EIO}
+    again = DiskTier(
+        [folder / "0.kv", folder / "1.kv"], nbytes=tier.nbytes, identity="model@1", direct=False, operations=calls
+    )
+    with pytest.raises(OSError, match="Input/output"):
+        again.attach(memory.arrays, memory.layout)
+    assert (chaos_machine.descriptors(), threading.active_count()) == before
+    calls.failing = {}
+    again.attach(memory.arrays, memory.layout)
+    assert fetch(again, memory, KEYS) == versions(1)
+    assert again.close(SECONDS)
+
+
+class ShortTable(ChaosFiles):
+    """The header table cannot be read while `short` is set: the file seems to end before it."""
+
+    short = True
+
+    def preadv(self, file: int, views: Sequence[memoryview], offset: int) -> int:
+        return 0 if self.short and offset == 2 * PAGE else super().preadv(file, views, offset)
+
+
+def test_headers_that_could_not_be_read_do_not_come_back_after_a_removal(folder: Path, memory: Memory) -> None:
+    tier = make_tier(folder, memory)
+    put_all(tier, memory, 1)
+    assert tier.close(SECONDS)
+    calls = ShortTable()
+    again = make_tier(folder, memory, operations=calls)
+    calls.short = False
+    assert fetch(again, memory, KEYS) == {}
+    assert set(again.remove(KEYS[:1]).wait(SECONDS)) == {MISSING}
+    calls.kill()
+    assert again.close(SECONDS)
+    last = make_tier(folder, memory)
+    assert KEYS[0] not in fetch(last, memory, KEYS)
+    assert last.close(SECONDS)
+
+
+# calls that hang ------------------------------------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-3)
+
+
+@pytest.fixture
+def hanging(folder: Path, memory: Memory) -> Iterator[tuple[DiskTier, ChaosFiles]]:
+    """A tier with all records, whose calls hang from now on."""
+    calls = ChaosFiles(1)
+    tier = make_tier(folder, memory, operations=calls, threads=2)
+    assert set(put_all(tier, memory, 1)) == {DONE}
+    calls.faults = Faults(hang=1.0)
+    yield tier, calls
+    calls.faults = Faults()
+    calls.release()
+    assert tier.close(SECONDS)
+
+
+def test_pitfall_62_a_read_that_hangs_keeps_its_entry_and_writes_to_it_late(
+    hanging: tuple[DiskTier, ChaosFiles], memory: Memory
+) -> None:
+    tier, calls = hanging
+    memory.fill(7, 70)
+    memory.fill(8, 80)
+    job = tier.get(KEYS[:1], [7], deadline=time.monotonic() + 0.05)
+    until(lambda: calls.hung == 1)
+    job.cancel()
+    assert tier.remove(KEYS[1:2]) is not None
+    assert tier.close(0.01) is False
+    assert job.outcomes == [None]
+    assert memory.version(7) == 70
+    calls.faults = Faults()
+    calls.release()
+    assert job.wait(SECONDS) == [DONE]
+    assert memory.version(7) == 1
+    assert memory.version(8) == 80
+    assert tier.close(SECONDS)
+
+
+def test_a_removal_waits_for_a_write_that_hangs(hanging: tuple[DiskTier, ChaosFiles], memory: Memory) -> None:
+    tier, calls = hanging
+    calls.faults = Faults()
+    tier.remove(KEYS[:1]).wait(SECONDS)
+    calls.faults = Faults(hang=1.0)
+    memory.fill(0, 50)
+    put = tier.put(KEYS[:1], [0])
+    until(lambda: calls.hung == 1)
+    removal = tier.remove(KEYS[:1])
+    with pytest.raises(TimeoutError):
+        removal.wait(0.05)
+    assert put.outcomes == [None]
+    calls.faults = Faults()
+    calls.release()
+    assert put.wait(SECONDS) == [DONE]
+    assert removal.wait(SECONDS) == [DONE]
+    assert fetch(tier, memory, KEYS[:1]) == {}
+
+
+def test_close_does_not_wait_for_a_sync_that_hangs(hanging: tuple[DiskTier, ChaosFiles], folder: Path) -> None:
+    tier, calls = hanging
+    assert tier.close(0.2) is False
+    assert calls.hung == 1
+    with pytest.raises(BlockingIOError):
+        make_tier(folder, Memory(4))
+    calls.faults = Faults()
+    calls.release()
+    assert tier.close(SECONDS)
+    assert make_tier(folder, Memory(4)).close(SECONDS)
+
+
+# files that change underneath -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_files_that_are_deleted_and_created_again_by_another_tier(folder: Path, memory: Memory, direct: bool) -> None:
+    """Two files of one name: each tier has its own."""
+    first = make_tier(folder, memory, direct=direct)
+    put_all(first, memory, 1)
+    for name in ("0.kv", "1.kv"):
+        (folder / name).unlink()
+    others = Memory(12)
+    second = make_tier(folder, others, direct=direct)
+    assert fetch(second, others, KEYS) == {}
+    put_all(second, others, 100)
+    assert fetch(first, memory, KEYS) == versions(1)
+    assert fetch(second, others, KEYS) == versions(100)
+    assert first.clear().wait(SECONDS) == [DONE]
+    assert set(put_all(first, memory, 200)) == {DONE}
+    assert first.close(SECONDS)
+    assert fetch(second, others, KEYS) == versions(100)
+    assert second.close(SECONDS)
+
+
+def test_a_file_that_is_replaced_by_one_of_another_set(folder: Path, memory: Memory) -> None:
+    (folder / "other").mkdir(mode=0o700)
+    other = make_tier(folder / "other", memory)
+    put_all(other, memory, 100)
+    assert other.close(SECONDS)
+    tier = make_tier(folder, memory)
+    put_all(tier, memory, 1)
+    for name in ("0.kv", "1.kv"):
+        os.replace(folder / "other" / name, folder / name)
+    assert fetch(tier, memory, KEYS) == versions(1)
+    assert set(tier.remove(KEYS).wait(SECONDS)) == {DONE}
+    assert tier.close(SECONDS)
+    again = make_tier(folder, memory)
+    assert fetch(again, memory, KEYS) == versions(100)
+    assert again.close(SECONDS)
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 4096, 8192, 8300, 12288, 20480, 30000])
+def test_a_file_that_is_cut_off_underneath(folder: Path, memory: Memory, nbytes: int) -> None:
+    """What is cut off is a miss, and what is put afterwards is a record; so it is after a restart."""
+    tier = make_tier(folder, memory)
+    put_all(tier, memory, 1)
+    os.truncate(folder / "0.kv", nbytes)
+    found = fetch(tier, memory, KEYS)
+    assert found.items() <= versions(1).items()
+    assert len(found) >= 3
+    assert tier.remove(KEYS[:1]).wait(SECONDS)[0] in (DONE, MISSING)
+    put_all(tier, memory, 100)
+    last = fetch(tier, memory, KEYS)
+    assert all(version in (versions(1)[key], versions(100)[key]) for key, version in last.items())
+    assert KEYS[0] in last
+    assert tier.close(SECONDS)
+    again = make_tier(folder, memory)
+    assert fetch(again, memory, KEYS).items() <= last.items()
+    assert again.close(SECONDS)
+
+
+# two processes --------------------------------------------------------------------------------------------------------
+
+OTHER = """
+import sys
+from pathlib import Path
+from typing import Any
+from chaos_history import Memory, fetch, make_tier, names
+memory = Memory(12)
+try:
+    make_tier(Path(sys.argv[1]), memory)
+except BlockingIOError:
+    print("locked")
+reader = make_tier(Path(sys.argv[1]), memory, read_only=True)
+for line in sys.stdin:
+    print(sorted(fetch(reader, memory, names(range(6))).values()), flush=True)
+print(reader.close(30.0))
+"""
+
+
+def test_another_process_cannot_write_and_reads_nothing_that_was_removed(folder: Path, memory: Memory) -> None:
+    tier = make_tier(folder, memory)
+    put_all(tier, memory, 1)
+    paths = [str(Path(make_tier.__code__.co_filename).parent), *filter(None, sys.path)]
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask() -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print("?", file=process.stdin, flush=True)
+            return process.stdout.readline().strip()
+
+        assert process.stdout.readline() == "locked\n"
+        assert ask() == "[1, 2, 3, 4, 5, 6]"
+        tier.remove(KEYS[:2]).wait(SECONDS)
+        assert ask() == "[3, 4, 5, 6]"
+        put_all(tier, memory, 11, KEYS[:2])  # in the same slots: the reader sees only what it found when it was opened
+        assert ask() in ("[3, 4, 5, 6]", "[3, 4, 5, 6, 11, 12]")
+        assert tier.clear().wait(SECONDS) == [DONE]
+        assert ask() == "[]"
+        process.stdin.close()
+        assert process.stdout.readline() == "True\n"
+    assert tier.close(SECONDS)
+
+
+class Paused(ChaosFiles):
+    """Calls `between` after a payload has been read."""
+
+    between: Callable[[], object] | None = None
+
+    def preadv(self, file: int, views: Sequence[memoryview], offset: int) -> int:
+        count = super().preadv(file, views, offset)
+        if offset >= 3 * PAGE and self.between is not None:
+            between, self.between = self.between, None
+            between()
+        return count
+
+
+@pytest.mark.parametrize("change", ["remove", "clear", "overwrite"])
+def test_a_reader_in_the_middle_of_a_record_that_changes(folder: Path, memory: Memory, change: str) -> None:
+    tier = make_tier(folder, memory)
+    put_all(tier, memory, 1)
+    calls, own = Paused(), Memory(12)
+    reader = make_tier(folder, own, read_only=True, operations=calls)
+
+    def between() -> None:
+        if change == "remove":
+            assert tier.remove(KEYS[:1]).wait(SECONDS) == [DONE]
+        elif change == "clear":
+            assert tier.clear().wait(SECONDS) == [DONE]
+        else:
+            assert set(put_all(tier, memory, 50, names(range(20, 26)))) == {DONE}
+
+    calls.between = between
+    assert reader.get(KEYS[:1], [0]).wait(SECONDS) == [MISSING]
+    assert reader.close(SECONDS)
+    assert tier.close(SECONDS)
+
+
+@pytest.mark.parametrize("call", ["remove", "remove what it does not know", "clear"])
+def test_a_removal_by_a_reader_is_failed_and_changes_nothing(folder: Path, memory: Memory, call: str) -> None:
+    """It cannot say that a record is gone: also not of one that was put after it was opened."""
+    tier = make_tier(folder, memory)
+    put_all(tier, memory, 1, KEYS[:2])
+    own = Memory(12)
+    reader = make_tier(folder, own, read_only=True)
+    put_all(tier, memory, 3, KEYS[2:3])
+    removed = KEYS[:3] if call == "remove" else KEYS[2:3]
+    job = reader.clear() if call == "clear" else reader.remove(removed)
+    assert set(job.wait(SECONDS)) == {FAILED}
+    assert fetch(reader, own, KEYS) == (versions(1, KEYS[:2]) if removed == KEYS[2:3] and call != "clear" else {})
+    assert reader.close(SECONDS)
+    assert fetch(tier, memory, KEYS) == versions(1, KEYS[:3])
+    assert tier.close(SECONDS)
+
+
+# a record that is read before its put is finished ---------------------------------------------------------------------
+
+
+class Hooked(np.ndarray[Any, Any]):
+    """An array that calls `hook` once, after an element was read."""
+
+    hook: Callable[[], None] | None = None
+
+    def __getitem__(self, place: Any) -> Any:
+        value = super().__getitem__(place)
+        hook, self.hook = self.hook, None
+        if hook is not None:
+            hook()
+        return value
+
+
+def test_a_record_whose_slot_gets_another_key_between_two_looks_at_it(tmp_path: Path) -> None:
+    """The put is finished, its record evicted, and another one written, while a read without a lease goes on."""
+    disk = DiskIndex(open_set(tmp_path / "a.kv", slots=1), policy="lru")
+    put = disk.reserve([b"key"])
+    assert disk.write(put, b"key", payload(1))
+
+    def others() -> None:
+        disk.finish(put)
+        other = disk.reserve([b"other"])
+        assert disk.write(other, b"other", payload(2))
+        disk.finish(other)
+
+    member = disk.files._members[0]
+    hooked = member.hashes.view(Hooked)
+    hooked.hook = others
+    member.hashes = hooked
+    assert not disk.read(b"key", blank())
+    assert disk.contains([b"key", b"other"]) == [False, True]
+    disk.close()

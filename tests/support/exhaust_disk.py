@@ -1,0 +1,101 @@
+"""Break a disk tier in every known manner, many times, and compare every byte that it returns.
+
+    python tests/support/exhaust_disk.py                        everything: half an hour on one core
+    python tests/support/exhaust_disk.py --only crashes --states 1000000 --seed 7
+
+    crashes     states of the files after a crash: unsynced writes lost, torn, reordered
+    kills       processes killed while they write
+    damage      bytes flipped, files cut off, slots swapped, older sectors brought back
+    faults      random operations while system calls fail, hang and end late
+    soak        a tier opened and closed again and again: memory, descriptors, threads
+
+It prints counts of each, and what was wrong. Exit status 1 if anything was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import chaos_crashes
+import chaos_damage
+import chaos_machine
+import chaos_soak
+
+HERE = Path(__file__).resolve().parent
+KINDS = ("crashes", "kills", "damage", "faults", "soak")
+PER_MACHINE = 20_000  # operations
+MOST_GROWTH = 8 << 20  # bytes of resident memory, in a soak
+
+Result = tuple[Counter[str], list[str]]
+
+
+def kills(count: int, seed: int) -> Result:
+    """In a process of its own, which has no other threads when it forks."""
+    paths = [str(HERE.parent.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(HERE / "chaos_kills.py"), str(count), str(seed)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"},
+    )
+    report = json.loads(done.stdout.splitlines()[-1])
+    return Counter(report["counts"]), report["wrong"]
+
+
+def faults(operations: int, seed: int) -> Result:
+    """Several machines, one after the other."""
+    counts, wrong = Counter[str](), list[str]()
+    while counts["operations"] < operations and not wrong:
+        try:
+            counts.update(chaos_machine.run(min(PER_MACHINE, operations - counts["operations"]), seed))
+        except AssertionError as error:
+            wrong.append(f"machine of seed {seed}: {error}")
+        seed += 1
+    wrong += [f"{counts[name]} {name}" for name in ("descriptors left", "threads left") if counts[name]]
+    return counts, wrong
+
+
+def soak(seconds: float, seed: int) -> Result:
+    counts = chaos_soak.run(seed, seconds=seconds)
+    limits = {"descriptors more": 0, "threads more": 0, "tasks more": 0, "resident more": MOST_GROWTH}
+    return counts, [f"{counts[name]} {name}" for name, limit in limits.items() if counts[name] > limit]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=KINDS, help="may be repeated; all by default")
+    parser.add_argument("--states", type=int, default=100_000, help="after crashes")
+    parser.add_argument("--kills", type=int, default=500, help="of processes")
+    parser.add_argument("--stride", type=int, default=1, help="of flipped bytes of payloads")
+    parser.add_argument("--operations", type=int, default=100_000, help="with failing calls")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the soak")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    logging.getLogger("kvoffload").setLevel(logging.CRITICAL)
+    tests = {
+        "crashes": lambda: chaos_crashes.run(options.states, options.seed),
+        "kills": lambda: kills(options.kills, options.seed),
+        "damage": lambda: chaos_damage.run(options.stride, options.seed),
+        "faults": lambda: faults(options.operations, options.seed),
+        "soak": lambda: soak(options.seconds, options.seed),
+    }
+    failed = False
+    for name in options.only or KINDS:
+        counts, wrong = tests[name]()
+        print(f"{name}: " + ", ".join(f"{count} {what}" for what, count in sorted(counts.items())), flush=True)
+        print(f"  {len(wrong)} wrong" + "".join(f"\n    {each}" for each in wrong[:10]), flush=True)
+        failed |= bool(wrong)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
