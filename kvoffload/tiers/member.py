@@ -98,9 +98,7 @@ class Member:
             count = min(_HEADERS_AT_ONCE, self.superblock.slots - first)
             data = buffer[: count * HEADER_BYTES]
             if not self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
-                self._uncertain.update(
-                    range(first, self.superblock.slots)
-                )  # a truncated file: they are gone, or not read
+                self._uncertain.update(range(first, self.superblock.slots))  # cut off, or not read
                 break
             segments.append(parse_headers(data, self.superblock, first, self.checksum))
         return segments
