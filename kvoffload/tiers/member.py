@@ -13,8 +13,8 @@ So `remove` has to know of headers that the file may hold after a crash. There a
   nothing has overwritten yet. They are overwritten with zeros;
 - overwritten since the last sync: `_older` has their keys. The file is synced. If there are many, or the process has
   just started and cannot know, every removal syncs;
-- in a slot whose header could not be written, `_uncertain`: the next sync writes zeros. If the slot is used before
-  that, every removal syncs.
+- in a slot whose header could not be written, or read at the start, `_uncertain`: the next sync writes zeros. If the
+  slot is used before that, every removal syncs.
 
 The process before may have been killed after a sync that failed. Then the page cache shows writes that the disk lost,
 as if they were durable. So the first removal of a process writes the header table again before it syncs, `_inherited`.
@@ -107,9 +107,7 @@ class Member:
             count = min(_HEADERS_AT_ONCE, self.superblock.slots - first)
             data = buffer[: count * HEADER_BYTES]
             if not self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
-                self._uncertain.update(
-                    range(first, self.superblock.slots)
-                )  # a truncated file: they are gone, or not read
+                self._uncertain.update(range(first, self.superblock.slots))  # cut off, or not read
                 break
             segments.append(parse_headers(data, self.superblock, first, self.checksum))
         return segments

@@ -39,8 +39,8 @@ class LyingFiles(ChaosFiles):
 
 def test_a_disk_whose_syncs_do_nothing_is_found(seed: int) -> None:
     """The examination can fail: removed records come back from such a disk."""
-    _, wrong = run_program(1500, random.Random(seed), Faults(), lambda seed, log: LyingFiles(seed, log=log))
-    assert wrong
+    rng = random.Random(seed)
+    assert any(run_program(200, rng, Faults(), lambda seed, log: LyingFiles(seed, log=log))[1] for _ in range(20))
 
 
 class Disk:

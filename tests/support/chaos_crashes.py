@@ -181,6 +181,7 @@ class Program:
         self.folder = folder
         self._files = files
         self._faults = faults
+        self.members = rng.choice((1, 2, 2, 3))
         self._version = 0
         self._removals = 0
         self._jobs: list[tuple[TierJob, int | None]] = []  # and the number of its removal
@@ -190,7 +191,10 @@ class Program:
 
     def open(self) -> None:
         self.calls = self._files(self.rng.randrange(1 << 30), self.log)
-        self.tier = make_tier(self.folder, self.memory, operations=self.calls, threads=2)
+        direct = self.rng.random() < 0.5  # also writes the first page of payloads back, where that works
+        self.tier = make_tier(
+            self.folder, self.memory, files=self.members, operations=self.calls, threads=2, direct=direct
+        )
         self.calls.faults = self._faults
 
     def step(self) -> str:
@@ -240,6 +244,10 @@ class Program:
                 self.log.note("removed", removal)
         self._jobs.clear()
 
+    def with_all_members(self, state: Mapping[str, bytes]) -> dict[str, bytes]:
+        """The same with all members: one that has not been created yet is empty."""
+        return {str(self.folder / f"{number}.kv"): b"" for number in range(self.members)} | dict(state)
+
     def kill(self) -> None:
         """End the process; what its jobs say afterwards does not count."""
         self.calls.kill()
@@ -247,13 +255,15 @@ class Program:
         self._jobs.clear()
 
 
-def examine(state: Mapping[str, bytes], history: History, folder: Path, memory: Memory) -> tuple[int, list[str]]:
+def examine(
+    state: Mapping[str, bytes], history: History, folder: Path, memory: Memory, members: int
+) -> tuple[int, list[str]]:
     """Open a tier on a state: how many records it has, and what is wrong with them."""
     for path, image in state.items():
         target = folder / Path(path).name
         target.write_bytes(image)
         target.chmod(0o600)
-    tier = make_tier(folder, memory)
+    tier = make_tier(folder, memory, files=members)
     try:
         found = fetch(tier, memory, KEYS)
     except AssertionError as error:
@@ -300,7 +310,8 @@ def run_program(
                 replay.advance(program.log.events[done])
                 done += 1
                 for _ in range(each if rng.random() < 0.5 else 0):
-                    found, problems = examine(replay.state(rng), replay.history, base / "after", memory)
+                    state = program.with_all_members(replay.state(rng))
+                    found, problems = examine(state, replay.history, base / "after", memory, program.members)
                     counts.update(states=1, records=found, wrong=len(problems))
                     wrong += problems
             if kind == "crash":

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.testing.tier_pools import TierPools
-from kvoffload.tiers import DiskTier
+from kvoffload.tiers import DiskTier, Outcome
 
 PAGE = 4096
 POOLS = 2
@@ -119,3 +119,18 @@ def fetch(tier: DiskTier, memory: Memory, keys: Sequence[bytes]) -> dict[bytes, 
 
 def names(numbers: Iterable[int]) -> list[bytes]:
     return [b"key %d" % number for number in numbers]
+
+
+SIX = names(range(6))  # as many keys as `make_tier` has slots
+
+
+def put_all(tier: DiskTier, memory: Memory, first: int, keys: Sequence[bytes] = SIX) -> list[Outcome]:
+    """Put versions `first`, `first + 1` and so on."""
+    for entry in range(len(keys)):
+        memory.fill(entry, first + entry)
+    return tier.put(keys, range(len(keys))).wait(SECONDS)
+
+
+def versions(first: int, keys: Sequence[bytes] = SIX) -> dict[bytes, int]:
+    """What `put_all` has put."""
+    return {key: first + place for place, key in enumerate(keys)}

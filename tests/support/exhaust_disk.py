@@ -1,6 +1,6 @@
 """Break a disk tier in every known manner, many times, and compare every byte that it returns.
 
-    python tests/support/exhaust_disk.py                        everything: half an hour on one core
+    python tests/support/exhaust_disk.py                        everything: ten minutes on one core
     python tests/support/exhaust_disk.py --only crashes --states 1000000 --seed 7
 
     crashes     states of the files after a crash: unsynced writes lost, torn, reordered
