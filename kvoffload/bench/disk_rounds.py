@@ -1,7 +1,7 @@
 """`bench disk`: writing and reading records with a DiskTier and with a bare loop, in interleaved rounds.
 
 A round puts new keys, which displace those of the round before. The tier and the bare loop take turns in being first.
-Both write the same bytes to the same slots, so that the records stay valid whoever wrote last. Between two of their
+Both write the same bytes to the same slots, so that the records stay valid whichever wrote last. Between two of their
 turns, outside of all times, what was written is synced.
 """
 
