@@ -48,7 +48,7 @@ class Workers:
 
     def start(self, count: int, label: str) -> None:
         """Start the threads, named after the tier's name; ClosedError if closed."""
-        with self._changed:
+        with self._lock:
             if self.closed:
                 raise ClosedError(f"{label} was closed while it got its pool: make another one")
             self._label = label
@@ -61,7 +61,7 @@ class Workers:
 
     def queue_reads(self, works: Sequence[Work]) -> int:
         """Queue as many as there is room for, the first ones; how many. 0 if closed."""
-        with self._changed:
+        with self._lock:
             room = self._room(len(works))
             self._queues.reads.extend(works[:room])
             self._changed.notify(room)
@@ -69,7 +69,7 @@ class Workers:
 
     def queue_flush(self, works: Sequence[Work]) -> int:
         """Queue them all; 0 if closed."""
-        with self._changed:
+        with self._lock:
             room = 0 if self.closed else len(works)
             self._queues.reads.extend(works[:room])
             self._changed.notify(room)
@@ -77,7 +77,7 @@ class Workers:
 
     def queue_writes(self, works: Sequence[Write]) -> int:
         """As `queue_reads`."""
-        with self._changed:
+        with self._lock:
             room = self._room(len(works), writes=True)
             self._queues.add_writes(works[:room])
             self._changed.notify(room)
@@ -88,11 +88,11 @@ class Workers:
 
         The writes end before a removal is queued: else it could be over before, and a write begin after it.
         """
-        with self._changed:
+        with self._lock:
             writes = [work for removal in removals for work in self._queues.waiting_writes(removal)]
         for work in writes:
             work.job.settle_waiting(Outcome.CANCELLED, work.positions)
-        with self._changed:
+        with self._lock:
             room = 0 if self.closed else len(removals)
             self._queues.removals.extend(removals[:room])
             self._changed.notify(room)
@@ -100,7 +100,7 @@ class Workers:
 
     def unfinished_writes(self) -> list[TierJob]:
         """The jobs of all writes that wait or are being carried out."""
-        with self._changed:
+        with self._lock:
             running = [work for work in self._queues.running if isinstance(work, Write)]
             return [*dict.fromkeys(work.job for work in (*running, *self._queues.writes))]
 
@@ -123,7 +123,7 @@ class Workers:
 
     def count(self, **more: int) -> None:
         """Add to counts of `TierStatistics`."""
-        with self._changed:
+        with self._lock:
             for name, number in more.items():
                 self._counts[name] += number
 
@@ -131,7 +131,7 @@ class Workers:
         """Keys of a job have this outcome."""
         name = _COUNT_OF.get(outcome)
         if name is not None:
-            with self._changed:
+            with self._lock:
                 self._counts[name] += keys
                 self._any_ended_early |= outcome in (Outcome.EXPIRED, Outcome.CANCELLED)
                 if self._queues.removals:  # what ends may be one that writes wait for
@@ -140,7 +140,7 @@ class Workers:
     def figures(self) -> dict[str, Any]:
         """All fields of `TierStatistics` but `records`."""
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             since, queues = list(self._since.values()), self._queues
             self._drop_ended()
             return {
@@ -156,13 +156,13 @@ class Workers:
     def close(self, timeout: float) -> bool:
         """Cancel what waits, and wait for the threads; whether all have ended. May be called again."""
         end = time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             self.closed = True
             self._changed.notify_all()
             waiting = dict.fromkeys(work.job for work in self._queues.waiting())
         for job in waiting:
             job.settle_waiting(Outcome.CANCELLED)
-        with self._changed:
+        with self._lock:
             self._queues.clear()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
@@ -175,7 +175,7 @@ class Workers:
                 self._carry_out(work, number)
             except BaseException as error:  # from a caller's function: SystemExit, say
                 self._warn(error)
-            with self._changed:
+            with self._lock:
                 self._since.pop(number, None)
                 self._queues.finish(work)
                 if self._queues.removals or self._queues.writes:
@@ -183,7 +183,7 @@ class Workers:
 
     def _take(self, number: int) -> Work | None:
         """What the thread does next, once there is something; None when closed."""
-        with self._changed:
+        with self._lock:
             while not self.closed:
                 work = self._queues.take()
                 if work is not None:
@@ -197,7 +197,7 @@ class Workers:
         if not positions:
             return
         outcomes = self._outcomes(work)
-        with self._changed:
+        with self._lock:
             self._since.pop(number, None)
         for position in positions:
             try:
@@ -218,7 +218,7 @@ class Workers:
 
     def _warn(self, error: BaseException) -> None:
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             due = now - self._warned >= _SECONDS_BETWEEN_WARNINGS
             self._warned = now if due else self._warned
         if due:

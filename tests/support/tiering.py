@@ -116,6 +116,7 @@ def tiered(
     blocks: int = 32,
     on_event: Any = None,
     policy: Any = "lru",
+    write: Any = "through",
     **options: Any,
 ) -> Iterator[Bench]:
     """A cache over some tiers; closed afterwards. `options` are the cache's. Without tiers: over a DictTier."""
@@ -125,7 +126,9 @@ def tiered(
         layout = KVLayout(planes, **DESCRIBED)
         engine = OffloadEngine(layout, device=device, num_slots=capacity * groups, **COPY_ENGINE_ONLY)
         with engine:
-            cache = TieredCache(engine, policy, tiers=list(tiers) or [DictTier()], on_event=on_event, **options)
+            cache = TieredCache(
+                engine, policy, tiers=list(tiers) or [DictTier()], on_event=on_event, write=write, **options
+            )
             try:
                 yield Bench(device, planes, engine, cache)
                 if not engine.closed:
