@@ -36,7 +36,10 @@ class Workers:
         self.closed = False
         self._max_queued = max_queued
         self._label = ""
-        self._changed = threading.Condition(threading.RLock())  # a signal handler may cancel a job anywhere
+        # Re-entrant, as a signal handler may cancel a job anywhere; entered as itself, as an interrupt in the __exit__
+        # of the Condition would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._queues = WorkQueues()
         self._threads: list[threading.Thread] = []
         self._since: dict[int, float] = {}  # of each thread that is in a call: when that began

@@ -13,7 +13,7 @@ from helpers import COPY_ENGINE_ONLY, Bytes, simulated
 from tier_classes import DictTier
 
 import kvoffload
-from kvoffload import KVLayout, NO_WAIT, OffloadEngine
+from kvoffload import NO_WAIT, KVLayout, OffloadEngine
 from kvoffload.driver import address_of
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiering.tiered_cache import TieredCache

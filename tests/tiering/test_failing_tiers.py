@@ -11,7 +11,7 @@ from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CapacityError, TierError, TieredCache
+from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError
 from kvoffload.testing import FaultyTier
 from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Outcome

@@ -130,7 +130,7 @@ def test_a_promotion_that_is_garbage_holds_nothing(waits: bool) -> None:
         if waits:
             promotion.wait(SECONDS)
         else:
-            until(lambda: promotion.ready)
+            until(lambda promotion=promotion: promotion.ready)
         del promotion
         gc.collect()
         until(lambda: pinned(bench) == 0 and bench.cache.statistics().pending == 0)
