@@ -1,4 +1,4 @@
-"""Statistics of block caches, and of the engines below them, as Prometheus metrics; needs prometheus_client.
+"""Statistics of block caches, and of the engines and tiers below them, as Prometheus metrics; needs prometheus_client.
 
     collector = prometheus.register(cache, gpu="0")     the registry's exporters now export this cache
     collector.add(another, gpu="1")                     more caches of one registry go into the same collector
@@ -18,10 +18,12 @@ from typing import Any, NamedTuple, Protocol
 from kvoffload.cache.statistics import CacheStatistics, Histogram
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.errors import CapabilityError, ClosedError
+from kvoffload.tiering.below import BelowStatistics
+from kvoffload.tiering.breaker import BreakerState
 
 
 class Cache(Protocol):
-    """What a collector needs of a cache. If the cache has an `engine`, its `statistics()` are exported as well."""
+    """What a collector needs of a cache. If it has an `engine`, or `tier_statistics()`, these are exported as well."""
 
     def statistics(self) -> CacheStatistics: ...
 
@@ -47,6 +49,22 @@ _COUNTED = {
     "promoted": "Blocks that a tier has filled.",
 }
 _COUNTED_BY_TENANT = ("stored", "failed", "declined")
+_OF_TIERS = {
+    "promoted": "Blocks that the tier has brought into slots.",
+    "not_found": "Blocks that the tier was asked for and did not bring.",
+    "slower": "Blocks that were not asked for, since computing them was expected to take less time.",
+    "written": "Blocks that the tier has taken.",
+    "not_written": "Blocks that were given to the tier and not written: it failed, was full or had a full queue.",
+    "dropped": "Blocks that were worth writing and not given to the tier: not usable, too many writes, or evicted.",
+}
+_IN_TIERS = {
+    "bytes_read": "Bytes of records that were read.",
+    "bytes_written": "Bytes of records that were written.",
+    "corrupt": "Records that were read with other bytes than were written; each was a miss.",
+    "failed": "Blocks for which the medium failed.",
+    "expired": "Blocks whose deadline passed before the tier began.",
+}
+_BREAKER = {BreakerState.CLOSED: 0, BreakerState.TRYING: 1, BreakerState.OPEN: 2}
 _METRICS = {
     "kvoffload_cache_blocks": _Metric("Gauge", "Blocks in the cache; pinned ones are among the resident.", "state"),
     "kvoffload_cache_capacity_blocks": _Metric("Gauge", "Blocks that fit into the cache."),
@@ -64,8 +82,15 @@ _METRICS = {
     "kvoffload_transfer_jobs_in_flight": _Metric("Gauge", "Transfers that have not ended."),
     "kvoffload_transfer_jobs_held": _Metric("Gauge", "Transfers in flight that wait on the host for the driver."),
     "kvoffload_pinned_bytes": _Metric("Gauge", "Pinned host memory of the slots."),
+    "kvoffload_tier_breaker": _Metric("Gauge", "0: the tier is used; 1: it is tried; 2: it is not used.", "tier"),
+    "kvoffload_tier_breaker_opened": _Metric("Counter", "How often a tier was found failing or hung.", "tier"),
+    "kvoffload_tier_records": _Metric("Gauge", "Records in the tier, if it knows how many.", "tier"),
+    **{
+        f"kvoffload_tier_{field}": _Metric("Counter", text, "tier")
+        for field, text in {**_OF_TIERS, **_IN_TIERS}.items()
+    },
 }
-_OWN_LABELS = {"state", "direction", "le", "tenant"}
+_OWN_LABELS = {"state", "direction", "le", "tenant", "tier"}
 
 
 class CacheCollector:
@@ -174,13 +199,17 @@ def _samples(cache: Cache | None) -> Iterator[_Sample]:
     engine = getattr(cache, "engine", None)
     if getattr(engine, "closed", False):
         return
+    tiers = getattr(cache, "tier_statistics", tuple)
     try:
         of_cache, of_engine = cache.statistics(), engine.statistics() if engine is not None else None
+        of_tiers = tiers()
     except ClosedError:  # must not keep a registry from collecting everything else
         return
     yield from _cache_samples(of_cache)
     if of_engine is not None:
         yield from _engine_samples(of_engine)
+    for of_tier in of_tiers:
+        yield from _tier_samples(of_tier)
 
 
 def _cache_samples(statistics: CacheStatistics) -> Iterator[_Sample]:
@@ -207,6 +236,18 @@ def _engine_samples(statistics: EngineStatistics) -> Iterator[_Sample]:
     yield _Sample("kvoffload_transfer_jobs_in_flight", statistics.in_flight)
     yield _Sample("kvoffload_transfer_jobs_held", statistics.held)
     yield _Sample("kvoffload_pinned_bytes", statistics.pinned_bytes)
+
+
+def _tier_samples(statistics: BelowStatistics) -> Iterator[_Sample]:
+    name, tier = statistics.name, statistics.tier
+    yield _Sample("kvoffload_tier_breaker", _BREAKER[statistics.state], name)
+    yield _Sample("kvoffload_tier_breaker_opened", statistics.opened, name)
+    if tier.records is not None:
+        yield _Sample("kvoffload_tier_records", tier.records, name)
+    for field in _OF_TIERS:
+        yield _Sample(f"kvoffload_tier_{field}", getattr(statistics, field), name)
+    for field in _IN_TIERS:
+        yield _Sample(f"kvoffload_tier_{field}", getattr(tier, field), name)
 
 
 def _checked(labels: dict[str, str]) -> dict[str, str]:

@@ -36,7 +36,10 @@ class Workers:
         self.closed = False
         self._max_queued = max_queued
         self._label = ""
-        self._changed = threading.Condition(threading.RLock())  # a signal handler may cancel a job anywhere
+        # Re-entrant, as a signal handler may cancel a job anywhere; entered as itself, as an interrupt in the __exit__
+        # of the Condition would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._queues = WorkQueues()
         self._threads: list[threading.Thread] = []
         self._working = 0  # threads that have not ended
@@ -54,7 +57,7 @@ class Workers:
         Args:
             at_end: called by the last one of them, when it is about to end.
         """
-        with self._changed:
+        with self._lock:
             if self.closed:
                 raise ClosedError(f"{label} was closed while it got its pool: make another one")
             self._label, self._at_end = label, at_end
@@ -68,7 +71,7 @@ class Workers:
 
     def queue_reads(self, works: Sequence[Work]) -> int:
         """Queue as many as there is room for, the first ones; how many. 0 if closed."""
-        with self._changed:
+        with self._lock:
             room = self._room(len(works))
             self._queues.reads.extend(works[:room])
             self._changed.notify(room)
@@ -76,7 +79,7 @@ class Workers:
 
     def queue_flush(self, works: Sequence[Work]) -> int:
         """Queue them all; 0 if closed."""
-        with self._changed:
+        with self._lock:
             room = 0 if self.closed else len(works)
             self._queues.reads.extend(works[:room])
             self._changed.notify(room)
@@ -84,7 +87,7 @@ class Workers:
 
     def queue_writes(self, works: Sequence[Write]) -> int:
         """As `queue_reads`."""
-        with self._changed:
+        with self._lock:
             room = self._room(len(works), writes=True)
             self._queues.add_writes(works[:room])
             self._changed.notify(room)
@@ -95,11 +98,11 @@ class Workers:
 
         The writes end before a removal is queued: else it could be over before, and a write begin after it.
         """
-        with self._changed:
+        with self._lock:
             writes = [work for removal in removals for work in self._queues.waiting_writes(removal)]
         for work in writes:
             work.job.settle_waiting(Outcome.CANCELLED, work.positions)
-        with self._changed:
+        with self._lock:
             room = 0 if self.closed else len(removals)
             self._queues.removals.extend(removals[:room])
             self._changed.notify(room)
@@ -107,7 +110,7 @@ class Workers:
 
     def unfinished_writes(self) -> list[TierJob]:
         """The jobs of all writes that wait or are being carried out."""
-        with self._changed:
+        with self._lock:
             running = [work for work in self._queues.running if isinstance(work, Write)]
             return [*dict.fromkeys(work.job for work in (*running, *self._queues.writes))]
 
@@ -130,7 +133,7 @@ class Workers:
 
     def count(self, **more: int) -> None:
         """Add to counts of `TierStatistics`."""
-        with self._changed:
+        with self._lock:
             for name, number in more.items():
                 self._counts[name] += number
 
@@ -138,7 +141,7 @@ class Workers:
         """Keys of a job have this outcome."""
         name = _COUNT_OF.get(outcome)
         if name is not None:
-            with self._changed:
+            with self._lock:
                 self._counts[name] += keys
                 self._any_ended_early |= outcome in (Outcome.EXPIRED, Outcome.CANCELLED)
                 if self._queues.removals:  # what ends may be one that writes wait for
@@ -147,7 +150,7 @@ class Workers:
     def figures(self) -> dict[str, Any]:
         """All fields of `TierStatistics` but `records`."""
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             since, queues = list(self._since.values()), self._queues
             self._drop_ended()
             return {
@@ -163,13 +166,13 @@ class Workers:
     def close(self, timeout: float) -> bool:
         """Cancel what waits, and wait for the threads; whether all have ended. May be called again."""
         end = time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             self.closed = True
             self._changed.notify_all()
             waiting = dict.fromkeys(work.job for work in self._queues.waiting())
         for job in waiting:
             job.settle_waiting(Outcome.CANCELLED)
-        with self._changed:
+        with self._lock:
             self._queues.clear()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
@@ -182,12 +185,12 @@ class Workers:
                 self._carry_out(work, number)
             except BaseException as error:  # from a caller's function: SystemExit, say
                 self._warn(error)
-            with self._changed:
+            with self._lock:
                 self._since.pop(number, None)
                 self._queues.finish(work)
                 if self._queues.removals or self._queues.writes:
                     self._changed.notify_all()
-        with self._changed:
+        with self._lock:
             self._working -= 1
             last = self._working == 0
         if last:
@@ -195,7 +198,7 @@ class Workers:
 
     def _take(self, number: int) -> Work | None:
         """What the thread does next, once there is something; None when closed."""
-        with self._changed:
+        with self._lock:
             while not self.closed:
                 work = self._queues.take()
                 if work is not None:
@@ -209,7 +212,7 @@ class Workers:
         if not positions:
             return
         outcomes = self._outcomes(work)
-        with self._changed:
+        with self._lock:
             self._since.pop(number, None)
         for position in positions:
             try:
@@ -230,7 +233,7 @@ class Workers:
 
     def _warn(self, error: BaseException) -> None:
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             due = now - self._warned >= _SECONDS_BETWEEN_WARNINGS
             self._warned = now if due else self._warned
         if due:

@@ -10,6 +10,7 @@ import pytest
 
 import kvoffload
 from kvoffload.observability.prometheus import register
+from kvoffload.tiers import MemoryTier
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "monitoring"
 ALERTS = (FOLDER / "alerts.yml").read_text()
@@ -29,7 +30,8 @@ def exposed(device: kvoffload.Device) -> dict[str, set[str]]:
     layout = kvoffload.KVLayout([planes], dtype="uint8", tokens_per_block=16, block_axes=("tokens", "dim"))
     registry = client.CollectorRegistry()
     with kvoffload.OffloadEngine(layout, device=device, num_slots=2) as engine:
-        cache = kvoffload.BlockCache(engine, tenants={"a": kvoffload.Tenant()})
+        tiers = [MemoryTier(1 << 20)]
+        cache = kvoffload.TieredCache(engine, tiers=tiers, write="through", tenants={"a": kvoffload.Tenant()})
         register(cache, registry=registry)
         keys = kvoffload.chain_keys(range(64), layout=layout, salt="a")
         for key in keys:  # the later ones evict the earlier ones
@@ -38,10 +40,12 @@ def exposed(device: kvoffload.Device) -> dict[str, set[str]]:
             cache.touch([key])
         engine.drain()
         engine.poll()
+        assert cache.drain(10)
         found: dict[str, set[str]] = {}
         for family in text_string_to_metric_families(client.generate_latest(registry).decode()):
             for sample in family.samples:
                 found.setdefault(sample.name, set()).update(sample.labels)
+        cache.close()
     return found
 
 

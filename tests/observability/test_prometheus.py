@@ -15,6 +15,9 @@ from kvoffload.cache.statistics import CacheStatistics, Histogram, TenantCounts
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.errors import CapabilityError, ClosedError
 from kvoffload.observability.prometheus import CacheCollector, register
+from kvoffload.tiering.below import BelowStatistics
+from kvoffload.tiering.breaker import BreakerState
+from kvoffload.tiers import TierStatistics
 
 
 def cache_statistics(**changes: Any) -> CacheStatistics:
@@ -333,3 +336,38 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
 def test_importing_the_module_does_not_import_the_package() -> None:
     program = "import sys, kvoffload.observability.prometheus; print('prometheus_client' in sys.modules)"
     assert run_program(program, dev_mode=False) == "False\n"
+
+
+# tiers
+
+
+def tier_statistics(**changed: Any) -> BelowStatistics:
+    numbers = dict.fromkeys(("opened", "promoted", "not_found", "slower", "written", "not_written", "dropped"), 0)
+    options = {"name": "disk", "state": BreakerState.CLOSED, "seconds_per_record": None, "tier": TierStatistics()}
+    return BelowStatistics(**{**numbers, **options, **changed})
+
+
+def test_every_count_of_a_tier_is_there(client: Any, registry: Any) -> None:
+    wanted = ("opened", "promoted", "not_found", "slower", "written", "not_written", "dropped")
+    counts = {name: 1000 + at for at, name in enumerate(wanted)}
+    inside = {
+        name: 2000 + at for at, name in enumerate(("bytes_read", "bytes_written", "corrupt", "failed", "expired"))
+    }
+    cache = Stub(cache_statistics())
+    cache.tier_statistics = lambda: [tier_statistics(**counts, tier=TierStatistics(records=7, **inside))]  # type: ignore[attr-defined]
+    register(cache, registry, gpu="0")
+    found = {line.split("{")[0]: line for line in lines(client, registry) if 'tier="disk"' in line}
+    for name, value in {**counts, **inside}.items():
+        metric = "breaker_opened" if name == "opened" else name
+        assert found[f"kvoffload_tier_{metric}_total"].endswith(f'{{gpu="0",tier="disk"}} {value}.0')
+    assert found["kvoffload_tier_records"].endswith(" 7.0")
+    assert found["kvoffload_tier_breaker"].endswith(" 0.0")
+
+
+@pytest.mark.parametrize(("state", "value"), [("CLOSED", 0), ("TRYING", 1), ("OPEN", 2)])
+def test_the_state_of_a_breaker(client: Any, registry: Any, state: str, value: int) -> None:
+    cache = Stub(cache_statistics())
+    cache.tier_statistics = lambda: [tier_statistics(state=BreakerState[state])]  # type: ignore[attr-defined]
+    register(cache, registry)
+    assert f'kvoffload_tier_breaker{{tier="disk"}} {value}.0' in lines(client, registry)
+    assert not [line for line in lines(client, registry) if "tier_records" in line], "unknown"

@@ -13,7 +13,7 @@ from helpers import COPY_ENGINE_ONLY, Bytes, simulated
 from tier_classes import DictTier
 
 import kvoffload
-from kvoffload import KVLayout, NO_WAIT, OffloadEngine
+from kvoffload import NO_WAIT, KVLayout, OffloadEngine
 from kvoffload.driver import address_of
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiering.tiered_cache import TieredCache
@@ -116,6 +116,7 @@ def tiered(
     blocks: int = 32,
     on_event: Any = None,
     policy: Any = "lru",
+    write: Any = "through",
     **options: Any,
 ) -> Iterator[Bench]:
     """A cache over some tiers; closed afterwards. `options` are the cache's. Without tiers: over a DictTier."""
@@ -125,7 +126,9 @@ def tiered(
         layout = KVLayout(planes, **DESCRIBED)
         engine = OffloadEngine(layout, device=device, num_slots=capacity * groups, **COPY_ENGINE_ONLY)
         with engine:
-            cache = TieredCache(engine, policy, tiers=list(tiers) or [DictTier()], on_event=on_event, **options)
+            cache = TieredCache(
+                engine, policy, tiers=list(tiers) or [DictTier()], on_event=on_event, write=write, **options
+            )
             try:
                 yield Bench(device, planes, engine, cache)
                 if not engine.closed:

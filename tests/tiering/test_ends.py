@@ -146,7 +146,7 @@ def test_the_device_closed_first() -> None:
     device = simulated(0, "no-batch")
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)], **DESCRIBED)
     engine = OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY)
-    cache = TieredCache(engine, tiers=[DictTier()])
+    cache = TieredCache(engine, tiers=[DictTier()], write="through")
     cache.store(keys([1]), [1], NO_WAIT).wait(SECONDS)
     cache.drain(SECONDS)
     promotion = cache.promote(keys([1, 2]))
@@ -162,7 +162,7 @@ def test_a_cache_that_is_garbage_leaves_nothing() -> None:
         layout, device = bench.engine.layout, bench.device
         before = len(tier_threads())
         with OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
-            cache = TieredCache(engine, tiers=[tier])
+            cache = TieredCache(engine, tiers=[tier], write="through")
             cache.store(keys([1]), [1], NO_WAIT).wait(SECONDS)
             promotion = cache.promote(keys([1, 2]))
             promotion.wait(SECONDS)
@@ -182,7 +182,7 @@ def test_a_garbage_cache_with_a_hung_call_ends_when_that_returns() -> None:
         layout, device = bench.engine.layout, bench.device
         before = len(tier_threads())
         with OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
-            cache = TieredCache(engine, tiers=[tier])
+            cache = TieredCache(engine, tiers=[tier], write="through")
             tier.hang_all()
             cache.store(keys([1]), [1], NO_WAIT).wait(SECONDS)
             until(lambda: tier.hung)
@@ -220,7 +220,7 @@ PROGRAM = """
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)], **DESCRIBED)
     engine = OffloadEngine(layout, device=device, num_slots=8, sm_limit=0)
     tier = FaultyTier()
-    cache = TieredCache(engine, "lru", tiers=[tier])
+    cache = TieredCache(engine, "lru", tiers=[tier], write="through")
     cache.store(keys(range(4)), range(4), NO_WAIT).wait(10)
     assert cache.drain(10)
     BlockCache.clear(cache)

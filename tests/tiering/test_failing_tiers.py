@@ -11,7 +11,7 @@ from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CapacityError, TierError, TieredCache
+from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError
 from kvoffload.testing import FaultyTier
 from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Outcome
@@ -200,7 +200,7 @@ def test_another_cache_is_refused_while_a_late_call_may_write() -> None:
     with tiered() as bench:
         layout, device = bench.engine.layout, bench.device
         with kvoffload.OffloadEngine(layout, device=device, num_slots=4, sm_limit=0) as engine:
-            cache = TieredCache(engine, "lru", tiers=[tier])
+            cache = TieredCache(engine, "lru", tiers=[tier], write="through")
             cache.store(keys([0]), [0], NO_WAIT).wait(SECONDS)
             assert cache.drain(SECONDS)
             BlockCache.clear(cache)

@@ -130,7 +130,7 @@ def test_a_promotion_that_is_garbage_holds_nothing(waits: bool) -> None:
         if waits:
             promotion.wait(SECONDS)
         else:
-            until(lambda: promotion.ready)
+            until(lambda promotion=promotion: promotion.ready)
         del promotion
         gc.collect()
         until(lambda: pinned(bench) == 0 and bench.cache.statistics().pending == 0)
@@ -280,7 +280,7 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
         ({"tiers": []}, ValueError, "at least one tier"),
         ({"tiers": [3]}, TypeError, r"tiers\[0\] must be a Tier"),
         ({"tiers": [DictTier(), DictTier()]}, ValueError, "names of their own"),
-        ({"write": "sometimes"}, ValueError, "one of through, back, none, got"),
+        ({"write": "sometimes"}, ValueError, "one of admitted, through, back, none, got"),
         ({"hung": 0}, ValueError, "hung must be"),
         ({"hung": float("nan")}, ValueError, "hung must be"),
         ({"prefill_tokens_per_second": 0}, ValueError, "above 0"),
@@ -458,7 +458,7 @@ def test_several_devices(tmp_path: Any) -> None:
 
     machine = Machine((3, 2), num_slots=8)
     tier = DiskTier(tmp_path / "disk", nbytes=1 << 20, identity="test")
-    with kvoffload.TieredCache(machine.engine, "lru", tiers=[tier]) as cache:
+    with kvoffload.TieredCache(machine.engine, "lru", tiers=[tier], write="through") as cache:
         pools = [pool.copy() for pool in machine.engine.slots]
         cache.store(keys([0, 1]), [0, 1], NO_WAIT).wait(SECONDS)
         stored = [pool[:2].copy() for pool in machine.engine.slots]
