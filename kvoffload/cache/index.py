@@ -190,7 +190,7 @@ class CacheIndex:
 
     @_entry
     def reserve_each(self, keys: Sequence[bytes], tenant: str = "") -> list[ReservationRecord]:
-        """For tiers: see `promoting.reserve_each`. `commit` or `give_up` ends each."""
+        """For tiers: see `promoting.reserve_each`. `commit` or `abort_after` ends each."""
         return promoting.reserve_each(self._state, check_keys(keys, repeats=False), tenant)
 
     @_entry
@@ -199,7 +199,7 @@ class CacheIndex:
         return promoting.next_to_go(self._state, count)
 
     @_entry
-    def give_up(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
+    def abort_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
         """Make its key missing at once; its entry is free when `jobs`, which may write it, have ended."""
         check_open(record)
         record.jobs = jobs

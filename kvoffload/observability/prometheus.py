@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -199,7 +199,7 @@ def _samples(cache: Cache | None) -> Iterator[_Sample]:
     engine = getattr(cache, "engine", None)
     if getattr(engine, "closed", False):
         return
-    tiers = getattr(cache, "tier_statistics", tuple)
+    tiers: Callable[[], Sequence[BelowStatistics]] = getattr(cache, "tier_statistics", tuple)
     try:
         of_cache, of_engine = cache.statistics(), engine.statistics() if engine is not None else None
         of_tiers = tiers()

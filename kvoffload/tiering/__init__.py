@@ -1,1 +1,14 @@
-"""What a cache needs of tiers below its pool: the interface, and who moves what when."""
+"""What a cache needs of tiers below its pool: who moves what when, and what is worth writing.
+
+TieredCache      a BlockCache with tiers below its slots                 tiered_cache.py, attaching.py
+TierManager      the thread that moves keys                              manager.py
+Promotion        keys on their way into slots                            promotion.py, promoter.py
+WriteChoice      what is written, and when                               writes.py, writer.py, admission.py
+TierBelow        a tier as the manager sees it: breaker, speed, counts   below.py, breaker.py, speed.py
+"""
+
+from kvoffload.tiering.below import BelowStatistics
+from kvoffload.tiering.breaker import BreakerState
+from kvoffload.tiering.promotion import ChainedLoad, Promotion
+
+__all__ = ["BelowStatistics", "BreakerState", "ChainedLoad", "Promotion"]

@@ -109,7 +109,7 @@ class TierManager:
         if self._woken.empty():
             self._woken.put(None)
 
-    def tell(self, message: Message) -> None:
+    def post(self, message: Message) -> None:
         """Leave a message, and wake the thread."""
         concerns_writes = isinstance(message, CacheEvent | tuple)
         if concerns_writes and (self.closed or len(self._messages) >= _MOST_MESSAGES):
@@ -135,7 +135,7 @@ class TierManager:
     # the thread ---------------------------------------------------------------------------------------------------
 
     def step(self) -> float | None:
-        """Do what there is to do; returns the seconds after which to look again, None: when woken."""
+        """Carry out what is due; returns the seconds after which to look again, None: when woken."""
         in_flight = self._settle()
         self._recorder.deferred_by = threading.get_ident()  # the hook is called without the lock
         try:
@@ -252,7 +252,7 @@ class TierManager:
         self._writer.forget(lambda _: True)
 
     def _end_messages(self) -> None:
-        """Promotions that have not begun bring nothing; what waits for them is told. For any thread, when closed."""
+        """End promotions that have not begun, and loads that wait for them. For any thread, when closed."""
         with self._lock:
             while self._messages:
                 message = self._messages[0]

@@ -212,7 +212,7 @@ class Promoter:
                 if came:
                     came = self._commit(record, position)
                 else:
-                    self._give_up(record, position, ())
+                    self._abort(record, position, ())
                 fetch.below.promoted += came
                 fetch.below.not_found += not came
         self._settled += len(fetch.left) - len(left)
@@ -236,10 +236,10 @@ class Promoter:
         record.settle(position, Outcome.DONE if mine else Outcome.MISSING)
         return mine
 
-    def _give_up(self, record: PromotionRecord, position: int, io: tuple[TierIo, ...]) -> None:
+    def _abort(self, record: PromotionRecord, position: int, io: tuple[TierIo, ...]) -> None:
         each = record.records.pop(position)
         if each.stage is Stage.OPEN:
-            self._index.give_up(each, io)
+            self._index.abort_after(each, io)
         record.settle(position, Outcome.MISSING)
 
     def _stop(self, record: PromotionRecord, *, at_once: bool, blame: bool) -> None:
@@ -259,13 +259,13 @@ class Promoter:
                     fetch.below.failed()
                 for at in fetch.left:
                     self._late.append((fetch.job, at))
-                    self._give_up(record, fetch.positions[at], (TierIo(fetch.job, at, self._index.lock),))
+                    self._abort(record, fetch.positions[at], (TierIo(fetch.job, at, self._index.lock),))
                 fetch.below.not_found += len(fetch.left)
                 self._settled += len(fetch.left)
                 fetch.left = []
         fetched = {fetch.positions[at] for fetch in record.fetches for at in fetch.left}
         for position in [position for position in record.records if position not in fetched]:
-            self._give_up(record, position, ())
+            self._abort(record, position, ())
 
     @staticmethod
     def _hangs(record: PromotionRecord, now: float) -> bool:

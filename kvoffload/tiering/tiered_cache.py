@@ -169,7 +169,7 @@ class TieredCache(BlockCache[EngineT]):
         self._state.pools.of(tenant)
         self._check_tiers_open()
         record = PromotionRecord(checked, tenant, None if deadline is None else time.monotonic() + deadline)
-        self._manager.tell(record)
+        self._manager.post(record)
         return Promotion(record, self)
 
     def tier_statistics(self) -> list[BelowStatistics]:
@@ -219,7 +219,7 @@ class TieredCache(BlockCache[EngineT]):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         super().touch(keys)
-        self._manager.tell(tuple(keys))
+        self._manager.post(tuple(keys))
 
     touch.__doc__ = BlockCache.touch.__doc__
 
@@ -282,7 +282,7 @@ class TieredCache(BlockCache[EngineT]):
         self._check_tiers_open()
         chained = ChainedLoad(record, per_group, self.engine.resolve(after), parts)
         record.loads.append(chained)
-        self._manager.tell(chained)
+        self._manager.post(chained)
         return chained
 
     def _check_tiers_open(self) -> None:
@@ -307,7 +307,7 @@ class _Hook:
     def __call__(self, event: CacheEvent) -> None:
         manager = self.manager()
         if manager is not None and event.kind in _HEARD:
-            manager.tell(event)
+            manager.post(event)
         if self._then is not None:
             self._then(event)
 

@@ -204,6 +204,7 @@ def test_a_scrape_can_be_read_back(client: Any, registry: Any) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     cache = Stub(cache_statistics(tenants=(("t", TenantCounts()),)), Stub(engine_statistics()))
+    cache.tier_statistics = lambda: [tier_statistics(tier=TierStatistics(records=1))]  # type: ignore[attr-defined]
     register(cache, registry, model='a "b"\n\\c', gpu="é")
     families = list(text_string_to_metric_families(client.generate_latest(registry).decode()))
     described = CacheCollector(cache, model="", gpu="").describe()

@@ -15,7 +15,14 @@ import kvoffload
 
 PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
 SHOWN = [name for page in PAGES for name in objects(page.read_text())]
-PUBLIC = ("kvoffload", "kvoffload.jax", "kvoffload.testing", "kvoffload.cache.policies", "kvoffload.tiers")
+PUBLIC = (
+    "kvoffload",
+    "kvoffload.jax",
+    "kvoffload.testing",
+    "kvoffload.cache.policies",
+    "kvoffload.tiers",
+    "kvoffload.tiering",
+)
 OWN = {  # modules without `__all__`
     "kvoffload.observability.prometheus": ("CacheCollector", "register"),
 }

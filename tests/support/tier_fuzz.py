@@ -284,7 +284,7 @@ def fuzz(operations: int, seed: int, *, threads: int = 3, disk: Path | None = No
     tier = FaultyTier(FAULTS, seed=seed, threads=2)
     below: Tier = MemoryTier(40 * 4096) if disk is None else DiskTier(disk, nbytes=1 << 20, identity="fuzz", threads=2)
     chance = random.Random(seed)
-    options = {
+    options: dict[str, Any] = {
         "capacity": chance.choice([8, 12, 20]),
         "policy": chance.choice(["lru", "prefix"]),
         "write": "through",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,10 @@ from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Outcome
 
 METHODS = ("put", "get", "exists", "contains", "statistics", "drain", "close", "remove", "clear")
+
+
+def _has_begun(tier: GatedTier, before: int) -> bool:
+    return len(tier.begun) > before
 
 
 def settled(bench: Bench) -> None:
@@ -131,7 +136,7 @@ def test_cancelling_says_nothing_of_a_tier() -> None:
         for _ in range(20):
             begun = len(tier.begun)
             promotion = bench.cache.promote(keys([0]))
-            until(lambda begun=begun: len(tier.begun) > begun)
+            until(partial(_has_begun, tier, begun))
             promotion.cancel()
             assert promotion.wait(SECONDS) == 0
             tier.permit(1)
@@ -313,7 +318,7 @@ def test_the_thread_survives_errors(caplog: pytest.LogCaptureFixture) -> None:
     with tiered() as bench:
         bench.written([1])
         manager = bench.cache._manager
-        settle, manager._settle = manager._settle, lambda: 1 // 0
+        settle, manager._settle = manager._settle, lambda: 1 // 0 == 1
         manager.wake()
         until(lambda: "an error; it goes on" in caplog.text)
         manager._settle = settle

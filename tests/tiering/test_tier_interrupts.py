@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_an_interrupted_close_can_be_called_again(start: int) -> None:
         with tiered(tier, capacity=2, blocks=4) as bench:
             bench.store([0])
             promotion = bench.cache.promote(keys([0, 1]))
-            interrupt_at(number, lambda bench=bench: bench.cache.close(SECONDS))
+            interrupt_at(number, partial(bench.cache.close, SECONDS))
             assert bench.cache.close(SECONDS)
             promotion.wait(SECONDS)
             assert tier.released == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,12 @@ from tiering import SECONDS, Bench, key, keys, tiered, until
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CapacityError, ClosedError, LayoutError, MissingKeyError
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering.breaker import BreakerState
+from kvoffload.tiering import BreakerState, Promotion
 from kvoffload.tiers import DiskTier, MemoryTier
+
+
+def _is_ready(promotion: Promotion, count: int) -> bool:
+    return promotion.ready == count
 
 
 def pinned(bench: Bench) -> int:
@@ -88,7 +93,7 @@ def test_ready_only_grows_and_counts_keys_that_can_be_loaded() -> None:
             for number in range(4):
                 assert not promotion.done
                 tier.permit(1)
-                until(lambda wanted=number + 1: promotion.ready == wanted)
+                until(partial(_is_ready, promotion, number + 1))
                 seen.append(promotion.ready)
                 bench.check_loaded(range(promotion.ready))
             assert promotion.wait(SECONDS) == 4
@@ -130,7 +135,7 @@ def test_a_promotion_that_is_garbage_holds_nothing(waits: bool) -> None:
         if waits:
             promotion.wait(SECONDS)
         else:
-            until(lambda promotion=promotion: promotion.ready)
+            until(partial(_is_ready, promotion, 4))
         del promotion
         gc.collect()
         until(lambda: pinned(bench) == 0 and bench.cache.statistics().pending == 0)
@@ -263,7 +268,7 @@ def test_bad_arguments_are_refused_and_change_nothing() -> None:
         with pytest.raises(LayoutError):
             bench.cache.promote(keys([0, 0]))
         with pytest.raises(LayoutError):
-            bench.cache.promote(key(0))
+            bench.cache.promote(key(0))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="tenant"):
             bench.cache.promote(keys([0]), tenant="nobody")
         promotion = bench.cache.promote(keys([0]))
