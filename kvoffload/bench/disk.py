@@ -16,10 +16,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvoffload.bench import disk_gpu
 from kvoffload.bench.disk_costs import measure_calls, measure_restart, restart_bytes
 from kvoffload.bench.disk_files import tier_bytes
 from kvoffload.bench.disk_report import show
 from kvoffload.bench.disk_rounds import Verified, measure_cell
+from kvoffload.device.device import open_device
 from kvoffload.internal import hostinfo
 from kvoffload.terminal.console import Advance, CommandError, Output, as_json, mib
 from kvoffload.terminal.files import require_writable, write_whole
@@ -39,7 +41,7 @@ def add_parser(benches: Any) -> None:
         "disk",
         "a disk tier compared with bare loops of preadv and pwritev",
         "Writes and reads records with a DiskTier and with bare loops on the same files, in interleaved rounds; then "
-        "times calls and a restart. Uses no GPU, and removes its files.",
+        "times calls and a restart. Uses no GPU without --gpu, and removes its files.",
         example="bench disk --path /mnt/nvme --sizes 2097152 --threads 4",
         common="--json, --wide",
         usage="[--path FOLDER ...] [options]",
@@ -57,6 +59,7 @@ def add_parser(benches: Any) -> None:
     parser.add_argument(
         "--records", type=whole(1, LARGEST), default=100_000, metavar="N", help="of the restart (default 100000)"
     )
+    parser.add_argument("--gpu", action="store_true", help="also the GPU's transfers while the disk works")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write all figures as JSON")
     add_wide(parser, "the bare loops' bandwidth and the range of the rounds")
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
@@ -73,12 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
     with _new_files(arguments.path) as files, output.progress("disk") as progress:
         try:
             fields = _measure(arguments, files, verified, progress)
+            if arguments.gpu:
+                with open_device(backend="cuda") as device:
+                    fields["transfers"] = disk_gpu.measure(device, files[0], repeats=arguments.repeats)
         except OSError as error:
             raise CommandError(f"{error.filename or 'a file of --path'}: {error.strerror or error}") from error
     if arguments.save is not None:
         write_whole("--save", arguments.save, (as_json(fields) + "\n").encode())
     output.result(fields)
     show(fields, output)
+    if arguments.gpu:
+        disk_gpu.show(fields["transfers"], output)
     return 1 if verified.wrong or verified.missing else 0
 
 
