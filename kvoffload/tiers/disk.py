@@ -45,7 +45,8 @@ class DiskTier(ThreadedTier):
         read_only: read what another process writes; records that it adds later are not seen.
         direct: transfer around the page cache where the file system can; see `direct_io`.
         name: for metrics and messages.
-        threads, max_queued: see `ThreadedTier`.
+        threads: that transfer records at a time; one more computes checksums meanwhile.
+        max_queued: see `ThreadedTier`.
         operations: the system calls, for tests.
 
     Raises:
@@ -72,7 +73,8 @@ class DiskTier(ThreadedTier):
         max_queued: int = 4096,
         operations: FileOperations = SYSTEM,
     ) -> None:
-        super().__init__(threads=threads, max_queued=max_queued)
+        self.io_threads = at_least("threads", threads, 1)
+        super().__init__(threads=threads + 1, max_queued=max_queued)
         self.paths = [path] if isinstance(path, str | Path) else list(path)
         self.nbytes = 0 if read_only else at_least("nbytes", nbytes, 1)
         if not isinstance(identity, str):
@@ -130,6 +132,7 @@ class DiskTier(ThreadedTier):
             reset=self._reset,
             read_only=self.read_only,
             direct=self._direct,
+            io_threads=self.io_threads,
             operations=self._operations,
         )
 

@@ -8,8 +8,9 @@ Slot `s` is slot `s // n` of member `s % n` of n members, so neighbours are on d
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +69,7 @@ class SlotFiles:
         reset: lose what the files hold where it is of another set, layout, identity or size.
         read_only: change nothing; several processes may.
         direct: transfer payloads around the page cache where that works.
+        io_threads: payloads that are transferred at a time; more calls may compute checksums meanwhile. None: no limit.
         operations: the system calls.
 
     Attributes:
@@ -94,6 +96,7 @@ class SlotFiles:
         reset: bool = False,
         read_only: bool = False,
         direct: bool = True,
+        io_threads: int | None = None,
         operations: FileOperations = SYSTEM,
     ) -> None:
         if not paths:
@@ -106,6 +109,7 @@ class SlotFiles:
         self.slot_bytes = slot_bytes
         self.read_only = read_only
         self.checksum = make_checksum(key)
+        self._gate = nullcontext() if io_threads is None else threading.BoundedSemaphore(io_threads)
         count = len(self.paths)
         wanted = Superblock(
             slot_bytes=slot_bytes,
@@ -197,7 +201,8 @@ class SlotFiles:
         self._check_views(views)
         member, place = self._place_of(slot)
         digest = self.checksum.of(views)
-        member.write_payload(place, views)
+        with self._gate:
+            member.write_payload(place, views)
         return member.write_header(place, key, tenant_digest(tenant), digest, sequence, position, wanted)
 
     def read(self, slot: int, key: bytes, views: Sequence[Buffer]) -> bool:
@@ -225,7 +230,8 @@ class SlotFiles:
         return self._payload_is(member, place, views, before.digest) and member.peek(place) == before
 
     def _payload_is(self, member: Member, place: int, views: Sequence[Buffer], digest: bytes) -> bool:
-        complete = member.file.read_payload(views, member.payload_offset(place))
+        with self._gate:
+            complete = member.file.read_payload(views, member.payload_offset(place))
         return complete and self.checksum.of(views) == digest
 
     def erase(self, slots: Iterable[int]) -> None:
