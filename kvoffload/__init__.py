@@ -27,6 +27,8 @@ How it works is in ARCHITECTURE.md, words in GLOSSARY.md. Importing this package
 library.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
@@ -62,7 +64,9 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.sharded.engine import ShardedEngine
 from kvoffload.sharded.job import ShardedJob
 from kvoffload.sharded.layout import ShardedLayout
-from kvoffload.tiering.tiered_cache import TieredCache
+
+if _TYPE_CHECKING:
+    from kvoffload.tiering.tiered_cache import TieredCache
 
 __all__ = [
     "NO_WAIT",
@@ -110,3 +114,17 @@ __all__ = [
 __version__ = "0.2.0.dev0"
 
 _notebook.register_cards()
+
+
+def __getattr__(name: str) -> object:
+    """TieredCache, imported at its first use: the modules of tiers take as long to import as a fifth of the others."""
+    if name != "TieredCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvoffload.tiering.tiered_cache import TieredCache
+
+    globals()[name] = TieredCache
+    return TieredCache
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -93,7 +93,7 @@ class TierBelow:
         if not self.local_index:
             return [False] * len(keys)
         try:
-            found = list(map(bool, self.tier.contains(keys)))
+            found = list(self.tier.contains(keys))
         except Exception as error:  # a tier of the user's
             self._warn(error)
             found = []

@@ -135,8 +135,10 @@ class TieredCache(BlockCache[EngineT]):
         """
         checked = check_keys(keys)
         self.engine.advance()
-        words = {Status.HIT: HOST, Status.PENDING: PENDING, Status.MISS: MISSING}
-        places = [words[status] for status in self._index.status(checked)]
+        places = [
+            HOST if status is Status.HIT else PENDING if status is Status.PENDING else MISSING
+            for status in self._index.status(checked)
+        ]
         tiers = self._manager.tiers
         for below in tiers:
             missing = [position for position, place in enumerate(places) if place == MISSING]

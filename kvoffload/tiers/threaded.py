@@ -207,10 +207,13 @@ class ThreadedTier(Tier):
         return self._queue_removal(job, partial(self._run_all, self.remove_all), None)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        known = (
-            self._opened and os.getpid() == self._process and not self._workers.closed and self.capabilities.local_index
-        )
-        return [known and self._has_now(key) for key in keys]
+        known = self._opened and not self._workers.closed and self.capabilities.local_index
+        if not known or os.getpid() != self._process:
+            return [False] * len(keys)
+        try:
+            return list(map(bool, map(self.has_record, keys)))
+        except Exception:  # for some of the keys
+            return list(map(self._has_now, keys))
 
     def statistics(self) -> TierStatistics:
         self._check_process()

@@ -33,7 +33,7 @@ from kvoffload.tiering import breaker
 from kvoffload.tiering.promotion import ChainedLoad, Promotion
 from kvoffload.tiers import DiskTier, MemoryTier, Tier
 
-FAULTS = TierFaults(fail=0.04, error=0.03, delay=0.05, hang=0.03, decline=0.02, drop=0.02, tear=0.02)
+FAULTS = TierFaults(fail=0.04, error=0.03, delay=0.05, hang=0.1, decline=0.02, drop=0.02, tear=0.02)
 KEYS = 16  # of each thread
 _CONTENTS = 4096  # of one key
 _STEPS = 6  # keys of one call, at most
@@ -138,7 +138,7 @@ class Worker:
             self.forget_promotion()
         numbers = self.some()
         names = [key(number) for number in numbers]
-        promotion = self.cache.promote(names, deadline=self.random.choice([1e-4, 5e-3, 0.05, 5.0, None]))
+        promotion = self.cache.promote(names, deadline=self.random.choice([1e-4, 2e-3, 5e-3, 5.0, None]))
         held = Held(promotion, numbers, self.removals + self.world.clears)
         if self.random.random() < 0.3 and all(each.chained is None for each in self.held):
             held.versions = [self.version[number] for number in numbers]
@@ -260,7 +260,7 @@ class World:
         """Calls that hang return at some time, mostly after their keys were given up."""
         chance = random.Random(seed)
         while not self.over.is_set():
-            time.sleep(chance.choice([1e-3, 5e-3, 0.05]))
+            time.sleep(chance.choice([2e-3, 1e-2, 0.05]))
             self.tier.release_hung()
 
     def check_end(self, workers: list[Worker]) -> None:
