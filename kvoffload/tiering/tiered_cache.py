@@ -135,19 +135,21 @@ class TieredCache(BlockCache[EngineT]):
         """
         checked = check_keys(keys)
         self.engine.advance()
+        hit, pending = Status.HIT, Status.PENDING  # looking them up in the class takes as long as all the rest
         places = [
-            HOST if status is Status.HIT else PENDING if status is Status.PENDING else MISSING
+            HOST if status is hit else PENDING if status is pending else MISSING
             for status in self._index.status(checked)
         ]
         tiers = self._manager.tiers
+        missing = [position for position, place in enumerate(places) if place is MISSING]
         for below in tiers:
-            missing = [position for position, place in enumerate(places) if place == MISSING]
             found = below.has([checked[position] for position in missing]) if missing else []
             for position, has in zip(missing, found, strict=True):
                 if has:
                     places[position] = below.tier.name
+            missing = [position for position, has in zip(missing, found, strict=True) if not has]
         if not all(below.local_index for below in tiers):
-            places = [UNKNOWN if place == MISSING else place for place in places]
+            places = [UNKNOWN if place is MISSING else place for place in places]
         return places
 
     def promote(self, keys: Sequence[bytes], *, deadline: float | None = 10.0, tenant: str = "") -> Promotion:
