@@ -39,7 +39,7 @@ def block_bytes(layout: kvoffload.KVLayout | kvoffload.ShardedLayout) -> int:
 def _over_disk(engine: Engine, file: Path) -> TieredCache[Engine]:
     """A cache with a file below it, which has room for twice as many blocks as any of these workloads has."""
     disk = DiskTier(file, nbytes=2 << 30, identity="paged decode, random weights", reset=True)
-    return TieredCache(engine, tiers=[disk])
+    return TieredCache(engine, tiers=[disk], write="through")
 
 
 class Offloader:

@@ -191,7 +191,8 @@ class StatisticsRecorder:
 
     def note_restored(self, entries: Int64Array) -> None:
         """These entries hold keys of an earlier process: their residency counts from now on."""
-        self._stored_at[entries] = time.monotonic()
+        now = time.monotonic()
+        self._stored_at[entries] = now
 
     def note_evicted(self, keys: Sequence[bytes], entries: list[int]) -> None:
         self._residency.add(time.monotonic() - self._stored_at[entries])

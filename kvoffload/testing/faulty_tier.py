@@ -208,7 +208,8 @@ class FaultyTier(ThreadedTier):
         before = self._releases
         self._hung += 1
         try:
-            self._state.wait_for(lambda: self._releases != before)
+            while self._releases == before:
+                self._state.wait()
         finally:
             self._hung -= 1
 

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
@@ -90,6 +91,7 @@ class TierManager:
         self._index, self._ahead = index, min(most_leased, _MOST_AHEAD)
         self._filled = False  # since the latest look at what is evicted next
         self._ended = deque[tuple[bytes, ...]]()  # requests of which stores may be in flight
+        self._tenants: dict[bytes, str] = {}  # of keys in slots, where it is not ""
         self._promoter = Promoter(index, self.tiers, seconds_per_key, most_occupied, notify)
         self._writer = Writer(index, self.tiers, most_leased, notify, choice.written)
         self._messages = deque[Message]()
@@ -182,27 +184,31 @@ class TierManager:
             statuses = self._index.status(self._ended[0])
             if Status.PENDING in statuses and len(self._ended) < _MOST_ENDED:
                 break
-            self._write(self._choice.ended(self._ended.popleft()), "")
+            self._write(self._choice.ended(self._ended.popleft()))
         if self._filled and self._choice.looks_ahead:
             self._filled = False
-            self._write(self._choice.about_to_go(self._index.next_to_go(self._ahead)), "")
+            self._write(self._choice.about_to_go(self._index.next_to_go(self._ahead)))
 
     def _heard(self, event: CacheEvent) -> None:
         self._filled |= event.kind in ("stored", "promoted")
         if event.kind == "stored":
-            self._write(self._choice.stored(event.keys), event.tenant)
+            if event.tenant:
+                self._tenants.update(dict.fromkeys(event.keys, event.tenant))
+            self._write(self._choice.stored(event.keys))
             for below in self.tiers:
                 self._choice.written([key for key, has in zip(event.keys, below.has(event.keys), strict=True) if has])
         elif event.kind == "promoted":
             self._choice.promoted(event.keys)
         elif event.kind in ("evicted", "removed"):
             self._choice.left(event.keys)
+            for key in event.keys if self._tenants else ():
+                self._tenants.pop(key, None)
 
-    def _write(self, keys: Sequence[bytes], tenant: str) -> None:
+    def _write(self, keys: Sequence[bytes]) -> None:
         if self._removals:
             keys = [key for key in keys if not _is_removed(self._removals, key)]
-        if keys:
-            self._writer.add(keys, tenant)
+        for tenant, mine in groupby(keys, lambda key: self._tenants.get(key, "")):
+            self._writer.add(list(mine), tenant)
 
     @property
     def busy(self) -> bool:
@@ -223,7 +229,7 @@ class TierManager:
             if self._settle() or self._recorder.reporting:
                 return False
             with self._lock:
-                return self._writer.idle and not self._messages
+                return self._writer.idle and not self._messages and not self._ended
 
         self.wake()
         try:

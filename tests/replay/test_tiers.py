@@ -246,6 +246,6 @@ def test_options_that_do_not_go_together_are_refused(run: Run, options: tuple[st
     assert message in error
 
 
-def test_a_disk_needs_a_replay_without_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_needs_a_folder_or_a_replay_without_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "--workload", "agents", "--disk-slots", "9", "--model", "llama-3.1-8b"]) == 2
-    assert "--disk-slots needs --metadata-only" in capsys.readouterr().err
+    assert "--disk-slots needs --disk-path" in capsys.readouterr().err
