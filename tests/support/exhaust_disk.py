@@ -23,6 +23,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import chaos_crashes
 import chaos_damage
@@ -37,17 +38,23 @@ MOST_GROWTH = 8 << 20  # bytes of resident memory, in a soak
 Result = tuple[Counter[str], list[str]]
 
 
-def kills(count: int, seed: int) -> Result:
-    """In a process of its own, which has no other threads when it forks."""
+def program(name: str, *arguments: int) -> dict[str, Any]:
+    """What a program of this folder prints, in a process of its own."""
     paths = [str(HERE.parent.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(HERE / "chaos_kills.py"), str(count), str(seed)],
+        [sys.executable, "-W", "error", str(HERE / name), *map(str, arguments)],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"},
     )
-    report = json.loads(done.stdout.splitlines()[-1])
+    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return printed
+
+
+def kills(count: int, seed: int) -> Result:
+    """In a process of its own, which has no other threads when it forks."""
+    report = program("chaos_kills.py", count, seed)
     return Counter(report["counts"]), report["wrong"]
 
 
