@@ -30,9 +30,9 @@ WITH_BYTES = (*REPLAY, "--model", "qwen2.5-0.5b", "--scale", "0.001", "--slots",
 WORTH = ("--model", "llama-3.1-70b-tp4", "--prefill-tokens-per-second", "20000", "--load-gb-per-s", "50")
 METADATA = (*REPLAY, "--metadata-only", "--policy", "all", "--slots", "16,1000000", *WORTH)
 BENCHES = {
-    "transfer": ("--model", "llama-3.1-70b-tp4", "gpt-oss-120b-tp2"),
+    "transfer": ("--model", "gpt-oss-120b-tp2", "--blocks-per-slot", "1"),
     "sweep": ("--sizes", "4096", "--counts", "8"),
-    "field": (),
+    "field": ("--layouts", "block-major"),
     "sharded": (),
     "interference": (),
     "parts": ("--parts", "1,4"),

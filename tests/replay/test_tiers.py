@@ -128,7 +128,7 @@ def test_admitted_finds_more_than_second_sighting_and_random(name: str, policies
     assert admitted.blocks_written <= through.blocks_written
 
 
-@pytest.mark.parametrize("name", ["one-off", "documents"])
+@pytest.mark.parametrize("name", ["one-off"])
 def test_with_as_many_writes_as_second_sighting_it_finds_as_much(name: str) -> None:
     second = results(name, LRU)["second"]
     sparing = [results(name, LRU, least_hits)["admitted"] for least_hits in (0.22, 0.5, 4)]

@@ -136,19 +136,19 @@ def fuzz_faulty(seed: int, threads: int, operations: int) -> tuple[FuzzReport, F
 
 
 def test_fuzz_a_memory_tier_with_room_for_all(seed: int) -> None:
-    report = fuzz_tier(MemoryTier(1 << 30, threads=3), operations=30_000, lossless=True, pools=2, seed=seed)
-    assert report.operations >= 30_000
+    report = fuzz_tier(MemoryTier(1 << 30, threads=3), operations=10_000, lossless=True, pools=2, seed=seed)
+    assert report.operations >= 10_000
     assert report.outcomes["get", "done"] > 5000
     assert report.outcomes["get", "missing"] > 1000
 
 
 def test_fuzz_a_memory_tier_that_evicts(seed: int) -> None:
-    report = fuzz_tier(MemoryTier(50 * 4096, threads=3), operations=35_000, seed=seed)
+    report = fuzz_tier(MemoryTier(50 * 4096, threads=3), operations=12_000, seed=seed)
     assert report.outcomes["get", "done"] > 1000
 
 
 def test_fuzz_a_faulty_tier(seed: int) -> None:
-    report, tier = fuzz_faulty(seed, threads=3, operations=35_000)
+    report, tier = fuzz_faulty(seed, threads=3, operations=12_000)
     for kind in (("get", "done"), ("get", "missing"), ("get", "failed"), ("put", "failed"), ("put", "declined")):
         assert report.outcomes[kind] > 100
     assert tier.statistics().corrupt > 20
