@@ -138,20 +138,20 @@ def fuzz_faulty(seed: int, threads: int, operations: int) -> tuple[FuzzReport, F
 def test_fuzz_a_memory_tier_with_room_for_all(seed: int) -> None:
     report = fuzz_tier(MemoryTier(1 << 30, threads=3), operations=10_000, lossless=True, pools=2, seed=seed)
     assert report.operations >= 10_000
-    assert report.outcomes["get", "done"] > 5000
-    assert report.outcomes["get", "missing"] > 1000
+    assert report.outcomes["get", "done"] > 1500
+    assert report.outcomes["get", "missing"] > 300
 
 
 def test_fuzz_a_memory_tier_that_evicts(seed: int) -> None:
     report = fuzz_tier(MemoryTier(50 * 4096, threads=3), operations=12_000, seed=seed)
-    assert report.outcomes["get", "done"] > 1000
+    assert report.outcomes["get", "done"] > 300
 
 
 def test_fuzz_a_faulty_tier(seed: int) -> None:
     report, tier = fuzz_faulty(seed, threads=3, operations=12_000)
     for kind in (("get", "done"), ("get", "missing"), ("get", "failed"), ("put", "failed"), ("put", "declined")):
-        assert report.outcomes[kind] > 100
-    assert tier.statistics().corrupt > 20
+        assert report.outcomes[kind] > 30
+    assert tier.statistics().corrupt > 5
 
 
 def test_the_seed_determines_what_one_thread_does(seed: int) -> None:
