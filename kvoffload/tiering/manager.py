@@ -85,8 +85,8 @@ class TierManager:
         self._recorder = index._state.recorder
         self._choice = choice
         self._settle, self._submit = settle, submit
-        self._woken = woken = queue.SimpleQueue[None]()  # may be put to by a finalizer; an Event may not be set by one
-        notify = _waker(woken)
+        woken = queue.SimpleQueue[None]()  # may be put to by a finalizer; an Event may not be set by one
+        self.wake = notify = _waker(woken)  # have the thread look at everything soon
         most_occupied, most_leased = (max(1, int(share * index.capacity)) for share in shares)
         self._index, self._ahead = index, min(most_leased, _MOST_AHEAD)
         self._filled = False  # since the latest look at what is evicted next
@@ -105,11 +105,6 @@ class TierManager:
             target=_run, args=(reference, woken, list(tiers)), name="kvoffload-tiers", daemon=True
         )
         self._thread.start()
-
-    def wake(self) -> None:
-        """Have the thread look at everything soon."""
-        if self._woken.empty():
-            self._woken.put(None)
 
     def post(self, message: Message) -> None:
         """Leave a message, and wake the thread."""
@@ -184,7 +179,10 @@ class TierManager:
             statuses = self._index.status(self._ended[0])
             if Status.PENDING in statuses and len(self._ended) < _MOST_ENDED:
                 break
-            self._write(self._choice.ended(self._ended.popleft()))
+            keys = self._ended.popleft()
+            if self._choice.learns:
+                self._choice.lost([key for key, has in zip(keys, self._has(keys), strict=True) if not has])
+            self._write(self._choice.ended(keys))
         if self._filled and self._choice.looks_ahead:
             self._filled = False
             self._write(self._choice.about_to_go(self._index.next_to_go(self._ahead)))
@@ -195,14 +193,18 @@ class TierManager:
             if event.tenant:
                 self._tenants.update(dict.fromkeys(event.keys, event.tenant))
             self._write(self._choice.stored(event.keys))
-            for below in self.tiers:
-                self._choice.written([key for key, has in zip(event.keys, below.has(event.keys), strict=True) if has])
+            if self._choice.learns:
+                self._choice.written([key for key, has in zip(event.keys, self._has(event.keys), strict=True) if has])
         elif event.kind == "promoted":
             self._choice.promoted(event.keys)
         elif event.kind in ("evicted", "removed"):
             self._choice.left(event.keys)
             for key in event.keys if self._tenants else ():
                 self._tenants.pop(key, None)
+
+    def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Of each key whether a tier is known to have it."""
+        return list(map(any, zip(*(below.has(keys) for below in self.tiers), strict=True)))
 
     def _write(self, keys: Sequence[bytes]) -> None:
         if self._removals:

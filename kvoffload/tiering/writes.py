@@ -16,9 +16,11 @@ class WriteChoice(Protocol):
 
     Attributes:
         looks_ahead: whether `about_to_go` is to be asked.
+        learns: whether `written` is to be told what tiers have already, and `lost` what they have not.
     """
 
     looks_ahead: bool
+    learns: bool
 
     def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """These keys of a request, in its order, were computed and are in slots now."""
@@ -35,6 +37,9 @@ class WriteChoice(Protocol):
     def written(self, keys: Sequence[bytes]) -> None:
         """A tier has taken these keys, or has them already."""
 
+    def lost(self, keys: Sequence[bytes]) -> None:
+        """No tier has these keys, in slots or not: it has evicted them, or never had them."""
+
     def left(self, keys: Sequence[bytes]) -> None:
         """These keys are in slots no longer."""
 
@@ -42,7 +47,7 @@ class WriteChoice(Protocol):
 class _Nothing:
     """Writes nothing: the base of the others."""
 
-    looks_ahead = False
+    looks_ahead = learns = False
 
     def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
         return ()
@@ -56,6 +61,8 @@ class _Nothing:
     def promoted(self, keys: Sequence[bytes]) -> None: ...
 
     def written(self, keys: Sequence[bytes]) -> None: ...
+
+    def lost(self, keys: Sequence[bytes]) -> None: ...
 
     def left(self, keys: Sequence[bytes]) -> None: ...
 
@@ -88,14 +95,14 @@ class WriteBack(_Nothing):
         self._chosen.difference_update(keys)
 
 
-class WriteAdmitted:
+class WriteAdmitted(_Nothing):
     """What is worth it, as learned from what is asked for again: write="admitted"; see `WriteAdmission`.
 
     Args:
         capacity: records that the tiers hold.
     """
 
-    looks_ahead = False
+    learns = True
 
     def __init__(self, capacity: int) -> None:
         self._admission = WriteAdmission(capacity)
@@ -107,14 +114,14 @@ class WriteAdmitted:
     def ended(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         return self._admission.ended(keys)
 
-    def about_to_go(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        return self._admission.about_to_go(keys)
-
     def promoted(self, keys: Sequence[bytes]) -> None:
         self._admission.promoted(keys)
 
     def written(self, keys: Sequence[bytes]) -> None:
         self._admission.written(keys)
+
+    def lost(self, keys: Sequence[bytes]) -> None:
+        self._admission.left_disk(keys)
 
     def left(self, keys: Sequence[bytes]) -> None:
         self._admission.left_host(keys)

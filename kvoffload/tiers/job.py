@@ -13,6 +13,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.waiting import wait_until
@@ -142,20 +143,23 @@ class TierJob:
         return self
 
     def _announce(self, outcome: Outcome, ended: int) -> None:
-        """What the caller's `notify` raises is logged: a tier that ends many jobs gets to the last one."""
+        """What `ended` and the caller's `notify` raise is logged: a tier that ends many jobs gets to the last one."""
         if self._count is not None:
             self._count(outcome, ended)
         if self._ended is not None and self.done:
             with self._lock:
                 function, self._ended = self._ended, None
             if function is not None:
-                function(self)
-        if self._notify is None:
-            return
+                self._guarded(partial(function, self))
+        if self._notify is not None:
+            self._guarded(self._notify)
+
+    @staticmethod
+    def _guarded(function: Callable[[], None]) -> None:
         try:
-            self._notify()
+            function()
         except Exception:
-            LOGGER.exception("a notify function of the caller's raised")
+            LOGGER.exception("a notify function of the caller's raised, or what ends a job of a tier")
 
     def __repr__(self) -> str:
         waiting = self.outcomes.count(None)

@@ -56,6 +56,19 @@ def test_what_is_written(write: Any, seed: int) -> None:
         assert found > 150, (seed, found)
 
 
+def test_what_a_tier_has_lost_is_written_again_while_it_is_in_slots() -> None:
+    tier = MemoryTier(1 << 20)
+    with tiered(tier, capacity=24, write="admitted") as bench:
+        traffic(bench, 3)
+        wanted = [100 * 5 + each for each in range(6)]
+        while not all(tier.contains(keys(wanted))):
+            serve(bench, wanted)
+        tier.remove(keys(wanted)).wait(SECONDS)  # as if it had evicted them
+        assert not any(tier.contains(keys(wanted)))
+        serve(bench, wanted)
+        assert all(tier.contains(keys(wanted)))
+
+
 class ByTenant(MemoryTier):
     """Keeps whose each record is."""
 

@@ -96,6 +96,14 @@ def test_notify_comes_after_outcomes() -> None:
     assert seen == [[DONE, None, None], [DONE, CANCELLED, CANCELLED]]
 
 
+def test_an_end_that_raises_does_not_keep_notify_from_being_called() -> None:
+    called = []
+    job = TierJob([b"a"], notify=lambda: called.append(1), ended=lambda _: 1 // 0)  # type: ignore[arg-type]
+    assert job.begin(0)
+    job.settle(0, Outcome.DONE)
+    assert called == [1]
+
+
 def test_what_notify_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def notify() -> None:
         raise ValueError("of the caller's")
