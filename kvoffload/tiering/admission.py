@@ -129,19 +129,6 @@ class WriteAdmission:
             self._learn()
         return worth
 
-    def about_to_go(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The host will evict these keys next: which of them to write before, by what is known now.
-
-        A key that was not worth its write when its request ended may be by now: traffic has changed, or those that it
-        needs have been written since.
-        """
-        on_disk, gains, worth = self._on_disk, self._model.gains, []
-        absent = [key for key in keys if on_disk.get(key) is False]
-        for key, sighting in zip(absent, self._memory.recall(absent), strict=True):
-            if sighting is not None and gains[sighting.kind] > 0:
-                worth.append(key)
-        return worth
-
     def _see(self, keys: Sequence[bytes]) -> list[int]:
         """Observe the uses of a request's keys, and remember them; the kind of each."""
         arrived, on_disk, now = self._arrived, self._on_disk, self._now

@@ -42,7 +42,6 @@ class Cache:
         self.admission.written([each for each in missing if each in self.disk])
         while len(self.host) > self._slots:
             gone = next(iter(self.host))
-            self.write(self.admission.about_to_go([gone]))
             del self.host[gone]
             self.admission.left_host([gone])
         self.offered += len(missing)
@@ -197,19 +196,6 @@ def test_a_key_that_the_host_does_not_hold_ends_what_is_written() -> None:
     admission.stored(keys)
     admission.left_host(keys[3:4])
     assert admission.ended(keys) == keys[:3]
-
-
-def test_what_is_about_to_go_is_written_if_it_is_worth_it_by_now() -> None:
-    admission = WriteAdmission(CAPACITY)
-    keys = [key(number) for number in range(6)]
-    admission.stored(keys)
-    assert admission.about_to_go(keys) == [], "no request with them has ended: nothing is known"
-    assert admission.ended(keys) == keys
-    assert admission.about_to_go(keys) == keys, "none has been written"
-    admission.written(keys[:4])
-    assert admission.about_to_go(keys) == keys[4:]
-    admission.left_disk(keys[:1])
-    assert admission.about_to_go(keys) == [keys[0], *keys[4:]]
 
 
 def test_repeated_keys_count_once() -> None:
