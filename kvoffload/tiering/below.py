@@ -67,6 +67,7 @@ class TierBelow:
         self.speed = TierSpeed()
         self.promoted = self.not_found = self.slower = self.written = self.not_written = self.dropped = 0
         self._warned = -_SECONDS_BETWEEN_WARNINGS
+        self._corrupt = 0  # records of other bytes than were put, of which note was taken
 
     # asking -------------------------------------------------------------------------------------------------------
 
@@ -78,6 +79,15 @@ class TierBelow:
         if before is not BreakerState.OPEN and self.breaker.state is BreakerState.OPEN:
             LOGGER.warning("tier %s: a call does not return; it is not used until it has", self.tier.name)
         return usable
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether its breaker is open; not while one job tries it."""
+        return not self.usable and self.breaker.state is BreakerState.OPEN
+
+    def may_be_asked(self, key: bytes) -> bool:
+        """Whether it may have a key, and is not left alone. Changes nothing; for any thread."""
+        return not self.breaker.pauses(time.monotonic()) and self.may_have([key])[0]
 
     @property
     def hangs(self) -> bool:
@@ -150,14 +160,26 @@ class TierBelow:
 
     def answered(self, outcome: Outcome) -> None:
         """What an outcome says of the tier's health."""
-        if outcome in (Outcome.DONE, Outcome.MISSING):
+        if outcome is Outcome.DONE or (outcome is Outcome.MISSING and not self._is_corrupt()):
             self.breaker.succeeded()
-        elif outcome is Outcome.FAILED:
-            self.failed()
+        elif outcome in (Outcome.MISSING, Outcome.FAILED):
+            self._failed()
         else:
             self.breaker.undecided(time.monotonic())
 
-    def failed(self) -> None:
+    def late(self, *, begun: bool) -> None:
+        """A promotion's deadline passed: it worked on a key, or had begun with none, since other calls go on."""
+        self.breaker.late(time.monotonic())
+        if begun:
+            self._failed()
+
+    def _is_corrupt(self) -> bool:
+        """Whether a record that was not there had other bytes than were put: each is counted once by the tier."""
+        corrupt = self._tier_statistics().corrupt > self._corrupt
+        self._corrupt += corrupt
+        return corrupt
+
+    def _failed(self) -> None:
         before = self.breaker.opened
         self.breaker.failed(time.monotonic())
         if self.breaker.opened > before:

@@ -73,6 +73,27 @@ class Promoter:
         if not record.cancelled and not crowded:
             self._look(record, range(len(record.keys)))
 
+    def ends_at_once(self, record: PromotionRecord) -> bool:
+        """End a promotion that no tier can lengthen: its keys are in slots, or no tier is to be asked for the first one
+        that is not. By any thread, without the manager's lock; what it needs are the index and the new record alone.
+        """
+        keys = record.keys
+        found = self._index.status(keys)
+        if not keys or Status.PENDING in found:
+            return False
+        missing = found.index(Status.MISS) if Status.MISS in found else len(keys)
+        if missing < len(keys) and any(below.may_be_asked(keys[missing]) for below in self._tiers):
+            return False
+        present = [key for key, status in zip(keys, found, strict=True) if status is Status.HIT]
+        try:
+            if present:
+                record.leases.append(self._index.acquire(present))
+        except KVOffloadError:  # evicted since
+            return False
+        record.ready = missing
+        record.end()
+        return True
+
     def advance(self) -> list[PromotionRecord]:
         """Take note of outcomes and deadlines; returns the promotions that have ended."""
         now = time.monotonic()
@@ -246,17 +267,18 @@ class Promoter:
         """Cancel what has not begun. `at_once`: and give up the rest, whose entries stay kept.
 
         Args:
-            blame: a tier that is working on it has failed.
+            blame: the deadline has passed, so tiers that have not answered are too slow.
         """
         for position in record.awaited:
             record.settle(position, Outcome.MISSING)
         record.awaited = []
         for fetch in record.fetches:
+            waited = bool(fetch.left)
             fetch.job.cancel()
             self._collect(record, fetch, time.monotonic())
+            if blame and waited:
+                fetch.below.late(begun=bool(fetch.left))
             if at_once and fetch.left:
-                if blame:
-                    fetch.below.failed()
                 for at in fetch.left:
                     self._late.append((fetch.job, at))
                     self._abort(record, fetch.positions[at], (TierIo(fetch.job, at, self._index.lock),))
