@@ -87,7 +87,11 @@ class TierBelow:
 
     def may_be_asked(self, key: bytes) -> bool:
         """Whether it may have a key, and is not left alone. Changes nothing; for any thread."""
-        return not self.breaker.pauses(time.monotonic()) and self.may_have([key])[0]
+        if self.breaker.state is not BreakerState.CLOSED:  # else the manager's thread looks
+            longest_call = self._tier_statistics().longest_call
+            if self.breaker.refuses(time.monotonic(), longest_call):
+                return False
+        return self.may_have([key])[0]
 
     @property
     def hangs(self) -> bool:

@@ -53,14 +53,15 @@ class Breaker:
             now: seconds, as for the other methods.
             longest_call: seconds that its oldest call has been going on.
         """
-        hangs, given_up = longest_call >= self._hung, now - longest_call < self._late
-        if (hangs or given_up) and self.state is not BreakerState.OPEN:
+        hangs = longest_call >= self._hung
+        if (hangs or now - longest_call < self._late) and self.state is not BreakerState.OPEN:
             self._open(now, self._pause if hangs else 0.0)
-        return not hangs and not given_up and not self.pauses(now)
+        return not self.refuses(now, longest_call)
 
-    def pauses(self, now: float) -> bool:
-        """Whether the tier is left alone, whatever its calls do; changes nothing. For any thread."""
-        return self.state is not BreakerState.CLOSED and now < self._until
+    def refuses(self, now: float, longest_call: float) -> bool:
+        """The opposite of `usable`, but it changes nothing: for any thread."""
+        pauses = self.state is not BreakerState.CLOSED and now < self._until
+        return pauses or longest_call >= self._hung or now - longest_call < self._late
 
     def given(self, now: float) -> None:
         """The tier is given a job: unless it is closed, that one is the try, for at most `hung` seconds."""

@@ -77,14 +77,14 @@ class Promoter:
         """End a promotion that no tier can lengthen: its keys are in slots, or no tier is to be asked for the first one
         that is not. By any thread, without the manager's lock; what it needs are the index and the new record alone.
         """
-        keys = record.keys
-        found = self._index.status(keys)
-        if not keys or Status.PENDING in found:
+        keys, table = record.keys, self._index._state.table
+        of, pending = table.of, table.pending  # without the index's lock: `acquire` verifies it
+        if not keys or (pending and not pending.keys().isdisjoint(keys)):
             return False
-        missing = found.index(Status.MISS) if Status.MISS in found else len(keys)
+        present = [key for key in keys if key in of]
+        missing = next((position for position, key in enumerate(keys) if key not in of), len(keys))
         if missing < len(keys) and any(below.may_be_asked(keys[missing]) for below in self._tiers):
             return False
-        present = [key for key, status in zip(keys, found, strict=True) if status is Status.HIT]
         try:
             if present:
                 record.leases.append(self._index.acquire(present))
