@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     show(fields, output)
     if arguments.gpu:
         disk_gpu.show(fields["transfers"], output)
-    return 1 if verified.wrong or verified.missing else 0
+    wrong = disk_gpu.wrong(fields["transfers"]) if arguments.gpu else 0
+    return 1 if verified.wrong or verified.missing or wrong else 0
 
 
 def _measure_all(
@@ -103,7 +104,6 @@ def _measure_all(
     if arguments.gpu:
         with open_backend(arguments, output, note=False) as device:
             fields["transfers"] = disk_gpu.measure(device, files[0], repeats=arguments.repeats)
-        verified.wrong += fields["transfers"]["wrong_rows"] + fields["transfers"]["wrong_records"]
     return fields
 
 

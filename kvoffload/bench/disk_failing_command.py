@@ -58,9 +58,11 @@ def check(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace, file: Path, output: Output) -> dict[str, Any]:
     """Measure; the fields of the result."""
     requests = _requests(arguments)
-    with open_backend(arguments, output, note=False) as device:
-        with output.progress("requests over a failing disk") as progress:
-            fields = measure(device, file, _traffic(arguments, requests, device), progress)
+    with (
+        open_backend(arguments, output, note=False) as device,
+        output.progress("requests over a failing disk") as progress,
+    ):
+        fields = measure(device, file, _traffic(arguments, requests, device), progress)
     workload = None if arguments.trace is not None else arguments.workload or _WORKLOAD
     trace = None if arguments.trace is None else str(arguments.trace)
     return {"benchmark": "disk", "trace": trace, "workload": workload, "failing": fields}
@@ -107,16 +109,18 @@ def show(fields: Fields, output: Output) -> None:
         f"{failing['slots']:,} slots; {where}. Requests a second over those without a disk, and latencies over those "
         "without a disk, lowest to highest round"
     )
-    columns = ("fault", "requests/s", "rounds", "median latency", "p99 latency")
-    output.table(title, columns, [_ratios(each) for each in failing["faults"]])
-    columns = ("fault", "hits", "without", "opened", "calls", "longest, s", "bare, s", "back, s")
+    ratios = ("fault", "requests/s", "rounds", "median latency", "p99 latency")
+    output.table(title, ratios, [_ratios(each) for each in failing["faults"]])
     title = (
         "hits while the disk fails, and without a disk; how often the breaker opened; faulty calls; the longest "
         "request, and without a disk; when a record was read again after the disk's return"
     )
-    output.table(title, columns, [_events(each) for each in failing["faults"]])
+    events = ("fault", "hits", "without", "opened", "calls", "longest, s", "bare, s", "back, s")
+    output.table(title, events, [_events(each) for each in failing["faults"]])
     if output.wide:
-        output.table("host time of a request, us", ("fault", "failing", "without"), [_times(each) for each in failing["faults"]])
+        output.table(
+            "host time of a request, us", ("fault", "failing", "without"), [_times(each) for each in failing["faults"]]
+        )
     output.line("")
     verified = sum(each["verified_blocks"] for each in failing["faults"])
     output.line(f"{verified:,} loaded blocks compared; {verified_text(verified, wrong(fields))}")

@@ -68,7 +68,7 @@ class Writer:
 
     def add(self, keys: Sequence[bytes], tenant: str) -> None:
         """These keys are worth writing. They are dropped if no tier is used now."""
-        used = any([below.usable for below in self._tiers])
+        used = any(below.usable for below in self._tiers)
         room = max(0, self._index.capacity - len(self._waiting)) if used else 0
         self._waiting.extend((key, tenant) for key in keys[:room])
         for below in self._tiers:
