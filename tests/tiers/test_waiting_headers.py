@@ -149,7 +149,7 @@ def test_a_write_is_refused_for_its_own_header_alone(tmp_path: Path) -> None:
     with a_payload_being_written(files, operations):
         write_one(files, 1, b"first", "", payload(1), 1, 0)
         write_one(files, 5, b"second", "", payload(5), 1, 1)
-        files._members[0]._payloads = 0  # the next payload is the last one
+        files._members[0]._writes = 0  # the next payload is the last one
         calls = iter((False, True, False))  # payload, header of slot 1, headers of slots 5 and 6
 
         def before(_: str) -> None:
