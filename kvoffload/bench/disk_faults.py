@@ -56,8 +56,8 @@ class FaultyFiles(FileOperations):
     def preadv(self, file: int, views: Sequence[Buffer], offset: int) -> int:
         wrong = self._disturb() is Fault.WRONG
         count = super().preadv(file, views, offset)
-        if wrong:
-            views[0][0] ^= 1
+        for view in views if wrong else ():  # a call may read several records
+            view[0] ^= 1
         return count
 
     def pwritev(self, file: int, views: Sequence[Buffer], offset: int) -> int:

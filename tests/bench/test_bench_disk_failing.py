@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -72,14 +73,15 @@ def test_a_trace_is_replayed_and_printed_in_80_columns(capsys: pytest.CaptureFix
 def test_wrong_bytes_end_it_with_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    real = DiskTier.read_record
+    real = DiskTier.read_records
 
-    def read(tier: DiskTier, key: bytes, rows: Rows) -> Outcome:
-        outcome = real(tier, key, rows)
-        rows[0][0] ^= 1
-        return outcome
+    def read(tier: DiskTier, keys: Sequence[bytes], rows: Sequence[Rows]) -> list[Outcome]:
+        outcomes = real(tier, keys, rows)
+        for row in rows:
+            row[0][0] ^= 1
+        return outcomes
 
-    monkeypatch.setattr(DiskTier, "read_record", read)
+    monkeypatch.setattr(DiskTier, "read_records", read)
     assert main(with_trace(tmp_path)) == 1
     assert "loaded blocks WRONG" in capsys.readouterr().out
 

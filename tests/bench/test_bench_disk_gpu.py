@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,15 @@ def test_wrong_transfers_are_found(
 def test_wrong_records_are_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    real = DiskTier.read_record
+    real = DiskTier.read_records
 
-    def read(tier: DiskTier, key: bytes, rows: Rows) -> Outcome:
-        outcome = real(tier, key, rows)
-        if tier.record_bytes != 16384 and len(tier.pools[0]) == 2 * BLOCKS:
-            rows[0][-1] ^= 1
-        return outcome
+    def read(tier: DiskTier, keys: Sequence[bytes], rows: Sequence[Rows]) -> list[Outcome]:
+        outcomes = real(tier, keys, rows)
+        for row in rows if tier.record_bytes != 16384 else ():
+            row[0][-1] ^= 1
+        return outcomes
 
-    monkeypatch.setattr(DiskTier, "read_record", read)
+    monkeypatch.setattr(DiskTier, "read_records", read)
     found = run_json(capsys, *SMALL, "--path", str(tmp_path), code=1)["transfers"]
     assert found["wrong_records"] == found["verified_records"] > 0
     assert found["wrong_blocks"] == 0
