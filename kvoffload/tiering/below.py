@@ -74,6 +74,8 @@ class TierBelow:
     @property
     def usable(self) -> bool:
         """Whether it may be given a job now."""
+        if self.breaker.pauses(time.monotonic()):
+            return False
         before = self.breaker.state
         usable = self.breaker.usable(time.monotonic(), self._tier_statistics().longest_call)
         if before is not BreakerState.OPEN and self.breaker.state is BreakerState.OPEN:
@@ -87,6 +89,8 @@ class TierBelow:
 
     def may_be_asked(self, key: bytes) -> bool:
         """Whether it may have a key, and is not left alone. Changes nothing; for any thread."""
+        if self.breaker.pauses(time.monotonic()):
+            return False
         if self.breaker.state is not BreakerState.CLOSED:  # else the manager's thread looks
             longest_call = self._tier_statistics().longest_call
             if self.breaker.refuses(time.monotonic(), longest_call):

@@ -60,8 +60,12 @@ class Breaker:
 
     def refuses(self, now: float, longest_call: float) -> bool:
         """The opposite of `usable`, but it changes nothing: for any thread."""
-        pauses = self.state is not BreakerState.CLOSED and now < self._until
-        return pauses or longest_call >= self._hung or now - longest_call < self._late
+        decided = self.state is BreakerState.CLOSED or now >= self._until
+        return not decided or longest_call >= self._hung or now - longest_call < self._late
+
+    def pauses(self, now: float) -> bool:
+        """Whether it is open, and stays so whatever the tier's calls do. Changes nothing; for any thread."""
+        return self.state is BreakerState.OPEN and now < self._until
 
     def given(self, now: float) -> None:
         """The tier is given a job: unless it is closed, that one is the try, for at most `hung` seconds."""

@@ -80,7 +80,7 @@ class Writer:
 
     def advance(self) -> None:
         """Take note of outcomes, and give tiers what waits, as far as there is room."""
-        self._give_up()
+        self._cancel_waiting()
         for put in [put for put in self.going_on if put.done]:
             self._end(put)
         while self._waiting and self.leased < self._most:
@@ -91,7 +91,7 @@ class Writer:
                 keys.append(self._waiting.popleft()[0])
             self._put(list(dict.fromkeys(keys)), tenant)
 
-    def _give_up(self) -> None:
+    def _cancel_waiting(self) -> None:
         """Cancel what tiers have not begun whose breakers are open, so that its entries can be used."""
         left_alone = [below for below in self._tiers if below.left_alone] if self.going_on else []
         for put in self.going_on if left_alone else ():

@@ -17,6 +17,7 @@ from kvoffload.commands import main
 from kvoffload.tiers import DiskTier, Outcome
 from kvoffload.tiers.threaded import Rows
 
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
 SMALL = (
     "bench", "disk", "--failing", "--backend", "simulated", "--requests", "10", "--repeats", "1", "--slots", "96",
     "--model", "qwen2.5-0.5b",
@@ -32,6 +33,7 @@ def test_each_fault_opens_the_breaker_and_the_disk_is_read_again(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     fields = run_json(capsys, *SMALL, "--path", str(tmp_path))
+    assert [name for name in fields if f"`{name}`" not in DOCUMENT] == []
     assert (fields["workload"], fields["trace"]) == ("agents", None)
     found = fields["failing"]
     assert [each["fault"] for each in found["faults"]] == ["fails", "hangs", "wrong bytes"]
