@@ -166,26 +166,26 @@ class TierBelow:
             self._warned = now
             LOGGER.warning("tier %s: %s; its keys are misses", self.tier.name, shown(error))
 
-    def answered(self, outcome: Outcome) -> None:
-        """What an outcome says of the tier's health."""
-        if outcome is Outcome.DONE or (outcome is Outcome.MISSING and not self._is_corrupt()):
-            self.breaker.succeeded()
-        elif outcome in (Outcome.MISSING, Outcome.FAILED):
-            self._failed()
-        else:
-            self.breaker.undecided(time.monotonic())
+    def answered(self, outcomes: Sequence[Outcome | None]) -> None:
+        """What outcomes of one job, in its order, say of the tier's health; None says nothing."""
+        known = self._corrupt
+        if Outcome.MISSING in outcomes:  # each corrupt record is one of these, and was counted before
+            known = self._tier_statistics().corrupt
+        for outcome in outcomes:
+            corrupt = outcome is Outcome.MISSING and known > self._corrupt
+            self._corrupt += corrupt
+            if outcome is Outcome.FAILED or corrupt:
+                self._failed()
+            elif outcome in (Outcome.DONE, Outcome.MISSING):
+                self.breaker.succeeded()
+            elif outcome is not None:
+                self.breaker.undecided(time.monotonic())
 
     def late(self, *, begun: bool) -> None:
         """A promotion's deadline passed: it worked on a key, or had begun with none, since other calls go on."""
         self.breaker.late(time.monotonic())
         if begun:
             self._failed()
-
-    def _is_corrupt(self) -> bool:
-        """Whether a record that was not there had other bytes than were put: each is counted once by the tier."""
-        corrupt = self._tier_statistics().corrupt > self._corrupt
-        self._corrupt += corrupt
-        return corrupt
 
     def _failed(self) -> None:
         before = self.breaker.opened

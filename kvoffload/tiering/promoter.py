@@ -223,12 +223,13 @@ class Promoter:
     def _collect(self, record: PromotionRecord, fetch: Fetch, now: float) -> None:
         """Commit what has come, abort what has not."""
         left = []
-        for at in fetch.left:
-            outcome, position = fetch.job.outcomes[at], fetch.positions[at]
+        outcomes = [fetch.job.outcomes[at] for at in fetch.left]  # once: the tier sets more of them meanwhile
+        fetch.below.answered(outcomes)
+        for at, outcome in zip(fetch.left, outcomes, strict=True):
+            position = fetch.positions[at]
             if outcome is None:
                 left.append(at)
             else:
-                fetch.below.answered(outcome)
                 came = outcome is Outcome.DONE and not self.refused(record.keys[position])
                 if came:
                     came = self._commit(record, position)

@@ -136,7 +136,5 @@ class Writer:
             taken = [key for key, outcome in zip(job.keys, job.outcomes, strict=True) if outcome is Outcome.DONE]
             below.written += len(taken)
             below.not_written += len(job.keys) - len(taken)
-            for outcome in job.outcomes:
-                assert outcome is not None, "the job is done"
-                below.answered(outcome)
+            below.answered(job.outcomes)
             self._written(taken)
