@@ -19,7 +19,7 @@ So `remove` has to know of headers that the file may hold after a crash. There a
 The process before may have been killed after a sync that failed. Then the page cache shows writes that the disk lost,
 as if they were durable. So the first removal of a process writes the header table again before it syncs, `_inherited`.
 
-A header is written to the file when no record is being written, and at the latest with 128 others: an ordinary write
+A header is written to the file when no record is being written, and at the latest with 512 others: an ordinary write
 waits for all direct I/O on the file, and holds it up meanwhile. Until then this process has it in `_waiting`; a kill
 leaves what the slot's older header says, whose payload digest differs. Every sync, which forgets `_older`, writes those
 that wait before it does so.
@@ -57,7 +57,7 @@ from kvoffload.tiers.format import (
 
 _MOST_OLDER = 16_384  # keys whose overwritten headers are remembered; beyond, every removal syncs
 _HEADERS_AT_ONCE = 32_768  # 6 MiB
-_MOST_WAITING = 128  # headers of records that are not in the file yet
+_MOST_WAITING = 512  # headers of records that are not in the file yet
 _EPOCH_COUNT = 1 << 32  # the upper half of an epoch counts
 _NO_HEADER = memoryview(bytes(HEADER_BYTES))
 
