@@ -3,8 +3,8 @@
 For each fault a `TieredCache` over a disk and a `BlockCache` serve the same requests. There are four phases:
 
 1. *Warm-up*: the disk works, and takes all that is stored.
-2. *Fault*: rounds of as many requests each, through one cache and then through the other, which take turns in being
-   first. The fault begins with the first round.
+2. *Fault*: rounds of as many requests each. Ten requests go through one cache and then through the other, which take
+   turns in being first, so that one slow second of the machine hits both. The fault begins with the first round.
 3. *Return*: the disk works again; requests follow until a record has been read from it.
 4. *After*: one more round, to see that the disk is used.
 
@@ -39,6 +39,7 @@ from kvoffload.tiers import DiskTier, Tier
 DEADLINE = 0.2  # seconds of a promotion
 DISK_SLOTS_PER_SLOT = 4
 _POLICY = "lru"  # of both caches, so that their hits can be compared: "prefix" declines nothing above a disk
+_TURN = 10  # requests
 _DRAIN_SECONDS = 60.0
 _RETURN_SECONDS = 150.0  # for which a record is waited after the disk's return; a breaker pauses for 60 at most
 
@@ -81,8 +82,7 @@ class _Served:
     hits: int = 0
 
     def add(self, cache: VerifiedCache, requests: Sequence[Request]) -> None:
-        """Serve a round."""
-        self.rounds.append([])
+        """Serve requests of the latest round."""
         for keys in requests:
             seconds, hits = _serve(cache, keys)
             self.rounds[-1].append(seconds)
@@ -136,10 +136,13 @@ def _measure(
         before = _below(failing)
         begun = time.monotonic()
         files.begin(fault)
-        for number, requests in enumerate(traffic.rounds):
+        for requests in traffic.rounds:
             progress()
-            for name in order if number % 2 else reversed(order):
-                found[name].add(caches[name], requests)
+            for served in found.values():
+                served.rounds.append([])
+            for turn, at in enumerate(range(0, len(requests), _TURN)):
+                for name in order if turn % 2 else reversed(order):
+                    found[name].add(caches[name], requests[at : at + _TURN])
         during, lasted = _below(failing), time.monotonic() - begun
         files.end()
         returned = _return_seconds(failing, traffic.requests)
