@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvoffload.cache.entries import ReservationRecord
@@ -23,18 +23,30 @@ class Fetch:
         below: the tier, with its breaker and speed.
         job: the tier's.
         positions: of the job's keys among those of the promotion.
+        others: tiers that are asked next for what this one does not bring.
+        deadline: when they are, by `time.monotonic`; None: when the tier has said so.
         left: places in the job of keys whose outcome has not been taken note of.
         begun: by `time.monotonic`.
         measured: whether its time has been taken note of.
     """
 
-    __slots__ = ("begun", "below", "job", "left", "measured", "positions")
+    __slots__ = ("begun", "below", "deadline", "job", "left", "measured", "others", "positions")
 
-    def __init__(self, below: TierBelow, job: TierJob, positions: list[int]) -> None:
-        self.below, self.job, self.positions = below, job, positions
+    def __init__(
+        self,
+        below: TierBelow,
+        job: TierJob,
+        positions: list[int],
+        others: Sequence[TierBelow],
+        deadline: float | None,
+    ) -> None:
+        self.below, self.job, self.positions, self.others, self.deadline = below, job, positions, others, deadline
         self.left = list(range(len(positions)))
         self.begun = time.monotonic()
         self.measured = False
+
+    def late(self, now: float) -> bool:
+        return self.deadline is not None and now >= self.deadline
 
 
 class TierIo:

@@ -64,7 +64,8 @@ class TieredCache(BlockCache[EngineT]):
 
     Args:
         engine, tenants, store_after, max_load_blocks, on_event: as for `BlockCache`.
-        tiers: asked in this order; each gets what is written. They become the cache's own, and are closed with it.
+        tiers: asked in this order, each for what those before have not brought; each gets what is written. They become
+            the cache's own, and are closed with it.
         policy: as for `BlockCache`; "prefix" declines nothing here, since only what is in slots can be written.
         write: what is written to the tiers: "admitted" what is worth it, as learned from what is asked for again, at
             the end of requests (`touch`); "through" every key as soon as it is in slots; "back" every key shortly
@@ -159,7 +160,8 @@ class TieredCache(BlockCache[EngineT]):
 
         Args:
             keys: bytes, no repeats, in the order of a request; may be all of its keys.
-            deadline: seconds from now, after which no more is waited for; None: no limit.
+            deadline: seconds from now, after which no more is waited for; None: no limit. Half of what is left when a
+                tier is asked is kept for the tiers after it that may have the same keys.
             tenant: whose quota and priority the promoted keys have.
 
         Raises:
