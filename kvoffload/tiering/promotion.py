@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvoffload.cache.entries import ReservationRecord
 from kvoffload.cache.reservations import CacheJob, Lease
@@ -144,14 +144,6 @@ class PromotionRecord:
         return self.ready == len(self.keys) or bool(self.gone[self.ready])
 
 
-class PromotionOwner(Protocol):
-    """What a promotion needs of the cache."""
-
-    def wake_tiers(self) -> None: ...
-
-    def load_after(self, record: PromotionRecord, blocks: Any, after: Any, parts: Any) -> ChainedLoad: ...
-
-
 class Promotion:
     """Leading keys of a request that are brought from tiers into slots, as many as come in time.
 
@@ -163,10 +155,13 @@ class Promotion:
         keys: as given.
     """
 
-    def __init__(self, record: PromotionRecord, owner: PromotionOwner) -> None:
+    def __init__(
+        self, record: PromotionRecord, wake: Callable[[], None], load_after: Callable[..., ChainedLoad]
+    ) -> None:
+        """`wake`: has the thread of the tiers look at the record soon. `load_after`: see `TieredCache._load_after`."""
         self.keys = tuple(record.keys)
         self._record = record
-        self._owner = owner
+        self._wake, self._load_after = wake, load_after
 
     @property
     def ready(self) -> int:
@@ -190,7 +185,7 @@ class Promotion:
     def cancel(self) -> None:
         """Bring no more: what the tiers have not begun is left, what has come stays. It is `done` soon."""
         self._record.cancelled = True
-        self._owner.wake_tiers()
+        self._wake()
 
     def load(self, blocks: Any, after: Any = None, *, parts: Any = None) -> ChainedLoad:
         """Load the keys as soon as the promotion has ended; a shorter promotion shortens the load. Returns at once.
@@ -208,7 +203,7 @@ class Promotion:
         """
         if self._record.released:
             raise ClosedError("the promotion has been released: load its keys by cache.load")
-        return self._owner.load_after(self._record, blocks, after, parts)
+        return self._load_after(self._record, blocks, after, parts)
 
     def release(self) -> None:
         """The keys that have come may be evicted from now on, and no more is brought. Idempotent."""
@@ -261,10 +256,10 @@ class ChainedLoad:
     # for the manager ----------------------------------------------------------------------------------------------
 
     @property
-    def can_be_submitted(self) -> bool:
+    def _can_be_submitted(self) -> bool:
         return self._promotion is None or self._promotion.ended
 
-    def submit(self, load: Callable[..., CacheJob] | None) -> None:
+    def _submit(self, load: Callable[..., CacheJob] | None) -> None:
         """Load what has come by `load(keys, blocks, after, parts=)`; None: there is no cache any more."""
         record, (per_group, after, parts) = self._promotion, self._load
         if record is None:

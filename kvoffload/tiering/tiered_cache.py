@@ -176,7 +176,7 @@ class TieredCache(BlockCache[EngineT]):
         self._check_tiers_open()
         record = PromotionRecord(checked, tenant, None if deadline is None else time.monotonic() + deadline)
         self._manager.post(record)
-        return Promotion(record, self)
+        return Promotion(record, self._manager.wake, self._load_after)
 
     def tier_statistics(self) -> list[BelowStatistics]:
         """What has been done with each tier so far; never blocks."""
@@ -276,11 +276,7 @@ class TieredCache(BlockCache[EngineT]):
 
     # for promotions -----------------------------------------------------------------------------------------------
 
-    def wake_tiers(self) -> None:
-        """Have the thread look at everything soon."""
-        self._manager.wake()
-
-    def load_after(self, record: PromotionRecord, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
+    def _load_after(self, record: PromotionRecord, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
         """See `Promotion.load`."""
         per_group = [ids.copy() for ids in self._block_ids(len(record.keys), blocks)]
         if parts is not None:
@@ -331,7 +327,7 @@ def _settle(reference: weakref.ref[TieredCache[Any]]) -> bool:
 def _submit(reference: weakref.ref[TieredCache[Any]], chained: ChainedLoad) -> None:
     """Load what a promotion has brought."""
     cache = reference()
-    chained.submit(None if cache is None else cache.load)
+    chained._submit(None if cache is None else cache.load)
 
 
 def _failed_removals(remove: Callable[[Tier], TierJob | None], tiers: list[Tier]) -> list[str]:

@@ -195,6 +195,7 @@ def test_entries_of_keys_given_up_stay_kept_until_the_call_returns() -> None:
         until(lambda: tier.hung == 0 and not bench.cache._manager._promoter.io())
         assert (before != bench.engine.slots).any(), "the late read has written somewhere"
         bench.check_loaded(range(10, 13))
+        assert bench.cache.drain(SECONDS)
         bench.store(range(20, 24))
         assert bench.cache.lookup(keys(range(20, 24))) == 4, "the entry is free again"
         bench.check_loaded(range(20, 24))

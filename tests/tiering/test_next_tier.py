@@ -32,14 +32,15 @@ class Store(DictTier):
 
 
 class Answering(Store):
-    """Answers every read with one outcome; says that it has every key."""
+    """Answers every read with one outcome; says that it has every key, unless `claims` is False."""
 
     def __init__(self, outcome: Outcome, name: str = "answering") -> None:
         super().__init__(name, local_index=True)
         self.outcome = outcome
+        self.claims = True
 
     def has_record(self, key: bytes) -> bool:  # noqa: ARG002
-        return True
+        return self.claims
 
     def read_record(self, key: bytes, rows: Rows) -> Outcome:
         self.asked.append(key)
@@ -61,9 +62,9 @@ def promoted(bench: Bench, numbers: Sequence[int], **options: Any) -> int:
 def test_the_next_tier_is_asked_whatever_the_outcome(outcome: Outcome, local_index: bool) -> None:
     first, second = Answering(outcome), Store(local_index=local_index)
     with tiered(first, second) as bench:
-        first.has_record = lambda _: False  # type: ignore[method-assign]
+        first.claims = False
         bench.written(range(4))
-        del first.has_record
+        first.claims = True
         assert promoted(bench, range(4)) == 4
         assert second.asked == keys(range(4))
         assert [each.promoted for each in bench.cache.tier_statistics()] == [0, 4]
@@ -103,9 +104,9 @@ def test_a_record_that_is_torn_on_the_disk_comes_from_the_store(tmp_path: Any) -
 def test_no_tier_is_asked_for_what_cannot_lengthen_the_promotion() -> None:
     first, second = Answering(Outcome.MISSING), Store(local_index=True)
     with tiered(first, second) as bench:
-        first.has_record = lambda _: False  # type: ignore[method-assign]
+        first.claims = False
         bench.written(range(4))
-        del first.has_record
+        first.claims = True
         second.store.pop(key(1))
         assert promoted(bench, range(4)) == 1
         assert second.asked == keys([0])
