@@ -141,12 +141,18 @@ def test_a_call_that_does_not_return_keeps_its_entry_and_the_next_tier_gets_anot
             assert promotion.wait(SECONDS) == 4
             assert first.hung == 1
             bench.check_loaded(range(4))
+            for number in range(20, 32):
+                bench.store([number])
+                bench.check_loaded([number])
             before = bench.engine.slots.copy()
             first.heal()
             until(lambda: first.hung == 0 and first.statistics().in_calls == 0)
             changed = (before != bench.engine.slots).any(axis=1).nonzero()[0].tolist()
             assert len(changed) == 1, "the late read has written somewhere"
             bench.check_loaded(range(4))
+            there = [number for number in range(20, 32) if bench.cache.lookup(keys([number]))]
+            assert len(there) == 7, "12 entries, less four that are promoted and one that is kept"
+            bench.check_loaded(there)
         assert bench.cache.statistics().pending == 0
 
 
