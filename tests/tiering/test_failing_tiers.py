@@ -12,7 +12,7 @@ from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError
+from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError, TransferError
 from kvoffload.testing import FaultyTier
 from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Outcome
@@ -308,6 +308,31 @@ def test_removing_nothing_forgets_no_write() -> None:
         tier.permit()
         assert bench.cache.drain(SECONDS)
         assert len(tier.store) == 8
+
+
+def test_a_store_that_has_failed_is_not_written() -> None:
+    """What is in its slot is another request's."""
+    tier = DictTier()
+    with tiered(tier) as bench:
+        bench.written([0])
+        simulator: Any = bench.device.simulator
+        simulator.faults.fail_operation()
+        with pytest.raises(TransferError):
+            bench.cache.store(keys([1]), [1], NO_WAIT).wait(SECONDS)
+        assert bench.cache.promote(keys([0, 1])).wait(SECONDS) == 1
+        assert sorted(tier.store) == keys([0])
+
+
+def test_a_load_that_has_failed_after_its_promotion_is_said() -> None:
+    with tiered() as bench:
+        bench.written([0])
+        simulator: Any = bench.device.simulator
+        simulator.faults.fail_operation()
+        promotion = bench.cache.promote(keys([0]))
+        chained = promotion.load([3], NO_WAIT)
+        assert promotion.wait(SECONDS) == 1
+        with pytest.raises(TransferError):
+            chained.wait(SECONDS)
 
 
 def test_a_full_tier_says_nothing_of_its_health() -> None:
