@@ -178,10 +178,12 @@ class Member:
             could not be: the slot holds no record.
         """
         with self._headers:
-            new = [wanted(record.key) for record in records]
-            for record in (record for record, is_wanted in zip(records, new, strict=True) if is_wanted):
-                self._add(record, sequence)
-            failed = self._end_payloads(payloads)
+            try:
+                new = [wanted(record.key) for record in records]
+                for record in (record for record, is_wanted in zip(records, new, strict=True) if is_wanted):
+                    self._add(record, sequence)
+            finally:  # else no header would be written until 128 wait
+                failed = self._end_payloads(payloads)
         return [failed.get(record.slot, is_wanted) for record, is_wanted in zip(records, new, strict=True)]
 
     def _add(self, record: NewRecord, sequence: int) -> None:
