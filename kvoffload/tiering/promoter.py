@@ -90,7 +90,7 @@ class Promoter:
             for fetch in list(record.fetches):
                 missed = self._collect(record, fetch, now)
                 if fetch.left and not over and (fetch.late(now) or self._hangs(fetch, now)):
-                    missed += self._give_up(record, fetch, now, blame=fetch.late(now))
+                    missed += self._stop_waiting(record, fetch, now, blame=fetch.late(now))
                 if missed:
                     self._ask(record, sorted(missed), () if over else fetch.others)
             if record.goes_on and (over or record.broken):
@@ -263,7 +263,7 @@ class Promoter:
         record.settle(position, Outcome.DONE if mine else Outcome.MISSING)
         return mine
 
-    def _give_up(self, record: PromotionRecord, fetch: Fetch, now: float, *, blame: bool) -> list[int]:
+    def _stop_waiting(self, record: PromotionRecord, fetch: Fetch, now: float, *, blame: bool) -> list[int]:
         """Wait for a tier no longer: returns what it has not brought. Entries that it may write are kept.
 
         Args:
@@ -298,7 +298,7 @@ class Promoter:
         """Cancel what has not begun. `at_once`: and give up the rest.
 
         Args:
-            blame: see `_give_up`.
+            blame: see `_stop_waiting`.
         """
         dropped = record.awaited
         record.awaited = []
@@ -306,7 +306,7 @@ class Promoter:
             fetch.job.cancel()
             dropped = [*dropped, *self._collect(record, fetch, now)]
             if at_once:
-                dropped += self._give_up(record, fetch, now, blame=blame)
+                dropped += self._stop_waiting(record, fetch, now, blame=blame)
         fetched = {fetch.positions[at] for fetch in record.fetches for at in fetch.left}
         for position in [*dropped, *(position for position in record.records if position not in fetched)]:
             self._drop(record, position)

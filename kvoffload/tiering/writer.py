@@ -43,7 +43,7 @@ class Writer:
         tiers: that get every key.
         most: entries that may be leased for it at a time.
         notify: makes the manager's thread call `advance` soon.
-        choice: is told which keys a tier has taken, and which none has.
+        choice: learns which keys a tier has taken, and which none has.
     """
 
     def __init__(
