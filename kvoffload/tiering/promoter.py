@@ -300,13 +300,13 @@ class Promoter:
         Args:
             blame: see `_stop_waiting`.
         """
-        dropped = record.awaited
-        record.awaited = []
+        dropped, record.awaited = record.awaited, []
         for fetch in record.fetches:
-            fetch.job.cancel()
-            dropped = [*dropped, *self._collect(record, fetch, now)]
             if at_once:
                 dropped += self._stop_waiting(record, fetch, now, blame=blame)
+            else:
+                fetch.job.cancel()
+                dropped += self._collect(record, fetch, now)
         fetched = {fetch.positions[at] for fetch in record.fetches for at in fetch.left}
         for position in [*dropped, *(position for position in record.records if position not in fetched)]:
             self._drop(record, position)
