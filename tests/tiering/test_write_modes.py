@@ -192,8 +192,8 @@ def test_what_one_tier_has_taken_is_not_written_for_another_one_that_declines() 
 
 
 class Stuck(ByTenant):
-    """While `stuck` is set, it seems to have key 99, and the thread of the cache's tiers waits in `statistics`, which is
-    asked before a promotion.
+    """While `stuck` is set, it seems to have key 99, and the thread of the cache's tiers waits in `statistics`: it
+    is asked before a promotion.
     """
 
     def __init__(self) -> None:
