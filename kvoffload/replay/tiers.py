@@ -127,22 +127,26 @@ class TieredIndex:
         self.writes.promoted([key for key in arrived if key in promoted])
         stored = [key for key in arrived if key not in promoted]
         self.writes.stored(stored)
-        self.writes.written([key for key in stored if self._is_below(key)])
+        self.writes.written(self._held_below(stored))
 
     def _write(self, used: list[bytes]) -> tuple[int, ...]:
         """Write what is to be written of a request that has ended; how many keys to each tier."""
-        self.writes.left_disk([key for key in used if not self._is_below(key)])
+        self.writes.left_disk(self._lacking(used))
         chosen = self.writes.ended(used)
         assert self.keys.issuperset(chosen), "only what is in the host can be written"
-        counts = []
-        for tier in self.tiers:
-            taken = tier.write(chosen) if chosen else ()
-            self.writes.written(taken)
-            counts.append(len(taken))
-        return tuple(counts)
+        taken = tuple(len(tier.write(chosen)) if chosen else 0 for tier in self.tiers)
+        self.writes.written(self._held_below(chosen))
+        return taken
 
-    def _is_below(self, key: bytes) -> bool:
-        return any(key in held for held in self._below)
+    def _lacking(self, keys: list[bytes]) -> list[bytes]:
+        """Those of these keys that no tier holds."""
+        for held in self._below:
+            keys = [key for key in keys if key not in held]
+        return keys
+
+    def _held_below(self, keys: list[bytes]) -> list[bytes]:
+        lacking = set(self._lacking(keys))
+        return [key for key in keys if key not in lacking]
 
     def _on_event(self, event: CacheEvent) -> None:
         if event.kind == "evicted":

@@ -96,9 +96,10 @@ def _keys(record: dict[str, Any], where: str) -> Request:
 
 def _seconds(stamps: list[Any]) -> list[float] | None:
     """See `Trace.seconds`."""
-    if not all(isinstance(stamp, int | float) and not isinstance(stamp, bool) for stamp in stamps):
+    numbers = [stamp for stamp in stamps if isinstance(stamp, int | float) and not isinstance(stamp, bool)]
+    if len(numbers) < len(stamps) or not stamps or not all(map(math.isfinite, numbers)):
         return None
-    if not stamps or stamps != sorted(stamps) or not stamps[0] < stamps[-1] < math.inf:
+    if stamps != sorted(stamps) or stamps[0] == stamps[-1]:
         return None
     return [(stamp - stamps[0]) / 1000 for stamp in stamps]
 
