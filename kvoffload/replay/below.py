@@ -30,6 +30,7 @@ class Below(Protocol):
 
     def write(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Take those of these keys that it lacks out of the host pool; returns those that it has taken."""
+        ...
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """A request of this host with these keys, held or not, has ended."""

@@ -84,7 +84,12 @@ def test_every_command_prints_a_verdict_and_80_columns(
     captured = capsys.readouterr()
     name = " ".join(command[: 2 if command[0] == "bench" else 1])
     text = check(captured.out, name)
-    if "--metadata-only" in command or "--hosts" in command or command[1] in ("cache", "disk") or command[0] == "doctor":
+    if (
+        "--metadata-only" in command
+        or "--hosts" in command
+        or command[1] in ("cache", "disk")
+        or command[0] == "doctor"
+    ):
         assert captured.err == ""
     else:
         assert captured.err == "kvoffload: the simulated device verifies bytes; times need a GPU\n"
