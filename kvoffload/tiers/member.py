@@ -19,7 +19,7 @@ So `remove` has to know of headers that the file may hold after a crash. There a
 The process before may have been killed after a sync that failed. Then the page cache shows writes that the disk lost,
 as if they were durable. So the first removal of a process writes the header table again before it syncs, `_inherited`.
 
-A header is written to the file when no payload is being written, and at the latest with 128 others: an ordinary write
+A header is written to the file when no record is being written, and at the latest with 512 others: an ordinary write
 waits for all direct I/O on the file, and holds it up meanwhile. Until then this process has it in `_waiting`; a kill
 leaves what the slot's older header says, whose payload digest differs. Every sync, which forgets `_older`, writes those
 that wait before it does so.
@@ -41,7 +41,7 @@ import numpy as np
 
 from kvoffload.internal.types import Int64Array
 from kvoffload.tiers.checksums import DIGEST_BYTES, Checksum
-from kvoffload.tiers.files import PAGE, Buffer, OpenFile
+from kvoffload.tiers.files import PAGE, Buffer, OpenFile, in_runs
 from kvoffload.tiers.format import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
@@ -57,7 +57,7 @@ from kvoffload.tiers.format import (
 
 _MOST_OLDER = 16_384  # keys whose overwritten headers are remembered; beyond, every removal syncs
 _HEADERS_AT_ONCE = 32_768  # 6 MiB
-_MOST_WAITING = 128  # headers of records that are not in the file yet
+_MOST_WAITING = 512  # headers of records that are not in the file yet
 _EPOCH_COUNT = 1 << 32  # the upper half of an epoch counts
 _NO_HEADER = memoryview(bytes(HEADER_BYTES))
 
@@ -69,6 +69,16 @@ class Peek(NamedTuple):
     epoch: int
     key: bytes
     digest: bytes
+
+
+class NewRecord(NamedTuple):
+    """A record whose payload has been written; `tenant` and `digest` are digests, `position` its place in the put."""
+
+    slot: int
+    key: bytes
+    tenant: bytes
+    digest: bytes
+    position: int
 
 
 class Member:
@@ -95,7 +105,7 @@ class Member:
         self._any_older = True  # the process before may have overwritten headers and not synced
         self._uncertain: set[int] = set()
         self._waiting: dict[int, bytes] = {}
-        self._payloads = 0  # that are being written
+        self._writes = 0  # of records, that have begun and have not ended
         self._inherited = True  # headers that this process has not written, which the disk may have lost
         self._syncing = threading.Lock()  # held during a sync; taken before `_headers`
 
@@ -128,64 +138,74 @@ class Member:
             return None
         return bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES])
 
-    def write_payload(self, slot: int, views: Sequence[Buffer]) -> None:
-        """Write a payload; `write_header` follows.
-
-        Raises:
-            OSError: and `write_header` does not follow.
-        """
+    def begin_writes(self, count: int) -> None:
+        """So many records are going to be written: headers wait meanwhile. `end_writes` follows."""
         with self._headers:
-            self._payloads += 1
-        try:
-            self.file.write_payload(views, self.payload_offset(slot))
-        except BaseException:
-            with self._headers:
-                self._end_payload()
-            raise
+            self._writes += count
+
+    def write_payloads(self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]) -> list[bool | OSError]:
+        """Write payloads; `add_headers` follows. Returns True of each, or why it is not written."""
+        return in_runs(self._write, slots, payloads)
+
+    def read_payloads(self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]) -> list[bool | OSError]:
+        """Read payloads. Returns of each whether it is complete, or what failed; it is not verified."""
+        return in_runs(self._read, slots, payloads)
+
+    def _write(self, slot: int, views: Sequence[Buffer]) -> bool:
+        self.file.write_payload(views, self.payload_offset(slot))
+        return True
+
+    def _read(self, slot: int, views: Sequence[Buffer]) -> bool:
+        return self.file.read_payload(views, self.payload_offset(slot))
 
     # headers ------------------------------------------------------------------------------------------------------
 
-    def write_header(
-        self,
-        slot: int,
-        key: bytes,
-        tenant: bytes,
-        digest: bytes,
-        sequence: int,
-        position: int,
-        wanted: Callable[[], bool],
-    ) -> bool:
-        """Make a payload that has been written a record; False, and nothing has changed, if it is not `wanted`.
+    def add_headers(self, records: Sequence[NewRecord], sequence: int, wanted: Callable[[bytes], bool]) -> list[bool]:
+        """Make payloads that have been written records, whose headers are in the file by the next `end_writes` at rest.
 
         Args:
-            wanted: called under the lock that `erase` takes, too: so a key that is unwanted from some moment on, and
-                erased after that moment, is not in the file.
+            wanted: called with each key under the lock that `erase` takes, too: so a key that is unwanted from some
+                moment on, and erased after that moment, is not in the file.
 
-        Raises:
-            OSError: the header was to be written now, and could not be; the slot holds no record.
+        Returns:
+            Of each whether it was wanted; if not, nothing has changed.
         """
         with self._headers:
-            written = wanted()
-            if written:
-                self._note_older(slot)
-                self._waiting[slot] = pack_header(
-                    self.checksum,
-                    self._digest,
-                    slot=slot,
-                    key=key,
-                    tenant=tenant,
-                    digest=digest,
-                    nbytes=self.superblock.slot_bytes,
-                    epoch=self._epoch,
-                    sequence=sequence,
-                    position=position,
-                )
-                self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES] = digest
-                self.hashes[slot] = hash_of(key)
-            failed = self._end_payload()
-        if slot in failed:
-            raise failed[slot]
-        return written
+            added = [wanted(record.key) for record in records]
+            for record, is_wanted in zip(records, added, strict=True):
+                if is_wanted:
+                    self._add(record, sequence)
+        return added
+
+    def end_writes(self, count: int) -> dict[int, OSError]:
+        """Writes that have begun have ended; if no others go on, or many headers wait, these are written.
+
+        Returns:
+            Slots that hold no record, as their headers could not be written, and why.
+        """
+        with self._headers:
+            self._writes -= count
+            if self._waiting and (self._writes == 0 or len(self._waiting) >= _MOST_WAITING):
+                return self._write_waiting()
+        return {}
+
+    def _add(self, record: NewRecord, sequence: int) -> None:
+        slot = record.slot
+        self._note_older(slot)
+        self._waiting[slot] = pack_header(
+            self.checksum,
+            self._digest,
+            slot=slot,
+            key=record.key,
+            tenant=record.tenant,
+            digest=record.digest,
+            nbytes=self.superblock.slot_bytes,
+            epoch=self._epoch,
+            sequence=sequence,
+            position=record.position,
+        )
+        self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES] = record.digest
+        self.hashes[slot] = hash_of(record.key)
 
     def erase(self, slots: Iterable[int]) -> None:
         """Make slots hold no record. Durable after a `sync` that succeeds. Does not raise where zeros are not written:
@@ -304,13 +324,6 @@ class Member:
             self._older.add(older)
             if len(self._older) > _MOST_OLDER:
                 self._older, self._any_older = set(), True
-
-    def _end_payload(self) -> dict[int, OSError]:
-        """A payload is not being written any more; returns what `_write_waiting` does if it is time for that."""
-        self._payloads -= 1
-        if self._waiting and (self._payloads <= 0 or len(self._waiting) >= _MOST_WAITING):
-            return self._write_waiting()
-        return {}
 
     def _write_waiting(self) -> dict[int, OSError]:
         """Write the headers that wait, neighbours in one call. Returns slots that hold no record, as that failed."""
