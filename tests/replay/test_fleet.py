@@ -114,6 +114,18 @@ def test_hosts_without_a_store_share_nothing(seed: int) -> None:
     assert found.hits == expected
 
 
+def test_rates_of_one_host_are_of_the_sum_of_pools_and_disks(seed: int) -> None:
+    requests = [keys_of(ids) for ids in generated_trace(seed, 300)]
+    fleet = SMALL._replace(slots=12, disk_slots=9, store_slots=30)
+    one, three = survey(requests, fleet, [1, 3], Output(as_json=True))
+    for found, count in ((one, 1), (three, 3)):
+        same = fleet._replace(slots=12 * count, disk_slots=9 * count)
+        assert found.one_host_hit_rate == replayed(requests, same, 1).hit_rate
+        assert found.without_store_hit_rate == replayed(requests, same._replace(store_slots=0), 1).hit_rate
+    assert one.hit_rate == one.one_host_hit_rate
+    assert one.without_store_hit_rate < one.hit_rate < three.one_host_hit_rate
+
+
 @pytest.mark.parametrize("name", list(WORKLOADS))
 def test_three_hosts_at_random_find_nine_tenths_of_what_one_with_their_memory_finds(name: str) -> None:
     requests = make_workload(name, 600)
