@@ -134,9 +134,10 @@ def verdict(fields: dict[str, Any]) -> str:
     """The hit rate of the most hosts, and that of one host with as much memory."""
     shown = max(fields["records"], key=lambda record: int(record["hosts"]))
     found, one, alone = (shown[name] for name in ("hit_rate", "one_host_hit_rate", "without_store_hit_rate"))
+    finds = "finds" if shown["hosts"] == 1 else "find"
     return (
         f"replay: {counted(shown['hosts'], 'host')} over a store of {fields['store_slots']:,} slots, routing "
-        f"{fields['routing']}, find {found:.2%} of the blocks asked for; one host with all their memory {one:.2%}, "
+        f"{fields['routing']}, {finds} {found:.2%} of the blocks asked for; one host with all their memory {one:.2%}, "
         f"without the store {alone:.2%}"
     )
 
