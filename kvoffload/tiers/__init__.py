@@ -1,6 +1,8 @@
 """Tiers below the pinned pool: where records go that it has no room for. See `Tier` for what every one promises.
 
 ThreadedTier, MemoryTier    tiers over methods that block; records in host memory     threaded.py, memory.py
+RemoteTier                  records in a store that machines share                    remote.py, remote_format.py
+ValkeyTier                  Valkey and Redis                                          valkey.py
 DiskTier                    records on disks                                          disk.py
 DiskIndex                   the records of a disk: policies, tenants, restart         disk_index.py
 SlotFiles                   the files of a set as an array of verified slots          slot_files.py
@@ -14,17 +16,21 @@ FileOperations              the system calls, behind which tests put failures   
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.memory import MemoryTier
+from kvoffload.tiers.remote import RemoteTier
 from kvoffload.tiers.threaded import Origin, ThreadedTier
 from kvoffload.tiers.tier import Tier, TierCapabilities, TierStatistics
+from kvoffload.tiers.valkey import ValkeyTier
 
 __all__ = [
     "DiskTier",
     "MemoryTier",
     "Origin",
     "Outcome",
+    "RemoteTier",
     "ThreadedTier",
     "Tier",
     "TierCapabilities",
     "TierJob",
     "TierStatistics",
+    "ValkeyTier",
 ]

@@ -1,0 +1,185 @@
+"""ValkeyTier: records in a Valkey or Redis server, or a cluster of them, through valkey-glide-sync."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvoffload.errors import CapabilityError
+from kvoffload.internal.checks import at_least, shown
+from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.remote import Parts, RemoteTier
+
+_SCANNED = 1000  # names that one call of SCAN looks at
+
+
+class ValkeyTier(RemoteTier):
+    """Records in Valkey or Redis: a server, or a cluster, which evicts by its own `maxmemory-policy`.
+
+    Each part of a record is a value of its own, all of them in one hash slot: header and payload are written in one
+    transaction, and read in one call, straight into the slots of the pool. Two servers' records are never mixed: what
+    was evicted in part, or does not fit its header, is a miss.
+
+    `attach` does not connect. A server that cannot be reached, or refuses the password, makes keys FAILED, with a
+    warning in the log.
+
+    Args:
+        addresses: "host:port", or several: of a cluster any of its nodes, else a primary and its replicas.
+        identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
+        cluster: whether the servers are a cluster.
+        username, password: for AUTH. An ACL needs for the names of `prefix`: +get +mget +set +exists +unlink +scan
+            +multi +exec.
+        tls: encrypt connections, and verify the servers' certificates.
+        ca_file: certificates to trust instead of the system's, PEM.
+        cert_file, key_file: of this client, PEM, where servers ask for a certificate.
+        expiry: seconds after which the server deletes a record; None: it does not.
+        timeout: seconds that a call may take, connecting included.
+        options: further arguments of glide's `GlideClientConfiguration`, or of `GlideClusterClientConfiguration`.
+
+    Raises:
+        CapabilityError: valkey-glide-sync or xxhash is missing (`pip install 'kvoffload[valkey]'`).
+        TypeError, ValueError: an argument.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str] = "127.0.0.1:6379",
+        *,
+        identity: str,
+        prefix: str = "kvoffload",
+        key: bytes | None = None,
+        cluster: bool = False,
+        username: str | None = None,
+        password: str | None = None,
+        tls: bool = False,
+        ca_file: str | Path | None = None,
+        cert_file: str | Path | None = None,
+        key_file: str | Path | None = None,
+        expiry: float | None = None,
+        timeout: float = 1.0,
+        options: Mapping[str, Any] | None = None,
+        name: str = "valkey",
+        threads: int = 4,
+        max_queued: int = 4096,
+    ) -> None:
+        super().__init__(
+            identity=identity, prefix=prefix, key=key, name=name, durable=False, threads=threads, max_queued=max_queued
+        )
+        self._glide = _import_glide()
+        self._addresses = [_address(each) for each in ([addresses] if isinstance(addresses, str) else addresses)]
+        self.cluster = cluster
+        self._login = (username, password)
+        self._tls = tls
+        self._tls_files = (ca_file, cert_file, key_file)
+        self._expiry = None if expiry is None else at_least("expiry, in milliseconds,", round(1000 * expiry), 1)
+        self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 1)
+        self._options = dict(options or {})
+        self._client: Any = None
+
+    # for RemoteTier -----------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        glide = self._glide
+        configuration = glide.GlideClusterClientConfiguration if self.cluster else glide.GlideClientConfiguration
+        advanced = (
+            glide.AdvancedGlideClusterClientConfiguration if self.cluster else glide.AdvancedGlideClientConfiguration
+        )
+        username, password = self._login
+        given: dict[str, Any] = {
+            "addresses": [glide.NodeAddress(host, port) for host, port in self._addresses],
+            "use_tls": self._tls,
+            "credentials": None if password is None else glide.ServerCredentials(password, username),
+            "request_timeout": self._timeout,
+            "lazy_connect": True,
+            "advanced_config": advanced(connection_timeout=self._timeout, tls_config=self._tls_config()),
+        }
+        client = glide.GlideClusterClient if self.cluster else glide.GlideClient
+        self._client = client.create(configuration(**given | self._options))
+
+    def disconnect(self) -> None:
+        self._client.close()
+
+    def fetch_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        return [self._fetch(name, record) for name, record in zip(names, parts, strict=True)]
+
+    def store_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        return [self._store(name, record) for name, record in zip(names, parts, strict=True)]
+
+    def have_names(self, names: Sequence[str]) -> list[bool]:
+        batch = self._batch(atomic=False)
+        for name in names:
+            batch.exists(self._part_names(name))
+        return [found == 1 + len(self.pools) for found in self._client.exec(batch, True)]
+
+    def delete_names(self, names: Sequence[str]) -> list[bool]:
+        batch = self._batch(atomic=False)
+        for name in names:
+            batch.unlink(self._part_names(name))
+        return [deleted > 0 for deleted in self._client.exec(batch, True)]
+
+    def delete_folder(self, folder: str) -> None:
+        cursor: Any = self._glide.ClusterScanCursor() if self.cluster else b"0"
+        ended = False
+        while not ended:
+            cursor, found = self._client.scan(cursor, match="{" + folder + "*", count=_SCANNED)
+            if found:
+                self._client.unlink(found)
+            ended = cursor.is_finished() if self.cluster else cursor == b"0"
+
+    # inner workings -----------------------------------------------------------------------------------------------
+
+    def _part_names(self, name: str) -> list[str]:
+        """Of the header and of each range. What is in braces decides about the slot of a cluster."""
+        return [f"{{{name}}}:{part}" for part in range(1 + len(self.pools))]
+
+    def _fetch(self, name: str, parts: Parts) -> Outcome:
+        lengths = self._client.mget(self._part_names(name), buffers=[part.data for part in parts])
+        if None in lengths:
+            return Outcome.MISSING
+        if any(int(length) != part.nbytes for length, part in zip(lengths, parts, strict=True)):
+            return self.reject(name)
+        return Outcome.DONE
+
+    def _store(self, name: str, parts: Parts) -> Outcome:
+        glide = self._glide
+        expiry = None if self._expiry is None else glide.ExpirySet(glide.ExpiryType.MILLSEC, self._expiry)
+        batch = self._batch(atomic=True)
+        for part_name, part in zip(self._part_names(name), parts, strict=True):
+            batch.set(part_name, part.data, expiry=expiry)
+        try:
+            self._client.exec(batch, True)
+        except glide.RequestError as error:
+            if "OOM" in str(error):  # `maxmemory` is reached, and the server evicts nothing
+                return Outcome.DECLINED
+            raise
+        return Outcome.DONE
+
+    def _batch(self, *, atomic: bool) -> Any:
+        return (self._glide.ClusterBatch if self.cluster else self._glide.Batch)(atomic)
+
+    def _tls_config(self) -> Any:
+        ca_file, cert_file, key_file = self._tls_files
+        return self._glide.TlsAdvancedConfiguration(
+            root_pem_cacerts=None if ca_file is None else Path(ca_file).read_bytes(),
+            client_cert_path=cert_file,
+            client_key_path=key_file,
+        )
+
+
+def _import_glide() -> Any:
+    try:
+        import glide_sync
+    except ImportError as error:
+        raise CapabilityError(
+            f"ValkeyTier needs the package valkey-glide-sync, which cannot be imported ({error}); install it: "
+            "pip install 'kvoffload[valkey]'"
+        ) from error
+    return glide_sync
+
+
+def _address(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not host or not colon or not port.isdecimal():
+        raise ValueError(f'addresses must be "host:port", such as "127.0.0.1:6379", got {shown(address)}')
+    return host.strip("[]"), int(port)
