@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import selectors
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -37,13 +38,17 @@ class ProxyFaults:
 class FaultyProxy:
     """Listens on `port`, and forwards to `target`.
 
+    Args:
+        tls: with it, clients have to speak TLS; the server does not.
+
     Attributes:
         faults: what happens from now on; may be set at any time.
         counts: of chunks that were cut and corrupted, and of connections.
     """
 
-    def __init__(self, target: int, seed: int = 0) -> None:
+    def __init__(self, target: int, seed: int = 0, tls: ssl.SSLContext | None = None) -> None:
         self.target = target
+        self._tls = tls
         self.faults = ProxyFaults()
         self.counts = {"cut": 0, "corrupted": 0, "connections": 0}
         self._random = random.Random(seed)
@@ -92,6 +97,8 @@ class FaultyProxy:
                 client.close()
                 continue
             try:
+                client.settimeout(5)
+                client = client if self._tls is None else self._tls.wrap_socket(client, server_side=True)
                 server = socket.create_connection((HOST, self.target), timeout=5)
             except OSError:
                 client.close()
@@ -132,6 +139,8 @@ class FaultyProxy:
     def _carry(self, source: socket.socket, target: socket.socket) -> bool:
         """One chunk; False when the connection is over."""
         data = bytearray(source.recv(_CHUNK))
+        while isinstance(source, ssl.SSLSocket) and source.pending():  # the selector does not know of it
+            data += source.recv(_CHUNK)
         if not data:
             return False
         faults = self.faults

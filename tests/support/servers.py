@@ -132,12 +132,12 @@ class Process:
         self.kill()
 
 
-def valkey(folder: Path, *arguments: str, port: int | None = None, tls_port: int | None = None) -> Process:
+def valkey(folder: Path, *arguments: str, port: int | None = None) -> Process:
     """A Valkey server without persistence; `arguments` are further options."""
-    listening = port or tls_port or free_ports(1)[0]
+    listening = port or free_ports(1)[0]
     command = [
-        valkey_program(), "--bind", HOST, "--port", str(0 if tls_port else listening), "--save", "", "--appendonly",
-        "no", "--dir", str(folder), "--daemonize", "no", *arguments,
+        valkey_program(), "--bind", HOST, "--port", str(listening), "--save", "", "--appendonly", "no", "--dir",
+        str(folder), "--daemonize", "no", *arguments,
     ]  # fmt: skip
     return Process(command, listening, folder)
 
@@ -180,7 +180,7 @@ class ValkeyCluster:
     @staticmethod
     def _complete(node: Process) -> bool:
         answer = ask(node.port, "CLUSTER INFO")
-        return "cluster_slots_ok:16384" in answer and "cluster_known_nodes:3" in answer
+        return all(each in answer for each in ("cluster_state:ok", "cluster_slots_ok:16384", "cluster_known_nodes:3"))
 
     def __exit__(self, *_: object) -> None:
         for node in self.nodes:
@@ -188,17 +188,28 @@ class ValkeyCluster:
 
 
 def certificates(folder: Path) -> dict[str, Path]:
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    """Files: "ca", which has signed "certificate" for 127.0.0.1, and the "key" of that."""
     if shutil.which("openssl") is None:
         missing("openssl is not installed")
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    command = [
-        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-        "-subj", "/CN=kvoffload test", "-addext", f"subjectAltName=IP:{HOST}", "-keyout", str(key), "-out",
-        str(certificate),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return {"certificate": certificate, "key": key}
+    ca, ca_key, certificate, key = (folder / name for name in ("ca.pem", "ca.key", "certificate.pem", "key.pem"))
+    new = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    own = ["-subj", "/CN=kvoffload test CA", "-keyout", str(ca_key), "-out", str(ca)]
+    signed = ["-CA", str(ca), "-CAkey", str(ca_key), "-subj", "/CN=kvoffload test", "-keyout", str(key)]
+    signed += ["-addext", f"subjectAltName=IP:{HOST}", "-addext", "basicConstraints=critical,CA:FALSE"]
+    for command in ([*new, *own], [*new, *signed, "-out", str(certificate)]):
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return {"ca": ca, "certificate": certificate, "key": key}
 
 
 def seaweed(folder: Path) -> Process:

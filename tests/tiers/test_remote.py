@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import xxhash
+from remote_sessions import RemoteSession
 
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.internal.types import UInt8Array
@@ -76,29 +77,6 @@ class DictRemote(RemoteTier):
             del self.store[name]
 
 
-class Session:
-    """A tier with a pool of 8 entries. `put` fills entry 0 with that version."""
-
-    def __init__(self, tier: RemoteTier, *, pools: int = 2, layout: bytes | None = None) -> None:
-        self.tier, self.memory = tier, TierPools(8, 4096, pools, 0)
-        tier.attach(self.memory.arrays, layout or self.memory.layout)
-
-    def put(self, key: bytes, version: int) -> Outcome:
-        self.memory.fill(0, version)
-        return self.tier.put([key], [0]).wait(30)[0]
-
-    def get(self, key: bytes) -> int | Outcome | None:
-        self.memory.poison(1)
-        outcome = self.tier.get([key], [1]).wait(30)[0]
-        return self.memory.version(1) if outcome is DONE else outcome
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.tier.close()
-
-
 @pytest.mark.parametrize("pools", [1, 2])
 @pytest.mark.parametrize("key", [None, SECRET])
 def test_it_conforms(pools: int, key: bytes | None, seed: int) -> None:
@@ -117,7 +95,7 @@ def test_a_store_in_memory_conforms(seed: int) -> None:
 
 def test_names_and_headers_are_those_of_the_documented_format() -> None:
     store: Store = {}
-    with Session(DictRemote(store, prefix="kv/prod")) as session:
+    with RemoteSession(DictRemote(store, prefix="kv/prod")) as session:
         assert session.put(b"the key", 5) is DONE
         layout = session.memory.layout
         payload = b"".join(pool[0].tobytes() for pool in session.memory.arrays)
@@ -134,7 +112,7 @@ def test_names_and_headers_are_those_of_the_documented_format() -> None:
 
 def test_names_are_short_and_plain_for_the_longest_key_and_prefix() -> None:
     store: Store = {}
-    with Session(DictRemote(store, prefix="x" * 100)) as session:
+    with RemoteSession(DictRemote(store, prefix="x" * 100)) as session:
         assert session.put(b"\xff" * 64, 1) is DONE
     [name] = store
     assert len(name) <= 300
@@ -143,15 +121,15 @@ def test_names_are_short_and_plain_for_the_longest_key_and_prefix() -> None:
 
 def test_what_differs_in_anything_the_bytes_depend_on_is_not_found_and_not_cleared() -> None:
     store: Store = {}
-    others: list[Callable[[], Session]] = [
-        lambda: Session(DictRemote(store, identity="another model")),
-        lambda: Session(DictRemote(store), layout=bytes(16)),
-        lambda: Session(DictRemote(store), pools=1, layout=ONE_LAYOUT),
-        lambda: Session(DictRemote(store, key=SECRET)),
-        lambda: Session(DictRemote(store, key=SECRET[::-1])),
-        lambda: Session(DictRemote(store, prefix="kvoffload2")),
+    others: list[Callable[[], RemoteSession]] = [
+        lambda: RemoteSession(DictRemote(store, identity="another model")),
+        lambda: RemoteSession(DictRemote(store), layout=bytes(16)),
+        lambda: RemoteSession(DictRemote(store), pools=1, layout=ONE_LAYOUT),
+        lambda: RemoteSession(DictRemote(store, key=SECRET)),
+        lambda: RemoteSession(DictRemote(store, key=SECRET[::-1])),
+        lambda: RemoteSession(DictRemote(store, prefix="kvoffload2")),
     ]
-    with Session(DictRemote(store), layout=ONE_LAYOUT) as first:
+    with RemoteSession(DictRemote(store), layout=ONE_LAYOUT) as first:
         assert first.put(b"k", 1) is DONE
         for number, make in enumerate(others, start=2):
             with make() as other:
@@ -186,7 +164,7 @@ def damages(record: list[bytes]) -> list[list[bytes]]:
 @pytest.mark.parametrize("key", [None, SECRET])
 def test_every_damaged_record_is_a_miss_that_is_deleted_and_can_be_put_again(key: bytes | None) -> None:
     store: Store = {}
-    with Session(DictRemote(store, key=key)) as session:
+    with RemoteSession(DictRemote(store, key=key)) as session:
         assert session.put(b"k", 1) is DONE
         [(name, record)] = store.items()
         all_damages = damages(record)
@@ -201,7 +179,7 @@ def test_every_damaged_record_is_a_miss_that_is_deleted_and_can_be_put_again(key
 
 def test_parts_of_different_puts_and_records_of_other_keys_are_misses() -> None:
     store: Store = {}
-    with Session(DictRemote(store)) as session:
+    with RemoteSession(DictRemote(store)) as session:
         assert session.put(b"a", 1) is DONE
         assert session.put(b"b", 2) is DONE
         [(name_a, a), (name_b, b)] = store.items()
@@ -220,9 +198,9 @@ def test_parts_of_different_puts_and_records_of_other_keys_are_misses() -> None:
 def test_who_has_not_the_key_writes_no_records() -> None:
     store: Store = {}
     forged: Store = {}
-    with Session(DictRemote(forged)) as forger:
+    with RemoteSession(DictRemote(forged)) as forger:
         assert forger.put(b"k", 9) is DONE
-    with Session(DictRemote(store, key=SECRET)) as session:
+    with RemoteSession(DictRemote(store, key=SECRET)) as session:
         assert session.put(b"k", 1) is DONE
         [name] = store
         store[name] = next(iter(forged.values()))
@@ -232,7 +210,7 @@ def test_who_has_not_the_key_writes_no_records() -> None:
 def test_a_damaged_record_that_cannot_be_deleted_stays_a_miss() -> None:
     store: Store = {}
     tier = DictRemote(store)
-    with Session(tier) as session:
+    with RemoteSession(tier) as session:
         assert session.put(b"k", 1) is DONE
         [name] = store
         store[name][1] = bytes(4096)
@@ -247,7 +225,7 @@ def test_a_damaged_record_that_cannot_be_deleted_stays_a_miss() -> None:
 
 def test_what_the_store_has_is_not_sent_again() -> None:
     tier = DictRemote({})
-    with Session(tier) as session:
+    with RemoteSession(tier) as session:
         assert session.put(b"k", 1) is DONE
         assert session.put(b"k", 2) is DONE
         assert [name for name, _ in tier.calls] == ["have", "store", "have"]
