@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from driver_levels import LEVELS
 from hypothesis import settings
+from servers import Process, ValkeyCluster, seaweed, valkey
 
 import kvoffload
 from kvoffload.bench.lab import Lab
@@ -127,3 +128,24 @@ def cupy(gpu_device: kvoffload.Device) -> Iterator[Any]:
     module = pytest.importorskip("cupy")
     with module.cuda.Device(gpu_device.index):
         yield module
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A Valkey server; each test uses identities of its own."""
+    with valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def valkey_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyCluster]:
+    """Three Valkey servers that are a cluster."""
+    with ValkeyCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """SeaweedFS with its S3 gateway; each test uses identities of its own."""
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server

@@ -3,6 +3,7 @@
 ThreadedTier, MemoryTier    tiers over methods that block; records in host memory     threaded.py, memory.py
 RemoteTier                  records in a store that machines share                    remote.py, remote_format.py
 ValkeyTier                  Valkey and Redis                                          valkey.py
+ObjectStoreTier             S3, Google Cloud Storage, Azure, folders                  object_store.py
 DiskTier                    records on disks                                          disk.py
 DiskIndex                   the records of a disk: policies, tenants, restart         disk_index.py
 SlotFiles                   the files of a set as an array of verified slots          slot_files.py
@@ -16,6 +17,7 @@ FileOperations              the system calls, behind which tests put failures   
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.memory import MemoryTier
+from kvoffload.tiers.object_store import ObjectStoreTier
 from kvoffload.tiers.remote import RemoteTier
 from kvoffload.tiers.threaded import Origin, ThreadedTier
 from kvoffload.tiers.tier import Tier, TierCapabilities, TierStatistics
@@ -24,6 +26,7 @@ from kvoffload.tiers.valkey import ValkeyTier
 __all__ = [
     "DiskTier",
     "MemoryTier",
+    "ObjectStoreTier",
     "Origin",
     "Outcome",
     "RemoteTier",

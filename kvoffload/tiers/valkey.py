@@ -28,8 +28,8 @@ class ValkeyTier(RemoteTier):
         addresses: "host:port", or several: of a cluster any of its nodes, else a primary and its replicas.
         identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
         cluster: whether the servers are a cluster.
-        username, password: for AUTH. An ACL needs for the names of `prefix`: +get +mget +set +exists +unlink +scan
-            +multi +exec.
+        username, password: for AUTH. The user needs "~{<prefix>/*", +mget +set +exists +unlink +scan +multi +exec, and
+            for the client itself +info +client +ping, in a cluster +cluster|slots.
         tls: encrypt connections, and verify the servers' certificates.
         ca_file: certificates to trust instead of the system's, PEM.
         cert_file, key_file: of this client, PEM, where servers ask for a certificate.
