@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,14 +90,15 @@ class MooncakeTier(RemoteTier):
         super().__init__(
             identity=identity, prefix=prefix, key=key, name=name, durable=False, threads=threads, max_queued=max_queued
         )
-        host, port = _host_and_port(master)
+        self._masters = _addresses(master)
         self.protocol: Protocol = _checked_protocol(protocol)
-        _set_environment(at_least("timeout, in milliseconds,", round(1000 * timeout), 1))
+        self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 1)
+        _set_environment(self._timeout)  # before the import, which reads some of it
         self._store = _import_store()
         self._setup = {
             "master_server_addr": master,
             "metadata_server": metadata_server,
-            "local_hostname": _own_address(host, port) if hostname is None else hostname,
+            "local_hostname": _own_address(self._masters[0]) if hostname is None else hostname,
             "protocol": self.protocol,
             "rdma_devices": devices,
             "global_segment_size": str(at_least("segment_bytes", segment_bytes, 0)),
@@ -126,7 +128,7 @@ class MooncakeTier(RemoteTier):
         atexit.unregister(self.close)
         client, self._client = self._client, None  # a call after its `close` would crash the process
         if client is not None:
-            client.close()
+            client.close()  # holds the interpreter's lock for up to a second
         self._registered.clear()
 
     def new_headers(self, count: int) -> UInt8Array:
@@ -176,8 +178,11 @@ class MooncakeTier(RemoteTier):
         return self._client
 
     def _new_client(self) -> Any:
+        if not any(_accepts(address, self._timeout / 1000) for address in self._masters):
+            raise ConnectionError(f"no connection to the Mooncake master at {self._setup['master_server_addr']}")
+        _set_environment(self._timeout)
         client = self._store.MooncakeDistributedStore()
-        code = client.setup(self._setup)
+        code = client.setup(self._setup)  # holds the interpreter's lock: 30 ms, or `timeout` without an answer
         if code != 0:
             raise ConnectionError(f"no Mooncake master answers, or none takes this client: {self._setup} ({code})")
         for pool in self.pools:
@@ -231,17 +236,23 @@ def _known(call: str, codes: Sequence[int]) -> Sequence[int]:
 
 
 def _set_environment(milliseconds: int) -> None:
-    """Before the import, which reads some of these."""
     seconds = max(1, round(milliseconds / 1000))
-    for name, value in {
+    wanted = {
         "MC_LOG_LEVEL": "ERROR",  # else a dozen lines on stderr for each client
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # else `setup` tries for 90 seconds
         "MC_RPC_TIMEOUT_MS": str(milliseconds),
         "MC_RPC_CONNECT_TIMEOUT_MS": str(milliseconds),
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(seconds),
         "MC_TCP_STATUS_TIMEOUT_SEC": str(seconds),
-    }.items():
-        os.environ.setdefault(name, value)
+    }
+    for name in _not_set(tuple(wanted)):
+        os.environ[name] = wanted[name]
+
+
+@cache
+def _not_set(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that the user had not set before the first tier."""
+    return tuple(name for name in names if name not in os.environ)
 
 
 def _checked_protocol(protocol: Protocol | None) -> Protocol:
@@ -255,19 +266,28 @@ def _checked_protocol(protocol: Protocol | None) -> Protocol:
     return "rdma" if active else "tcp"
 
 
-def _host_and_port(master: str) -> tuple[str, int]:
-    """Of the first address."""
-    address = master.rpartition("://")[2].split(";")[0] if isinstance(master, str) else ""
-    host, colon, port = address.rpartition(":")
-    if not host or not colon or not port.isdecimal():
-        raise ValueError(f'master must be "host:port", such as "127.0.0.1:50051", got {shown(master)}')
-    return host.strip("[]"), int(port)
+def _addresses(master: str) -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+    for address in (master.rpartition("://")[2] if isinstance(master, str) else "").split(";"):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f'master must be "host:port", such as "127.0.0.1:50051", got {shown(master)}')
+        found.append((host.strip("[]"), int(port)))
+    return found
 
 
-def _own_address(host: str, port: int) -> str:
+def _accepts(address: tuple[str, int], timeout: float) -> bool:
+    try:
+        socket.create_connection(address, timeout).close()
+    except OSError:
+        return False
+    return True
+
+
+def _own_address(remote: tuple[str, int]) -> str:
     """Of this machine, as another one sees it; no packet is sent."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(*remote, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
