@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_proxy import FaultyProxy
 
 HOST = "127.0.0.1"
 SECONDS = 60.0  # that a server may take to start
@@ -150,18 +151,32 @@ def ask(port: int, command: str) -> str:
 
 
 class ValkeyCluster:
-    """Three Valkey servers with a third of the slots each, and no replicas."""
+    """Three Valkey servers with a third of the slots each, and no replicas.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        proxies_seed: with it, clients are sent to a faulty proxy before each server.
+    """
+
+    def __init__(self, folder: Path, proxies_seed: int | None = None) -> None:
         ports = free_ports(6)
+        self._buses = ports[3:]
         self.nodes: list[Process] = []
+        self.proxies: list[FaultyProxy] = []
         for port, bus in zip(ports[:3], ports[3:], strict=True):
             own = folder / str(port)
             own.mkdir()
-            options = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-node-timeout", "1000")
-            options += ("--cluster-require-full-coverage", "no")
+            options = ["--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-node-timeout", "1000"]
+            options += ["--cluster-require-full-coverage", "no"]
+            if proxies_seed is not None:
+                self.proxies.append(FaultyProxy(port, proxies_seed + port))
+                options += [
+                    "--cluster-announce-port",
+                    str(self.proxies[-1].port),
+                    "--cluster-announce-bus-port",
+                    str(bus),
+                ]
+                options += ["--cluster-announce-ip", HOST]
             self.nodes.append(valkey(own, *options, port=port))
-        self._buses = ports[3:]
 
     @property
     def addresses(self) -> list[str]:
@@ -183,6 +198,8 @@ class ValkeyCluster:
         return all(each in answer for each in ("cluster_state:ok", "cluster_slots_ok:16384", "cluster_known_nodes:3"))
 
     def __exit__(self, *_: object) -> None:
+        for each in self.proxies:
+            each.close()
         for node in self.nodes:
             node.kill()
 

@@ -1,0 +1,21 @@
+"""Servers that are killed, paused and cut off, and proxies that change bytes: the short forms of exhaust_remote.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import chaos_remote
+import exhaust_remote
+import pytest
+from servers import need_module
+
+
+@pytest.mark.parametrize(("kind", "client"), [("valkey", "glide_sync"), ("cluster", "glide_sync"), ("s3", "obstore")])
+def test_servers_that_fail_in_every_manner(kind: str, client: str, tmp_path: Path, seed: int) -> None:
+    need_module(client)
+    make, timeout = exhaust_remote.MACHINES[kind]
+    with make(tmp_path, exhaust_remote.Timed(timeout), seed) as machine:
+        counts = machine.run(chaos_remote.ONE_ROUND)
+    assert counts["operations"] >= chaos_remote.ONE_ROUND
+    assert min(counts[each] for each in ("get done", "put done", "remove done", "put failed", "get failed")) > 0
+    assert min(counts[each] for each in ("kills", "pauses", "all cut", "proxy corrupted", "reopened")) > 0
