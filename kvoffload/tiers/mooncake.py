@@ -24,6 +24,7 @@ from kvoffload.tiers.remote_format import HEADER_BYTES
 Protocol = Literal["tcp", "rdma"]
 
 _MOST_REGISTERED = 64 << 30  # bytes, by one call: drivers refuse to register a pool of 512 GiB at once
+_BYTES_PER_CALL = 16 << 20
 _STORED = {0: Outcome.DONE, -200: Outcome.DECLINED}  # -200: no room
 # Not found, being written, lease over before the bytes were there, no replica, replica gone.
 _MISSES = frozenset({-704, -703, -707, -710, -712})
@@ -90,6 +91,7 @@ class MooncakeTier(RemoteTier):
         super().__init__(
             identity=identity, prefix=prefix, key=key, name=name, durable=False, threads=threads, max_queued=max_queued
         )
+        self.bytes_per_call = _BYTES_PER_CALL
         self._masters = _addresses(master)
         self.protocol: Protocol = _checked_protocol(protocol)
         self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 1)

@@ -1,155 +1,106 @@
-"""A Mooncake Store on loopback: the master and store processes of the installed wheel, started, killed and ended."""
+"""A Mooncake Store for tests, on loopback: the master and store processes of the installed package."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import subprocess
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import pytest
+from servers import HOST, Process, free_ports, missing, wait_until
 
 from kvoffload.errors import CapabilityError
-from kvoffload.tiers.mooncake import MooncakeTier
+from kvoffload.tiers import MooncakeTier
 
-SECONDS = 30.0  # that a server may take to start
-LEASE = 0.2  # seconds, that a read keeps a record from being evicted
-CLIENT_TTL = 2  # seconds after which the master takes a silent store process for dead
+STORE_BYTES = 64 << 20
+CLIENT_TTL = 1  # seconds after which a store process that is silent counts as dead
+DISCARD = 1  # seconds after which a put that has not ended may be repeated by another one
 
 
-def missing_server() -> str | None:
-    """Why there is no Mooncake Store to run; None if there is one."""
+def mooncake_program(name: str) -> str:
+    """The path of mooncake_master or mooncake_client."""
     try:
         MooncakeTier(identity="")
     except CapabilityError as error:
-        return str(error)
-    return None if (_programs() / "mooncake_master").exists() else f"no mooncake_master in {_programs()}"
-
-
-def _programs() -> Path:
+        missing(str(error))
     import mooncake.store
 
-    return Path(mooncake.store.__file__).parent
-
-
-def require_server() -> None:
-    """Skip the test without a server; fail it if KVOFFLOAD_SERVERS=required."""
-    reason = missing_server()
-    if reason is not None:
-        if os.environ.get("KVOFFLOAD_SERVERS") == "required":
-            pytest.fail(f"KVOFFLOAD_SERVERS=required: {reason}")
-        pytest.skip(reason)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    path = Path(mooncake.store.__file__).parent / name
+    if not path.exists():
+        missing(f"{path} does not exist")
+    return str(path)
 
 
 class MooncakeServers:
-    """A master, which comes back at the same address, and store processes.
+    """A master, and processes that contribute memory to it; all end with a `with` block.
+
+    Args:
+        store_bytes: that each store process contributes.
+        lease: seconds for which a record that was read or asked for is not evicted.
 
     Attributes:
-        address: of the master.
-        stores: the processes that run, oldest first.
+        master, stores: the processes, running or not. After a start, call `settle`.
     """
 
-    def __init__(self, store_bytes: int) -> None:
-        self.store_bytes = store_bytes
-        self.stores: list[subprocess.Popen[bytes]] = []
-        self._folder = _programs()
-        self._port, self._metrics_port = free_port(), free_port()
-        self._master: subprocess.Popen[bytes] | None = None
-        self.address = f"127.0.0.1:{self._port}"
+    def __init__(self, folder: Path, *, stores: int = 1, store_bytes: int = STORE_BYTES, lease: float = 10.0) -> None:
+        port, self._metrics = free_ports(2)
+        self._folder, self._store_bytes, self._wanted = folder, store_bytes, stores
+        command = [
+            mooncake_program("mooncake_master"), f"--rpc_port={port}", f"--rpc_address={HOST}",
+            f"--metrics_port={self._metrics}", f"--metrics_host={HOST}", f"--client_ttl={CLIENT_TTL}",
+            f"--default_kv_lease_ttl={round(1000 * lease)}", f"--put_start_discard_timeout_sec={DISCARD}",
+        ]  # fmt: skip
+        self.master = Process(command, port, folder)
+        self.stores: list[Process] = []
 
-    def start_master(self) -> None:
-        """Start the master, and wait until it serves."""
-        self._master = self._start(
-            "mooncake_master",
-            f"--rpc_port={self._port}",
-            "--rpc_address=127.0.0.1",
-            f"--metrics_port={self._metrics_port}",
-            "--metrics_host=127.0.0.1",
-            f"--default_kv_lease_ttl={round(1000 * LEASE)}ms",
-            f"--client_ttl={CLIENT_TTL}",
-        )
-        self.wait_for(lambda: self.ask("health") != "", "the master")
+    def add_store(self) -> Process:
+        """Start one more."""
+        [port] = free_ports(1)
+        command = [
+            mooncake_program("mooncake_client"), f"--host={HOST}", f"--port={port}", "--metadata_server=P2PHANDSHAKE",
+            f"--master_server_address={self.master.address}", f"--global_segment_size={self._store_bytes}",
+        ]  # fmt: skip
+        self.stores.append(Process(command, port, self._folder))
+        self.stores[-1].start()
+        return self.stores[-1]
 
-    def start_store(self) -> subprocess.Popen[bytes]:
-        """Start a process that contributes memory, and wait until the master knows it."""
-        before = self.segments()
-        store = self._start(
-            "mooncake_client",
-            "--host=127.0.0.1",
-            f"--port={free_port()}",
-            f"--global_segment_size={self.store_bytes}",
-            f"--master_server_address={self.address}",
-            "--metadata_server=P2PHANDSHAKE",
-        )
-        self.stores.append(store)
-        self.wait_for(lambda: self.segments() > before, "a store process")
-        return store
+    def settle(self) -> None:
+        """Wait until the master knows the memory of the store processes that run, and of no others."""
+        wait_until(lambda: self.known() == sum(each.running for each in self.stores), "the master knows all stores")
 
-    def kill_master(self) -> None:
-        """All that the store held is gone."""
-        if self._master is not None:
-            self._master.kill()
-            self._master.wait()
-            self._master = None
-
-    def kill_store(self, store: subprocess.Popen[bytes]) -> None:
-        self.stores.remove(store)
-        store.kill()
-        store.wait()
-
-    def close(self) -> None:
-        for store in [*self.stores]:
-            self.kill_store(store)
-        self.kill_master()
-
-    def segments(self) -> int:
-        """Of how many store processes the master knows the memory."""
-        return len(self.ask("get_all_segments").split())
-
-    def ask(self, page: str) -> str:
-        """A page of the master's; "" if it does not answer."""
+    def known(self) -> int:
+        """Of how many store processes the master knows the memory; -1 if it does not answer."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/{page}", timeout=SECONDS) as answer:
-                return str(answer.read().decode())
+            with urllib.request.urlopen(f"http://{HOST}:{self._metrics}/get_all_segments", timeout=10) as answer:
+                return len(answer.read().split())
         except OSError:
-            return ""
+            return -1
 
-    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
-        end = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < end, f"{what} was not there after {SECONDS} seconds"
-            time.sleep(0.01)
+    def __enter__(self) -> MooncakeServers:
+        try:
+            self.master.start()
+            for _ in range(self._wanted):
+                self.add_store()
+            self.settle()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
 
-    def _start(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [self._folder / program, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+    def __exit__(self, *_: object) -> None:
+        for process in (*self.stores, self.master):
+            process.kill()
 
 
-@contextlib.contextmanager
-def mooncake_servers(stores: int = 1, store_bytes: int = 64 << 20) -> Iterator[MooncakeServers]:
-    """A master with store processes; skips the test where there are none to run."""
-    require_server()
-    servers = MooncakeServers(store_bytes)
-    try:
-        servers.start_master()
-        for _ in range(stores):
-            servers.start_store()
-        yield servers
-    finally:
-        servers.close()
+class Settled:
+    """A process of these servers that has started when the store is whole again, for `chaos_remote`."""
+
+    def __init__(self, servers: MooncakeServers, process: Process) -> None:
+        self._servers, self._process = servers, process
+        self.kill, self.pause = process.kill, process.pause
+
+    def start(self) -> None:
+        self._process.start()
+        self._servers.settle()
+
+    def resume(self) -> None:
+        self._process.resume()
+        self._servers.settle()
