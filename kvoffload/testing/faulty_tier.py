@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvoffload.tiers import MemoryTier, Origin, Outcome, ThreadedTier
+from kvoffload.tiers import MemoryTier, Origin, Outcome, ThreadedTier, TierJob
 from kvoffload.tiers.threaded import Rows
 
 
@@ -73,9 +73,9 @@ class FaultyTier(ThreadedTier):
         threads: int = 1,
         max_queued: int = 4096,
     ) -> None:
-        super().__init__(threads=threads, max_queued=max_queued)
-        self.faults = TierFaults() if faults is None else faults
         self.inner = MemoryTier(1 << 30) if inner is None else inner
+        super().__init__(threads=threads, max_queued=max_queued, bytes_per_call=self.inner.bytes_per_call)
+        self.faults = TierFaults() if faults is None else faults
         self.name = f"faulty-{self.inner.name}"
         self.capabilities = self.inner.capabilities
         self._random = random.Random(seed)
@@ -146,7 +146,7 @@ class FaultyTier(ThreadedTier):
             self.inner.remove_records([key])
             self.count_corrupt()
             return Outcome.MISSING
-        outcome = self.inner.read_record(key, rows)
+        outcome = self.inner.read_records([key], [rows])[0]
         if wrong and outcome is Outcome.DONE:
             rows[-1][-1] ^= 1
         return outcome
@@ -157,16 +157,22 @@ class FaultyTier(ThreadedTier):
         decline, drop, tear = (self._happens(rate) for rate in (faults.decline, faults.drop, faults.tear))
         if failing or decline:
             return Outcome.FAILED if failing else Outcome.DECLINED
-        if drop and not self.inner.has_record(key):
+        if drop and not self.inner.have_records([key])[0]:
             return Outcome.DONE
-        new = tear and not self.inner.has_record(key)
+        new = tear and not self.inner.have_records([key])[0]
         if new:  # before the write: no read may see it whole
             with self._state:
                 self._torn.add(key)
-        return self.inner.write_record(key, rows, origin)
+        return self.inner.write_records([key], [rows], origin)[0]
+
+    def put_ended(self, job: TierJob) -> None:
+        self.inner.put_ended(job)
+
+    def get_ended(self, job: TierJob) -> None:
+        self.inner.get_ended(job)
 
     def has_record(self, key: bytes) -> bool:
-        return self.inner.has_record(key)
+        return self.inner.have_records([key])[0]
 
     def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
         self._refuse_some()

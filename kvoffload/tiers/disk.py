@@ -14,13 +14,14 @@ from kvoffload.internal.checks import at_least
 from kvoffload.internal.log import LOGGER
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
-from kvoffload.tiers.files import SYSTEM, FileOperations
+from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import check_identity
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.slot_files import SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 from kvoffload.tiers.tier import TierCapabilities
 
+_BYTES_PER_CALL = 2 << 20  # small records: the bookkeeping of several at once
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -75,7 +76,7 @@ class DiskTier(ThreadedTier):
         operations: FileOperations = SYSTEM,
     ) -> None:
         self.io_threads = at_least("threads", threads, 1)
-        super().__init__(threads=threads + 1, max_queued=max_queued)
+        super().__init__(threads=threads + 1, max_queued=max_queued, bytes_per_call=_BYTES_PER_CALL)
         self.paths = [path] if isinstance(path, str | Path) else list(path)
         self.nbytes = 0 if read_only else at_least("nbytes", nbytes, 1)
         make_checksum(key)
@@ -138,38 +139,40 @@ class DiskTier(ThreadedTier):
     def release(self) -> None:
         self._here.close()
 
-    def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
+    def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> list[Outcome]:
         if self.read_only:
-            return Outcome.DECLINED
+            return [Outcome.DECLINED] * len(keys)
         disk = self._here
         put = self._put_of(origin)
-        if key not in put.slots:
-            return Outcome.DONE if disk.contains([key])[0] else Outcome.DECLINED
-        try:
-            return Outcome.DONE if disk.write(put, key, [row.data for row in rows]) else Outcome.DECLINED
-        except OSError as error:
-            LOGGER.warning("%r: a record was not written: %s", self, error)
-            return Outcome.DECLINED if error.errno in _FULL else Outcome.FAILED
+        payloads = {key: _views(each) for key, each in zip(keys, rows, strict=True) if key in put.slots}
+        results = dict(zip(payloads, disk.write(put, list(payloads), list(payloads.values())), strict=True))
+        present = disk.contains(keys)
+        return [
+            self._put_outcome(results[key]) if key in results else Outcome.DONE if there else Outcome.DECLINED
+            for key, there in zip(keys, present, strict=True)
+        ]
 
-    def read_record(self, key: bytes, rows: Rows) -> Outcome:
+    def _put_outcome(self, result: bool | OSError) -> Outcome:
+        if isinstance(result, OSError):
+            LOGGER.warning("%r: a record was not written: %s", self, result)
+            return Outcome.DECLINED if result.errno in _FULL else Outcome.FAILED
+        return Outcome.DONE if result else Outcome.DECLINED
+
+    def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> list[Outcome]:
         disk = self._here
-        expected = disk.contains([key])[0]
-        try:
-            if disk.read(key, [row.data for row in rows]):
-                return Outcome.DONE
-        except OSError as error:
-            LOGGER.warning("%r: a record was not read: %s", self, error)
+        expected = disk.contains(keys)
+        results = disk.read(keys, list(map(_views, rows)))
+        self.count_corrupt(sum(known and result is False for known, result in zip(expected, results, strict=True)))
+        return list(map(self._get_outcome, results))
+
+    def _get_outcome(self, result: bool | OSError) -> Outcome:
+        if isinstance(result, OSError):
+            LOGGER.warning("%r: a record was not read: %s", self, result)
             return Outcome.FAILED
-        if expected:
-            self.count_corrupt()
-        return Outcome.MISSING
+        return Outcome.DONE if result else Outcome.MISSING
 
-    def has_record(self, key: bytes) -> bool:
-        return self._disk is not None and self._disk.contains([key])[0]
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        disk = self._disk
-        return [False] * len(keys) if disk is None or self._workers.closed else disk.contains(keys)
+    def have_records(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys) if self._disk is None else self._disk.contains(keys)
 
     def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
         return self._here.remove(keys)
@@ -210,3 +213,7 @@ class DiskTier(ThreadedTier):
                 tenant = origin.tenant if origin.tenant in self._tenants else ""
                 put = self._puts[origin.job] = self._here.reserve(origin.job.keys, tenant)
         return put
+
+
+def _views(rows: Rows) -> list[Buffer]:
+    return [row.data for row in rows]

@@ -20,7 +20,7 @@ from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.errors import CapabilityError, MissingKeyError
 from kvoffload.tiers.files import Buffer
 from kvoffload.tiers.format import Pairs, as_pairs, tenant_digest
-from kvoffload.tiers.slot_files import SlotFiles
+from kvoffload.tiers.slot_files import SlotFiles, SlotPut
 
 
 class DiskPut:
@@ -125,30 +125,23 @@ class DiskIndex:
             self._writing.update(dict.fromkeys(put.slots, put))
         return put
 
-    def write(self, put: DiskPut, key: bytes, views: Sequence[Buffer]) -> bool:
-        """Write the record of one of `put.slots`, which can be read from now on. Threads may write different keys.
+    def write(self, put: DiskPut, keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]) -> list[bool | OSError]:
+        """Write records of `put.slots`, which can be read from now on. Threads may write different keys.
 
         Args:
-            views: see `SlotFiles.write`.
+            payloads: see `SlotPut`.
 
         Returns:
-            False if the key was removed meanwhile.
-
-        Raises:
-            OSError: the key has no record.
+            Of each key whether it has a record: False if it was removed meanwhile. Or what failed.
         """
-        written = self.files.write(
-            put.slots[key],
-            key,
-            put.reservation.tenant,
-            views,
-            put.sequence,
-            put.position_of(key),
-            wanted=lambda: self._writing.get(key) is put,
+        puts = [
+            SlotPut(put.slots[key], key, put.position_of(key), views) for key, views in zip(keys, payloads, strict=True)
+        ]
+        results = self.files.write(
+            puts, put.reservation.tenant, put.sequence, wanted=lambda key: self._writing.get(key) is put
         )
-        if written:
-            put.written.add(key)
-        return written
+        put.written.update(key for key, result in zip(keys, results, strict=True) if result is True)
+        return results
 
     def finish(self, put: DiskPut) -> None:
         """Every `write` of this put has returned, or will not be called: keys without a record are missing again.
@@ -167,32 +160,46 @@ class DiskIndex:
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def read(self, key: bytes, views: Sequence[Buffer]) -> bool:
-        """Read a record, and verify it. One that cannot be read or verified is removed.
+    def read(self, keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]) -> list[bool | OSError]:
+        """Read records, and verify them. Those that cannot be read or verified are removed.
+
+        Args:
+            keys: no repeats.
 
         Returns:
-            False for a miss; `views` then hold any bytes.
-
-        Raises:
-            OSError: a system call failed; the key is missing from now on.
+            Of each key whether it was read: False for a miss. Or what failed; the key is missing from now on. Unless it
+            is True, the payload holds any bytes.
         """
-        put = self._writing.get(key)
-        if put is not None and key in put.written:  # no lease: the slot has this key as long as the put is not finished
-            good = self.files.read(put.slots[key], key, views)
-            if self._writing.get(key) is put:
-                return good
+        results: dict[bytes, bool | OSError] = dict.fromkeys(keys, False)
+        of = dict(zip(keys, payloads, strict=True))
+        # no lease: a slot has the key as long as its put is not finished
+        for key, put in [(key, self._writing.get(key)) for key in keys]:
+            if put is not None and key in put.written:
+                read = self.files.read([put.slots[key]], [key], [of[key]])
+                if self._writing.get(key) is put:
+                    results[key] = read[0]
+                    del of[key]
+        if of:
+            results.update(self._read_finished(of))
+        return [results[key] for key in keys]
+
+    def _read_finished(self, of: dict[bytes, Sequence[Buffer]]) -> dict[bytes, bool | OSError]:
+        """`read` for keys whose puts are finished: each one's payload by key."""
+        keys = list(of)
         try:
-            lease = self.index.acquire([key])
+            lease = self.index.acquire(keys)
         except MissingKeyError:
-            return False
+            if len(of) == 1:
+                return {}
+            one_by_one = [self._read_finished({key: views}) for key, views in of.items()]
+            return {key: result for each in one_by_one for key, result in each.items()}
         with lease:
-            slot, good = lease.indices[0], False
-            try:
-                good = self.files.read(slot, key, views)
-            finally:
-                if not good:
+            slots = list(lease.indices)
+            results = self.files.read(slots, keys, list(of.values()))
+            for key, slot, result in zip(keys, slots, results, strict=True):
+                if result is not True:
                     self._drop(key, slot)
-        return good
+        return dict(zip(keys, results, strict=True))
 
     def _drop(self, key: bytes, slot: int) -> None:
         """Forget a record that is none; the slot is leased, so no other key has it yet."""

@@ -191,6 +191,29 @@ def _after(views: Iterable[Buffer], count: int) -> list[Buffer]:
     return rest
 
 
+def in_runs(
+    call: Callable[[int, Sequence[Buffer]], bool], slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]
+) -> list[bool | OSError]:
+    """Transfer payloads, those of consecutive slots by one `call`; one by one where that does not succeed."""
+    results: list[bool | OSError] = []
+    begin = 0
+    for end in range(1, len(slots) + 1):
+        if end < len(slots) and slots[end] == slots[end - 1] + 1:
+            continue
+        together = [view for views in payloads[begin:end] for view in views]
+        try:
+            result: bool | OSError = call(slots[begin], together)
+        except OSError as error:
+            result = error
+        if result is not True and end - begin > 1:
+            for at in range(begin, end):
+                results += in_runs(call, slots[at : at + 1], payloads[at : at + 1])
+        else:
+            results += [result] * (end - begin)
+        begin = end
+    return results
+
+
 def sync_folder(folder: str, operations: FileOperations) -> None:
     """The names of new files in a folder are durable when it returns."""
     file = operations.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

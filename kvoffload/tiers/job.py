@@ -60,11 +60,11 @@ class TierJob:
         entries: Sequence[int] = (),
         deadline: float | None = None,
         notify: Callable[[], None] | None = None,
-        count: Callable[[Outcome, int], None] | None = None,
+        count: Callable[[Sequence[Outcome]], None] | None = None,
         ended: Callable[[TierJob], None] | None = None,
     ) -> None:
-        """`notify`: see `Tier.put`. For tiers, both called before it: `count` with an outcome and how many keys got it,
-        `ended` once, when every key has its outcome.
+        """`notify`: see `Tier.put`. For tiers, both called before it: `count` with outcomes that keys have got, `ended`
+        once, when every key has its outcome.
         """
         self.keys = tuple(keys)
         self.entries = tuple(entries)
@@ -104,31 +104,38 @@ class TierJob:
 
     # for tiers ----------------------------------------------------------------------------------------------------
 
-    def begin(self, position: int) -> bool:
-        """Claim a key: only if this is True may the tier work on it, and has to `settle` it afterwards."""
-        with self._lock:
-            if self.outcomes[position] is not None or self._begun[position]:
-                return False
-            if self.deadline is None or time.monotonic() < self.deadline:
-                self._begun[position] = 1
-                return True
-        self.settle_waiting(Outcome.EXPIRED)
-        return False
+    def begin(self, positions: Iterable[int]) -> list[int]:
+        """Claim keys; those of `positions` that the tier may work on now, and has to `settle` afterwards.
 
-    def settle(self, position: int, outcome: Outcome) -> None:
-        """Set the outcome of a key: the tier does not touch its entry from here on.
+        The others have outcomes, or have begun. All of them once the deadline has passed: then they are EXPIRED.
+        """
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            self.settle_waiting(Outcome.EXPIRED)
+        with self._lock:
+            begun = [at for at in positions if self.outcomes[at] is None and not self._begun[at]]
+            for at in begun:
+                self._begun[at] = 1
+        return begun
+
+    def settle(self, positions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        """Set the outcomes of keys: the tier does not touch their entries from here on.
 
         Raises:
-            RuntimeError: it has one.
-            TypeError: `outcome` is not an Outcome.
+            RuntimeError: one has an outcome.
+            TypeError: one of `outcomes` is not an Outcome.
+            Nothing has changed in these cases.
         """
-        if not isinstance(outcome, Outcome):
-            raise TypeError(f"outcome must be an Outcome, got {outcome!r:.80}")
+        for outcome in outcomes:
+            if not isinstance(outcome, Outcome):
+                raise TypeError(f"each outcome must be an Outcome, got {outcome!r:.80}")
         with self._lock:
-            if self.outcomes[position] is not None:
-                raise RuntimeError(f"keys[{position}] is {self.outcomes[position]}: an outcome is set once")
-            self.outcomes[position] = outcome
-        self._announce(outcome, 1)
+            for at in positions:
+                if self.outcomes[at] is not None:
+                    raise RuntimeError(f"keys[{at}] is {self.outcomes[at]}: an outcome is set once")
+            for at, outcome in zip(positions, outcomes, strict=True):
+                self.outcomes[at] = outcome
+        if outcomes:
+            self._announce(outcomes)
 
     def settle_waiting(self, outcome: Outcome, positions: Iterable[int] | None = None) -> TierJob:
         """Set the outcome of every key that has not begun, of all or of those at `positions`; returns the job."""
@@ -139,13 +146,13 @@ class TierJob:
                     self.outcomes[position] = outcome
                     ended += 1
         if ended:
-            self._announce(outcome, ended)
+            self._announce([outcome] * ended)
         return self
 
-    def _announce(self, outcome: Outcome, ended: int) -> None:
+    def _announce(self, outcomes: Sequence[Outcome]) -> None:
         """What `ended` and the caller's `notify` raise is logged: a tier that ends many jobs gets to the last one."""
         if self._count is not None:
-            self._count(outcome, ended)
+            self._count(outcomes)
         if self._ended is not None and self.done:
             with self._lock:
                 function, self._ended = self._ended, None

@@ -41,7 +41,7 @@ import numpy as np
 
 from kvoffload.internal.types import Int64Array
 from kvoffload.tiers.checksums import DIGEST_BYTES, Checksum
-from kvoffload.tiers.files import PAGE, Buffer, OpenFile
+from kvoffload.tiers.files import PAGE, Buffer, OpenFile, in_runs
 from kvoffload.tiers.format import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
@@ -69,6 +69,16 @@ class Peek(NamedTuple):
     epoch: int
     key: bytes
     digest: bytes
+
+
+class NewRecord(NamedTuple):
+    """A record whose payload has been written; `tenant` and `digest` are digests, `position` its place in the put."""
+
+    slot: int
+    key: bytes
+    tenant: bytes
+    digest: bytes
+    position: int
 
 
 class Member:
@@ -128,64 +138,69 @@ class Member:
             return None
         return bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES])
 
-    def write_payload(self, slot: int, views: Sequence[Buffer]) -> None:
-        """Write a payload; `write_header` follows.
-
-        Raises:
-            OSError: and `write_header` does not follow.
-        """
+    def write_payloads(self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]) -> list[OSError | None]:
+        """Write payloads; `write_headers` follows for the same slots. Returns why one is not written, or None."""
         with self._headers:
-            self._payloads += 1
+            self._payloads += len(slots)
         try:
-            self.file.write_payload(views, self.payload_offset(slot))
+            results = in_runs(self._written, slots, payloads)
         except BaseException:
             with self._headers:
-                self._end_payload()
+                self._end_payloads(len(slots))
             raise
+        return [result if isinstance(result, OSError) else None for result in results]
+
+    def read_payloads(self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]) -> list[bool | OSError]:
+        """Read payloads. Returns of each whether it is complete, or what failed; it is not verified."""
+        return in_runs(self._read, slots, payloads)
+
+    def _written(self, slot: int, views: Sequence[Buffer]) -> bool:
+        self.file.write_payload(views, self.payload_offset(slot))
+        return True
+
+    def _read(self, slot: int, views: Sequence[Buffer]) -> bool:
+        return self.file.read_payload(views, self.payload_offset(slot))
 
     # headers ------------------------------------------------------------------------------------------------------
 
-    def write_header(
-        self,
-        slot: int,
-        key: bytes,
-        tenant: bytes,
-        digest: bytes,
-        sequence: int,
-        position: int,
-        wanted: Callable[[], bool],
-    ) -> bool:
-        """Make a payload that has been written a record; False, and nothing has changed, if it is not `wanted`.
+    def write_headers(
+        self, records: Sequence[NewRecord], *, payloads: int, sequence: int, wanted: Callable[[bytes], bool]
+    ) -> list[bool | OSError]:
+        """Make payloads that have been written records.
 
         Args:
-            wanted: called under the lock that `erase` takes, too: so a key that is unwanted from some moment on, and
-                erased after that moment, is not in the file.
+            payloads: how many of `write_payloads` end here, also those that were not written.
+            wanted: called with each key under the lock that `erase` takes, too: so a key that is unwanted from some
+                moment on, and erased after that moment, is not in the file.
 
-        Raises:
-            OSError: the header was to be written now, and could not be; the slot holds no record.
+        Returns:
+            Of each whether it was wanted: if not, nothing has changed. Or why its header, which was to be written now,
+            could not be: the slot holds no record.
         """
         with self._headers:
-            written = wanted()
-            if written:
-                self._note_older(slot)
-                self._waiting[slot] = pack_header(
-                    self.checksum,
-                    self._digest,
-                    slot=slot,
-                    key=key,
-                    tenant=tenant,
-                    digest=digest,
-                    nbytes=self.superblock.slot_bytes,
-                    epoch=self._epoch,
-                    sequence=sequence,
-                    position=position,
-                )
-                self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES] = digest
-                self.hashes[slot] = hash_of(key)
-            failed = self._end_payload()
-        if slot in failed:
-            raise failed[slot]
-        return written
+            new = [wanted(record.key) for record in records]
+            for record in (record for record, is_wanted in zip(records, new, strict=True) if is_wanted):
+                self._add(record, sequence)
+            failed = self._end_payloads(payloads)
+        return [failed.get(record.slot, is_wanted) for record, is_wanted in zip(records, new, strict=True)]
+
+    def _add(self, record: NewRecord, sequence: int) -> None:
+        slot = record.slot
+        self._note_older(slot)
+        self._waiting[slot] = pack_header(
+            self.checksum,
+            self._digest,
+            slot=slot,
+            key=record.key,
+            tenant=record.tenant,
+            digest=record.digest,
+            nbytes=self.superblock.slot_bytes,
+            epoch=self._epoch,
+            sequence=sequence,
+            position=record.position,
+        )
+        self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES] = record.digest
+        self.hashes[slot] = hash_of(record.key)
 
     def erase(self, slots: Iterable[int]) -> None:
         """Make slots hold no record. Durable after a `sync` that succeeds. Does not raise where zeros are not written:
@@ -305,9 +320,9 @@ class Member:
             if len(self._older) > _MOST_OLDER:
                 self._older, self._any_older = set(), True
 
-    def _end_payload(self) -> dict[int, OSError]:
-        """A payload is not being written any more; returns what `_write_waiting` does if it is time for that."""
-        self._payloads -= 1
+    def _end_payloads(self, count: int) -> dict[int, OSError]:
+        """So many payloads are not being written any more. What `_write_waiting` returns, if it is time for that."""
+        self._payloads -= count
         if self._waiting and (self._payloads <= 0 or len(self._waiting) >= _MOST_WAITING):
             return self._write_waiting()
         return {}

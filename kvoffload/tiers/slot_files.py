@@ -9,7 +9,7 @@ Slot `s` is slot `s // n` of member `s % n` of n members, so neighbours are on d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from kvoffload.tiers.format import (
     join_headers,
     tenant_digest,
 )
-from kvoffload.tiers.member import Member, hashes_of
+from kvoffload.tiers.member import Member, NewRecord, hashes_of
 from kvoffload.tiers.sets import open_set
 
 
@@ -51,6 +51,22 @@ class Records(NamedTuple):
     slots: Int64Array
     tenants: Pairs
     sequences: UInt64Array
+
+
+class SlotPut(NamedTuple):
+    """A record that is to be written.
+
+    Attributes:
+        slot: gets it.
+        key: 1 to 64 bytes.
+        position: of the key in its put call.
+        views: the payload, `slot_bytes` together; for direct I/O each range starts and ends at a multiple of 4096.
+    """
+
+    slot: int
+    key: bytes
+    position: int
+    views: Sequence[Buffer]
 
 
 class SlotFiles:
@@ -172,67 +188,112 @@ class SlotFiles:
 
     def write(
         self,
-        slot: int,
-        key: bytes,
+        puts: Sequence[SlotPut],
         tenant: str,
-        views: Sequence[Buffer],
         sequence: int,
-        position: int,
-        wanted: Callable[[], bool] = lambda: True,
-    ) -> bool:
-        """Make a slot hold a record; not durable before `sync`.
+        wanted: Callable[[bytes], bool] = lambda _: True,
+    ) -> list[bool | OSError]:
+        """Make slots hold records; not durable before `sync`.
 
-        The caller gives a slot to one call at a time, and does not change `views` before it has returned.
+        The caller gives a slot to one call at a time, and does not change the payloads before it has returned.
 
         Args:
-            key: 1 to 64 bytes.
-            views: the payload, `slot_bytes` together; for direct I/O each range starts and ends at a multiple of 4096.
-            sequence, position: the number of the put call, which rises, and the place of the key in it.
-            wanted: asked when the payload has been written; False leaves the slot without this record.
+            tenant, sequence: of the put call; the sequence rises.
+            wanted: asked of each key when its payload has been written; False leaves the slot without this record.
 
         Returns:
-            What `wanted` said.
+            Of each what `wanted` said; or what failed, and the slot holds no record that this object would read.
 
         Raises:
-            OSError: the slot holds no record that this object would read.
-            ValueError: key or views; nothing has changed.
+            ValueError: a key or payload; nothing has changed.
         """
-        self.check_key(key)
-        self._check_views(views)
-        member, place = self._place_of(slot)
-        digest = self.checksum.of(views)
-        with self._gate:
-            member.write_payload(place, views)
-        return member.write_header(place, key, tenant_digest(tenant), digest, sequence, position, wanted)
+        for put in puts:
+            self.check_key(put.key)
+            self._check_views(put.views)
+        results: list[bool | OSError] = [False] * len(puts)
+        digests = [self.checksum.of(put.views) for put in puts]
+        owner = tenant_digest(tenant)
+        for member, mine in self._by_member([put.slot for put in puts]):
+            slots = [puts[at].slot // len(self._members) for at in mine]
+            with self._gate:
+                errors = member.write_payloads(slots, [puts[at].views for at in mine])
+            written = [
+                (at, NewRecord(slot, puts[at].key, owner, digests[at], puts[at].position))
+                for at, slot, error in zip(mine, slots, errors, strict=True)
+                if error is None
+            ]
+            for at, error in zip(mine, errors, strict=True):
+                results[at] = False if error is None else error
+            outcomes = member.write_headers(
+                [record for _, record in written], payloads=len(mine), sequence=sequence, wanted=wanted
+            )
+            for (at, _), result in zip(written, outcomes, strict=True):
+                results[at] = result
+        return results
 
-    def read(self, slot: int, key: bytes, views: Sequence[Buffer]) -> bool:
-        """Read the payload of `key`, which is expected in `slot`, into `views`.
+    def read(
+        self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
+    ) -> list[bool | OSError]:
+        """Read the payloads of keys, each of which is expected in its slot.
 
         Returns:
-            False for a miss: the slot holds no valid record of the key. `views` then hold any bytes.
+            Of each whether it was read. False for a miss: the slot holds no valid record of the key. Or what failed.
+            Unless it is True, the payload holds any bytes.
 
         Raises:
-            OSError: a system call failed; the same holds for `views`.
-            ValueError: views, as for `write`.
+            ValueError: a payload, as for `write`.
         """
-        self._check_views(views)
-        member, place = self._place_of(slot)
-        if self.read_only:
-            return self._read_shared(member, place, key, views)
-        digest = member.digest_of(place, key)
-        return digest is not None and self._payload_is(member, place, views, digest)
+        for views in payloads:
+            self._check_views(views)
+        results: list[bool | OSError] = [False] * len(slots)
+        for member, mine in self._by_member(slots):
+            places = [slots[at] // len(self._members) for at in mine]
+            read = self._read_shared if self.read_only else self._read_own
+            outcomes = read(member, places, [keys[at] for at in mine], [payloads[at] for at in mine])
+            for at, result in zip(mine, outcomes, strict=True):
+                results[at] = result
+        return results
 
-    def _read_shared(self, member: Member, place: int, key: bytes, views: Sequence[Buffer]) -> bool:
-        """Another process may write: the header has to be there, of the set's epoch, before and after the payload."""
-        before = member.peek(place)
-        if before is None or before.key != key:
-            return False
-        return self._payload_is(member, place, views, before.digest) and member.peek(place) == before
+    def _read_own(
+        self, member: Member, places: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
+    ) -> list[bool | OSError]:
+        digests = [member.digest_of(place, key) for place, key in zip(places, keys, strict=True)]
+        known = [(at, digest) for at, digest in enumerate(digests) if digest is not None]
+        found = self._verified(
+            member, [places[at] for at, _ in known], [payloads[at] for at, _ in known], [digest for _, digest in known]
+        )
+        results: list[bool | OSError] = [False] * len(places)
+        for (at, _), result in zip(known, found, strict=True):
+            results[at] = result
+        return results
 
-    def _payload_is(self, member: Member, place: int, views: Sequence[Buffer], digest: bytes) -> bool:
+    def _read_shared(
+        self, member: Member, places: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
+    ) -> list[bool | OSError]:
+        """Another process may write: a header has to be there, of the set's epoch, before and after the payload."""
+        results: list[bool | OSError] = []
+        for place, key, views in zip(places, keys, payloads, strict=True):
+            try:
+                before = member.peek(place)
+                if before is None or before.key != key:
+                    results.append(False)
+                    continue
+                (result,) = self._verified(member, [place], [views], [before.digest])
+                results.append(member.peek(place) == before if result is True else result)
+            except OSError as error:
+                results.append(error)
+        return results
+
+    def _verified(
+        self, member: Member, places: Sequence[int], payloads: Sequence[Sequence[Buffer]], digests: Sequence[bytes]
+    ) -> list[bool | OSError]:
+        """Read payloads and compare their digests."""
         with self._gate:
-            complete = member.file.read_payload(views, member.payload_offset(place))
-        return complete and self.checksum.of(views) == digest
+            results = member.read_payloads(places, payloads)
+        return [
+            self.checksum.of(views) == digest if result is True else result
+            for result, views, digest in zip(results, payloads, digests, strict=True)
+        ]
 
     def erase(self, slots: Iterable[int]) -> None:
         """Make slots hold no record, soon: a crash may bring them back. Raises nothing of the system's."""
@@ -288,6 +349,14 @@ class SlotFiles:
         """The member that has a slot, and its number there."""
         place, number = divmod(slot, len(self._members))
         return self._members[number], place
+
+    def _by_member(self, slots: Sequence[int]) -> Iterator[tuple[Member, list[int]]]:
+        """Each member that has some of the slots, with their positions in `slots`."""
+        count = len(self._members)
+        for number, member in enumerate(self._members):
+            mine = [at for at, slot in enumerate(slots) if slot % count == number]
+            if mine:
+                yield member, mine
 
     def _check_views(self, views: Sequence[Buffer]) -> None:
         nbytes = views[0].nbytes if len(views) == 1 else sum(view.nbytes for view in views)

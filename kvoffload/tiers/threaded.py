@@ -38,6 +38,7 @@ W = TypeVar("W", bound=Work)
 Rows = list[UInt8Array]
 """The ranges of one record: a row of each pool, uint8, (bytes,)."""
 
+_METHODS = (("read_record", "read_records"), ("write_record", "write_records"), ("has_record", "have_records"))
 _WHOLE_TIER = (b"",)  # the key of jobs that concern all records
 
 
@@ -48,16 +49,17 @@ class Origin:
     Attributes:
         tenant: whose it is.
         job: the `put`, with all of its keys.
-        position: of the key among these.
     """
 
     tenant: str
     job: TierJob
-    position: int
 
 
 class ThreadedTier(Tier):
     """A tier over methods that may block: a subclass has `read_record`, `write_record` and the others below.
+
+    A medium that transfers several records in a call has `read_records`, `write_records` and `have_records` instead,
+    and says by `bytes_per_call` how many it wants at a time.
 
     Whatever such a method raises makes its keys FAILED, and so does a result of another type; the thread goes on. A
     method that never returns keeps one thread, and its keys without an outcome. Methods are called at the same time by
@@ -66,15 +68,21 @@ class ThreadedTier(Tier):
     Args:
         threads: that call the methods.
         max_queued: keys that may wait to be put, and as many to be fetched; what goes beyond is DECLINED.
+        bytes_per_call: of the records that `read_records` or `write_records` is given at most, if they are more than
+            one. A job that is smaller is divided among the threads.
 
     Attributes:
         pools: as given to `attach`.
         record_bytes: of one record, over all pools.
     """
 
-    def __init__(self, *, threads: int = 4, max_queued: int = 4096) -> None:
+    def __init__(self, *, threads: int = 4, max_queued: int = 4096, bytes_per_call: int = 0) -> None:
+        for one, several in _METHODS:
+            if all(getattr(type(self), name) is getattr(ThreadedTier, name) for name in (one, several)):
+                raise TypeError(f"{type(self).__name__} must have the method {one}, or {several}")
         self.threads = at_least("threads", threads, 1)
         self.max_queued = at_least("max_queued", max_queued, 1)
+        self.bytes_per_call = at_least("bytes_per_call", bytes_per_call, 0)
         self.pools: tuple[UInt8Array, ...] = ()
         self.record_bytes = 0
         self._workers = Workers(self.max_queued)
@@ -86,28 +94,40 @@ class ThreadedTier(Tier):
 
     # what a subclass does -----------------------------------------------------------------------------------------
 
-    @abstractmethod
     def read_record(self, key: bytes, rows: Rows) -> Outcome:
         """Copy a record to the rows, and verify it: DONE, MISSING or FAILED.
 
         If its bytes are not those that were put: `count_corrupt`, and MISSING. Unless it returns DONE the rows may hold
         any bytes. It must not use them after it has returned.
         """
+        raise NotImplementedError(f"{type(self).__name__} must have read_record, or read_records")
 
-    @abstractmethod
     def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
         """Copy the rows to a record: DONE, DECLINED or FAILED. If it has the key: DONE, and nothing is copied.
 
         It must not write to the rows, nor use them after it has returned.
         """
+        raise NotImplementedError(f"{type(self).__name__} must have write_record, or write_records")
 
-    @abstractmethod
     def has_record(self, key: bytes) -> bool:
         """Whether there is a record, as far as can be said without reading it.
 
         With a local index `contains` calls it in the caller's thread, also while `start` or `release` runs: it must
         not block there, and what it raises counts as False.
         """
+        raise NotImplementedError(f"{type(self).__name__} must have has_record, or have_records")
+
+    def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> Sequence[Outcome]:
+        """`read_record` for neighbouring keys of a job, and the rows of each."""
+        return [self._guarded(partial(self.read_record, *each)) for each in zip(keys, rows, strict=True)]
+
+    def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> Sequence[Outcome]:
+        """`write_record` for neighbouring keys of a job, and the rows of each."""
+        return [self._guarded(partial(self.write_record, *each, origin)) for each in zip(keys, rows, strict=True)]
+
+    def have_records(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """`has_record` for neighbouring keys of a job; `contains` calls it, too. What it raises is FAILED."""
+        return [bool(self.has_record(key)) for key in keys]
 
     @abstractmethod
     def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
@@ -140,9 +160,9 @@ class ThreadedTier(Tier):
         """How many records it holds; None if it does not know at once. Must not block; called until after `release`."""
         return None
 
-    def count_corrupt(self) -> None:
+    def count_corrupt(self, records: int = 1) -> None:
         """For `read_record`: the record had other bytes than were put."""
-        self._workers.count(corrupt=1)
+        self._workers.count(corrupt=records)
 
     # the interface ------------------------------------------------------------------------------------------------
 
@@ -174,11 +194,8 @@ class ThreadedTier(Tier):
         notify: Notify | None = None,
     ) -> TierJob:
         job = self._checked(keys, entries, deadline, notify, self.put_ended)
-        works = [
-            Write(job, range(at, at + 1), partial(self._run_write, key, entry, Origin(tenant, job, at)), key)
-            for at, (key, entry) in enumerate(zip(job.keys, job.entries, strict=True))
-        ]
-        return self._queue(job, self._workers.queue_writes, works)
+        run = partial(self._run_write, Origin(tenant, job))
+        return self._queue(job, self._workers.queue_writes, [Write(job, each, run) for each in self._calls(job)])
 
     def get(
         self,
@@ -189,12 +206,13 @@ class ThreadedTier(Tier):
         notify: Notify | None = None,
     ) -> TierJob:
         job = self._checked(keys, entries, deadline, notify, self.get_ended)
-        pairs = zip(job.keys, job.entries, strict=True)
-        return self._queue_reads(job, [partial(self._run_read, key, entry) for key, entry in pairs])
+        run = partial(self._run_read, job)
+        return self._queue(job, self._workers.queue_reads, [Work(job, each, run) for each in self._calls(job)])
 
     def exists(self, keys: Sequence[bytes], *, deadline: float | None = None, notify: Notify | None = None) -> TierJob:
         job = self._checked(keys, None, deadline, notify)
-        return self._queue_reads(job, [partial(self._run_ask, key) for key in job.keys])
+        run, calls = partial(self._run_ask, job), self._calls(job, bounded=False)
+        return self._queue(job, self._workers.queue_reads, [Work(job, each, run) for each in calls])
 
     def remove(self, keys: Sequence[bytes], *, notify: Notify | None = None) -> TierJob:
         job = self._checked(keys, notify=notify)
@@ -211,7 +229,7 @@ class ThreadedTier(Tier):
         if not known or os.getpid() != self._process:
             return [False] * len(keys)
         try:
-            return list(map(bool, map(self.has_record, keys)))
+            return list(self.have_records(keys))
         except Exception:  # for some of the keys
             return list(map(self._has_now, keys))
 
@@ -293,21 +311,24 @@ class ThreadedTier(Tier):
             raise ClosedError(f"{self!r} belongs to the parent of this forked process: make another one")
 
     def _queue(self, job: TierJob, queue: Callable[[list[W]], int], works: list[W]) -> TierJob:
-        """Queue works of a job, one for each key or one for all; keys that find no room end at once."""
+        """Queue the works of a job; keys that find no room end at once."""
         try:
             taken = queue(works)
-            if taken < len(works):
+            if taken < len(job.keys):
                 outcome = Outcome.CANCELLED if self._workers.closed else Outcome.DECLINED
-                job.settle_waiting(outcome, range(works[taken].positions.start, len(job.keys)))
+                job.settle_waiting(outcome, range(taken, len(job.keys)))
         except BaseException:  # an interrupt: the caller gets no job, so nothing more is to begin
             job.cancel()
             raise
         return job
 
-    def _queue_reads(self, job: TierJob, runs: list[Run]) -> TierJob:
-        return self._queue(
-            job, self._workers.queue_reads, [Work(job, range(at, at + 1), run) for at, run in enumerate(runs)]
-        )
+    def _calls(self, job: TierJob, *, bounded: bool = True) -> list[range]:
+        """The positions of each call for a job: about the same number for each thread, `bounded` by bytes."""
+        keys = -(-len(job.keys) // self.threads)
+        if bounded:
+            keys = min(keys, self.bytes_per_call // self.record_bytes)
+        keys = max(1, keys)
+        return [range(at, min(at + keys, len(job.keys))) for at in range(0, len(job.keys), keys)]
 
     def _queue_removal(self, job: TierJob, run: Run, keys: frozenset[bytes] | None) -> TierJob:
         removal = Removal(job, range(len(job.keys)), run, keys)
@@ -315,36 +336,54 @@ class ThreadedTier(Tier):
 
     # what the threads do ------------------------------------------------------------------------------------------
 
-    def _rows(self, entry: int) -> Rows:
-        return [pool[entry] for pool in self.pools]
+    def _rows(self, job: TierJob, positions: Sequence[int]) -> list[Rows]:
+        return [[pool[job.entries[at]] for pool in self.pools] for at in positions]
 
-    def _run_write(self, key: bytes, entry: int, origin: Origin) -> list[Outcome]:
-        outcome = self.write_record(key, self._rows(entry), origin)
-        if outcome is Outcome.DONE:
-            self._workers.count(written=1, bytes_written=self.record_bytes)
-        return [outcome]
+    def _run_write(self, origin: Origin, positions: Sequence[int]) -> list[Outcome]:
+        job = origin.job
+        outcomes = self.write_records([job.keys[at] for at in positions], self._rows(job, positions), origin)
+        written = outcomes.count(Outcome.DONE)
+        self._workers.count(written=written, bytes_written=written * self.record_bytes)
+        return list(outcomes)
 
-    def _run_read(self, key: bytes, entry: int) -> list[Outcome]:
-        outcome = self.read_record(key, self._rows(entry))
-        if outcome is Outcome.DONE:
-            self._workers.count(read=1, bytes_read=self.record_bytes)
-        elif outcome is Outcome.MISSING:
-            self._workers.count(missing=1)
-        return [outcome]
+    def _run_read(self, job: TierJob, positions: Sequence[int]) -> list[Outcome]:
+        outcomes = self.read_records([job.keys[at] for at in positions], self._rows(job, positions))
+        read, missing = outcomes.count(Outcome.DONE), outcomes.count(Outcome.MISSING)
+        self._workers.count(read=read, bytes_read=read * self.record_bytes, missing=missing)
+        return list(outcomes)
 
-    def _run_ask(self, key: bytes) -> list[Outcome]:
-        return [Outcome.DONE if self.has_record(key) else Outcome.MISSING]
+    def _run_ask(self, job: TierJob, positions: Sequence[int]) -> list[Outcome]:
+        keys = [job.keys[at] for at in positions]
+        try:
+            found = self.have_records(keys)
+        except Exception as error:  # for some of the keys, if they are asked for one by one
+            self._workers.warn(error)
+            if type(self).has_record is ThreadedTier.has_record:
+                return [Outcome.FAILED] * len(keys)
+            return [self._guarded(partial(self._asked, key)) for key in keys]
+        return [Outcome.DONE if each else Outcome.MISSING for each in found]
+
+    def _asked(self, key: bytes) -> Outcome:
+        return Outcome.DONE if self.have_records([key])[0] else Outcome.MISSING
+
+    def _guarded(self, call: Callable[[], Outcome]) -> Outcome:
+        """What one of several keys raises does not make the others FAILED."""
+        try:
+            return call()
+        except Exception as error:
+            self._workers.warn(error)
+            return Outcome.FAILED
 
     def _has_now(self, key: bytes) -> bool:
         try:
-            return bool(self.has_record(key))
+            return self.have_records([key])[0]
         except Exception:  # as a failing medium, or one that is being closed, is a miss
             return False
 
-    def _run_remove(self, keys: Sequence[bytes]) -> list[Outcome]:
+    def _run_remove(self, keys: Sequence[bytes], _positions: Sequence[int]) -> list[Outcome]:
         return [Outcome.DONE if found else Outcome.MISSING for found in self.remove_records(keys)]
 
     @staticmethod
-    def _run_all(run: Callable[[], None]) -> list[Outcome]:
+    def _run_all(run: Callable[[], None], _positions: Sequence[int]) -> list[Outcome]:
         run()
         return [Outcome.DONE]

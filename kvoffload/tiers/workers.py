@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.queues import Removal, Work, WorkQueues, Write
+
+W = TypeVar("W", bound=Work)
 
 _COUNT_OF = {
     Outcome.DECLINED: "declined",
@@ -44,7 +47,7 @@ class Workers:
         self._threads: list[threading.Thread] = []
         self._working = 0  # threads that have not ended
         self._at_end: Callable[[], None] = lambda: None
-        self._since: dict[int, float] = {}  # of each thread that is in a call: when that began
+        self._calls: dict[int, tuple[float, int]] = {}  # of each thread that is in one: when it began, and its keys
         self._warned = -_SECONDS_BETWEEN_WARNINGS
         self._any_ended_early = False  # of what is in the queues
         self._counts = dict.fromkeys(
@@ -70,43 +73,43 @@ class Workers:
     # queues -------------------------------------------------------------------------------------------------------
 
     def queue_reads(self, works: Sequence[Work]) -> int:
-        """Queue as many as there is room for, the first ones; how many. 0 if closed."""
+        """Queue works of one job, its first keys if there is no room for all; of how many keys. 0 if closed."""
         with self._lock:
-            room = self._room(len(works))
-            self._queues.reads.extend(works[:room])
-            self._changed.notify(room)
-        return room
+            taken = self._fitting(works, lambda: self._queues.read_keys)
+            self._queues.add_reads(taken)
+            self._changed.notify(len(taken))
+        return _end_of(taken)
 
     def queue_flush(self, works: Sequence[Work]) -> int:
-        """Queue them all; 0 if closed."""
+        """As `queue_reads`, whatever waits."""
         with self._lock:
-            room = 0 if self.closed else len(works)
-            self._queues.reads.extend(works[:room])
-            self._changed.notify(room)
-        return room
+            taken = [] if self.closed else works
+            self._queues.add_reads(taken)
+            self._changed.notify(len(taken))
+        return _end_of(taken)
 
     def queue_writes(self, works: Sequence[Write]) -> int:
         """As `queue_reads`."""
         with self._lock:
-            room = self._room(len(works), writes=True)
-            self._queues.add_writes(works[:room])
-            self._changed.notify(room)
-        return room
+            taken = self._fitting(works, lambda: self._queues.write_keys)
+            self._queues.add_writes(taken)
+            self._changed.notify(len(taken))
+        return _end_of(taken)
 
     def queue_removals(self, removals: Sequence[Removal]) -> int:
-        """Cancel the writes of their keys that wait, and queue them all; 0 if closed.
+        """Cancel the writes of their keys that wait, and queue them all; of how many keys. 0 if closed.
 
         The writes end before a removal is queued: else it could be over before, and a write begin after it.
         """
         with self._lock:
-            writes = [work for removal in removals for work in self._queues.waiting_writes(removal)]
-        for work in writes:
-            work.job.settle_waiting(Outcome.CANCELLED, work.positions)
+            writes = [(work, removal) for removal in removals for work in self._queues.waiting_writes(removal)]
+        for work, removal in writes:
+            work.job.settle_waiting(Outcome.CANCELLED, removal.concerned(work))
         with self._lock:
-            room = 0 if self.closed else len(removals)
-            self._queues.removals.extend(removals[:room])
-            self._changed.notify(room)
-        return room
+            taken = [] if self.closed else removals
+            self._queues.removals.extend(taken)
+            self._changed.notify(len(taken))
+        return _end_of(taken)
 
     def unfinished_writes(self) -> list[TierJob]:
         """The jobs of all writes that wait or are being carried out."""
@@ -114,15 +117,17 @@ class Workers:
             running = [work for work in self._queues.running if isinstance(work, Write)]
             return [*dict.fromkeys(work.job for work in (*running, *self._queues.writes))]
 
-    def _room(self, wanted: int, writes: bool = False) -> int:
-        """How many of `wanted` works may be queued; under the lock."""
+    def _fitting(self, works: Sequence[W], queued: Callable[[], int]) -> Sequence[W]:
+        """Those for which there is room, the last of them cut if needed; under the lock. `queued`: keys that wait."""
         if self.closed:
-            return 0
-        queues = self._queues
-        if len(queues.writes if writes else queues.reads) + wanted > self._max_queued:
+            return []
+        if queued() + _end_of(works) > self._max_queued:
             self._drop_ended()
-        queued = len(queues.writes if writes else queues.reads)
-        return min(wanted, max(0, self._max_queued - queued))
+        room = max(0, self._max_queued - queued())
+        if _end_of(works) <= room:
+            return works
+        cut = (replace(work, positions=work.positions[: max(0, room - work.positions.start)]) for work in works)
+        return [work for work in cut if work.positions]
 
     def _drop_ended(self) -> None:
         if self._any_ended_early:
@@ -137,13 +142,14 @@ class Workers:
             for name, number in more.items():
                 self._counts[name] += number
 
-    def count_ended(self, outcome: Outcome, keys: int) -> None:
-        """Keys of a job have this outcome."""
-        name = _COUNT_OF.get(outcome)
-        if name is not None:
+    def count_ended(self, outcomes: Sequence[Outcome]) -> None:
+        """Keys of a job have these outcomes."""
+        unusual = [outcome for outcome in outcomes if outcome in _COUNT_OF]
+        if unusual:
             with self._lock:
-                self._counts[name] += keys
-                self._any_ended_early |= outcome in (Outcome.EXPIRED, Outcome.CANCELLED)
+                for outcome in unusual:
+                    self._counts[_COUNT_OF[outcome]] += 1
+                self._any_ended_early |= Outcome.EXPIRED in unusual or Outcome.CANCELLED in unusual
                 if self._queues.removals:  # what ends may be one that writes wait for
                     self._changed.notify_all()
 
@@ -151,13 +157,13 @@ class Workers:
         """All fields of `TierStatistics` but `records`."""
         now = time.monotonic()
         with self._lock:
-            since, queues = list(self._since.values()), self._queues
             self._drop_ended()
+            calls, queues = list(self._calls.values()), self._queues
             return {
-                "queued_reads": len(queues.reads) + sum(len(each.positions) for each in queues.removals if each.waits),
-                "queued_writes": len(queues.writes),
-                "in_calls": len(since),
-                "longest_call": max(0.0, now - min(since, default=now)),
+                "queued_reads": queues.read_keys + sum(len(each.positions) for each in queues.removals if each.waits),
+                "queued_writes": queues.write_keys,
+                "in_calls": sum(keys for _, keys in calls),
+                "longest_call": max(0.0, now - min((begin for begin, _ in calls), default=now)),
                 **self._counts,
             }
 
@@ -184,9 +190,9 @@ class Workers:
             try:
                 self._carry_out(work, number)
             except BaseException as error:  # from a caller's function: SystemExit, say
-                self._warn(error)
+                self.warn(error)
             with self._lock:
-                self._since.pop(number, None)
+                self._calls.pop(number, None)
                 self._queues.finish(work)
                 if self._queues.removals or self._queues.writes:
                     self._changed.notify_all()
@@ -202,36 +208,32 @@ class Workers:
             while not self.closed:
                 work = self._queues.take()
                 if work is not None:
-                    self._since[number] = time.monotonic()
+                    self._calls[number] = time.monotonic(), len(work.positions)
                     return work
                 self._changed.wait()
         return None
 
     def _carry_out(self, work: Work, number: int) -> None:
-        positions = [position for position in work.positions if work.job.begin(position)]
+        positions = work.job.begin(work.positions)
         if not positions:
             return
-        outcomes = self._outcomes(work)
+        outcomes = self._outcomes(work, positions)
         with self._lock:
-            self._since.pop(number, None)
-        for position in positions:
-            try:
-                work.job.settle(position, outcomes[position - work.positions[0]])
-            except BaseException as error:
-                self._warn(error)
+            self._calls.pop(number, None)
+        work.job.settle(positions, outcomes)
 
-    def _outcomes(self, work: Work) -> list[Outcome]:
+    def _outcomes(self, work: Work, positions: Sequence[int]) -> list[Outcome]:
         try:
-            outcomes = work.run()
-            wrong = [outcome for outcome in outcomes if not isinstance(outcome, Outcome)]
-            if wrong or len(outcomes) != len(work.positions):
-                raise TypeError(f"{len(work.positions)} outcomes expected, got {shown(outcomes)}")
+            outcomes = list(work.run(positions))
+            if len(outcomes) != len(positions) or not all(isinstance(outcome, Outcome) for outcome in outcomes):
+                raise TypeError(f"{len(positions)} outcomes expected, got {shown(outcomes)}")
         except BaseException as error:  # nothing ends the thread: the tier would be dead without a word
-            self._warn(error)
-            return [Outcome.FAILED] * len(work.positions)
+            self.warn(error)
+            return [Outcome.FAILED] * len(positions)
         return outcomes
 
-    def _warn(self, error: BaseException) -> None:
+    def warn(self, error: BaseException) -> None:
+        """Log it, unless there was one a moment ago."""
         now = time.monotonic()
         with self._lock:
             due = now - self._warned >= _SECONDS_BETWEEN_WARNINGS
@@ -241,3 +243,8 @@ class Workers:
                 LOGGER.warning("tier %s: %s; its keys are misses", self._label, shown(error))
             except BaseException:  # a handler or filter of the caller's
                 pass
+
+
+def _end_of(works: Sequence[Work]) -> int:
+    """How many keys of their job the works reach to, if they begin with the first."""
+    return works[-1].positions.stop if works else 0

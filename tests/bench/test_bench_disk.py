@@ -48,17 +48,19 @@ def test_all_is_measured_and_every_record_compared(capsys: pytest.CaptureFixture
 def test_wrong_and_missing_records_are_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str
 ) -> None:
-    real = DiskTier.read_record
+    real = DiskTier.read_records
 
-    def read(tier: DiskTier, key: bytes, rows: Rows) -> Outcome:
-        outcome = real(tier, key, rows)
-        if int.from_bytes(key[:8], "little") == 5:
-            if change == "lose":
-                return Outcome.MISSING
-            rows[0][-1] ^= 1
-        return outcome
+    def read(tier: DiskTier, keys: Sequence[bytes], rows: Sequence[Rows]) -> list[Outcome]:
+        outcomes = real(tier, keys, rows)
+        for at, key in enumerate(keys):
+            if int.from_bytes(key[:8], "little") == 5:
+                if change == "lose":
+                    outcomes[at] = Outcome.MISSING
+                else:
+                    rows[at][0][-1] ^= 1
+        return outcomes
 
-    monkeypatch.setattr(DiskTier, "read_record", read)
+    monkeypatch.setattr(DiskTier, "read_records", read)
     assert main(run(tmp_path, "--io", "buffered", "--sizes", "16384", "--threads", "2")) == 1
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "records verified" in line]
     assert (" 0 wrong" in said) == (change == "lose"), "what is missing was read, and not reported"

@@ -14,7 +14,7 @@ import pytest
 from chaos_files import ChaosFiles
 from chaos_history import PAGE, SECONDS, Memory, fetch, make_tier, names, put_all, versions
 from chaos_history import SIX as KEYS
-from disk_sets import blank, open_set, payload
+from disk_sets import blank, open_set, payload, read_key, write_key
 
 from kvoffload.tiers import Outcome
 from kvoffload.tiers.disk_index import DiskIndex
@@ -156,18 +156,18 @@ def test_a_record_whose_slot_gets_another_key_between_two_looks_at_it(tmp_path: 
     """The put is finished, its record evicted, and another one written, while a read without a lease goes on."""
     disk = DiskIndex(open_set(tmp_path / "a.kv", slots=1), policy="lru")
     put = disk.reserve([b"key"])
-    assert disk.write(put, b"key", payload(1))
+    assert write_key(disk, put, b"key", payload(1))
 
     def others() -> None:
         disk.finish(put)
         other = disk.reserve([b"other"])
-        assert disk.write(other, b"other", payload(2))
+        assert write_key(disk, other, b"other", payload(2))
         disk.finish(other)
 
     member = disk.files._members[0]
     hooked = member.hashes.view(Hooked)
     hooked.hook = others
     member.hashes = hooked
-    assert not disk.read(b"key", blank())
+    assert not read_key(disk, b"key", blank())
     assert disk.contains([b"key", b"other"]) == [False, True]
     disk.close()

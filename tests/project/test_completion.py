@@ -39,9 +39,9 @@ SHOWN = {
     "CacheJob": "done jobs keys num_parts order_before result wait",
     "TierJob": "begin cancel cancelled deadline done entries keys outcomes settle settle_waiting wait",
     "MemoryTier": (
-        "attach capabilities clear close contains count_corrupt drain exists flush get get_ended has_record max_queued "
-        "name nbytes num_records pools put put_ended read_record record_bytes release remove remove_all remove_records "
-        "start statistics threads write_record"
+        "attach bytes_per_call capabilities clear close contains count_corrupt drain exists flush get get_ended "
+        "has_record have_records max_queued name nbytes num_records pools put put_ended read_record read_records "
+        "record_bytes release remove remove_all remove_records start statistics threads write_record write_records"
     ),
     "OwnedCache": "address array device dtype is_deleted layout memory nbytes shape unordered",
 }

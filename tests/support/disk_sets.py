@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import FileOperations
-from kvoffload.tiers.slot_files import SlotFiles
+from kvoffload.tiers.slot_files import SlotFiles, SlotPut
 
 SECTOR = 512
 PAGE = 4096
@@ -50,6 +51,42 @@ def blank() -> list[memoryview]:
 
 def same(first: Sequence[memoryview], second: Sequence[memoryview]) -> bool:
     return [bytes(each) for each in first] == [bytes(each) for each in second]
+
+
+def write_one(
+    files: SlotFiles,
+    slot: int,
+    key: bytes,
+    tenant: str,
+    views: Sequence[memoryview],
+    sequence: int,
+    position: int,
+    wanted: Callable[[bytes], bool] = lambda _: True,
+) -> bool:
+    """`SlotFiles.write` of one record; raises what failed."""
+    return _only(files.write([SlotPut(slot, key, position, views)], tenant, sequence, wanted))
+
+
+def read_one(files: SlotFiles, slot: int, key: bytes, views: Sequence[memoryview]) -> bool:
+    """`SlotFiles.read` of one record; raises what failed."""
+    return _only(files.read([slot], [key], [views]))
+
+
+def write_key(disk: DiskIndex, put: DiskPut, key: bytes, views: Sequence[memoryview]) -> bool:
+    """`DiskIndex.write` of one record; raises what failed."""
+    return _only(disk.write(put, [key], [views]))
+
+
+def read_key(disk: DiskIndex, key: bytes, views: Sequence[memoryview]) -> bool:
+    """`DiskIndex.read` of one record; raises what failed."""
+    return _only(disk.read([key], [views]))
+
+
+def _only(results: list[bool | OSError]) -> bool:
+    (result,) = results
+    if isinstance(result, OSError):
+        raise result
+    return result
 
 
 class FaultyFiles(FileOperations):

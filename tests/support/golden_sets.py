@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from disk_sets import LAYOUT, PAGE
+from disk_sets import LAYOUT, PAGE, write_one
 
 GOLDEN = Path(__file__).parent.parent / "tiers" / "golden"
 KEY = b"a key of 16 byte"
@@ -70,10 +70,10 @@ def main() -> None:
     for name, chosen in SETS.items():
         with tempfile.TemporaryDirectory() as folder:
             files = SlotFiles(paths_in(Path(folder), name), **options(name), direct=False)
-            files.write(2, b"before clear", "", [memoryview(payload_of(2))], 1, 0)
+            write_one(files, 2, b"before clear", "", [memoryview(payload_of(2))], 1, 0)
             files.clear()
             for slot, key, sequence, position in RECORDS:
-                files.write(slot, key, chosen["tenant"], [memoryview(payload_of(slot))], sequence, position)
+                write_one(files, slot, key, chosen["tenant"], [memoryview(payload_of(slot))], sequence, position)
             files.close()
             pack(name, Path(folder))
 

@@ -123,8 +123,8 @@ class PutOvertakes(DictTier):
         super().exists(keys, notify=notify)  # refuses what is to be refused
         job = TierJob(keys, notify=notify)
         for at, found in enumerate(self.remove_records(keys)):
-            job.begin(at)
-            job.settle(at, Outcome.DONE if found else Outcome.MISSING)
+            job.begin([at])
+            job.settle([at], [Outcome.DONE if found else Outcome.MISSING])
         return job
 
     def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from disk_sets import LosingFiles, blank, open_set, payload, same
+from disk_sets import LosingFiles, blank, open_set, payload, read_key, read_one, same, write_key, write_one
 
 from kvoffload.tiers.disk_index import DiskIndex
 
@@ -43,7 +43,7 @@ class Program:
             if self.rng.random() < 0.1:
                 self.files.failing["pwritev"] = errno.EIO
             try:
-                self.disk.write(put, key, payload(self.number))
+                write_key(self.disk, put, key, payload(self.number))
             except OSError:
                 pass
             self.files.failing.clear()
@@ -91,7 +91,7 @@ class Program:
         found = 0
         for number in range(KEYS):
             key, views = b"key %d" % number, blank()
-            if disk.read(key, views):
+            if read_key(disk, key, views):
                 found += 1
                 assert any(same(views, payload(each)) for each in self.legal.get(key, ())), f"{key!r} {where}"
         return found
@@ -139,9 +139,9 @@ def test_a_key_evicted_before_a_restart_stays_removed(tmp_path: Path) -> None:
     """The new process cannot know which header a crash may bring back: every first removal syncs."""
     files = LosingFiles()
     slots = open_set(tmp_path / "a.kv", slots=1, operations=files)
-    slots.write(0, b"old", "", payload(1), 0, 0)
+    write_one(slots, 0, b"old", "", payload(1), 0, 0)
     slots.sync()
-    slots.write(0, b"new", "", payload(2), 1, 0)
+    write_one(slots, 0, b"new", "", payload(2), 1, 0)
     slots._members[0].file.close()  # killed
     again = open_set(tmp_path / "a.kv", slots=1, operations=files)
     assert again.load().keys == [b"new"]
@@ -156,13 +156,13 @@ def test_without_a_removal_an_evicted_key_may_come_back_with_its_own_bytes(tmp_p
     """What makes the tests above more than a restart: writes are lost here."""
     files = LosingFiles()
     slots = open_set(tmp_path / "a.kv", slots=1, operations=files)
-    slots.write(0, b"old", "", payload(1), 0, 0)
+    write_one(slots, 0, b"old", "", payload(1), 0, 0)
     slots.sync()
-    slots.write(0, b"new", "", payload(2), 1, 0)
+    write_one(slots, 0, b"new", "", payload(2), 1, 0)
     after = open_set(crashed(files, tmp_path, "oldest"), slots=1)
     views = blank()
     assert after.load().keys == [b"old"]
-    assert after.read(0, b"old", views)
+    assert read_one(after, 0, b"old", views)
     assert same(views, payload(1))
     after.close()
     slots.close()
@@ -173,8 +173,8 @@ def test_a_removal_of_what_was_never_there_syncs_nothing(tmp_path: Path) -> None
     slots = open_set(tmp_path / "a.kv", slots=2, operations=files)
     slots.remove([b"first"])
     files.calls.clear()
-    slots.write(0, b"old", "", payload(1), 0, 0)
-    slots.write(0, b"new", "", payload(2), 1, 0)
+    write_one(slots, 0, b"old", "", payload(1), 0, 0)
+    write_one(slots, 0, b"new", "", payload(2), 1, 0)
     slots.remove([b"never there"])
     assert "fdatasync" not in files.calls
     slots.remove([b"old"])
@@ -190,8 +190,8 @@ def test_what_is_removed_while_it_is_written_is_not_in_the_file(tmp_path: Path, 
         assert disk.remove([b"key"]) == [True]
     else:
         disk.clear()
-    assert not disk.write(put, b"key", payload(1))
-    assert disk.write(put, b"other", payload(2)) is (call == "remove")
+    assert not write_key(disk, put, b"key", payload(1))
+    assert write_key(disk, put, b"other", payload(2)) is (call == "remove")
     disk.finish(put)
     assert disk.contains([b"key", b"other"]) == [False, call == "remove"]
     disk.close()
@@ -204,7 +204,7 @@ def test_what_is_removed_while_it_is_written_is_not_in_the_file(tmp_path: Path, 
 def test_a_crash_in_the_middle_of_a_clear_leaves_the_old_or_no_records(tmp_path: Path, oldest: str) -> None:
     files = LosingFiles()
     slots = open_set(tmp_path / "a.kv", operations=files)
-    slots.write(0, b"key", "", payload(1), 0, 0)
+    write_one(slots, 0, b"key", "", payload(1), 0, 0)
     slots.sync()
     states = []
 

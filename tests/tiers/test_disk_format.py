@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from disk_sets import LAYOUT, PAGE, flip
+from disk_sets import LAYOUT, PAGE, flip, read_one
 from golden_sets import RECORDS, SETS, options, pack, payload_of, unpack
 
 from kvoffload.tiers.checksums import make_checksum
@@ -91,7 +91,7 @@ def test_golden_files_are_read(name: str, tmp_path: Path) -> None:
     assert records.tenants.tobytes() == tenant_digest(SETS[name]["tenant"]) * len(RECORDS)
     for slot, key, _, _ in RECORDS:
         view = memoryview(bytearray(PAGE))
-        assert files.read(slot, key, [view])
+        assert read_one(files, slot, key, [view])
         assert view == payload_of(slot)
     files.close()
 
@@ -141,7 +141,7 @@ def read_all(path: Path, *, read_only: bool = False) -> dict[bytes, bytes]:
     records, found = files.load(), {}
     for key, slot in zip(records.keys, records.slots.tolist(), strict=True):
         view = memoryview(bytearray(PAGE))
-        if files.read(slot, key, [view]):
+        if read_one(files, slot, key, [view]):
             found[key] = bytes(view)
     files.close()
     return found
@@ -186,10 +186,10 @@ def test_any_byte_of_a_header_may_be_wrong(tmp_path: Path, name: str) -> None:
         for bits in (1, 128):
             flip(paths[0], begin + offset, bits)
             assert key not in files.load().keys
-            assert not files.read(0, key, [memoryview(bytearray(PAGE))])
+            assert not read_one(files, 0, key, [memoryview(bytearray(PAGE))])
             flip(paths[0], begin + offset, bits)
     assert key in files.load().keys
-    assert files.read(0, key, [memoryview(bytearray(PAGE))])
+    assert read_one(files, 0, key, [memoryview(bytearray(PAGE))])
     files.close()
 
 
@@ -201,9 +201,9 @@ def test_any_byte_of_a_payload_may_be_wrong(tmp_path: Path) -> None:
         view = memoryview(bytearray(PAGE))
         for offset in range(PAGE):
             flip(path, 3 * PAGE + offset, 16)
-            assert not files.read(0, b"k", [view])
+            assert not read_one(files, 0, b"k", [view])
             flip(path, 3 * PAGE + offset, 16)
-        assert files.read(0, b"k", [view])
+        assert read_one(files, 0, b"k", [view])
         files.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_sets import FaultyFiles, blank, flip, open_set, payload, same
+from disk_sets import FaultyFiles, blank, flip, open_set, payload, read_key, same, write_key, write_one
 
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.statistics import CacheEvent
@@ -25,7 +25,7 @@ def put(disk: DiskIndex, *keys: bytes, tenant: str = "") -> None:
     """The payload of a key is that of its last byte."""
     started = disk.reserve(keys, tenant)
     for key in started.slots:
-        assert disk.write(started, key, payload(key[-1]))
+        assert write_key(disk, started, key, payload(key[-1]))
     disk.finish(started)
     disk.index.check()
 
@@ -35,7 +35,7 @@ def there(disk: DiskIndex, keys: Sequence[bytes]) -> list[bytes]:
     found = []
     for key in keys:
         views = blank()
-        if disk.read(key, views):
+        if read_key(disk, key, views):
             assert same(views, payload(key[-1]))
             found.append(key)
     disk.index.check()
@@ -109,13 +109,13 @@ def test_pitfall_65_tenants_and_quotas_outlive_a_restart(tmp_path: Path) -> None
 def test_a_key_in_two_slots_is_the_latest_one(tmp_path: Path) -> None:
     """An evicted key that was put again, while its first slot was not used again."""
     files = open_set(tmp_path / "a.kv")
-    files.write(0, b"key", "", payload(1), 5, 1)
-    files.write(1, b"key", "", payload(2), 5, 2)
-    files.write(2, b"key", "", payload(3), 4, 9)
+    write_one(files, 0, b"key", "", payload(1), 5, 1)
+    write_one(files, 1, b"key", "", payload(2), 5, 2)
+    write_one(files, 2, b"key", "", payload(3), 4, 9)
     files.close()
     disk = opened(tmp_path / "a.kv")
     views = blank()
-    assert disk.read(b"key", views)
+    assert read_key(disk, b"key", views)
     assert same(views, payload(2))
     disk.index.check()
     assert disk.remove([b"key"]) == [True]
@@ -129,7 +129,7 @@ def test_keys_can_be_read_before_their_put_is_finished(tmp_path: Path) -> None:
     disk = opened(tmp_path / "a.kv")
     started = disk.reserve(KEYS[:2])
     assert disk.contains(KEYS[:2]) == [False, False]
-    disk.write(started, KEYS[0], payload(KEYS[0][-1]))
+    write_key(disk, started, KEYS[0], payload(KEYS[0][-1]))
     assert disk.contains(KEYS[:2]) == [True, False]
     assert there(disk, KEYS[:2]) == KEYS[:1]
     disk.finish(started)
@@ -145,7 +145,7 @@ def test_a_put_that_fails_leaves_its_keys_missing(tmp_path: Path) -> None:
     operations.failing["pwritev"] = errno.EIO
     for key in KEYS[:2]:
         with pytest.raises(OSError, match="Input/output"):
-            disk.write(started, key, payload(0))
+            write_key(disk, started, key, payload(0))
     operations.failing.clear()
     disk.finish(started)
     assert disk.contains(KEYS[:2]) == [False, False]
@@ -163,11 +163,11 @@ def test_pitfall_44_what_cannot_be_read_is_removed(tmp_path: Path, damage: str) 
     slot = disk.files.load().slots.tolist()[0]
     if damage == "payload":
         flip(tmp_path / "a.kv", disk.files._members[0].payload_offset(slot) + 5000)
-        assert not disk.read(KEYS[0], blank())
+        assert not read_key(disk, KEYS[0], blank())
     else:
         operations.failing["preadv"] = errno.EIO
         with pytest.raises(OSError, match="Input/output"):
-            disk.read(KEYS[0], blank())
+            read_key(disk, KEYS[0], blank())
         operations.failing.clear()
     assert disk.contains(KEYS[:2]) == [False, True]
     assert there(disk, KEYS) == KEYS[1:2]

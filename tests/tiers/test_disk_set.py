@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_sets import PAGE, SLOT_BYTES, FaultyFiles, blank, open_set, payload, same
+from disk_sets import PAGE, SLOT_BYTES, FaultyFiles, blank, open_set, payload, read_one, same, write_one
 
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.tiers.checksums import make_checksum
@@ -26,7 +26,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     """The files of a set with one record, in slot 1."""
     paths = tmp_path / "a.kv", tmp_path / "b.kv"
     files = open_set(*paths)
-    files.write(1, b"key", "", payload(1), 0, 0)
+    write_one(files, 1, b"key", "", payload(1), 0, 0)
     files.close()
     return paths
 
@@ -48,7 +48,7 @@ def test_pitfall_47_a_restart_finds_what_was_written(pair: tuple[Path, Path]) ->
     files = open_set(*pair)
     records, views = files.load(), blank()
     assert records.keys == [b"key"]
-    assert files.read(int(records.slots[0]), b"key", views)
+    assert read_one(files, int(records.slots[0]), b"key", views)
     assert same(views, payload(1))
     files.close()
 
@@ -70,7 +70,7 @@ def test_pitfall_55_the_space_is_allocated(tmp_path: Path) -> None:
 def test_the_order_of_paths_does_not_matter(pair: tuple[Path, Path]) -> None:
     files = open_set(*reversed(pair))
     assert files.load().slots.tolist() == [1]
-    assert files.read(1, b"key", blank())
+    assert read_one(files, 1, b"key", blank())
     files.close()
 
 
@@ -134,7 +134,7 @@ def test_a_blank_member_makes_the_set_empty(pair: tuple[Path, Path], size: int) 
     refused(*pair, identity="model@2")
     assert keys_in(*pair) == []
     files = open_set(*pair)
-    assert files.write(1, b"key", "", payload(1), 0, 0)
+    assert write_one(files, 1, b"key", "", payload(1), 0, 0)
     files.close()
 
 

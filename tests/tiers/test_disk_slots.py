@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from disk_sets import PAGE, SLOT_BYTES, FaultyFiles, blank, open_set, payload, same
+from disk_sets import PAGE, SLOT_BYTES, FaultyFiles, blank, open_set, payload, read_one, same, write_one
 
 from kvoffload.tiers.slot_files import SlotFiles
 
@@ -18,13 +18,13 @@ from kvoffload.tiers.slot_files import SlotFiles
 def stored(files: SlotFiles, slot: int, key: bytes, number: int) -> bool:
     """Whether a slot has the record."""
     views = blank()
-    return files.read(slot, key, views) and same(views, payload(number))
+    return read_one(files, slot, key, views) and same(views, payload(number))
 
 
 def test_a_record_is_read_back(tmp_path: Path) -> None:
     files = open_set(tmp_path / "a.kv", tmp_path / "b.kv")
     for slot in range(files.num_slots):
-        assert files.write(slot, b"%d" % slot, "", payload(slot), slot, 0)
+        assert write_one(files, slot, b"%d" % slot, "", payload(slot), slot, 0)
     for slot in range(files.num_slots):
         assert stored(files, slot, b"%d" % slot, slot)
         assert not stored(files, slot, b"other", slot)
@@ -39,7 +39,7 @@ def test_short_reads_and_writes_are_completed(tmp_path: Path, most: int) -> None
     operations = FaultyFiles()
     operations.most_bytes = most
     files = open_set(tmp_path / "a.kv", slots=2, operations=operations)
-    files.write(1, b"key", "", payload(1), 0, 0)
+    write_one(files, 1, b"key", "", payload(1), 0, 0)
     assert stored(files, 1, b"key", 1)
     files.close()
     again = open_set(tmp_path / "a.kv", slots=2)
@@ -53,8 +53,8 @@ def test_a_write_that_transfers_nothing_is_an_error(tmp_path: Path) -> None:
     files = open_set(tmp_path / "a.kv", operations=operations)
     operations.most_bytes = 0
     with pytest.raises(OSError, match="wrote nothing"):
-        files.write(0, b"key", "", payload(1), 0, 0)
-    assert not files.read(0, b"key", blank())
+        write_one(files, 0, b"key", "", payload(1), 0, 0)
+    assert not read_one(files, 0, b"key", blank())
     operations.most_bytes = None
     files.close()
 
@@ -65,9 +65,9 @@ def test_many_ranges_go_in_one_record(tmp_path: Path) -> None:
     files = open_set(tmp_path / "a.kv", slot_bytes=PAGE * 3, nbytes=1 << 20)
     whole = memoryview(bytearray(os.urandom(3 * PAGE)))
     ranges = [whole[start : start + 4] for start in range(0, 4 * count, 4)] + [whole[4 * count :]]
-    files.write(0, b"key", "", ranges, 0, 0)
+    write_one(files, 0, b"key", "", ranges, 0, 0)
     back = memoryview(bytearray(3 * PAGE))
-    assert files.read(0, b"key", [back[: 2 * PAGE], back[2 * PAGE :]])
+    assert read_one(files, 0, b"key", [back[: 2 * PAGE], back[2 * PAGE :]])
     assert back == whole
     files.close()
 
@@ -77,10 +77,10 @@ def test_one_call_for_a_payload(tmp_path: Path) -> None:
     operations = FaultyFiles()
     files = open_set(tmp_path / "a.kv", operations=operations)
     operations.calls.clear()
-    files.write(0, b"key", "", payload(1), 0, 0)
+    write_one(files, 0, b"key", "", payload(1), 0, 0)
     assert operations.calls == ["pwritev", "pwritev"]
     operations.calls.clear()
-    assert files.read(0, b"key", blank())
+    assert read_one(files, 0, b"key", blank())
     assert operations.calls == ["preadv"]
     files.close()
 
@@ -90,7 +90,7 @@ def test_a_write_that_fails_leaves_no_record(tmp_path: Path, failing: int) -> No
     """Of payload or header: the slot holds neither the new nor the old record for this process or the next."""
     operations = FaultyFiles()
     files = open_set(tmp_path / "a.kv", operations=operations)
-    files.write(0, b"old", "", payload(1), 0, 0)
+    write_one(files, 0, b"old", "", payload(1), 0, 0)
     left = failing
 
     def before(name: str) -> None:
@@ -102,11 +102,11 @@ def test_a_write_that_fails_leaves_no_record(tmp_path: Path, failing: int) -> No
 
     operations.before = before
     with pytest.raises(OSError, match="No space left"):
-        files.write(0, b"new", "", payload(2), 1, 0)
+        write_one(files, 0, b"new", "", payload(2), 1, 0)
     operations.before = lambda _: None
     operations.failing.clear()
-    assert not files.read(0, b"new", blank())
-    assert files.read(0, b"old", blank()) is (failing == 0), "it was there before, and an index has evicted it"
+    assert not read_one(files, 0, b"new", blank())
+    assert read_one(files, 0, b"old", blank()) is (failing == 0), "it was there before, and an index has evicted it"
     files.remove([b"old", b"new"])
     files.close()
     again = open_set(tmp_path / "a.kv")
@@ -117,14 +117,14 @@ def test_a_write_that_fails_leaves_no_record(tmp_path: Path, failing: int) -> No
 def test_a_read_error_is_raised_and_a_short_file_is_a_miss(tmp_path: Path) -> None:
     operations = FaultyFiles()
     files = open_set(tmp_path / "a.kv", operations=operations)
-    files.write(0, b"key", "", payload(1), 0, 0)
+    write_one(files, 0, b"key", "", payload(1), 0, 0)
     operations.failing["preadv"] = errno.EIO
     with pytest.raises(OSError, match="Input/output"):
-        files.read(0, b"key", blank())
+        read_one(files, 0, b"key", blank())
     operations.failing.clear()
     assert stored(files, 0, b"key", 1)
     os.truncate(tmp_path / "a.kv", 3 * PAGE + 100)
-    assert not files.read(0, b"key", blank())
+    assert not read_one(files, 0, b"key", blank())
     files.close()
 
 
@@ -132,18 +132,18 @@ def test_wrong_keys_and_ranges_are_refused(tmp_path: Path) -> None:
     files = open_set(tmp_path / "a.kv")
     for key in (b"", b"k" * 65):
         with pytest.raises(ValueError, match=f"1 to 64 bytes on a disk, got {len(key)}"):
-            files.write(0, key, "", payload(1), 0, 0)
+            write_one(files, 0, key, "", payload(1), 0, 0)
     with pytest.raises(ValueError, match="8192 bytes together, got 4096"):
-        files.write(0, b"key", "", payload(1)[:1], 0, 0)
+        write_one(files, 0, b"key", "", payload(1)[:1], 0, 0)
     with pytest.raises(ValueError, match="8192 bytes together, got 4096"):
-        files.read(0, b"key", blank()[:1])
+        read_one(files, 0, b"key", blank()[:1])
     files.close()
 
 
 def test_a_deleted_or_replaced_file_gives_no_wrong_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.kv"
     files = open_set(path)
-    files.write(0, b"key", "", payload(1), 0, 0)
+    write_one(files, 0, b"key", "", payload(1), 0, 0)
     path.unlink()
     path.write_bytes(b"something else")
     assert stored(files, 0, b"key", 1), "the open file is still there"
@@ -158,7 +158,7 @@ def test_threads_write_and_read_different_slots(tmp_path: Path) -> None:
     def work(slots: Sequence[int]) -> None:
         for turn in range(5):
             for slot in slots:
-                files.write(slot, b"%d" % slot, "", payload(slot + turn), turn, 0)
+                write_one(files, slot, b"%d" % slot, "", payload(slot + turn), turn, 0)
             wrong.extend(slot for slot in slots if not stored(files, slot, b"%d" % slot, slot + turn))
 
     threads = [threading.Thread(target=work, args=(range(first, 64, 4),)) for first in range(4)]
@@ -222,7 +222,7 @@ def test_pitfall_61_direct_io_is_tried_for_each_file(tmp_path: Path, refuse: str
     files = open_set(tmp_path / "a.kv", operations=operations, direct=True)
     assert files.direct == (refuse == "",)
     operations.calls.clear()
-    files.write(0, b"key", "", payload(1), 0, 0)
+    write_one(files, 0, b"key", "", payload(1), 0, 0)
     assert stored(files, 0, b"key", 1)
     assert ("direct write" in operations.calls, "direct read" in operations.calls) == (refuse == "", refuse == "")
     assert operations.calls.count("direct write") <= 1, "headers go through the page cache"
@@ -234,9 +234,9 @@ def test_memory_that_direct_io_does_not_take_is_copied(tmp_path: Path) -> None:
     files = open_set(tmp_path / "a.kv", operations=DirectFiles(), direct=True)
     whole = memoryview(bytearray(os.urandom(SLOT_BYTES)))
     odd = [whole[:100], whole[100:]]
-    files.write(0, b"key", "", odd, 0, 0)
+    write_one(files, 0, b"key", "", odd, 0, 0)
     back = memoryview(bytearray(SLOT_BYTES))
-    assert files.read(0, b"key", [back[:1], back[1:]])
+    assert read_one(files, 0, b"key", [back[:1], back[1:]])
     assert back == whole
     files.close()
 
@@ -245,12 +245,12 @@ def test_memory_that_direct_io_does_not_take_is_copied(tmp_path: Path) -> None:
 def test_a_failing_disk_is_not_asked_again_by_the_page_cache(tmp_path: Path, name: str) -> None:
     operations = DirectFiles()
     files = open_set(tmp_path / "a.kv", operations=operations, direct=True)
-    files.write(0, b"key", "", payload(1), 0, 0)
+    write_one(files, 0, b"key", "", payload(1), 0, 0)
     operations.failing["preadv" if name == "read" else "pwritev"] = errno.EIO
     operations.calls.clear()
-    call = partial(files.read, 0, b"key", blank())
+    call = partial(read_one, files, 0, b"key", blank())
     if name == "write":
-        call = partial(files.write, 0, b"key", "", payload(1), 0, 0)
+        call = partial(write_one, files, 0, b"key", "", payload(1), 0, 0)
     with pytest.raises(OSError, match="Input/output"):
         call()
     assert operations.calls == [f"direct {name}", "preadv" if name == "read" else "pwritev"]
@@ -263,7 +263,7 @@ def test_real_direct_io_where_the_file_system_has_it(tmp_path: Path) -> None:
     if not files.direct[0]:
         files.close()
         pytest.skip("the file system of the temporary folder has no direct I/O")
-    files.write(0, b"key", "", payload(1), 0, 0)
+    write_one(files, 0, b"key", "", payload(1), 0, 0)
     assert stored(files, 0, b"key", 1)
     files.close()
     reader = open_set(tmp_path / "a.kv", read_only=True)
@@ -291,8 +291,8 @@ class Racing(FaultyFiles):
 
 
 CHANGES: dict[str, Callable[[SlotFiles], object]] = {
-    "replaced": lambda files: files.write(0, b"new", "", payload(2), 1, 0),
-    "put again": lambda files: files.write(0, b"key", "", payload(3), 1, 0),
+    "replaced": lambda files: write_one(files, 0, b"new", "", payload(2), 1, 0),
+    "put again": lambda files: write_one(files, 0, b"key", "", payload(3), 1, 0),
     "removed": lambda files: files.remove([b"key"]),
     "erased": lambda files: files.erase([0]),
     "cleared": lambda files: files.clear(),
@@ -302,7 +302,7 @@ CHANGES: dict[str, Callable[[SlotFiles], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_reader_sees_what_the_writer_does(tmp_path: Path, change: str) -> None:
     files = open_set(tmp_path / "a.kv")
-    files.write(0, b"key", "", payload(1), 0, 0)
+    write_one(files, 0, b"key", "", payload(1), 0, 0)
     reader = open_set(tmp_path / "a.kv", read_only=True)
     assert reader.load().keys == [b"key"]
     assert stored(reader, 0, b"key", 1)
@@ -320,11 +320,11 @@ def test_what_changes_while_it_is_read_is_a_miss(tmp_path: Path, change: str) ->
     for moment in range(1, 8):
         operations = Racing()
         files = open_set(tmp_path / f"{moment}.kv")
-        files.write(0, b"key", "", payload(1), 0, 0)
+        write_one(files, 0, b"key", "", payload(1), 0, 0)
         reader = open_set(tmp_path / f"{moment}.kv", read_only=True, operations=operations)
         operations.left, operations.happens = moment, lambda files=files: CHANGES[change](files)  # type: ignore[misc]
         views = blank()
-        found = reader.read(0, b"key", views)
+        found = read_one(reader, 0, b"key", views)
         assert operations.left <= 0
         if found:
             assert any(same(views, payload(number)) for number in (1, 3))
@@ -336,12 +336,12 @@ def test_what_changes_while_it_is_read_is_a_miss(tmp_path: Path, change: str) ->
 
 def test_a_reader_of_a_set_that_was_formatted_again_reads_nothing(tmp_path: Path) -> None:
     files = open_set(tmp_path / "a.kv")
-    files.write(0, b"key", "", payload(1), 0, 0)
+    write_one(files, 0, b"key", "", payload(1), 0, 0)
     files.close()
     reader = open_set(tmp_path / "a.kv", read_only=True)
     other = open_set(tmp_path / "a.kv", identity="model@2", reset=True)
-    other.write(0, b"key", "", payload(2), 0, 0)
-    assert not reader.read(0, b"key", blank())
+    write_one(other, 0, b"key", "", payload(2), 0, 0)
+    assert not read_one(reader, 0, b"key", blank())
     reader.close()
     other.close()
 
@@ -356,7 +356,7 @@ def test_a_reader_writes_and_locks_nothing(tmp_path: Path) -> None:
     reader = open_set(tmp_path / "a.kv", read_only=True, operations=operations, direct=True)
     writer = open_set(tmp_path / "a.kv")
     with pytest.raises(OSError, match="Bad file descriptor"):
-        reader.write(0, b"key", "", payload(1), 0, 0)
+        write_one(reader, 0, b"key", "", payload(1), 0, 0)
     reader.close()
     writer.close()
     assert {"pwritev", "fdatasync", "fallocate"} & set(operations.calls) <= {"pwritev"}

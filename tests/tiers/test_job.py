@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ def test_outcomes_in_the_order_of_the_keys() -> None:
     job = TierJob([b"a", b"b"], [3, 4])
     assert (job.keys, job.entries, job.outcomes, job.done) == ((b"a", b"b"), (3, 4), [None, None], False)
     for position, outcome in ((1, Outcome.MISSING), (0, DONE)):
-        assert job.begin(position)
-        assert not job.begin(position)
-        job.settle(position, outcome)
+        assert job.begin([position]) == [position]
+        assert job.begin([position]) == []
+        job.settle([position], [outcome])
     assert job.done
     assert job.wait(1) == [DONE, Outcome.MISSING]
     assert repr(job) == "TierJob(2 keys, 2 ended)"
@@ -33,10 +34,10 @@ def test_a_job_of_no_keys_is_done() -> None:
 
 def test_an_outcome_is_set_once() -> None:
     job = TierJob([b"a"])
-    job.begin(0)
-    job.settle(0, DONE)
+    job.begin([0])
+    job.settle([0], [DONE])
     with pytest.raises(RuntimeError, match="an outcome is set once"):
-        job.settle(0, Outcome.FAILED)
+        job.settle([0], [Outcome.FAILED])
     job.cancel()
     job.settle_waiting(EXPIRED)
     assert job.outcomes == [DONE]
@@ -45,52 +46,69 @@ def test_an_outcome_is_set_once() -> None:
 @pytest.mark.parametrize("outcome", [None, "done", True])
 def test_only_outcomes_are_outcomes(outcome: Any) -> None:
     job = TierJob([b"a"])
-    job.begin(0)
+    job.begin([0])
     with pytest.raises(TypeError, match="must be an Outcome"):
-        job.settle(0, outcome)
+        job.settle([0], [outcome])
     assert job.outcomes == [None]
-    job.settle(0, DONE)
+    job.settle([0], [DONE])
 
 
 def test_cancel_leaves_what_has_begun() -> None:
     job = TierJob([b"a", b"b"])
-    job.begin(0)
+    job.begin([0])
     job.cancel()
     assert job.outcomes == [None, CANCELLED]
     assert job.cancelled
-    assert not job.begin(1)
-    job.settle(0, DONE)
+    assert job.begin([1]) == []
+    job.settle([0], [DONE])
     assert job.wait(1) == [DONE, CANCELLED]
 
 
 def test_what_has_not_begun_by_the_deadline_expires() -> None:
     job = TierJob([b"a", b"b", b"c"], deadline=time.monotonic() + 3600)
-    assert job.begin(0)
+    assert job.begin([0]) == [0]
     job.deadline = time.monotonic()
-    assert not job.begin(1)
+    assert job.begin([1]) == []
     assert job.outcomes == [None, EXPIRED, EXPIRED]
     late = TierJob([b"a"], deadline=time.monotonic() - 1)
     late.cancel()
     assert late.outcomes == [EXPIRED]
 
 
+def test_several_keys_begin_and_end_together() -> None:
+    counted: list[Sequence[Outcome]] = []
+    told: list[list[Outcome | None]] = []
+    job = TierJob([b"a", b"b", b"c"], notify=lambda: told.append(list(job.outcomes)), count=counted.append)
+    assert job.begin([1]) == [1]
+    assert job.begin(range(3)) == [0, 2]
+    with pytest.raises(TypeError):
+        job.settle([0, 2], [DONE, None])  # type: ignore[list-item]
+    job.settle([0], [DONE])
+    with pytest.raises(RuntimeError, match=r"keys\[0\]"):
+        job.settle([2, 0], [DONE, DONE])
+    assert job.outcomes == [DONE, None, None]
+    job.settle([1, 2], [Outcome.MISSING, DONE])
+    assert counted == [[DONE], [Outcome.MISSING, DONE]]
+    assert told == [[DONE, None, None], [DONE, Outcome.MISSING, DONE]]
+
+
 def test_some_of_the_waiting_keys() -> None:
-    counted: list[tuple[Outcome, int]] = []
-    job = TierJob([b"a", b"b", b"c"], count=lambda outcome, keys: counted.append((outcome, keys)))
-    job.begin(1)
+    counted: list[Sequence[Outcome]] = []
+    job = TierJob([b"a", b"b", b"c"], count=counted.append)
+    job.begin([1])
     assert job.settle_waiting(Outcome.DECLINED, range(1, 3)) is job
     assert job.outcomes == [None, None, Outcome.DECLINED]
     job.cancel()
     job.cancel()
-    job.settle(1, DONE)
-    assert counted == [(Outcome.DECLINED, 1), (CANCELLED, 1), (DONE, 1)]
+    job.settle([1], [DONE])
+    assert counted == [[Outcome.DECLINED], [CANCELLED], [DONE]]
 
 
 def test_notify_comes_after_outcomes() -> None:
     seen: list[list[Outcome | None]] = []
     job = TierJob([b"a", b"b", b"c"], notify=lambda: seen.append(list(job.outcomes)))
-    job.begin(0)
-    job.settle(0, DONE)
+    job.begin([0])
+    job.settle([0], [DONE])
     job.cancel()
     job.cancel()
     assert seen == [[DONE, None, None], [DONE, CANCELLED, CANCELLED]]
@@ -99,8 +117,8 @@ def test_notify_comes_after_outcomes() -> None:
 def test_an_end_that_raises_does_not_keep_notify_from_being_called() -> None:
     called = []
     job = TierJob([b"a"], notify=lambda: called.append(1), ended=lambda _: 1 // 0)  # type: ignore[arg-type]
-    assert job.begin(0)
-    job.settle(0, Outcome.DONE)
+    assert job.begin([0]) == [0]
+    job.settle([0], [Outcome.DONE])
     assert called == [1]
 
 
@@ -109,8 +127,8 @@ def test_what_notify_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         raise ValueError("of the caller's")
 
     job = TierJob([b"a", b"b"], notify=notify)
-    job.begin(0)
-    job.settle(0, DONE)
+    job.begin([0])
+    job.settle([0], [DONE])
     job.cancel()
     assert job.wait(1) == [DONE, CANCELLED]
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
@@ -145,12 +163,12 @@ def test_one_of_many_threads_begins_a_key() -> None:
     """And none that one has begun is cancelled."""
     for _ in range(200):
         job = TierJob([b"a"] * 1, notify=None)
-        begun: list[bool] = []
+        begun: list[int] = []
         barrier = threading.Barrier(3)
 
-        def begin(job: TierJob = job, begun: list[bool] = begun, barrier: threading.Barrier = barrier) -> None:
+        def begin(job: TierJob = job, begun: list[int] = begun, barrier: threading.Barrier = barrier) -> None:
             barrier.wait(10)
-            begun.append(job.begin(0))
+            begun.extend(job.begin([0]))
 
         def cancel(job: TierJob = job, barrier: threading.Barrier = barrier) -> None:
             barrier.wait(10)
@@ -161,4 +179,4 @@ def test_one_of_many_threads_begins_a_key() -> None:
             thread.start()
         for thread in threads:
             thread.join(10)
-        assert sum(begun) + (job.outcomes == [CANCELLED]) == 1
+        assert len(begun) + (job.outcomes == [CANCELLED]) == 1

@@ -88,6 +88,6 @@ def test_a_known_key_is_not_copied_again() -> None:
         memory.fill(0, 1)
         memory.fill(1, 2)
         for entry in (0, 1):
-            assert tier.write_record(b"a", [memory.arrays[0][entry]], Origin("", TierJob([b"a"]), 0)) is DONE
+            assert tier.write_record(b"a", [memory.arrays[0][entry]], Origin("", TierJob([b"a"]))) is DONE
         tier.get([b"a"], [2]).wait(SECONDS)
         assert memory.version(2) == 1

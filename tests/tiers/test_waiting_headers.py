@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from disk_sets import FaultyFiles, blank, open_set, payload, same
+from disk_sets import FaultyFiles, blank, open_set, payload, read_one, same, write_one
 
 from kvoffload.tiers.member import _MOST_WAITING
 from kvoffload.tiers.slot_files import SlotFiles
@@ -21,7 +21,7 @@ HELD = 0  # the slot of the payload that is being written
 def a_payload_being_written(files: SlotFiles, operations: FaultyFiles) -> Iterator[Callable[[], None]]:
     """A thread writes the record of slot 0 and does not get on; the function that is yielded lets it end."""
     begun, released = threading.Event(), threading.Event()
-    holder = threading.Thread(target=files.write, args=(HELD, b"held", "", payload(0), 0, 0))
+    holder = threading.Thread(target=write_one, args=(files, HELD, b"held", "", payload(0), 0, 0))
 
     def before(name: str) -> None:
         if name == "pwritev" and threading.current_thread() is holder and not released.is_set():
@@ -53,7 +53,7 @@ def in_the_file(path: Path) -> set[bytes]:
 
 def stored(files: SlotFiles, slot: int, key: bytes, number: int) -> bool:
     views = blank()
-    return files.read(slot, key, views) and same(views, payload(number))
+    return read_one(files, slot, key, views) and same(views, payload(number))
 
 
 def test_headers_are_written_together_after_the_last_payload(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_headers_are_written_together_after_the_last_payload(tmp_path: Path) -> 
     files = open_set(path, slots=8, operations=operations)
     with a_payload_being_written(files, operations) as release:
         for slot in (1, 2, 3, 6):
-            assert files.write(slot, b"%d" % slot, "", payload(slot), slot, 0)
+            assert write_one(files, slot, b"%d" % slot, "", payload(slot), slot, 0)
         assert all(stored(files, slot, b"%d" % slot, slot) for slot in (1, 2, 3, 6))
         assert in_the_file(path) == set()
         operations.calls.clear()
@@ -76,9 +76,9 @@ def test_no_more_than_128_wait(tmp_path: Path) -> None:
     files = open_set(path, slots=_MOST_WAITING + 2, operations=operations)
     with a_payload_being_written(files, operations):
         for slot in range(1, _MOST_WAITING):
-            files.write(slot, b"%d" % slot, "", payload(slot), slot, 0)
+            write_one(files, slot, b"%d" % slot, "", payload(slot), slot, 0)
         assert in_the_file(path) == set()
-        files.write(_MOST_WAITING, b"last", "", payload(1), 0, 0)
+        write_one(files, _MOST_WAITING, b"last", "", payload(1), 0, 0)
         assert len(in_the_file(path)) == _MOST_WAITING == 128
     files.close()
 
@@ -87,7 +87,7 @@ def test_a_sync_writes_those_that_wait(tmp_path: Path) -> None:
     path, operations = tmp_path / "a.kv", FaultyFiles()
     files = open_set(path, operations=operations)
     with a_payload_being_written(files, operations):
-        files.write(1, b"key", "", payload(1), 1, 0)
+        write_one(files, 1, b"key", "", payload(1), 1, 0)
         operations.calls.clear()
         files.sync()
         assert operations.calls == ["pwritev", "fdatasync"]
@@ -99,10 +99,10 @@ def test_a_sync_writes_those_that_wait(tmp_path: Path) -> None:
 def test_what_is_removed_while_its_header_waits_is_never_in_the_file(tmp_path: Path, call: str) -> None:
     path, operations = tmp_path / "a.kv", FaultyFiles()
     files = open_set(path, operations=operations)
-    files.write(1, b"older", "", payload(9), 0, 0)
+    write_one(files, 1, b"older", "", payload(9), 0, 0)
     with a_payload_being_written(files, operations) as release:
-        files.write(1, b"key", "", payload(1), 1, 0)
-        files.write(2, b"other", "", payload(2), 1, 1)
+        write_one(files, 1, b"key", "", payload(1), 1, 0)
+        write_one(files, 2, b"other", "", payload(2), 1, 1)
         if call == "remove":
             files.remove([b"key"])
         else:
@@ -117,10 +117,10 @@ def test_a_removal_of_the_key_before_it_writes_the_header_first(tmp_path: Path) 
     """The file still has the older header, and must not keep it."""
     path, operations = tmp_path / "a.kv", FaultyFiles()
     files = open_set(path, operations=operations)
-    files.write(1, b"older", "", payload(9), 0, 0)
+    write_one(files, 1, b"older", "", payload(9), 0, 0)
     files.remove([b"nothing"])  # the first removal of a process syncs
     with a_payload_being_written(files, operations):
-        files.write(1, b"key", "", payload(1), 1, 0)
+        write_one(files, 1, b"key", "", payload(1), 1, 0)
         assert in_the_file(path) == {b"older"}
         files.remove([b"older"])
         assert in_the_file(path) == {b"key"}
@@ -131,8 +131,8 @@ def test_where_headers_cannot_be_written_their_slots_hold_no_record(tmp_path: Pa
     path, operations = tmp_path / "a.kv", FaultyFiles()
     files = open_set(path, slots=8, operations=operations)
     with a_payload_being_written(files, operations):
-        files.write(1, b"first", "", payload(1), 1, 0)
-        files.write(5, b"second", "", payload(5), 1, 1)
+        write_one(files, 1, b"first", "", payload(1), 1, 0)
+        write_one(files, 5, b"second", "", payload(5), 1, 1)
         operations.failing["pwritev"] = errno.EIO
         with pytest.raises(OSError, match="error"):
             files.sync()  # neither the headers nor zeros
@@ -147,8 +147,8 @@ def test_a_write_is_refused_for_its_own_header_alone(tmp_path: Path) -> None:
     path, operations = tmp_path / "a.kv", FaultyFiles()
     files = open_set(path, slots=8, operations=operations)
     with a_payload_being_written(files, operations):
-        files.write(1, b"first", "", payload(1), 1, 0)
-        files.write(5, b"second", "", payload(5), 1, 1)
+        write_one(files, 1, b"first", "", payload(1), 1, 0)
+        write_one(files, 5, b"second", "", payload(5), 1, 1)
         files._members[0]._payloads = 0  # the next payload is the last one
         calls = iter((False, True, False))  # payload, header of slot 1, headers of slots 5 and 6
 
@@ -158,7 +158,7 @@ def test_a_write_is_refused_for_its_own_header_alone(tmp_path: Path) -> None:
                 operations.failing["pwritev"] = errno.EIO
 
         held, operations.before = operations.before, before
-        assert files.write(6, b"third", "", payload(6), 1, 2)
+        assert write_one(files, 6, b"third", "", payload(6), 1, 2)
         operations.before = held
         operations.failing.clear()
         assert not stored(files, 1, b"first", 1)
