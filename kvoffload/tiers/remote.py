@@ -49,7 +49,7 @@ class RemoteTier(ThreadedTier):
         name: for metrics and messages.
         durable: whether records outlive the store's processes.
         preferred_bytes: see `TierCapabilities`.
-        threads, max_queued: see `ThreadedTier`.
+        threads, max_queued, bytes_per_call: see `ThreadedTier`.
 
     Attributes:
         format: names and headers; set when the tier has a pool.
@@ -72,8 +72,9 @@ class RemoteTier(ThreadedTier):
         preferred_bytes: int = 1 << 20,
         threads: int = 4,
         max_queued: int = 4096,
+        bytes_per_call: int = 0,
     ) -> None:
-        super().__init__(threads=threads, max_queued=max_queued)
+        super().__init__(threads=threads, max_queued=max_queued, bytes_per_call=bytes_per_call)
         self.name = name
         self.identity = check_identity(identity)
         self.prefix = check_prefix(prefix)
@@ -175,15 +176,6 @@ class RemoteTier(ThreadedTier):
 
     def remove_all(self) -> None:
         self.delete_folder(self.format.folder)
-
-    def read_record(self, key: bytes, rows: Rows) -> Outcome:
-        return self.read_records([key], [rows])[0]
-
-    def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
-        return self.write_records([key], [rows], origin)[0]
-
-    def has_record(self, key: bytes) -> bool:
-        return self.have_records([key])[0]
 
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [self.format.name(key) for key in keys]

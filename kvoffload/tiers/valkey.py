@@ -11,6 +11,7 @@ from kvoffload.internal.checks import at_least, shown
 from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.remote import Parts, RemoteTier
 
+_BYTES_PER_CALL = 4 << 20  # of small records in one command: twice as fast as one by one at 64 KiB, the same at 2 MiB
 _SCANNED = 1000  # names that one call of SCAN looks at
 
 
@@ -18,8 +19,7 @@ class ValkeyTier(RemoteTier):
     """Records in Valkey or Redis: a server, or a cluster, which evicts by its own `maxmemory-policy`.
 
     Each part of a record is a value of its own, all of them in one hash slot: header and payload are written in one
-    transaction, and read in one call, straight into the slots of the pool. Two servers' records are never mixed: what
-    was evicted in part, or does not fit its header, is a miss.
+    transaction, and read by one command, straight into the slots of the pool. What was evicted in part is a miss.
 
     `attach` does not connect. A server that cannot be reached, or refuses the password, makes keys FAILED, with a
     warning in the log.
@@ -64,7 +64,14 @@ class ValkeyTier(RemoteTier):
         max_queued: int = 4096,
     ) -> None:
         super().__init__(
-            identity=identity, prefix=prefix, key=key, name=name, durable=False, threads=threads, max_queued=max_queued
+            identity=identity,
+            prefix=prefix,
+            key=key,
+            name=name,
+            durable=False,
+            threads=threads,
+            max_queued=max_queued,
+            bytes_per_call=_BYTES_PER_CALL,
         )
         self._glide = _import_glide()
         self._addresses = [_address(each) for each in ([addresses] if isinstance(addresses, str) else addresses)]
@@ -76,41 +83,34 @@ class ValkeyTier(RemoteTier):
         self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 1)
         self._options = dict(options or {})
         self._client: Any = None
+        self._asking: Any = None  # a connection of its own: questions do not wait for records
 
     # for RemoteTier -----------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        glide = self._glide
-        configuration = glide.GlideClusterClientConfiguration if self.cluster else glide.GlideClientConfiguration
-        advanced = (
-            glide.AdvancedGlideClusterClientConfiguration if self.cluster else glide.AdvancedGlideClientConfiguration
-        )
-        username, password = self._login
-        given: dict[str, Any] = {
-            "addresses": [glide.NodeAddress(host, port) for host, port in self._addresses],
-            "use_tls": self._tls,
-            "credentials": None if password is None else glide.ServerCredentials(password, username),
-            "request_timeout": self._timeout,
-            "lazy_connect": True,
-            "advanced_config": advanced(connection_timeout=self._timeout, tls_config=self._tls_config()),
-        }
-        client = glide.GlideClusterClient if self.cluster else glide.GlideClient
-        self._client = client.create(configuration(**given | self._options))
+        self._client, self._asking = self._new_client(), self._new_client()
 
     def disconnect(self) -> None:
         self._client.close()
+        self._asking.close()
 
     def fetch_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        return [self._fetch(name, record) for name, record in zip(names, parts, strict=True)]
+        outcomes: list[Outcome] = []
+        for group in self._groups(names):
+            outcomes += self._fetch(names[group], parts[group])
+        return outcomes
 
     def store_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        return [self._store(name, record) for name, record in zip(names, parts, strict=True)]
+        outcomes: list[Outcome] = []
+        for group in self._groups(names):
+            outcomes += [self._store(names[group], parts[group])] * len(names[group])
+        return outcomes
 
     def have_names(self, names: Sequence[str]) -> list[bool]:
         batch = self._batch(atomic=False)
         for name in names:
             batch.exists(self._part_names(name))
-        return [found == 1 + len(self.pools) for found in self._client.exec(batch, True)]
+        return [found == 1 + len(self.pools) for found in self._asking.exec(batch, True)]
 
     def delete_names(self, names: Sequence[str]) -> list[bool]:
         batch = self._batch(atomic=False)
@@ -129,24 +129,55 @@ class ValkeyTier(RemoteTier):
 
     # inner workings -----------------------------------------------------------------------------------------------
 
+    def _new_client(self) -> Any:
+        glide = self._glide
+        configuration = glide.GlideClusterClientConfiguration if self.cluster else glide.GlideClientConfiguration
+        advanced = (
+            glide.AdvancedGlideClusterClientConfiguration if self.cluster else glide.AdvancedGlideClientConfiguration
+        )
+        username, password = self._login
+        given: dict[str, Any] = {
+            "addresses": [glide.NodeAddress(host, port) for host, port in self._addresses],
+            "use_tls": self._tls,
+            "credentials": None if password is None else glide.ServerCredentials(password, username),
+            "request_timeout": self._timeout,
+            "lazy_connect": True,
+            "advanced_config": advanced(connection_timeout=self._timeout, tls_config=self._tls_config()),
+        }
+        client = glide.GlideClusterClient if self.cluster else glide.GlideClient
+        return client.create(configuration(**given | self._options))
+
+    def _groups(self, names: Sequence[str]) -> list[slice]:
+        """Records that are carried by one command: all, but in a cluster one, as each may be on another server."""
+        step = 1 if self.cluster else len(names)
+        return [slice(at, at + step) for at in range(0, len(names), step)]
+
     def _part_names(self, name: str) -> list[str]:
         """Of the header and of each range. What is in braces decides about the slot of a cluster."""
         return [f"{{{name}}}:{part}" for part in range(1 + len(self.pools))]
 
-    def _fetch(self, name: str, parts: Parts) -> Outcome:
-        lengths = self._client.mget(self._part_names(name), buffers=[part.data for part in parts])
+    def _fetch(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        part_names = [each for name in names for each in self._part_names(name)]
+        buffers = [part.data for record in parts for part in record]
+        lengths = iter(self._client.mget(part_names, buffers=buffers))
+        of_each = [[next(lengths) for _ in record] for record in parts]
+        return [self._outcome(*each) for each in zip(names, parts, of_each, strict=True)]
+
+    def _outcome(self, name: str, parts: Parts, lengths: Sequence[bytes | None]) -> Outcome:
+        """By the lengths of the values that glide has written to the parts; None: there is no value."""
         if None in lengths:
             return Outcome.MISSING
-        if any(int(length) != part.nbytes for length, part in zip(lengths, parts, strict=True)):
-            return self.reject(name)
-        return Outcome.DONE
+        whole = all(int(length or 0) == part.nbytes for length, part in zip(lengths, parts, strict=True))
+        return Outcome.DONE if whole else self.reject(name)
 
-    def _store(self, name: str, parts: Parts) -> Outcome:
+    def _store(self, names: Sequence[str], parts: Sequence[Parts]) -> Outcome:
+        """In one transaction."""
         glide = self._glide
         expiry = None if self._expiry is None else glide.ExpirySet(glide.ExpiryType.MILLSEC, self._expiry)
         batch = self._batch(atomic=True)
-        for part_name, part in zip(self._part_names(name), parts, strict=True):
-            batch.set(part_name, part.data, expiry=expiry)
+        for name, record in zip(names, parts, strict=True):
+            for part_name, part in zip(self._part_names(name), record, strict=True):
+                batch.set(part_name, part.data, expiry=expiry)
         try:
             self._client.exec(batch, True)
         except glide.RequestError as error:

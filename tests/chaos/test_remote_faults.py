@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import chaos_remote
 import exhaust_remote
 import pytest
 from servers import need_module
+
+SHARES = {"valkey": 1.0, "cluster": 0.6, "s3": 0.25}
 
 
 @pytest.mark.parametrize(("kind", "client"), [("valkey", "glide_sync"), ("cluster", "glide_sync"), ("s3", "obstore")])
@@ -15,7 +16,8 @@ def test_servers_that_fail_in_every_manner(kind: str, client: str, tmp_path: Pat
     need_module(client)
     make, timeout = exhaust_remote.MACHINES[kind]
     with make(tmp_path, exhaust_remote.Timed(timeout), seed) as machine:
-        counts = machine.run(chaos_remote.ONE_ROUND)
-    assert counts["operations"] >= chaos_remote.ONE_ROUND
+        machine.share = SHARES[kind]
+        counts = machine.run(0)
+    assert counts["operations"] > 100
     assert min(counts[each] for each in ("get done", "put done", "remove done", "put failed", "get failed")) > 0
-    assert min(counts[each] for each in ("kills", "pauses", "all cut", "proxy corrupted", "reopened")) > 0
+    assert min(counts[each] for each in ("kills", "pauses", "all cut", "reopened")) > 0

@@ -24,7 +24,6 @@ from kvoffload.tiers import Outcome, RemoteTier, TierJob
 PAGE = os.sysconf("SC_PAGE_SIZE")
 ENTRIES = 24
 KEYS = 16
-ONE_ROUND = 800  # operations in which every fault happens
 JOBS = 6
 MOST_KEYS = 4  # of a job
 SECONDS = 120.0  # that a job may take: else it hangs
@@ -70,6 +69,7 @@ class RemoteMachine:
 
     Attributes:
         counts: operations, outcomes, faults, and what the proxies did.
+        share: of the usual number of jobs in each phase.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class RemoteMachine:
         *,
         pools: int = 2,
     ) -> None:
+        self.share = 1.0
         self.rng = random.Random(seed)
         self.make, self.servers, self.proxies, self.pools = make, servers, proxies, pools
         self.counts = Counter[str]()
@@ -93,11 +94,11 @@ class RemoteMachine:
         self._open()
 
     def run(self, operations: int) -> Counter[str]:
-        """At least as many, counted in keys."""
+        """At least as many, counted in keys, and each phase at least once."""
         phases = (self._calm, self._with(SLOW), self._with(CUTS), self._with(CORRUPT), self._few(SILENT),
                   self._few(REFUSED), self._kill, self._pause, self._cut_all, self._reopen)  # fmt: skip
         number = 0
-        while self.counts["operations"] < operations:
+        while self.counts["operations"] < operations or number < len(phases):
             phases[number % len(phases)]()
             self._finish_all()
             self._recover()
@@ -198,7 +199,7 @@ class RemoteMachine:
         self.tier.attach(self.memory.arrays, self.memory.layout)
 
     def _operate(self, jobs: int) -> None:
-        for _ in range(jobs):
+        for _ in range(round(self.share * jobs)):
             [kind] = self.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
             if kind == "cancel":
                 if self._live:

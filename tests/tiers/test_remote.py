@@ -234,6 +234,20 @@ def test_what_the_store_has_is_not_sent_again() -> None:
     assert not tier.connected
 
 
+def test_a_store_that_does_not_answer_is_asked_once_a_call() -> None:
+    """Each question takes the client's timeout."""
+    tier = DictRemote({}, threads=2)
+
+    def refuse(names: Sequence[str]) -> list[bool]:
+        tier.calls.append(("have", len(names)))
+        raise TimeoutError
+
+    with RemoteSession(tier) as session:
+        tier.have_names = refuse  # type: ignore[method-assign]
+        assert session.tier.exists([b"%d" % number for number in range(8)]).wait(30) == [FAILED] * 8
+        assert tier.calls == [("have", 4)] * 2
+
+
 def test_arguments_that_are_refused() -> None:
     for prefix in ("", "/a", "a/", "a//b", "../a", "a/.b", "a b", "a*", "{a}", "é", "x" * 101, 7):
         with pytest.raises(ValueError, match="prefix must be"):
