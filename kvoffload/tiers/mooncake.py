@@ -89,9 +89,15 @@ class MooncakeTier(RemoteTier):
         max_queued: int = 4096,
     ) -> None:
         super().__init__(
-            identity=identity, prefix=prefix, key=key, name=name, durable=False, threads=threads, max_queued=max_queued
+            identity=identity,
+            prefix=prefix,
+            key=key,
+            name=name,
+            durable=False,
+            threads=threads,
+            max_queued=max_queued,
+            bytes_per_call=_BYTES_PER_CALL,
         )
-        self.bytes_per_call = _BYTES_PER_CALL
         self._masters = _addresses(master)
         self.protocol: Protocol = _checked_protocol(protocol)
         self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 1)

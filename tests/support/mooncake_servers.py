@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.request
 from pathlib import Path
 
@@ -103,4 +104,5 @@ class Settled:
 
     def resume(self) -> None:
         self._process.resume()
+        time.sleep(1.5 * CLIENT_TTL)  # by then a pause that was too long has had its effect
         self._servers.settle()
