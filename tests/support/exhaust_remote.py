@@ -29,6 +29,7 @@ from typing import Any
 import chaos_remote
 from faulty_proxy import FaultyProxy
 from mooncake_servers import MooncakeServers, Settled
+from proxy_process import ProxyProcess
 from servers import ValkeyCluster, s3_options, seaweed, valkey
 
 from kvoffload.tiers import MooncakeTier, ObjectStoreTier, Outcome, RemoteTier, ValkeyTier
@@ -101,7 +102,7 @@ def mooncake_machine(folder: Path, timed: Timed, seed: int) -> Iterator[chaos_re
     """Any of three processes is killed or paused."""
     with (
         MooncakeServers(folder, stores=2, store_bytes=16 << 20, lease=0.5) as servers,
-        FaultyProxy(servers.master.port, seed) as proxy,
+        ProxyProcess(servers.master.port, seed) as proxy,
     ):
 
         def make() -> RemoteTier:
