@@ -1,0 +1,102 @@
+"""Mooncake's client: where it is imported, configured by environment variables, and what it is told of this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from kvoffload.errors import CapabilityError
+from kvoffload.internal.checks import shown
+
+Protocol = Literal["tcp", "rdma"]
+
+
+def import_store() -> Any:
+    """The module mooncake.store; CapabilityError with a remedy if it cannot be imported."""
+    try:
+        from mooncake import store
+    except ImportError as error:
+        remedy = "pip install 'kvoffload[mooncake]'"
+        if ".so" in str(error):
+            remedy = "install the library, as by `apt-get install libibverbs1 libnuma1 libcurl4`"
+        raise CapabilityError(
+            f"MooncakeTier needs the package mooncake-transfer-engine-non-cuda, which cannot be imported ({error}); "
+            f"{remedy}"
+        ) from error
+    return store
+
+
+def set_environment(milliseconds: int) -> None:
+    """Set what configures clients that are made from here on, and all transfers, unless the user has set it.
+
+    Args:
+        milliseconds: that a request or a transfer without progress may take; for transfers in whole seconds.
+    """
+    seconds = max(1, round(milliseconds / 1000))
+    wanted = {
+        "MC_LOG_LEVEL": "ERROR",  # else a dozen lines on stderr for each client
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # else `setup` tries for 90 seconds
+        "MC_RPC_TIMEOUT_MS": str(milliseconds),
+        "MC_RPC_CONNECT_TIMEOUT_MS": str(milliseconds),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(seconds),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(seconds),
+    }
+    for name in _not_set(tuple(wanted)):
+        os.environ[name] = wanted[name]
+
+
+@cache
+def _not_set(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that the user had not set before the first tier."""
+    return tuple(name for name in names if name not in os.environ)
+
+
+def checked_protocol(protocol: Protocol | None) -> Protocol:
+    """The protocol to use.
+
+    Raises:
+        ValueError: it is none.
+        CapabilityError: "rdma", and no port of a device is active.
+    """
+    if protocol not in (None, "tcp", "rdma"):
+        raise ValueError(f'protocol must be "tcp", "rdma" or None, got {shown(protocol)}')
+    if protocol == "tcp":
+        return protocol
+    active = any("ACTIVE" in state.read_text() for state in Path("/sys/class/infiniband").glob("*/ports/*/state"))
+    if protocol == "rdma" and not active:  # Mooncake's client would be set up, and its transfers fail
+        raise CapabilityError('protocol="rdma" needs a device with an active port in /sys/class/infiniband; use "tcp"')
+    return "rdma" if active else "tcp"
+
+
+def addresses(master: str) -> list[tuple[str, int]]:
+    """Host and port of a master, or of each server where masters register; ValueError if it is no such string."""
+    found: list[tuple[str, int]] = []
+    for address in (master.rpartition("://")[2] if isinstance(master, str) else "").split(";"):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f'master must be "host:port", such as "127.0.0.1:50051", got {shown(master)}')
+        found.append((host.strip("[]"), int(port)))
+    return found
+
+
+def accepts(address: tuple[str, int], timeout: float) -> bool:
+    """Whether a TCP connection is made within `timeout` seconds, without the interpreter's lock."""
+    try:
+        socket.create_connection(address, timeout).close()
+    except OSError:
+        return False
+    return True
+
+
+def own_address(remote: tuple[str, int]) -> str:
+    """Of this machine, as another one sees it; no packet is sent."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(*remote, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
