@@ -21,6 +21,7 @@ from kvoffload.tiers.mooncake_client import (
     checked_protocol,
     import_store,
     own_address,
+    replication,
     set_environment,
 )
 from kvoffload.tiers.remote import Parts, RemoteTier
@@ -115,11 +116,7 @@ class MooncakeTier(RemoteTier):
             "global_segment_size": str(at_least("segment_bytes", segment_bytes, 0)),
             "local_buffer_size": "0",  # for calls that are not made here
         }
-        self._replication = self._store.ReplicateConfig()
-        self._replication.replica_num = at_least("replicas", replicas, 1)
-        if soft_pin is not None:
-            self._replication.soft_pin_action = self._store.SoftPinAction.ENABLE
-            self._replication.soft_pin_ttl_ms = at_least("soft_pin, in milliseconds,", round(1000 * soft_pin), 1)
+        self._replication = replication(self._store, replicas, soft_pin)
         self._client: Any = None
         self._connecting = threading.Lock()
         self._headers = threading.local()  # of each thread, registered

@@ -1,4 +1,4 @@
-"""Mooncake's client: where it is imported, configured by environment variables, and what it is told of this machine."""
+"""Mooncake's client: its import, the environment variables that configure it, and the addresses that it is given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import at_least, shown
 
 Protocol = Literal["tcp", "rdma"]
 
@@ -52,6 +52,16 @@ def set_environment(milliseconds: int) -> None:
 def _not_set(names: tuple[str, ...]) -> tuple[str, ...]:
     """Those that the user had not set before the first tier."""
     return tuple(name for name in names if name not in os.environ)
+
+
+def replication(store: Any, replicas: int, soft_pin: float | None) -> Any:
+    """How records are kept: what every put is given. ValueError if an argument is out of range."""
+    config = store.ReplicateConfig()
+    config.replica_num = at_least("replicas", replicas, 1)
+    if soft_pin is not None:
+        config.soft_pin_action = store.SoftPinAction.ENABLE
+        config.soft_pin_ttl_ms = at_least("soft_pin, in milliseconds,", round(1000 * soft_pin), 1)
+    return config
 
 
 def checked_protocol(protocol: Protocol | None) -> Protocol:
