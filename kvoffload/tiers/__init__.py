@@ -4,6 +4,7 @@ ThreadedTier, MemoryTier    tiers over methods that block; records in host memor
 RemoteTier                  records in a store that machines share                    remote.py, remote_format.py
 ValkeyTier                  Valkey and Redis                                          valkey.py
 ObjectStoreTier             S3, Google Cloud Storage, Azure, folders                  object_store.py
+load_tier                   a tier by its name, of this package or of another         loading.py
 DiskTier                    records on disks                                          disk.py
 DiskIndex                   the records of a disk: policies, tenants, restart         disk_index.py
 SlotFiles                   the files of a set as an array of verified slots          slot_files.py
@@ -16,6 +17,7 @@ FileOperations              the system calls, behind which tests put failures   
 
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.job import Outcome, TierJob
+from kvoffload.tiers.loading import load_tier
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.object_store import ObjectStoreTier
 from kvoffload.tiers.remote import RemoteTier
@@ -36,4 +38,5 @@ __all__ = [
     "TierJob",
     "TierStatistics",
     "ValkeyTier",
+    "load_tier",
 ]
