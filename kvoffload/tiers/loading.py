@@ -35,10 +35,10 @@ def load_tier(kind: str, /, *arguments: Any, **options: Any) -> Tier:
         TypeError: what the entry point leads to does not make a `Tier`.
         And what the class or function raises.
     """
-    made = _factory(kind)(*arguments, **options)
-    if not isinstance(made, Tier):
-        raise TypeError(f"the entry point {kind!r} of {GROUP} must make a kvoffload.tiers.Tier, got {shown(made)}")
-    return made
+    tier = _factory(kind)(*arguments, **options)
+    if not isinstance(tier, Tier):
+        raise TypeError(f"the entry point {kind!r} of {GROUP} must make a kvoffload.tiers.Tier, got {shown(tier)}")
+    return tier
 
 
 def _factory(kind: str) -> Callable[..., Any]:

@@ -67,7 +67,7 @@ def test_tls_and_a_password(tmp_path: Path) -> None:
     with server, FaultyProxy(server.port, tls=context) as proxy:
 
         def outcome(**given: Any) -> Outcome:
-            own = {"tls": True, "ca_file": files["ca"], "password": "correct", "timeout": 0.5}
+            own: dict[str, Any] = {"tls": True, "ca_file": files["ca"], "password": "correct", "timeout": 0.5}
             own |= {"cert_file": files["certificate"], "key_file": files["key"]}
             with RemoteSession(ValkeyTier(proxy.address, identity="tls", **(own | given))) as session:
                 return session.put(b"k", 1)
