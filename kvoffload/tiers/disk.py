@@ -21,7 +21,7 @@ from kvoffload.tiers.slot_files import SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 from kvoffload.tiers.tier import TierCapabilities
 
-_BYTES_PER_CALL = 2 << 20  # small records: the bookkeeping of several at once
+_BYTES_PER_CALL = 4 << 20  # small records: the bookkeeping of several at once
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

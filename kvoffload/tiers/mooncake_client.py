@@ -36,22 +36,25 @@ def set_environment(milliseconds: int) -> None:
         milliseconds: that a request or a transfer without progress may take; for transfers in whole seconds.
     """
     seconds = max(1, round(milliseconds / 1000))
-    wanted = {
-        "MC_LOG_LEVEL": "ERROR",  # else a dozen lines on stderr for each client
-        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # else `setup` tries for 90 seconds
-        "MC_RPC_TIMEOUT_MS": str(milliseconds),
-        "MC_RPC_CONNECT_TIMEOUT_MS": str(milliseconds),
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(seconds),
-        "MC_TCP_STATUS_TIMEOUT_SEC": str(seconds),
-    }
-    for name in _not_set(tuple(wanted)):
-        os.environ[name] = wanted[name]
+    by_user = _variables_of_user()
+    if "MC_LOG_LEVEL" not in by_user:
+        os.environ["MC_LOG_LEVEL"] = "ERROR"  # else a dozen lines on stderr for each client
+    if "MC_STORE_CLIENT_SETUP_RETRIES" not in by_user:
+        os.environ["MC_STORE_CLIENT_SETUP_RETRIES"] = "1"  # else `setup` tries for 90 seconds
+    if "MC_RPC_TIMEOUT_MS" not in by_user:
+        os.environ["MC_RPC_TIMEOUT_MS"] = str(milliseconds)
+    if "MC_RPC_CONNECT_TIMEOUT_MS" not in by_user:
+        os.environ["MC_RPC_CONNECT_TIMEOUT_MS"] = str(milliseconds)
+    if "MC_TCP_PROGRESS_TIMEOUT_SEC" not in by_user:
+        os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = str(seconds)
+    if "MC_TCP_STATUS_TIMEOUT_SEC" not in by_user:
+        os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = str(seconds)
 
 
 @cache
-def _not_set(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that the user had not set before the first tier."""
-    return tuple(name for name in names if name not in os.environ)
+def _variables_of_user() -> frozenset[str]:
+    """Those that are set when the first tier is made."""
+    return frozenset(os.environ)
 
 
 def replication(store: Any, replicas: int, soft_pin: float | None) -> Any:

@@ -67,7 +67,7 @@ def test_tls_and_a_password(tmp_path: Path) -> None:
     with server, FaultyProxy(server.port, tls=context) as proxy:
 
         def outcome(**given: Any) -> Outcome:
-            own = {"tls": True, "ca_file": files["ca"], "password": "correct", "timeout": 0.5}
+            own: dict[str, Any] = {"tls": True, "ca_file": files["ca"], "password": "correct", "timeout": 0.5}
             own |= {"cert_file": files["certificate"], "key_file": files["key"]}
             with RemoteSession(ValkeyTier(proxy.address, identity="tls", **(own | given))) as session:
                 return session.put(b"k", 1)
@@ -204,6 +204,18 @@ def test_a_server_that_is_gone_fails_and_is_noticed_when_it_is_back(tmp_path: Pa
             assert session.get(b"k") is FAILED
             server.resume()
             assert until(session, 2, put=False)
+
+
+@pytest.mark.parametrize("extra", [b"$500000000\r\n", b"$500\r\n", b":7\r\n", b"+OK\r\n", b"*2\r\n", b"$-1\r\n"])
+def test_a_connection_that_is_out_of_step_is_left(valkey_server: Process, extra: bytes) -> None:
+    """The client itself waits for the rest of an answer, or takes answers for those of later commands, for ever."""
+    with FaultyProxy(valkey_server.port) as proxy:
+        tier = ValkeyTier(proxy.address, identity=f"out of step {extra!r}", timeout=0.2, threads=1)
+        with RemoteSession(tier) as session:
+            assert session.put(b"k", 1) is DONE
+            proxy.inject(extra)
+            assert session.get(b"k") in (1, MISSING, FAILED)
+            assert until(session, 1)
 
 
 def until(session: RemoteSession, version: int, *, put: bool = True) -> bool:

@@ -71,7 +71,7 @@ def test_headers_are_written_together_after_the_last_payload(tmp_path: Path) -> 
     files.close()
 
 
-def test_no_more_than_128_wait(tmp_path: Path) -> None:
+def test_no_more_than_512_wait(tmp_path: Path) -> None:
     path, operations = tmp_path / "a.kv", FaultyFiles()
     files = open_set(path, slots=_MOST_WAITING + 2, operations=operations)
     with a_payload_being_written(files, operations):
@@ -79,7 +79,7 @@ def test_no_more_than_128_wait(tmp_path: Path) -> None:
             write_one(files, slot, b"%d" % slot, "", payload(slot), slot, 0)
         assert in_the_file(path) == set()
         write_one(files, _MOST_WAITING, b"last", "", payload(1), 0, 0)
-        assert len(in_the_file(path)) == _MOST_WAITING == 128
+        assert len(in_the_file(path)) == _MOST_WAITING == 512
     files.close()
 
 
@@ -149,7 +149,7 @@ def test_a_write_is_refused_for_its_own_header_alone(tmp_path: Path) -> None:
     with a_payload_being_written(files, operations):
         write_one(files, 1, b"first", "", payload(1), 1, 0)
         write_one(files, 5, b"second", "", payload(5), 1, 1)
-        files._members[0]._payloads = 0  # the next payload is the last one
+        files._members[0]._writes = 0  # the next payload is the last one
         calls = iter((False, True, False))  # payload, header of slot 1, headers of slots 5 and 6
 
         def before(_: str) -> None:
