@@ -27,9 +27,9 @@ def load_tier(kind: str, /, *arguments: Any, **options: Any) -> Tier:
     """Make a tier whose class is named in a configuration.
 
     Args:
-        kind: "disk", "memory", "mooncake", "objects", "valkey"; or the name of an entry point in the group `kvoffload.tiers`
-            of an installed package, which leads to a subclass of `Tier`, or to a function that returns a tier. That package
-            is imported and runs in this process; no other one is.
+        kind: "disk", "memory", "mooncake", "objects", "valkey"; or the name of an entry point in the group
+            `kvoffload.tiers` of an installed package, which leads to a subclass of `Tier`, or to a function that
+            returns a tier. That package is imported and runs in this process; no other one is.
         arguments, options: of that class or function.
 
     Raises:
