@@ -345,14 +345,28 @@ def test_a_store_that_is_silent_does_not_hang_a_call(servers: MooncakeServers) -
         assert session.get(b"k") in (1, MISSING)
 
 
-def test_without_a_master_a_cache_starts_and_finds_it_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_master_a_cache_starts_and_finds_it_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     servers = MooncakeServers(tmp_path)
+    import mooncake.store
+
+    setups: list[int] = []
+
+    class Client(mooncake.store.MooncakeDistributedStore):  # type: ignore[misc]
+        def setup(self, config: dict[str, str]) -> Any:
+            setups.append(1)
+            return super().setup(config)
+
+    monkeypatch.setattr(mooncake.store, "MooncakeDistributedStore", Client)
     with RemoteSession(MooncakeTier(servers.master.address, identity="late")) as session:
         assert "no connection to the Mooncake master" in caplog.text
         assert session.get(b"k") is FAILED
+        assert not setups  # it would hold the interpreter's lock until it gives up
         with servers:
             assert session.put(b"k", 1) is DONE
             assert session.get(b"k") == 1
+        assert len(setups) == 1
 
 
 # the process ----------------------------------------------------------------------------------------------------------
