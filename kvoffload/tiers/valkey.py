@@ -142,6 +142,18 @@ class ValkeyTier(RemoteTier):
                 if cursor == b"0":
                     break
 
+    def describe(self) -> dict[str, str | int]:
+        """Of one server, or of the first of a cluster that answers; a user needs +info for it."""
+        route = self._glide.RandomNode() if self.cluster else None
+        answer = self._command("INFO", "server", "memory", route=route)
+        lines = dict(line.split(":", 1) for line in answer.decode().splitlines() if ":" in line)
+        return {
+            "version": lines.get("valkey_version", lines.get("redis_version", "")),
+            "used_bytes": int(lines.get("used_memory", 0)),
+            "max_bytes": int(lines.get("maxmemory", 0)),
+            "when_full": lines.get("maxmemory_policy", ""),
+        }
+
     def reject(self, name: str) -> Outcome:
         """As `RemoteTier.reject`. If the connection has changed bytes, it may be out of step, and is not used again."""
         self._drop_client()
@@ -273,6 +285,8 @@ def _import_glide() -> Any:
             f"ValkeyTier needs the package valkey-glide-sync, which cannot be imported ({error}); install it: "
             "pip install 'kvoffload[valkey]'"
         ) from error
+    # Unless the program has set it up before: it writes to standard output. Errors reach the library's log without it.
+    glide_sync.Logger.init(glide_sync.LogLevel.OFF)
     return glide_sync
 
 
