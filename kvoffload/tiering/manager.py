@@ -32,7 +32,7 @@ _POLL = 5e-3  # seconds between looks at stores that are in flight
 _AFTER_ERROR = 0.1  # seconds
 _LONGEST_SLEEP = 60.0
 _SLEEP_OF_GARBAGE = 0.2  # between looks whether calls have returned, when there is no cache any more
-_MOST_MESSAGES = 1 << 16
+MOST_MESSAGES = 1 << 16  # what is left for the thread beyond may be lost
 _MOST_AHEAD = 256  # keys that are looked at before they are evicted
 _MOST_ENDED = 256  # requests that wait for their stores
 
@@ -93,8 +93,9 @@ class TierManager:
         self._ended = deque[tuple[bytes, ...]]()  # requests of which stores may be in flight
         self._tenants: dict[bytes, str] = {}  # of keys in slots, where it is not ""
         self._promoter = Promoter(index, self.tiers, seconds_per_key, most_occupied, notify)
-        self._writer = Writer(index, self.tiers, most_leased, notify, choice.written)
+        self._writer = Writer(index, self.tiers, most_leased, notify, choice)
         self._messages = deque[Message]()
+        self._lost_events = False
         self._chained: list[ChainedLoad] = []
         self._removals = removals = list[weakref.ref[Removal]]()
         self._promoter.refused = lambda key: _is_removed(removals, key)
@@ -109,7 +110,9 @@ class TierManager:
     def post(self, message: Message) -> None:
         """Leave a message, and wake the thread."""
         concerns_writes = isinstance(message, CacheEvent | tuple)
-        if concerns_writes and (self.closed or len(self._messages) >= _MOST_MESSAGES):
+        if concerns_writes and (self.closed or len(self._messages) >= MOST_MESSAGES):
+            if isinstance(message, CacheEvent):
+                self._lost_events = True
             return  # these may be lost
         self._messages.append(message)
         self.wake()
@@ -155,12 +158,14 @@ class TierManager:
             self._abandon()
         while self._messages:
             self._take(self._messages.popleft())
+        if self._lost_events:
+            self._resynchronise()
         self._choose()
         for record in self._promoter.advance():
             record.end()
         self._writer.advance()
-        ready = [chained for chained in self._chained if chained.can_be_submitted]
-        self._chained = [chained for chained in self._chained if not chained.can_be_submitted]
+        ready = [chained for chained in self._chained if chained._can_be_submitted]
+        self._chained = [chained for chained in self._chained if not chained._can_be_submitted]
         return ready
 
     def _take(self, message: Message) -> None:
@@ -202,13 +207,27 @@ class TierManager:
             for key in event.keys if self._tenants else ():
                 self._tenants.pop(key, None)
 
+    def _resynchronise(self) -> None:
+        """Events were lost: take from the index what is in slots. Events that are still to come are of what it has."""
+        self._lost_events = False  # before the index is read
+        keys = self._index.keys
+        there = [key for key, status in zip(keys, self._index.status(keys), strict=True) if status is Status.HIT]
+        known = set(there)
+        self._tenants = {key: tenant for key, tenant in self._tenants.items() if key in known}
+        self._filled = True
+        self._write(self._choice.resynchronise(there))
+        if self._choice.learns:
+            self._choice.written([key for key, has in zip(there, self._has(there), strict=True) if has])
+
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
         """Of each key whether a tier is known to have it."""
         return list(map(any, zip(*(below.has(keys) for below in self.tiers), strict=True)))
 
     def _write(self, keys: Sequence[bytes]) -> None:
         if self._removals:
-            keys = [key for key in keys if not _is_removed(self._removals, key)]
+            removed = {key for key in keys if _is_removed(self._removals, key)}
+            self._choice.dropped([*removed])
+            keys = [key for key in keys if key not in removed]
         for tenant, mine in groupby(keys, lambda key: self._tenants.get(key, "")):
             self._writer.add(list(mine), tenant)
 
@@ -267,7 +286,7 @@ class TierManager:
                 if isinstance(message, PromotionRecord):
                     message.end()
                 elif isinstance(message, ChainedLoad):
-                    message.submit(None)
+                    message._submit(None)
                 self._messages.popleft()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvoffload
-from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine
+from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine, TieredCache
 from kvoffload.tiers import MemoryTier
 
 JOB = (
@@ -36,6 +36,12 @@ SHOWN = {
     "BlockCache": (
         "acquire capacity check clear engine load lookup lookup_many remove reserve statistics status store touch"
     ),
+    "TieredCache": (
+        "acquire capacity check clear close drain engine load locate lookup lookup_many promote remove "
+        "reserve statistics status store tier_statistics touch"
+    ),
+    "Promotion": "cancel done keys load ready release wait",
+    "ChainedLoad": "error job submitted wait",
     "CacheJob": "done jobs keys num_parts order_before result wait",
     "TierJob": "begin cancel cancelled deadline done entries keys outcomes settle settle_waiting wait",
     "MemoryTier": (
@@ -56,14 +62,34 @@ def objects() -> Iterator[dict[str, Any]]:
         sharded = ShardedEngine([layout], devices=[device], num_slots=4)
         cache = BlockCache(engine)
         stored = cache.store([b"a"], [0])
+        lower = OffloadEngine(layout, device=device, num_slots=4)
+        tiered = TieredCache(lower, tiers=[MemoryTier(1 << 16)])
+        promotion = tiered.promote([b"a"])
+        chained = promotion.load([0])
         both = sharded.store([1], [0])
         with device.stream() as stream:
             tier = MemoryTier(1 << 16)
             tier.attach([engine.slots], None)
-            found = (tier, tier.clear(), device, stream, layout, engine, sharded, cache, stored, stored.jobs[0], both)
+            found = (
+                tier,
+                tier.clear(),
+                tiered,
+                promotion,
+                chained,
+                device,
+                stream,
+                layout,
+                engine,
+                sharded,
+                cache,
+                stored,
+                stored.jobs[0],
+                both,
+            )
             result = kvoffload.TransferResult(*stored.jobs[0].wait(10))
             both.wait(10)
             tier.close()
+            tiered.close()
             yield {type(each).__name__: each for each in (*found, result)}
 
 
