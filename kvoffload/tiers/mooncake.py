@@ -19,6 +19,7 @@ from kvoffload.tiers.mooncake_client import (
     accepts,
     addresses,
     checked_protocol,
+    client_version,
     import_store,
     own_address,
     replication,
@@ -172,6 +173,9 @@ class MooncakeTier(RemoteTier):
     def delete_folder(self, folder: str) -> None:
         pattern = "^" + folder.replace(".", "[.]")
         _known("remove_by_regex", [self._connected().remove_by_regex(pattern, True)])
+
+    def describe(self) -> dict[str, str | int]:
+        return {"version": f"client {client_version()}, {self.protocol}"}
 
     # inner workings -----------------------------------------------------------------------------------------------
 

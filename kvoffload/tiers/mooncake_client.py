@@ -29,6 +29,18 @@ def import_store() -> Any:
     return store
 
 
+def client_version() -> str:
+    """Of the installed package; "unknown" if it has no metadata."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
 def set_environment(milliseconds: int) -> None:
     """Set what configures clients that are made from here on, and all transfers, unless the user has set it.
 
