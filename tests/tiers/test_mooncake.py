@@ -6,14 +6,12 @@ import importlib.abc
 import os
 import subprocess
 import sys
-import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from mooncake_servers import MooncakeServers, mooncake_program
 from remote_sessions import RemoteSession
@@ -127,6 +125,16 @@ def test_what_is_missing_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(CapabilityError, match=remedy) as found:
         MooncakeTier(identity="t")
     assert text in str(found.value)
+
+
+def test_few_threads_wait_for_tcp(mooncake_servers: MooncakeServers) -> None:
+    def threads(**options: Any) -> int:
+        return MooncakeTier(mooncake_servers.master.address, identity="t", protocol="tcp", **options).threads
+
+    assert threads() == (2 if len(os.sched_getaffinity(0)) >= 8 else 1)
+    assert threads(threads=3) == 3
+    with pytest.raises(ValueError, match="threads"):
+        threads(threads=0)
 
 
 def test_rdma_needs_a_device(mooncake_servers: MooncakeServers) -> None:
@@ -397,12 +405,16 @@ print(os.environ["MC_RPC_TIMEOUT_MS"], os.environ["MC_RPC_CONNECT_TIMEOUT_MS"])
 
 
 def test_tiers_that_open_and_close_leave_no_threads_and_descriptors(mooncake_servers: MooncakeServers) -> None:
-    def use(number: int) -> tuple[int, int, int]:
+    def use(number: int) -> None:
         with RemoteSession(MooncakeTier(mooncake_servers.master.address, identity="soak")) as session:
             assert session.put(b"%d" % number, number) is DONE
             assert session.get(b"%d" % number) == number
-        tasks, descriptors = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-        return threading.active_count(), tasks, descriptors
 
-    counts = np.array([use(number) for number in range(4)])
-    assert (counts[2:].max(axis=0) <= counts[:2].max(axis=0)).all(), counts
+    def held() -> list[int]:
+        return [len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")]
+
+    use(0)  # the client's own, which stay
+    before = held()
+    for number in range(1, 5):
+        use(number)
+    wait_until(lambda: all(now <= most for now, most in zip(held(), before, strict=True)), f"as before, {before}")
