@@ -205,10 +205,15 @@ class MooncakeTier(RemoteTier):
         code = client.setup(self._setup)  # holds the interpreter's lock: 30 ms, or `timeout` without an answer
         if code != 0:
             raise ConnectionError(f"no Mooncake master answers, or none takes this client: {self._setup} ({code})")
-        for pool in self.pools:
-            rows = max(1, _MOST_REGISTERED // pool.shape[1])
-            for first in range(0, len(pool), rows):
-                self._register(client, pool[first : first + rows])
+        try:
+            for pool in self.pools:
+                rows = max(1, _MOST_REGISTERED // pool.shape[1])
+                for first in range(0, len(pool), rows):
+                    self._register(client, pool[first : first + rows])
+        except BaseException:
+            client.close()
+            self._registered.clear()
+            raise
         return client
 
     def _register(self, client: Any, array: UInt8Array) -> None:

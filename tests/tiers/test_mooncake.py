@@ -211,6 +211,32 @@ def test_pools_are_registered_once_and_nothing_is_copied_in_python(
     assert one.close(SECONDS)
 
 
+def test_a_pool_that_cannot_be_registered_is_refused_with_a_remedy(
+    mooncake_servers: MooncakeServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mooncake.store
+
+    calls: list[str] = []
+
+    class Client(mooncake.store.MooncakeDistributedStore):  # type: ignore[misc]
+        def register_buffer(self, address: int, nbytes: int) -> Any:
+            calls.append("register")
+            return super().register_buffer(address, nbytes) if len(calls) != 2 else -1
+
+        def close(self) -> Any:
+            calls.append("close")
+            return super().close()
+
+    monkeypatch.setattr(mooncake.store, "MooncakeDistributedStore", Client)
+    tier, memory = MooncakeTier(mooncake_servers.master.address, identity="refused"), TierPools(8, 4096, 2, 0)
+    with pytest.raises(CapabilityError, match=r"32768 bytes of the pool .*ulimit -l"):
+        tier.attach(memory.arrays, memory.layout)
+    assert calls == ["register", "register", "close"]
+    tier.attach(memory.arrays, memory.layout)
+    assert tier.put([b"k"], [0]).wait(SECONDS) == [DONE]
+    assert tier.close(SECONDS)
+
+
 def address(pool: UInt8Array, entry: int) -> int:
     found: int = pool[entry].__array_interface__["data"][0]
     return found
