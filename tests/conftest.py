@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from driver_levels import LEVELS
 from hypothesis import settings
+from mooncake_servers import MooncakeServers
+from servers import Process, ValkeyCluster, seaweed, valkey
 
 import kvoffload
 from kvoffload.bench.lab import Lab
@@ -127,3 +129,31 @@ def cupy(gpu_device: kvoffload.Device) -> Iterator[Any]:
     module = pytest.importorskip("cupy")
     with module.cuda.Device(gpu_device.index):
         yield module
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A Valkey server; each test uses identities of its own."""
+    with valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def valkey_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyCluster]:
+    """Three Valkey servers that are a cluster."""
+    with ValkeyCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """SeaweedFS with its S3 gateway; each test uses identities of its own."""
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mooncake_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServers]:
+    """A Mooncake master and one store process, which no test kills; each test uses identities of its own."""
+    with MooncakeServers(tmp_path_factory.mktemp("mooncake")) as servers:
+        yield servers

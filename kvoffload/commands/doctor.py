@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvoffload.commands import findings, folders
+from kvoffload.commands import findings, folders, stores
 from kvoffload.device.device import Device
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError, KVOffloadError
@@ -24,7 +24,10 @@ _INDENT = " " * len("  warn  ")
 _WITHOUT_A_GPU = (
     "without a GPU: `kvoffload demo` and `kvoffload replay TRACE --model NAME --scale 0.01` run on the simulated device"
 )
-_EXTRAS = ("rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax", "xxhash")
+_EXTRAS = (
+    "rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax", "xxhash", "mooncake-transfer-engine-non-cuda",
+    "valkey-glide-sync", "obstore",
+)  # fmt: skip
 
 
 def add_parser(commands: Any) -> None:
@@ -44,6 +47,14 @@ def add_parser(commands: Any) -> None:
         default=[],
         metavar="FOLDER",
         help="also try a folder for a disk tier: a second and at most 256 MiB, which are removed again",
+    )
+    parser.add_argument(
+        "--store",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("KIND", "NAME=VALUE"),
+        help="also try a remote store: the tier's kind (valkey, objects) and its arguments; 32 records of 1 MiB",
     )
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -66,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     fields |= _device_fields(arguments, output)
     fields["folders"] = _folders(arguments.path, output)
+    fields["stores"] = _stores(arguments.store, output)
     fields["advice"] = _advice(fields)
     output.result(fields)
     _print(fields, output)
@@ -78,6 +90,15 @@ def _folders(paths: Sequence[Path], output: Output) -> list[dict[str, Any]]:
         for number, path in enumerate(dict.fromkeys(paths)):
             progress(number, len(paths))
             found.append(folders.probe(path))
+        return found
+
+
+def _stores(given: Sequence[Sequence[str]], output: Output) -> list[dict[str, Any]]:
+    with output.progress("trying stores") as progress:
+        found = []
+        for number, words in enumerate(given):
+            progress(number, len(given))
+            found.append(stores.probe(words))
         return found
 
 
@@ -187,7 +208,8 @@ def _advice(fields: dict[str, Any]) -> list[str]:
             "compiled kernels and profiles are not kept, and are compiled or measured again each time: set "
             f"{cachefiles.FOLDER_VARIABLE} to a folder that can be written"
         )
-    advice += [f"{each.name}: {each.remedy}" for each in findings.of_folders(fields) if each.remedy]
+    tried = (*findings.of_folders(fields), *findings.of_stores(fields))
+    advice += [f"{each.name}: {each.remedy}" for each in tried if each.remedy]
     return advice
 
 

@@ -1,6 +1,11 @@
 """Tiers below the pinned pool: where records go that it has no room for. See `Tier` for what every one promises.
 
 ThreadedTier, MemoryTier    tiers over methods that block; records in host memory     threaded.py, memory.py
+RemoteTier                  records in a store that machines share                    remote.py, remote_format.py
+MooncakeTier                Mooncake Store                                            mooncake.py, mooncake_client.py
+ValkeyTier                  Valkey and Redis                                          valkey.py
+ObjectStoreTier             S3, Google Cloud Storage, Azure, folders                  object_store.py
+load_tier                   a tier by its name, of this package or of another         loading.py
 DiskTier                    records on disks                                          disk.py
 DiskIndex                   the records of a disk: policies, tenants, restart         disk_index.py
 SlotFiles                   the files of a set as an array of verified slots          slot_files.py
@@ -13,18 +18,28 @@ FileOperations              the system calls, behind which tests put failures   
 
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.job import Outcome, TierJob
+from kvoffload.tiers.loading import load_tier
 from kvoffload.tiers.memory import MemoryTier
+from kvoffload.tiers.mooncake import MooncakeTier
+from kvoffload.tiers.object_store import ObjectStoreTier
+from kvoffload.tiers.remote import RemoteTier
 from kvoffload.tiers.threaded import Origin, ThreadedTier
 from kvoffload.tiers.tier import Tier, TierCapabilities, TierStatistics
+from kvoffload.tiers.valkey import ValkeyTier
 
 __all__ = [
     "DiskTier",
     "MemoryTier",
+    "MooncakeTier",
+    "ObjectStoreTier",
     "Origin",
     "Outcome",
+    "RemoteTier",
     "ThreadedTier",
     "Tier",
     "TierCapabilities",
     "TierJob",
     "TierStatistics",
+    "ValkeyTier",
+    "load_tier",
 ]

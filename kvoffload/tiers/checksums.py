@@ -53,8 +53,8 @@ def _xxh3() -> Checksum:
         import xxhash
     except ImportError as error:
         raise CapabilityError(
-            f"a disk tier needs the package xxhash for its checksums, which cannot be imported ({error}); install it: "
-            "pip install 'kvoffload[disk]'"
+            f"a durable or shared tier needs the package xxhash for its checksums, which cannot be imported ({error}); "
+            "install it: pip install 'kvoffload[disk]'"
         ) from error
 
     def of(views: Sequence[Buffer]) -> bytes:

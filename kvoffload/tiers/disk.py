@@ -15,6 +15,7 @@ from kvoffload.internal.log import LOGGER
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
+from kvoffload.tiers.format import check_identity
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.slot_files import SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
@@ -78,11 +79,9 @@ class DiskTier(ThreadedTier):
         super().__init__(threads=threads + 1, max_queued=max_queued, bytes_per_call=_BYTES_PER_CALL)
         self.paths = [path] if isinstance(path, str | Path) else list(path)
         self.nbytes = 0 if read_only else at_least("nbytes", nbytes, 1)
-        if not isinstance(identity, str):
-            raise TypeError(f'identity must be a string such as "llama-3.1-8b@0e9e39f/bf16", got {identity!r:.80}')
         make_checksum(key)
         self.name = name
-        self.identity = identity
+        self.identity = check_identity(identity)
         self.read_only = read_only
         self.capabilities = TierCapabilities(
             durable=True,

@@ -110,8 +110,15 @@ class Superblock(NamedTuple):
         return _digest(b"".join(packed[part] for part in _FIXED), person=b"kvoffload member").digest()
 
 
+def check_identity(identity: str) -> str:
+    """The identity; TypeError if it is no string."""
+    if not isinstance(identity, str):
+        raise TypeError(f'identity must be a string such as "llama-3.1-8b@0e9e39f/bf16", got {identity!r:.80}')
+    return identity
+
+
 def identity_fields(identity: str) -> tuple[bytes, bytes]:
-    """Digest and text of an identity, for a superblock."""
+    """Digest of an identity, and its first 256 bytes for messages."""
     data = identity.encode("utf-8", "surrogatepass")
     return _digest(data, person=b"kvoffload ident").digest(), data[:_MOST_TEXT]
 

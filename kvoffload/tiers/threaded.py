@@ -356,8 +356,10 @@ class ThreadedTier(Tier):
         keys = [job.keys[at] for at in positions]
         try:
             found = self.have_records(keys)
-        except Exception as error:  # for some of the keys
+        except Exception as error:  # for some of the keys, if they are asked for one by one
             self._workers.warn(error)
+            if type(self).has_record is ThreadedTier.has_record:
+                return [Outcome.FAILED] * len(keys)
             return [self._guarded(partial(self._asked, key)) for key in keys]
         return [Outcome.DONE if each else Outcome.MISSING for each in found]
 

@@ -101,6 +101,21 @@ def test_completion_shows_what_is_for_users(name: str, objects: dict[str, Any]) 
     assert shown == sorted(SHOWN[name].split())
 
 
+def test_completion_of_a_remote_tier() -> None:
+    """The names of a ThreadedTier, and what a subclass of RemoteTier has."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    from kvoffload.tiers import ObjectStoreTier, ThreadedTier
+
+    tier = ObjectStoreTier("memory:///", identity="x")
+    more = {each for each in dir(tier) if not each.startswith("_")} - set(dir(ThreadedTier))
+    shown = (
+        "bytes_per_call capabilities connect delete_folder delete_names describe disconnect fetch_parts have_names "
+        "identity max_queued name new_headers pools prefix record_bytes reject store_parts threads"
+    )
+    assert more == set(shown.split())
+    assert tier.close()
+
+
 def test_completion_of_a_cache_of_jax(device: kvoffload.Device) -> None:
     pytest.importorskip("jax", reason="JAX is not installed")
     from kvoffload.jax import OwnedCache

@@ -1,0 +1,156 @@
+"""ObjectStoreTier: records in S3, Google Cloud Storage, Azure Blob Storage or a folder, through obstore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from kvoffload.errors import CapabilityError
+from kvoffload.internal.checks import shown
+from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.remote import Parts, RemoteTier
+
+_LISTED = 1000  # names that one request lists
+_NETWORK = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https")  # schemes with a client
+
+
+class ObjectStoreTier(RemoteTier):
+    """Records in an object store: one object each, header first. Created if there is none, else left as it is.
+
+    Ranges of a record are sent as they are; obstore returns what it fetches in memory of its own, so that a read copies
+    once. `attach` makes no request. The store deletes old records by its own lifecycle rules; give them the `prefix`.
+
+    Args:
+        store: a URL such as "s3://bucket/folder", "gs://bucket", "az://container" or "file:///folder"; or a store made
+            by `obstore.store`, whose timeouts and retries are then the caller's.
+        identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
+        config: of the store, for a URL: `endpoint`, `region`, `access_key_id` and others of obstore. What is missing
+            comes from environment variables, and from the machine's role.
+        client_options: of connections, for a URL: `root_certificate`, `proxy_url`, `allow_http` and others of obstore.
+        timeout: seconds that a request may take, for a URL.
+
+    Raises:
+        CapabilityError: obstore or xxhash is missing (`pip install 'kvoffload[objectstore]'`).
+        TypeError, ValueError, obstore.exceptions.BaseError: an argument.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        identity: str,
+        prefix: str = "kvoffload",
+        key: bytes | None = None,
+        config: Mapping[str, Any] | None = None,
+        client_options: Mapping[str, Any] | None = None,
+        timeout: float = 10.0,
+        name: str = "objects",
+        threads: int = 8,
+        max_queued: int = 4096,
+    ) -> None:
+        super().__init__(
+            identity=identity,
+            prefix=prefix,
+            key=key,
+            name=name,
+            durable=True,
+            preferred_bytes=4 << 20,
+            threads=threads,
+            max_queued=max_queued,
+        )
+        self._obstore = _import_obstore()
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a number of seconds above 0, got {shown(timeout)}")
+        options = {"timeout": timedelta(seconds=timeout), "connect_timeout": timedelta(seconds=timeout)}
+        self._store = self._open(store, dict(config or {}), options | dict(client_options or {}))
+
+    # for RemoteTier -----------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        pass
+
+    def disconnect(self) -> None:
+        pass
+
+    def fetch_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        return [self._fetch(name, record) for name, record in zip(names, parts, strict=True)]
+
+    def store_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        exists = self._obstore.exceptions.AlreadyExistsError
+        for name, record in zip(names, parts, strict=True):
+            try:
+                self._obstore.put(self._store, name, record, mode="create", use_multipart=False)
+            except exists:  # another machine was faster
+                pass
+        return [Outcome.DONE] * len(names)
+
+    def have_names(self, names: Sequence[str]) -> list[bool]:
+        return [self._exists(name) for name in names]
+
+    def delete_names(self, names: Sequence[str]) -> list[bool]:
+        found = self.have_names(names)
+        self._delete([name for name, there in zip(names, found, strict=True) if there])
+        return found
+
+    def delete_folder(self, folder: str) -> None:
+        for listed in self._obstore.list(self._store, folder.rstrip("/"), chunk_size=_LISTED):
+            self._delete([each["path"] for each in listed])
+
+    # inner workings -----------------------------------------------------------------------------------------------
+
+    def _open(self, store: Any, config: dict[str, Any], client_options: dict[str, Any]) -> Any:
+        if not isinstance(store, str):
+            return store
+        scheme, colon, _ = store.partition("://")
+        if not colon:
+            raise ValueError(f'store must be a URL such as "s3://bucket/folder", got {shown(store)}')
+        if scheme in _NETWORK:
+            return self._obstore.store.from_url(
+                store, config=config, client_options=client_options, retry_config={"max_retries": 0}
+            )
+        return self._obstore.store.from_url(store, **config)
+
+    def _fetch(self, name: str, parts: Parts) -> Outcome:
+        try:
+            found = self._obstore.get(self._store, name)
+        except FileNotFoundError:
+            return Outcome.MISSING
+        if found.meta["size"] != sum(part.nbytes for part in parts):  # before the bytes are fetched
+            return self.reject(name)
+        content = np.frombuffer(found.bytes(), np.uint8)
+        ends = np.cumsum([part.nbytes for part in parts])
+        for part, fetched in zip(parts, np.split(content, ends[:-1]), strict=True):
+            part[:] = fetched
+        return Outcome.DONE
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self._obstore.head(self._store, name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _delete(self, names: list[str]) -> None:
+        if not names:
+            return
+        try:
+            self._obstore.delete(self._store, names)
+        except FileNotFoundError:  # some stores say so of an object that another machine has deleted meanwhile
+            if len(names) > 1:
+                for name in names:
+                    self._delete([name])
+
+
+def _import_obstore() -> Any:
+    try:
+        import obstore
+        import obstore.store
+    except ImportError as error:
+        raise CapabilityError(
+            f"ObjectStoreTier needs the package obstore, which cannot be imported ({error}); install it: "
+            "pip install 'kvoffload[objectstore]'"
+        ) from error
+    return obstore

@@ -1,0 +1,297 @@
+"""ValkeyTier: records in a Valkey or Redis server, or a cluster of them, through valkey-glide-sync."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvoffload.errors import CapabilityError
+from kvoffload.internal.checks import at_least, shown
+from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.remote import Parts, RemoteTier
+
+_BYTES_PER_CALL = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower
+_ERRORS = (1, 10)  # after which a client of one server, and of a cluster, is replaced
+_CONNECTING = 4  # of the timeout one part in so many is for connecting, the rest for the command
+_SCANNED = 1000  # names that one call of SCAN looks at
+
+
+class _OutOfStepError(ConnectionError):
+    """A connection gave the answer of another command."""
+
+
+class ValkeyTier(RemoteTier):
+    """Records in Valkey or Redis: a server, or a cluster, which evicts by its own `maxmemory-policy`.
+
+    Each part of a record is a value of its own, all of them in one hash slot: header and payload are written in one
+    transaction, and read by one command, straight into the slots of the pool. What was evicted in part is a miss.
+
+    Each thread has a connection. `attach` does not connect. A server that cannot be reached, or refuses the password,
+    makes keys FAILED, with a warning in the log.
+
+    Args:
+        addresses: "host:port", or several: of a cluster any of its nodes, else a primary and its replicas.
+        identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
+        cluster: whether the servers are a cluster.
+        username, password: for AUTH. The user needs "~{<prefix>/*", +mget +set +exists +unlink +scan +multi +exec, and
+            for the client itself +info +client +ping, in a cluster +cluster|slots +cluster|myid.
+        tls: encrypt connections, and verify the servers' certificates.
+        ca_file: certificates to trust instead of the system's, PEM.
+        cert_file, key_file: of this client, PEM, where servers ask for a certificate.
+        expiry: seconds after which the server deletes a record; None: it does not.
+        timeout: seconds that a command may take, connecting included, for which a quarter is left.
+        options: further arguments of glide's `GlideClientConfiguration`, or of `GlideClusterClientConfiguration`.
+
+    Raises:
+        CapabilityError: valkey-glide-sync or xxhash is missing (`pip install 'kvoffload[valkey]'`).
+        TypeError, ValueError: an argument.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str] = "127.0.0.1:6379",
+        *,
+        identity: str,
+        prefix: str = "kvoffload",
+        key: bytes | None = None,
+        cluster: bool = False,
+        username: str | None = None,
+        password: str | None = None,
+        tls: bool = False,
+        ca_file: str | Path | None = None,
+        cert_file: str | Path | None = None,
+        key_file: str | Path | None = None,
+        expiry: float | None = None,
+        timeout: float = 1.0,
+        options: Mapping[str, Any] | None = None,
+        name: str = "valkey",
+        threads: int = 4,
+        max_queued: int = 4096,
+    ) -> None:
+        super().__init__(
+            identity=identity,
+            prefix=prefix,
+            key=key,
+            name=name,
+            durable=False,
+            threads=threads,
+            max_queued=max_queued,
+            bytes_per_call=_BYTES_PER_CALL,
+        )
+        self._glide = _import_glide()
+        self._addresses = [_address(each) for each in ([addresses] if isinstance(addresses, str) else addresses)]
+        self.cluster = cluster
+        self._login = (username, password)
+        self._tls = tls
+        self._tls_files = (ca_file, cert_file, key_file)
+        self._expiry = None if expiry is None else at_least("expiry, in milliseconds,", round(1000 * expiry), 1)
+        self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 2)
+        self._options = dict(options or {})
+        self._clients: list[Any] = []  # all that are open
+        self._own = threading.local()  # `client`: the calling thread's
+
+    # for RemoteTier -----------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        self._tls_options()  # the files can be read
+
+    def disconnect(self) -> None:
+        while self._clients:
+            self._clients.pop().close()
+
+    def fetch_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for group in self._groups(names):
+            outcomes += self._fetch(names[group], parts[group])
+        return outcomes
+
+    def store_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for group in self._groups(names):
+            outcomes += [self._store(names[group], parts[group])] * len(names[group])
+        return outcomes
+
+    def have_names(self, names: Sequence[str]) -> list[bool]:
+        batch = self._batch(atomic=False)
+        for name in names:
+            batch.exists(self._part_names(name))
+        return [found == 1 + len(self.pools) for found in self._counts(batch)]
+
+    def delete_names(self, names: Sequence[str]) -> list[bool]:
+        batch = self._batch(atomic=False)
+        for name in names:
+            batch.unlink(self._part_names(name))
+        return [deleted > 0 for deleted in self._counts(batch)]
+
+    def delete_folder(self, folder: str) -> None:
+        # Not by glide's scan of a cluster, which the timeout does not bound. CLUSTER MYID: who the primaries are.
+        nodes = self._command("CLUSTER", "MYID", route=self._glide.AllPrimaries()) if self.cluster else [None]
+        for node in nodes:
+            route = None
+            if node is not None:
+                host, port = _address(node.decode())
+                route = self._glide.ByAddressRoute(host, port)
+            cursor = b"0"
+            while True:
+                cursor, found = self._command("SCAN", cursor, "MATCH", f"{{{folder}*", "COUNT", _SCANNED, route=route)
+                if found:
+                    self._command("UNLINK", *found)
+                if cursor == b"0":
+                    break
+
+    def describe(self) -> dict[str, str | int]:
+        """Of one server, or of the first of a cluster that answers; a user needs +info for it."""
+        route = self._glide.RandomNode() if self.cluster else None
+        answer = self._command("INFO", "server", "memory", route=route)
+        lines = dict(line.split(":", 1) for line in answer.decode().splitlines() if ":" in line)
+        return {
+            "version": lines.get("valkey_version", lines.get("redis_version", "")),
+            "used_bytes": int(lines.get("used_memory", 0)),
+            "max_bytes": int(lines.get("maxmemory", 0)),
+            "when_full": lines.get("maxmemory_policy", ""),
+        }
+
+    def reject(self, name: str) -> Outcome:
+        """As `RemoteTier.reject`. If the connection has changed bytes, it may be out of step, and is not used again."""
+        self._drop_client()
+        return super().reject(name)
+
+    # inner workings -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _connected(self) -> Iterator[Any]:
+        """The thread's client. After `_ERRORS` in a row it is closed, and the next call makes another one.
+
+        A client of glide connects again by itself, but it never leaves a connection whose answers are out of step. One
+        of a cluster is kept longer: while it connects, its timeout does not bound each of its steps.
+        """
+        client = getattr(self._own, "client", None)
+        if client is None:
+            client = self._own.client = self._new_client()
+            self._own.errors = 0
+            self._clients.append(client)
+        try:
+            yield client
+            self._own.errors = 0
+        except BaseException as error:
+            self._own.errors += 1
+            if isinstance(error, _OutOfStepError) or self._own.errors >= _ERRORS[self.cluster]:
+                self._drop_client()
+            raise
+
+    def _command(self, *arguments: Any, route: Any = None) -> Any:
+        with self._connected() as client:
+            given = [each if isinstance(each, bytes) else str(each) for each in arguments]
+            return client.custom_command(given, route=route) if self.cluster else client.custom_command(given)
+
+    def _drop_client(self) -> None:
+        client, self._own.client = getattr(self._own, "client", None), None
+        if client is not None:
+            self._clients.remove(client)
+            client.close()
+
+    def _new_client(self) -> Any:
+        glide = self._glide
+        kind = "Cluster" if self.cluster else ""
+        configuration = getattr(glide, f"Glide{kind}ClientConfiguration")
+        advanced = getattr(glide, f"AdvancedGlide{kind}ClientConfiguration")
+        username, password = self._login
+        given: dict[str, Any] = {
+            "addresses": [glide.NodeAddress(host, port) for host, port in self._addresses],
+            "use_tls": self._tls,
+            "credentials": None if password is None else glide.ServerCredentials(password, username),
+            "request_timeout": self._timeout - self._timeout // _CONNECTING,
+            "lazy_connect": True,  # so that the time to connect is bounded by the next line
+            "advanced_config": advanced(
+                connection_timeout=max(1, self._timeout // _CONNECTING), tls_config=self._tls_options()
+            ),
+        }
+        return getattr(glide, f"Glide{kind}Client").create(configuration(**given | self._options))
+
+    def _groups(self, names: Sequence[str]) -> list[slice]:
+        """Records that are carried by one command: all, but in a cluster one, as each may be on another server."""
+        step = 1 if self.cluster else len(names)
+        return [slice(at, at + step) for at in range(0, len(names), step)]
+
+    def _part_names(self, name: str) -> list[str]:
+        """Of the header and of each range. What is in braces decides about the slot of a cluster."""
+        return [f"{{{name}}}:{part}" for part in range(1 + len(self.pools))]
+
+    def _fetch(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        part_names = [each for name in names for each in self._part_names(name)]
+        buffers = [part.data for record in parts for part in record]
+        with self._connected() as client:
+            found = client.mget(part_names, buffers=buffers)
+            if not isinstance(found, list) or len(found) != len(part_names):
+                raise _OutOfStepError(f"{len(part_names)} values expected, got {shown(found)}")
+        lengths = iter(found)
+        of_each = [[next(lengths) for _ in record] for record in parts]
+        return [self._outcome(*each) for each in zip(names, parts, of_each, strict=True)]
+
+    def _outcome(self, name: str, parts: Parts, lengths: Sequence[bytes | None]) -> Outcome:
+        """By the lengths of the values that glide has written to the parts; None: there is no value."""
+        if None in lengths:
+            return Outcome.MISSING
+        whole = all(int(length or 0) == part.nbytes for length, part in zip(lengths, parts, strict=True))
+        return Outcome.DONE if whole else self.reject(name)
+
+    def _store(self, names: Sequence[str], parts: Sequence[Parts]) -> Outcome:
+        """In one transaction."""
+        glide = self._glide
+        expiry = None if self._expiry is None else glide.ExpirySet(glide.ExpiryType.MILLSEC, self._expiry)
+        batch = self._batch(atomic=True)
+        for name, record in zip(names, parts, strict=True):
+            for part_name, part in zip(self._part_names(name), record, strict=True):
+                batch.set(part_name, part.data, expiry=expiry)
+        with self._connected() as client:
+            try:
+                answer = client.exec(batch, True)
+            except glide.RequestError as error:
+                if "OOM" in str(error):  # `maxmemory` is reached, and the server evicts nothing
+                    return Outcome.DECLINED
+                raise
+            if not isinstance(answer, list) or set(answer) != {"OK"}:
+                raise _OutOfStepError(f"OK expected of each value, got {shown(answer)}")
+        return Outcome.DONE
+
+    def _counts(self, batch: Any) -> list[int]:
+        """What a batch of commands that count has counted."""
+        with self._connected() as client:
+            answer = client.exec(batch, True)
+            if not isinstance(answer, list) or not all(isinstance(each, int) for each in answer):
+                raise _OutOfStepError(f"counts expected, got {shown(answer)}")
+        return answer
+
+    def _batch(self, *, atomic: bool) -> Any:
+        return (self._glide.ClusterBatch if self.cluster else self._glide.Batch)(atomic)
+
+    def _tls_options(self) -> Any:
+        ca_file, cert_file, key_file = self._tls_files
+        return self._glide.TlsAdvancedConfiguration(
+            root_pem_cacerts=None if ca_file is None else Path(ca_file).read_bytes(),
+            client_cert_path=cert_file,
+            client_key_path=key_file,
+        )
+
+
+def _import_glide() -> Any:
+    try:
+        import glide_sync
+    except ImportError as error:
+        raise CapabilityError(
+            f"ValkeyTier needs the package valkey-glide-sync, which cannot be imported ({error}); install it: "
+            "pip install 'kvoffload[valkey]'"
+        ) from error
+    # Unless the program has set it up before: it writes to standard output. Errors reach the library's log without it.
+    glide_sync.Logger.init(glide_sync.LogLevel.OFF)
+    return glide_sync
+
+
+def _address(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not host or not colon or not port.isdecimal():
+        raise ValueError(f'addresses must be "host:port", such as "127.0.0.1:6379", got {shown(address)}')
+    return host.strip("[]"), int(port)

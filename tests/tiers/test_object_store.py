@@ -1,0 +1,139 @@
+"""ObjectStoreTier over SeaweedFS's S3, a folder, and a store that the caller has opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from remote_sessions import RemoteSession
+from servers import Process, need_module, s3_options, seaweed
+
+from kvoffload.testing import check_tier, fuzz_tier
+from kvoffload.tiers import ObjectStoreTier, Outcome
+
+DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
+
+
+@pytest.fixture
+def obstore() -> Any:
+    return need_module("obstore")
+
+
+@pytest.fixture
+def session(s3_server: Process, obstore: Any, request: pytest.FixtureRequest) -> Iterator[RemoteSession]:
+    assert obstore
+    with RemoteSession(tier_over(s3_server.port, identity=request.node.nodeid)) as session:
+        yield session
+
+
+def tier_over(port: int, **given: Any) -> ObjectStoreTier:
+    return ObjectStoreTier(**(s3_options(port) | {"identity": "x"} | given))
+
+
+def opened(obstore: Any, port: int) -> Any:
+    """The same bucket and folder, for what other programs do to it."""
+    options = s3_options(port)
+    return obstore.store.from_url(options["store"], **{name: options[name] for name in ("config", "client_options")})
+
+
+@pytest.mark.parametrize("pools", [1, 2])
+def test_s3_conforms(s3_server: Process, obstore: Any, pools: int, seed: int) -> None:
+    assert obstore
+    check_tier(lambda: tier_over(s3_server.port, identity=f"conforms {pools}"), pools=pools, seed=seed, entries=8)
+
+
+@pytest.mark.parametrize("pools", [1, 2])
+def test_a_folder_conforms(tmp_path: Path, obstore: Any, pools: int, seed: int) -> None:
+    assert obstore
+    url = f"file://{tmp_path}"
+    check_tier(lambda: ObjectStoreTier(url, identity="x"), pools=pools, seed=seed)
+    fuzz_tier(ObjectStoreTier(url, identity="y"), operations=500, lossless=True, seed=seed)
+
+
+def test_a_store_of_the_callers_conforms(obstore: Any, seed: int) -> None:
+    store = obstore.store.MemoryStore()
+    check_tier(lambda: ObjectStoreTier(store, identity="x"), seed=seed)
+
+
+def test_a_record_that_is_there_is_left_as_it_is(session: RemoteSession, s3_server: Process) -> None:
+    identity = session.tier.identity
+    assert session.put(b"k", 1) is DONE
+    other = tier_over(s3_server.port, identity=identity)
+    other.have_names = lambda names: [False] * len(names)  # type: ignore[method-assign]  # both have asked before
+    with RemoteSession(other) as second:
+        assert second.put(b"k", 2) is DONE
+        assert second.get(b"k") == 1
+
+
+def test_objects_of_others_under_a_records_name_are_misses_that_are_deleted(
+    session: RemoteSession, s3_server: Process, obstore: Any
+) -> None:
+    store = opened(obstore, s3_server.port)
+    name = session.tier.format.name(b"k")
+    right = 192 + 2 * 4096
+    for content in (b"", b"short", bytes(right - 1), bytes(right), bytes(right + 1), bytes(4 << 20)):
+        obstore.put(store, name, content)
+        assert session.get(b"k") is MISSING
+        assert not session.exists(b"k")
+    assert session.tier.statistics().corrupt == 6
+    assert session.put(b"k", 3) is DONE
+    assert session.get(b"k") == 3
+
+
+def test_clearing_deletes_this_tiers_objects_alone(session: RemoteSession, s3_server: Process, obstore: Any) -> None:
+    store = opened(obstore, s3_server.port)
+    name = session.tier.format.name(b"k")
+    folder = session.tier.format.folder
+    for other in (name.replace("kvoffload", "another"), folder.rstrip("/") + "0/ab"):
+        obstore.put(store, other, b"other")
+    for number in range(30):
+        assert session.put(b"%d" % number, number) is DONE
+    assert session.tier.clear().wait(60) == [DONE]
+    assert not any(session.exists(b"%d" % number) for number in range(30))
+    for other in (name.replace("kvoffload", "another"), folder.rstrip("/") + "0/ab"):
+        assert bytes(obstore.get(store, other).bytes()) == b"other"
+        obstore.delete(store, other)
+
+
+def test_a_wrong_secret_fails(s3_server: Process, obstore: Any) -> None:
+    assert obstore
+    options = s3_options(s3_server.port)
+    options["config"]["secret_access_key"] = "another"
+    with RemoteSession(ObjectStoreTier(**options, identity="x")) as session:
+        assert session.put(b"k", 1) is FAILED
+        assert session.get(b"k") is FAILED
+
+
+def test_a_server_that_is_gone_fails_and_is_noticed_when_it_is_back(tmp_path: Path, obstore: Any) -> None:
+    assert obstore
+    server = seaweed(tmp_path)
+    with RemoteSession(tier_over(server.port, timeout=0.3)) as session:
+        assert session.put(b"k", 1) is FAILED  # it never was there
+        assert session.get(b"k") is FAILED
+        with server:
+            tries = range(300)
+            assert any(session.put(b"k", 1) is DONE for _ in tries)
+            assert any(session.get(b"k") == 1 for _ in tries)
+            server.pause()
+            assert session.get(b"k") is FAILED
+            assert session.remove(b"k") is FAILED
+            assert session.tier.clear().wait(30) == [FAILED]
+            server.resume()
+            assert any(session.get(b"k") == 1 for _ in tries)
+        assert session.get(b"k") is FAILED
+
+
+@pytest.mark.parametrize("url", ["", "bucket/folder", "s3:/bucket"])
+def test_urls_that_are_refused(obstore: Any, url: str) -> None:
+    assert obstore
+    with pytest.raises(ValueError, match="store must be a URL"):
+        ObjectStoreTier(url, identity="x")
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_timeouts_that_are_refused(obstore: Any, timeout: float) -> None:
+    assert obstore
+    with pytest.raises(ValueError, match="timeout must be"):
+        ObjectStoreTier("s3://bucket", identity="x", timeout=timeout)
