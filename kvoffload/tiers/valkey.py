@@ -15,7 +15,7 @@ from kvoffload.tiers.remote import Parts, RemoteTier
 
 _BYTES_PER_CALL = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower
 _ERRORS = (1, 10)  # after which a client of one server, and of a cluster, is replaced
-_CONNECTING = 4  # of the timeout one part in so many is for connecting, the rest for the command
+_CONNECTING = 2  # of the timeout one part in so many is for connecting, the rest for the command
 _SCANNED = 1000  # names that one call of SCAN looks at
 
 
@@ -42,7 +42,7 @@ class ValkeyTier(RemoteTier):
         ca_file: certificates to trust instead of the system's, PEM.
         cert_file, key_file: of this client, PEM, where servers ask for a certificate.
         expiry: seconds after which the server deletes a record; None: it does not.
-        timeout: seconds that a command may take, connecting included, for which a quarter is left.
+        timeout: seconds that a command may take, half of that to connect, and half to be answered.
         options: further arguments of glide's `GlideClientConfiguration`, or of `GlideClusterClientConfiguration`.
 
     Raises:
@@ -65,7 +65,7 @@ class ValkeyTier(RemoteTier):
         cert_file: str | Path | None = None,
         key_file: str | Path | None = None,
         expiry: float | None = None,
-        timeout: float = 1.0,
+        timeout: float = 2.0,
         options: Mapping[str, Any] | None = None,
         name: str = "valkey",
         threads: int = 4,

@@ -98,8 +98,8 @@ def s3_machine(folder: Path, timed: Timed, seed: int) -> Iterator[chaos_remote.R
 
 Make = Callable[[Path, Timed, int], Any]
 MACHINES: dict[str, tuple[Make, float]] = {
-    "valkey": (valkey_machine, 0.1),
-    "cluster": (cluster_machine, 0.3),
+    "valkey": (valkey_machine, 0.2),
+    "cluster": (cluster_machine, 0.5),
     "s3": (s3_machine, 0.3),
 }
 
