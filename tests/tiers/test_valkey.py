@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_proxy import FaultyProxy
+from faulty_proxy import FaultyProxy, ProxyFaults
 from remote_sessions import RemoteSession
 from servers import Process, ValkeyCluster, ask, certificates, need_module, valkey
 
@@ -266,6 +266,22 @@ def test_a_cluster_whose_answers_do_not_end_hangs_no_call(tmp_path: Path) -> Non
             assert session.tier.exists([b"k"]).wait(30) == [FAILED]
             assert session.remove(b"k") is FAILED
             assert until(session, 1)
+
+
+def test_a_clear_that_does_not_reach_all_servers_of_a_cluster_fails(tmp_path: Path) -> None:
+    """The client leaves servers out that it has no connection with, and does not say so."""
+    keys = [b"%d" % number for number in range(30)]
+    with ValkeyCluster(tmp_path, proxies_seed=0) as cluster:
+        addresses = [proxy.address for proxy in cluster.proxies]
+        with RemoteSession(ValkeyTier(addresses, cluster=True, identity="x", timeout=1.0, threads=1)) as session:
+            for key in keys:
+                assert any(session.put(key, 1) is DONE for _ in range(100))
+            cluster.proxies[1].faults = ProxyFaults(refuse=True)
+            cluster.proxies[1].cut_all()
+            assert {session.tier.clear().wait(30)[0] for _ in range(5)} == {FAILED}
+            cluster.proxies[1].faults = ProxyFaults()
+            assert any(session.tier.clear().wait(30) == [DONE] for _ in range(100))
+            assert not any(map(session.exists, keys))
 
 
 def until(session: RemoteSession, version: int, *, put: bool = True) -> bool:
