@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from driver_levels import LEVELS
 from hypothesis import settings
+from mooncake_servers import MooncakeServers
 from servers import Process, ValkeyCluster, seaweed, valkey
 
 import kvoffload
@@ -149,3 +150,10 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """SeaweedFS with its S3 gateway; each test uses identities of its own."""
     with seaweed(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def mooncake_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServers]:
+    """A Mooncake master and one store process, which no test kills; each test uses identities of its own."""
+    with MooncakeServers(tmp_path_factory.mktemp("mooncake")) as servers:
+        yield servers

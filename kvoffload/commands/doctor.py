@@ -24,7 +24,10 @@ _INDENT = " " * len("  warn  ")
 _WITHOUT_A_GPU = (
     "without a GPU: `kvoffload demo` and `kvoffload replay TRACE --model NAME --scale 0.01` run on the simulated device"
 )
-_EXTRAS = ("rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax", "xxhash", "valkey-glide-sync", "obstore")
+_EXTRAS = (
+    "rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax", "xxhash", "mooncake-transfer-engine-non-cuda",
+    "valkey-glide-sync", "obstore",
+)  # fmt: skip
 
 
 def add_parser(commands: Any) -> None:

@@ -2,6 +2,7 @@
 
 ThreadedTier, MemoryTier    tiers over methods that block; records in host memory     threaded.py, memory.py
 RemoteTier                  records in a store that machines share                    remote.py, remote_format.py
+MooncakeTier                Mooncake Store                                            mooncake.py, mooncake_client.py
 ValkeyTier                  Valkey and Redis                                          valkey.py
 ObjectStoreTier             S3, Google Cloud Storage, Azure, folders                  object_store.py
 load_tier                   a tier by its name, of this package or of another         loading.py
@@ -19,6 +20,7 @@ from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.loading import load_tier
 from kvoffload.tiers.memory import MemoryTier
+from kvoffload.tiers.mooncake import MooncakeTier
 from kvoffload.tiers.object_store import ObjectStoreTier
 from kvoffload.tiers.remote import RemoteTier
 from kvoffload.tiers.threaded import Origin, ThreadedTier
@@ -28,6 +30,7 @@ from kvoffload.tiers.valkey import ValkeyTier
 __all__ = [
     "DiskTier",
     "MemoryTier",
+    "MooncakeTier",
     "ObjectStoreTier",
     "Origin",
     "Outcome",

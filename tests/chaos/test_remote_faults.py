@@ -8,10 +8,13 @@ import exhaust_remote
 import pytest
 from servers import need_module
 
-SHARES = {"valkey": 1.0, "cluster": 0.6, "s3": 0.25}
+SHARES = {"valkey": 1.0, "cluster": 0.6, "s3": 0.25, "mooncake": 0.3}
 
 
-@pytest.mark.parametrize(("kind", "client"), [("valkey", "glide_sync"), ("cluster", "glide_sync"), ("s3", "obstore")])
+@pytest.mark.parametrize(
+    ("kind", "client"),
+    [("valkey", "glide_sync"), ("cluster", "glide_sync"), ("s3", "obstore"), ("mooncake", "mooncake")],
+)
 def test_servers_that_fail_in_every_manner(kind: str, client: str, tmp_path: Path, seed: int) -> None:
     need_module(client)
     make, timeout = exhaust_remote.MACHINES[kind]

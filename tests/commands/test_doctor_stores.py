@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from benching import run_json
+from mooncake_servers import MooncakeServers
 from servers import Process, ask, need_module
 
 from kvoffload.commands import findings, main, stores
@@ -55,6 +57,15 @@ def test_a_valkey_server_is_asked_what_it_is(
     assert store["says"]["used_bytes"] > 0
     assert "kvoffload-doctor" not in ask(valkey_server.port, "KEYS *")
     assert "valkey: set its maxmemory: it grows until it is killed" in fields["advice"]
+
+
+def test_a_mooncake_store_is_tried(capsys: pytest.CaptureFixture[str], mooncake_servers: MooncakeServers) -> None:
+    fields = run_json(capsys, *DOCTOR, "--store", "mooncake", f"master={mooncake_servers.master.address}")
+    (store,) = fields["stores"]
+    assert store["problem"] is None
+    assert re.fullmatch(r"client \d+\.\d+.*, (tcp|rdma)", store["says"]["version"])
+    gone = run_json(capsys, *DOCTOR, "--store", "mooncake", "master=127.0.0.1:1")["stores"][0]
+    assert "no connection to the Mooncake master at 127.0.0.1:1" in gone["problem"]
 
 
 @pytest.mark.parametrize(

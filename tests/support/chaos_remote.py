@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from faulty_proxy import FaultyProxy, ProxyFaults
+from proxy_process import ProxyProcess
 
 from kvoffload.testing.tier_pools import TierPools
 from kvoffload.tiers import Outcome, RemoteTier, TierJob
@@ -77,7 +78,7 @@ class RemoteMachine:
         self,
         make: Callable[[], RemoteTier],
         servers: Sequence[Killable],
-        proxies: Sequence[FaultyProxy],
+        proxies: Sequence[FaultyProxy | ProxyProcess],
         seed: int,
         *,
         pools: int = 2,

@@ -6,6 +6,7 @@
     valkey      one Valkey server
     cluster     three Valkey servers that are a cluster
     s3          SeaweedFS's S3 gateway
+    mooncake    a Mooncake master and two store processes; the proxy is before the master
 
 Servers are killed, paused and started again; proxies before them delay, cut, half-open and corrupt. It prints counts of
 each, calls that took longer than their timeout allows, and what was wrong. Exit status 1 if anything was.
@@ -27,11 +28,13 @@ from typing import Any
 
 import chaos_remote
 from faulty_proxy import FaultyProxy
+from mooncake_servers import MooncakeServers, Settled
+from proxy_process import ProxyProcess
 from servers import ValkeyCluster, s3_options, seaweed, valkey
 
-from kvoffload.tiers import ObjectStoreTier, Outcome, RemoteTier, ValkeyTier
+from kvoffload.tiers import MooncakeTier, ObjectStoreTier, Outcome, RemoteTier, ValkeyTier
 
-KINDS = ("valkey", "cluster", "s3")
+KINDS = ("valkey", "cluster", "s3", "mooncake")
 PER_MACHINE = 5_000  # operations
 MOST_GROWTH = 64 << 20  # bytes of resident memory, after the first machine
 
@@ -96,11 +99,27 @@ def s3_machine(folder: Path, timed: Timed, seed: int) -> Iterator[chaos_remote.R
         yield chaos_remote.RemoteMachine(make, [server], [proxy], seed)
 
 
+@contextmanager
+def mooncake_machine(folder: Path, timed: Timed, seed: int) -> Iterator[chaos_remote.RemoteMachine]:
+    """Any of three processes is killed or paused."""
+    with (
+        MooncakeServers(folder, stores=2, store_bytes=16 << 20, lease=0.5) as servers,
+        ProxyProcess(servers.master.port, seed) as proxy,
+    ):
+
+        def make() -> RemoteTier:
+            return timed.around(MooncakeTier(proxy.address, identity="chaos", timeout=timed.timeout))
+
+        killable = [Settled(servers, process) for process in (servers.master, *servers.stores)]
+        yield chaos_remote.RemoteMachine(make, killable, [proxy], seed)
+
+
 Make = Callable[[Path, Timed, int], Any]
 MACHINES: dict[str, tuple[Make, float]] = {
     "valkey": (valkey_machine, 0.2),
     "cluster": (cluster_machine, 0.5),
     "s3": (s3_machine, 0.3),
+    "mooncake": (mooncake_machine, 0.3),
 }
 
 

@@ -99,6 +99,11 @@ class Process:
     def address(self) -> str:
         return f"{HOST}:{self.port}"
 
+    @property
+    def running(self) -> bool:
+        """Whether it was started, and not killed since."""
+        return self._process is not None
+
     def start(self) -> None:
         with open(self.folder / "log", "ab") as log:
             self._process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -120,6 +125,7 @@ class Process:
         """It keeps its connections, and answers nothing."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # else it may go on for a moment
 
     def resume(self) -> None:
         assert self._process is not None

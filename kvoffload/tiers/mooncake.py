@@ -1,0 +1,263 @@
+"""MooncakeTier: records in a Mooncake Store, the memory of several machines, through the client that needs no torch."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvoffload.errors import CapabilityError
+from kvoffload.internal.checks import at_least
+from kvoffload.internal.log import LOGGER
+from kvoffload.internal.types import UInt8Array
+from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.mooncake_client import (
+    Protocol,
+    accepts,
+    addresses,
+    checked_protocol,
+    client_version,
+    default_threads,
+    import_store,
+    own_address,
+    replication,
+    set_environment,
+)
+from kvoffload.tiers.remote import Parts, RemoteTier
+from kvoffload.tiers.remote_format import HEADER_BYTES
+
+_MOST_REGISTERED = 64 << 30  # bytes, by one call: drivers refuse to register a pool of 512 GiB at once
+_BYTES_PER_CALL = 16 << 20
+_STORED = {0: Outcome.DONE, -200: Outcome.DECLINED}  # -200: no room
+# Not found, being written, lease over before the bytes were there, no replica, replica gone.
+_MISSES = frozenset({-704, -703, -707, -710, -712})
+_NOT_FETCHED = dict.fromkeys(_MISSES, Outcome.MISSING)
+_WRONG_SIZE = frozenset({-600, -800})  # among other things
+
+
+class MooncakeTier(RemoteTier):
+    """Records in the memory that the processes of a Mooncake Store contribute; its master decides what is evicted.
+
+    The pools are registered with the client by `attach`, and records are copied between slots and the store's memory by
+    the client alone, a call for several keys, each with its header. `attach` tries to connect; if no master answers, it
+    warns, and calls that are made later try again: their keys are FAILED until one does. A master that goes away and
+    comes back is found by the client itself; what the store held before is gone then, unless its masters are set up for
+    high availability. A record whose owner dies is FAILED until the master has noticed, and MISSING afterwards, or read
+    from another replica. A removal does not wait for the leases of readers: what they read meanwhile is verified, too.
+
+    The client is configured by environment variables, which are those of the process. A tier sets these unless they
+    are set: MC_LOG_LEVEL=ERROR, MC_STORE_CLIENT_SETUP_RETRIES=1, and for `timeout` MC_RPC_TIMEOUT_MS,
+    MC_RPC_CONNECT_TIMEOUT_MS, MC_TCP_PROGRESS_TIMEOUT_SEC and MC_TCP_STATUS_TIMEOUT_SEC.
+
+    Attributes:
+        protocol: that records are carried by.
+
+    Args:
+        master: "host:port", or where masters in high availability register: "etcd://host:port;host:port".
+        identity, prefix, key, name, max_queued: see `RemoteTier`.
+        metadata_server: of the transfer engine: "P2PHANDSHAKE" needs none.
+        hostname: by which other machines reach this one; None: the address from which it reaches the master.
+        protocol: "rdma" or "tcp", the same on all machines of a store. None: "rdma" if this one has a device that is
+            active.
+        devices: of RDMA to use, separated by commas; "" for all that suit the pool.
+        segment_bytes: of memory that this process contributes to the store, and that leaves it with this process.
+        replicas: of each record, on different processes; as many as there is room for.
+        soft_pin: for how many seconds records are evicted only if nothing else can be; None: they are not pinned.
+        timeout: seconds that a request to the master may take, and a transfer without progress. A call for several keys
+            consists of up to three requests and a transfer.
+        threads: that call the client. None: 4 over RDMA; 2 over TCP, or 1 if the process may use fewer than 8 CPUs, as
+            each one that waits for a transfer keeps a CPU busy.
+
+    Raises:
+        CapabilityError: the package is missing (`pip install 'kvoffload[mooncake]'`), a library that it needs
+            (`libibverbs1`), xxhash, or an active RDMA device for "rdma".
+        TypeError, ValueError: an argument.
+    """
+
+    def __init__(
+        self,
+        master: str = "127.0.0.1:50051",
+        *,
+        identity: str,
+        prefix: str = "kvoffload",
+        key: bytes | None = None,
+        metadata_server: str = "P2PHANDSHAKE",
+        hostname: str | None = None,
+        protocol: Protocol | None = None,
+        devices: str = "",
+        segment_bytes: int = 0,
+        replicas: int = 1,
+        soft_pin: float | None = None,
+        timeout: float = 5.0,
+        name: str = "mooncake",
+        threads: int | None = None,
+        max_queued: int = 4096,
+    ) -> None:
+        self.protocol: Protocol = checked_protocol(protocol)
+        super().__init__(
+            identity=identity,
+            prefix=prefix,
+            key=key,
+            name=name,
+            durable=False,
+            threads=default_threads(self.protocol) if threads is None else threads,
+            max_queued=max_queued,
+            bytes_per_call=_BYTES_PER_CALL,
+        )
+        self._masters = addresses(master)
+        self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 1)
+        set_environment(self._timeout)  # before the import, which reads some of it
+        self._store = import_store()
+        self._setup = {
+            "master_server_addr": master,
+            "metadata_server": metadata_server,
+            "local_hostname": own_address(self._masters[0]) if hostname is None else hostname,
+            "protocol": self.protocol,
+            "rdma_devices": devices,
+            "global_segment_size": str(at_least("segment_bytes", segment_bytes, 0)),
+            "local_buffer_size": "0",  # for calls that are not made here
+        }
+        self._replication = replication(self._store, replicas, soft_pin)
+        self._client: Any = None
+        self._connecting = threading.Lock()
+        self._headers = threading.local()  # of each thread, registered
+        self._registered: list[UInt8Array] = []  # must outlive the client
+
+    # for RemoteTier -----------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        try:
+            self._connected()
+        except ConnectionError as error:
+            LOGGER.warning("%r: %s; calls will try again", self, error)
+        # The interpreter must not end while a thread is in a call of the client: that aborts the process.
+        atexit.register(self.close)
+
+    def disconnect(self) -> None:
+        atexit.unregister(self.close)
+        client, self._client = self._client, None  # a call after its `close` would crash the process
+        if client is not None:
+            client.close()  # holds the interpreter's lock for up to a second
+        self._registered.clear()
+
+    def new_headers(self, count: int) -> UInt8Array:
+        headers: UInt8Array | None = getattr(self._headers, "array", None)
+        if headers is None or len(headers) < count:
+            headers = np.empty((1 << (count - 1).bit_length(), HEADER_BYTES), np.uint8)
+            self._register(self._connected(), headers)
+            self._headers.array = headers
+        return headers[:count]
+
+    def fetch_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        client = self._connected()
+        nbytes = self.record_bytes + HEADER_BYTES
+        codes = client.batch_get_into_multi_buffers(list(names), *_ranges(parts))
+        misfits = _misfits(client, names, codes, nbytes)
+        outcomes = [Outcome.DONE if c == nbytes else _NOT_FETCHED.get(c, Outcome.FAILED) for c in codes]
+        for at in misfits:
+            outcomes[at] = self.reject(names[at])
+        return _checked("get", codes, outcomes)
+
+    def store_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        codes = self._connected().batch_put_from_multi_buffers(list(names), *_ranges(parts), self._replication)
+        return _checked("put", codes, [_STORED.get(code, Outcome.FAILED) for code in codes])
+
+    def have_names(self, names: Sequence[str]) -> list[bool]:
+        return [code == 1 for code in _known("is_exist", self._connected().batch_is_exist(list(names)))]
+
+    def delete_names(self, names: Sequence[str]) -> list[bool]:
+        codes = self._connected().batch_remove(list(names), True)
+        _known("remove", [code for code in codes if code not in _MISSES])
+        return [code == 0 for code in codes]
+
+    def delete_folder(self, folder: str) -> None:
+        pattern = "^" + folder.replace(".", "[.]")
+        _known("remove_by_regex", [self._connected().remove_by_regex(pattern, True)])
+
+    def describe(self) -> dict[str, str | int]:
+        return {"version": f"client {client_version()}, {self.protocol}"}
+
+    # inner workings -----------------------------------------------------------------------------------------------
+
+    def _connected(self) -> Any:
+        """The client.
+
+        Raises:
+            ConnectionError: no master answers, or another thread is waiting for its answer.
+        """
+        if self._client is None:
+            if not self._connecting.acquire(blocking=False):
+                raise ConnectionError("the Mooncake master has not answered yet")
+            try:
+                self._client = self._client or self._new_client()
+            finally:
+                self._connecting.release()
+        return self._client
+
+    def _new_client(self) -> Any:
+        if not any(accepts(address, self._timeout / 1000) for address in self._masters):
+            raise ConnectionError(f"no connection to the Mooncake master at {self._setup['master_server_addr']}")
+        set_environment(self._timeout)
+        client = self._store.MooncakeDistributedStore()
+        code = client.setup(self._setup)  # holds the interpreter's lock: 30 ms, or `timeout` without an answer
+        if code != 0:
+            raise ConnectionError(f"no Mooncake master answers, or none takes this client: {self._setup} ({code})")
+        try:
+            for pool in self.pools:
+                rows = max(1, _MOST_REGISTERED // pool.shape[1])
+                for first in range(0, len(pool), rows):
+                    self._register(client, pool[first : first + rows])
+        except BaseException:
+            client.close()
+            self._registered.clear()
+            raise
+        return client
+
+    def _register(self, client: Any, array: UInt8Array) -> None:
+        code = client.register_buffer(_address(array), array.nbytes)
+        if code != 0:
+            raise CapabilityError(
+                f"{array.nbytes} bytes of the pool could not be registered for {self.protocol} (register_buffer "
+                f"returned {code}); raise the limit of locked memory (ulimit -l)"
+            )
+        self._registered.append(array)
+
+
+def _address(array: UInt8Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _ranges(parts: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]]]:
+    """Addresses and bytes of all parts of each record."""
+    return [[_address(part) for part in record] for record in parts], [[p.nbytes for p in record] for record in parts]
+
+
+def _misfits(client: Any, names: Sequence[str], codes: Sequence[int], nbytes: int) -> list[int]:
+    """Positions of records that are not of `nbytes`, as far as the master says."""
+    found = []
+    for at, code in enumerate(codes):
+        if code in _WRONG_SIZE:
+            size = client.get_size(names[at])
+            if size < 0 and size not in _MISSES:  # it does not answer, and would not for the others
+                break
+            if 0 <= size != nbytes:
+                found.append(at)
+    return found
+
+
+def _checked(call: str, codes: Sequence[int], outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes; ConnectionError if all are FAILED, so that a warning is logged."""
+    if outcomes and all(outcome is Outcome.FAILED for outcome in outcomes):
+        _known(call, codes)
+    return outcomes
+
+
+def _known(call: str, codes: Sequence[int]) -> Sequence[int]:
+    """The codes; ConnectionError if one is an error."""
+    if codes and min(codes) < 0:
+        raise ConnectionError(f"{call} of {len(codes)} names failed with {min(codes)}, an error code of Mooncake")
+    return codes
