@@ -6,7 +6,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,13 +43,13 @@ def probe(words: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
-def argument(word: str) -> tuple[str, Any]:
-    """A tier's argument from "name=value": the value is JSON, or env:VARIABLE, or else text."""
+def argument(word: str, variables: Mapping[str, str] = os.environ) -> tuple[str, Any]:
+    """A tier's argument from "name=value": the value is JSON, or the variable of "env:VARIABLE", or else text."""
     name, equals, value = word.partition("=")
     if not equals or not name.isidentifier():
         raise ValueError(f"--store takes arguments as name=value, got {shown(word)}")
     if value.startswith(_ENVIRONMENT):
-        return name, os.environ[value.removeprefix(_ENVIRONMENT)]
+        return name, variables[value.removeprefix(_ENVIRONMENT)]
     try:
         return name, json.loads(value)
     except ValueError:

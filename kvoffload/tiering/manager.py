@@ -7,7 +7,6 @@ refers to the cache weakly, and ends with it, but not before every tier's call t
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import weakref
@@ -24,6 +23,7 @@ from kvoffload.internal.waiting import wait_until
 from kvoffload.tiering.below import TierBelow
 from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.promotion import ChainedLoad, PromotionRecord
+from kvoffload.tiering.waker import Waker
 from kvoffload.tiering.writer import Writer
 from kvoffload.tiering.writes import WriteChoice
 from kvoffload.tiers.tier import Tier
@@ -85,8 +85,9 @@ class TierManager:
         self._recorder = index._state.recorder
         self._choice = choice
         self._settle, self._submit = settle, submit
-        woken = queue.SimpleQueue[None]()  # may be put to by a finalizer; an Event may not be set by one
-        self.wake = notify = _waker(woken)  # have the thread look at everything soon
+        waker = Waker()
+        self.wake = notify = waker.now  # have the thread look at everything
+        self.wake_soon = waker.soon
         most_occupied, most_leased = (max(1, int(share * index.capacity)) for share in shares)
         self._index, self._ahead = index, min(most_leased, _MOST_AHEAD)
         self._filled = False  # since the latest look at what is evicted next
@@ -103,9 +104,14 @@ class TierManager:
         index._state.in_flight.append(lambda: () if (io := promoter()) is None else io())
         reference = weakref.ref(self, lambda _: notify())
         self._thread = threading.Thread(
-            target=_run, args=(reference, woken, list(tiers)), name="kvoffload-tiers", daemon=True
+            target=_run, args=(reference, waker, list(tiers)), name="kvoffload-tiers", daemon=True
         )
         self._thread.start()
+
+    def promote(self, record: PromotionRecord) -> None:
+        """End a promotion at once, or have the thread take it up."""
+        if not self._promoter.ends_at_once(record):
+            self.post(record)
 
     def post(self, message: Message) -> None:
         """Leave a message, and wake the thread."""
@@ -115,7 +121,10 @@ class TierManager:
                 self._lost_events = True
             return  # these may be lost
         self._messages.append(message)
-        self.wake()
+        if concerns_writes:
+            self.wake_soon()
+        else:
+            self.wake()
         if self.closed:
             self._end_messages()
 
@@ -295,16 +304,6 @@ def _is_removed(removals: Sequence[weakref.ref[Removal]], key: bytes) -> bool:
     return any(removal is not None and (removal.keys is None or key in removal.keys) for removal in known)
 
 
-def _waker(woken: queue.SimpleQueue[None]) -> Callable[[], None]:
-    """Wakes the thread. If it has been woken and has not looked yet, that is enough."""
-
-    def wake() -> None:
-        if woken.empty():
-            woken.put(None)
-
-    return wake
-
-
 def _drained(tier: Tier, timeout: float | None) -> bool:
     try:
         return bool(tier.drain(timeout))
@@ -321,11 +320,10 @@ def _closed(tier: Tier, timeout: float) -> bool:
         return False
 
 
-def _run(reference: weakref.ref[TierManager], woken: queue.SimpleQueue[None], tiers: list[Tier]) -> None:
+def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -> None:
     """Of the thread. Closes the tiers when the manager has become garbage."""
     while (manager := reference()) is not None:
-        while not woken.empty():  # before anything is looked at: what happens afterwards puts another one
-            woken.get()
+        waker.begin()
         try:
             wait = manager.step()
         except BaseException:  # nothing ends the thread: the tiers would be dead without a word
@@ -336,10 +334,7 @@ def _run(reference: weakref.ref[TierManager], woken: queue.SimpleQueue[None], ti
         keeps = manager if manager.busy else None  # its slots must not be given to another cache
         del manager
         longest = _LONGEST_SLEEP if keeps is None else _SLEEP_OF_GARBAGE
-        try:
-            woken.get(timeout=longest if wait is None else min(wait, longest))
-        except queue.Empty:
-            pass
+        waker.wait(longest if wait is None else min(wait, longest))
         del keeps
     for tier in tiers:
         _closed(tier, _LONGEST_SLEEP)

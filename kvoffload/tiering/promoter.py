@@ -77,6 +77,27 @@ class Promoter:
         if not record.cancelled and not crowded:
             self._look(record, range(len(record.keys)))
 
+    def ends_at_once(self, record: PromotionRecord) -> bool:
+        """End a promotion that no tier can lengthen: its keys are in slots, or no tier is to be asked for the first one
+        that is not. By any thread, without the manager's lock; what it needs are the index and the new record alone.
+        """
+        keys, table = record.keys, self._index._state.table
+        of, pending = table.of, table.pending  # without the index's lock: `acquire` verifies it
+        if not keys or (pending and not pending.keys().isdisjoint(keys)):
+            return False
+        present = [key for key in keys if key in of]
+        missing = next((position for position, key in enumerate(keys) if key not in of), len(keys))
+        if missing < len(keys) and any(below.may_be_asked(keys[missing]) for below in self._tiers):
+            return False
+        try:
+            if present:
+                record.leases.append(self._index.acquire(present))
+        except KVOffloadError:  # evicted since
+            return False
+        record.ready = missing
+        record.end()
+        return True
+
     def advance(self) -> list[PromotionRecord]:
         """Take note of outcomes and deadlines; returns the promotions that have ended."""
         now = time.monotonic()
@@ -228,12 +249,13 @@ class Promoter:
     def _collect(self, record: PromotionRecord, fetch: Fetch, now: float) -> list[int]:
         """Commit what has come; returns the positions of what has not, whose entries the tier does not touch."""
         left, missed = [], []
-        for at in fetch.left:
-            outcome, position = fetch.job.outcomes[at], fetch.positions[at]
+        outcomes = [fetch.job.outcomes[at] for at in fetch.left]  # once: the tier sets more of them meanwhile
+        fetch.below.answered(outcomes)
+        for at, outcome in zip(fetch.left, outcomes, strict=True):
+            position = fetch.positions[at]
             if outcome is None:
                 left.append(at)
                 continue
-            fetch.below.answered(outcome)
             came = outcome is Outcome.DONE and not self.refused(record.keys[position])
             if came:
                 came = self._commit(record, position)
@@ -267,12 +289,13 @@ class Promoter:
         """Wait for a tier no longer: returns what it has not brought. Entries that it may write are kept.
 
         Args:
-            blame: if it is working on a key, it has failed.
+            blame: the deadline has passed, so a tier that has not answered is too slow.
         """
+        waited = bool(fetch.left)
         fetch.job.cancel()
         missed = self._collect(record, fetch, now)
-        if blame and fetch.left:
-            fetch.below.failed()
+        if blame and waited:
+            fetch.below.late(begun=bool(fetch.left))
         for at in fetch.left:
             position = fetch.positions[at]
             self._late.append((fetch.job, at))

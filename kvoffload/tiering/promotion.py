@@ -209,7 +209,8 @@ class Promotion:
         """The keys that have come may be evicted from now on, and no more is brought. Idempotent."""
         self._record.released = True
         self._record.release_leases()
-        self.cancel()
+        if not self._record.ended:
+            self.cancel()
 
     def __enter__(self) -> Promotion:
         return self

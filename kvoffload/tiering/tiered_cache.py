@@ -175,7 +175,7 @@ class TieredCache(BlockCache[EngineT]):
         self._state.pools.of(tenant)
         self._check_tiers_open()
         record = PromotionRecord(checked, tenant, None if deadline is None else time.monotonic() + deadline)
-        self._manager.post(record)
+        self._manager.promote(record)
         return Promotion(record, self._manager.wake, self._load_after)
 
     def tier_statistics(self) -> list[BelowStatistics]:
@@ -218,7 +218,7 @@ class TieredCache(BlockCache[EngineT]):
         all_or_nothing: bool = False,
     ) -> CacheJob:
         job = super().store(keys, blocks, after, tenant, all_or_nothing=all_or_nothing)
-        self._manager.wake()
+        self._manager.wake_soon()
         return job
 
     store.__doc__ = BlockCache.store.__doc__

@@ -68,8 +68,9 @@ class Writer:
         return sum(len(put.lease.keys) for put in self.going_on)
 
     def add(self, keys: Sequence[bytes], tenant: str) -> None:
-        """These keys are worth writing."""
-        room = max(0, self._index.capacity - len(self._waiting))
+        """These keys are worth writing. They are dropped if no tier is used now."""
+        used = any(below.usable for below in self._tiers)
+        room = max(0, self._index.capacity - len(self._waiting)) if used else 0
         self._waiting.extend((key, tenant) for key in keys[:room])
         for below in self._tiers:
             below.dropped += len(keys[room:])
@@ -81,6 +82,7 @@ class Writer:
 
     def advance(self) -> None:
         """Take note of outcomes, and give tiers what waits, as far as there is room."""
+        self._cancel_waiting()
         for put in [put for put in self.going_on if put.done]:
             self._end(put)
         while self._waiting and self.leased < self._most:
@@ -90,6 +92,14 @@ class Writer:
             while self._waiting and self._waiting[0][1] == tenant and len(keys) < room:
                 keys.append(self._waiting.popleft()[0])
             self._put(list(dict.fromkeys(keys)), tenant)
+
+    def _cancel_waiting(self) -> None:
+        """Cancel what tiers have not begun whose breakers are open, so that its entries can be used."""
+        left_alone = [below for below in self._tiers if below.left_alone] if self.going_on else []
+        for put in self.going_on if left_alone else ():
+            for below, job in put.jobs:
+                if below in left_alone:
+                    job.cancel()
 
     def _put(self, keys: list[bytes], tenant: str) -> None:
         there = [key for key, status in zip(keys, self._index.status(keys), strict=True) if status is Status.HIT]
@@ -131,9 +141,7 @@ class Writer:
             taken = [key for key, outcome in zip(job.keys, job.outcomes, strict=True) if outcome is Outcome.DONE]
             below.written += len(taken)
             below.not_written += len(job.keys) - len(taken)
-            for outcome in job.outcomes:
-                assert outcome is not None, "the job is done"
-                below.answered(outcome)
+            below.answered(job.outcomes)
             self._choice.written(taken)
             left.difference_update(taken)
         self._not_taken([key for key in put.lease.keys if key in left])

@@ -20,6 +20,7 @@ from kvoffload.tiers.mooncake_client import (
     addresses,
     checked_protocol,
     client_version,
+    default_threads,
     import_store,
     own_address,
     replication,
@@ -56,7 +57,7 @@ class MooncakeTier(RemoteTier):
 
     Args:
         master: "host:port", or where masters in high availability register: "etcd://host:port;host:port".
-        identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
+        identity, prefix, key, name, max_queued: see `RemoteTier`.
         metadata_server: of the transfer engine: "P2PHANDSHAKE" needs none.
         hostname: by which other machines reach this one; None: the address from which it reaches the master.
         protocol: "rdma" or "tcp", the same on all machines of a store. None: "rdma" if this one has a device that is
@@ -67,6 +68,8 @@ class MooncakeTier(RemoteTier):
         soft_pin: for how many seconds records are evicted only if nothing else can be; None: they are not pinned.
         timeout: seconds that a request to the master may take, and a transfer without progress. A call for several keys
             consists of up to three requests and a transfer.
+        threads: that call the client. None: 4 over RDMA; 2 over TCP, or 1 if the process may use fewer than 8 CPUs, as
+            each one that waits for a transfer keeps a CPU busy.
 
     Raises:
         CapabilityError: the package is missing (`pip install 'kvoffload[mooncake]'`), a library that it needs
@@ -90,21 +93,21 @@ class MooncakeTier(RemoteTier):
         soft_pin: float | None = None,
         timeout: float = 5.0,
         name: str = "mooncake",
-        threads: int = 2,
+        threads: int | None = None,
         max_queued: int = 4096,
     ) -> None:
+        self.protocol: Protocol = checked_protocol(protocol)
         super().__init__(
             identity=identity,
             prefix=prefix,
             key=key,
             name=name,
             durable=False,
-            threads=threads,
+            threads=default_threads(self.protocol) if threads is None else threads,
             max_queued=max_queued,
             bytes_per_call=_BYTES_PER_CALL,
         )
         self._masters = addresses(master)
-        self.protocol: Protocol = checked_protocol(protocol)
         self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 1)
         set_environment(self._timeout)  # before the import, which reads some of it
         self._store = import_store()
@@ -202,10 +205,15 @@ class MooncakeTier(RemoteTier):
         code = client.setup(self._setup)  # holds the interpreter's lock: 30 ms, or `timeout` without an answer
         if code != 0:
             raise ConnectionError(f"no Mooncake master answers, or none takes this client: {self._setup} ({code})")
-        for pool in self.pools:
-            rows = max(1, _MOST_REGISTERED // pool.shape[1])
-            for first in range(0, len(pool), rows):
-                self._register(client, pool[first : first + rows])
+        try:
+            for pool in self.pools:
+                rows = max(1, _MOST_REGISTERED // pool.shape[1])
+                for first in range(0, len(pool), rows):
+                    self._register(client, pool[first : first + rows])
+        except BaseException:
+            client.close()
+            self._registered.clear()
+            raise
         return client
 
     def _register(self, client: Any, array: UInt8Array) -> None:

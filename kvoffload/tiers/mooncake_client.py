@@ -96,6 +96,17 @@ def checked_protocol(protocol: Protocol | None) -> Protocol:
     return "rdma" if active else "tcp"
 
 
+def default_threads(protocol: Protocol) -> int:
+    """How many threads are to call the client.
+
+    More of them verify records while others are carried. But over TCP a call polls: on 2 CPUs, 16 MiB each way took
+    19 ms of CPU by bare calls, 24 with one thread, 32 with two and 47 with four, and one thread was the fastest.
+    """
+    if protocol == "rdma":
+        return 4
+    return 2 if len(os.sched_getaffinity(0)) >= 8 else 1
+
+
 def addresses(master: str) -> list[tuple[str, int]]:
     """Host and port of a master, or of each server where masters register; ValueError if it is no such string."""
     found: list[tuple[str, int]] = []

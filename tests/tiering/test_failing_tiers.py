@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from functools import partial
@@ -13,7 +14,7 @@ from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError, TransferError
-from kvoffload.testing import FaultyTier
+from kvoffload.testing import FaultyTier, TierFaults
 from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Outcome, TierStatistics
 
@@ -146,15 +147,103 @@ def test_cancelling_says_nothing_of_a_tier() -> None:
         assert (figures.state, figures.opened) == (BreakerState.CLOSED, 0)
 
 
-def test_deadlines_that_pass_open_a_breaker() -> None:
+def test_a_tier_is_not_asked_while_a_call_goes_on_that_was_given_up() -> None:
+    """So a disk that hangs costs one deadline, and not one of each request until the call counts as hung."""
     tier = FaultyTier(threads=8)
     with tiered(tier, capacity=32) as bench:
         bench.written(range(8))
         tier.hang_all()
+        assert bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
+        assert bench.cache.tier_statistics()[0].opened == 0
+        for number in range(1, 5):
+            assert bench.cache.promote(keys([number]), deadline=None).wait(SECONDS) == 0
+        figures = bench.cache.tier_statistics()[0]
+        assert (figures.state, figures.opened, tier.hung) == (BreakerState.OPEN, 1, 1)
+        tier.heal()
+        until(lambda: bench.cache.promote(keys([1])).wait(SECONDS) == 1)
+
+
+def test_a_late_promotion_that_no_thread_began_with_leaves_the_tier_alone_too() -> None:
+    """All threads of the tier hang in writes, so that reads wait behind them."""
+    tier = FaultyTier(threads=1)
+    with tiered(tier, capacity=32) as bench:
+        bench.written(range(2))
+        tier.hang_all()
+        bench.store([10])
+        until(lambda: tier.hung == 1)
+        assert bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
+        assert bench.cache.promote(keys([1]), deadline=None).wait(SECONDS) == 0
+        done = tier.statistics()
+        assert done.expired + done.cancelled == 1, "the second was not given to it"
+        tier.heal()
+        until(lambda: bench.cache.promote(keys([1])).wait(SECONDS) == 1)
+
+
+def test_deadlines_that_pass_open_a_breaker() -> None:
+    tier = FaultyTier(threads=8)
+    with tiered(tier, capacity=32) as bench:
+        bench.written(range(8))
         for number in range(5):
             assert bench.cache.tier_statistics()[0].opened == 0
+            tier.hang_all()
             assert bench.cache.promote(keys([number]), deadline=0.2).wait(SECONDS) == 0
+            tier.heal()
+            until(lambda: not bench.cache._manager._promoter.io())
         assert bench.cache.tier_statistics()[0].opened == 1
+
+
+def test_records_with_other_bytes_than_were_put_open_a_breaker() -> None:
+    tier = FaultyTier(TierFaults(tear=1.0))
+    with tiered(tier) as bench:
+        bench.written(range(8))
+        tier.heal()
+        assert bench.cache.promote(keys(range(4))).wait(SECONDS) == 0
+        assert bench.cache.tier_statistics()[0].opened == 0
+        assert bench.cache.promote(keys(range(4, 8))).wait(SECONDS) == 0
+        figures = bench.cache.tier_statistics()[0]
+        assert (figures.state, figures.opened) == (BreakerState.OPEN, 1)
+        assert tier.statistics().corrupt >= 5
+
+
+def test_records_that_are_not_there_open_no_breaker() -> None:
+    tier = FaultyTier(TierFaults(drop=1.0))
+    tier.capabilities = dataclasses.replace(tier.capabilities, local_index=False)
+    with tiered(tier) as bench:
+        bench.written(range(8))
+        assert bench.cache.promote(keys(range(8))).wait(SECONDS) == 0
+        assert bench.cache.tier_statistics()[0].opened == 0
+
+
+def test_what_waits_to_be_written_gives_its_slots_back_when_a_breaker_opens() -> None:
+    tier = FaultyTier(threads=1)
+    with tiered(tier, capacity=64) as bench:
+        bench.written([0])
+        tier.hang_all()
+        bench.store(range(8, 16))
+        until(lambda: tier.hung == 1)
+        assert tier.statistics().queued_writes == 7
+        assert bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
+        assert bench.cache.promote(keys([0]), deadline=None).wait(SECONDS) == 0
+        until(lambda: tier.statistics().queued_writes == 0)
+        bench.store(range(16, 24))
+        until(lambda: bench.cache.tier_statistics()[0].dropped == 8)
+
+
+def test_a_promotion_that_no_tier_can_lengthen_ends_at_once() -> None:
+    """Without the thread of the tiers, whose lock the test holds."""
+    tier = FaultyTier()
+    with tiered(tier, capacity=16) as bench:
+        bench.written(range(4))
+        bench.store(range(8, 12))
+        assert bench.cache.drain(SECONDS)
+        with bench.cache._manager._lock:
+            promotion = bench.cache.promote(keys([8, 9, 99, 10]))
+            assert (promotion.done, promotion.ready) == (True, 2)
+            assert not bench.cache.promote(keys([8, 0])).done, "the tier has the second"
+            bench.store(range(20, 36))
+            kept = bench.cache.status(keys([8, 9, 10, 11]))
+            assert [status is kvoffload.Status.HIT for status in kept] == [True, True, True, False]
+        promotion.release()
 
 
 def test_one_late_promotion_of_many_keys_opens_no_breaker() -> None:

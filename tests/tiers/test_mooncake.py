@@ -6,14 +6,12 @@ import importlib.abc
 import os
 import subprocess
 import sys
-import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from mooncake_servers import MooncakeServers, mooncake_program
 from remote_sessions import RemoteSession
@@ -129,6 +127,16 @@ def test_what_is_missing_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     assert text in str(found.value)
 
 
+def test_few_threads_wait_for_tcp(mooncake_servers: MooncakeServers) -> None:
+    def threads(**options: Any) -> int:
+        return MooncakeTier(mooncake_servers.master.address, identity="t", protocol="tcp", **options).threads
+
+    assert threads() == (2 if len(os.sched_getaffinity(0)) >= 8 else 1)
+    assert threads(threads=3) == 3
+    with pytest.raises(ValueError, match="threads"):
+        threads(threads=0)
+
+
 def test_rdma_needs_a_device(mooncake_servers: MooncakeServers) -> None:
     if any(Path("/sys/class/infiniband").glob("*/ports/*/state")):
         pytest.skip("this machine has one")
@@ -201,6 +209,32 @@ def test_pools_are_registered_once_and_nothing_is_copied_in_python(
     )
     assert allocated < ROW // 4
     assert one.close(SECONDS)
+
+
+def test_a_pool_that_cannot_be_registered_is_refused_with_a_remedy(
+    mooncake_servers: MooncakeServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mooncake.store
+
+    calls: list[str] = []
+
+    class Client(mooncake.store.MooncakeDistributedStore):  # type: ignore[misc]
+        def register_buffer(self, address: int, nbytes: int) -> Any:
+            calls.append("register")
+            return super().register_buffer(address, nbytes) if len(calls) != 2 else -1
+
+        def close(self) -> Any:
+            calls.append("close")
+            return super().close()
+
+    monkeypatch.setattr(mooncake.store, "MooncakeDistributedStore", Client)
+    tier, memory = MooncakeTier(mooncake_servers.master.address, identity="refused"), TierPools(8, 4096, 2, 0)
+    with pytest.raises(CapabilityError, match=r"32768 bytes of the pool .*ulimit -l"):
+        tier.attach(memory.arrays, memory.layout)
+    assert calls == ["register", "register", "close"]
+    tier.attach(memory.arrays, memory.layout)
+    assert tier.put([b"k"], [0]).wait(SECONDS) == [DONE]
+    assert tier.close(SECONDS)
 
 
 def address(pool: UInt8Array, entry: int) -> int:
@@ -397,12 +431,17 @@ print(os.environ["MC_RPC_TIMEOUT_MS"], os.environ["MC_RPC_CONNECT_TIMEOUT_MS"])
 
 
 def test_tiers_that_open_and_close_leave_no_threads_and_descriptors(mooncake_servers: MooncakeServers) -> None:
-    def use(number: int) -> tuple[int, int, int]:
+    def use(number: int) -> None:
         with RemoteSession(MooncakeTier(mooncake_servers.master.address, identity="soak")) as session:
             assert session.put(b"%d" % number, number) is DONE
             assert session.get(b"%d" % number) == number
-        tasks, descriptors = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-        return threading.active_count(), tasks, descriptors
 
-    counts = np.array([use(number) for number in range(4)])
-    assert (counts[2:].max(axis=0) <= counts[:2].max(axis=0)).all(), counts
+    def held() -> list[int]:
+        return [len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")]
+
+    for number in range(2):  # of the client some stay
+        use(number)
+    before = held()
+    for number in range(2, 6):
+        use(number)
+    wait_until(lambda: all(now <= most for now, most in zip(held(), before, strict=True)), f"as before, {before}")
