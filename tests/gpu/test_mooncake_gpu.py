@@ -17,9 +17,9 @@ def test_what_one_process_stored_from_the_gpu_another_loads_onto_it(tmp_path: Pa
         Host(servers, backend="cuda") as first,
         Host(servers, backend="cuda") as second,
     ):
-        assert first.ask("store 0 32") == 32
-        assert second.ask("load 0 32") == 32  # every byte is compared
+        assert first.ask("store 0 16") == 16
+        assert second.ask("load 0 16") == 16  # every byte is compared
         assert second.ask("store 40 48") == 8
         assert first.ask("load 40 50") == 8
         first.kill()
-        assert second.ask("load 0 32") == 32  # the memory is that of the store's process
+        assert second.ask("load 0 16") == 16  # the memory is that of the store's process
