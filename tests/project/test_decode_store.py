@@ -4,6 +4,7 @@ store.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from importlib import import_module
 from pathlib import Path
@@ -88,3 +89,16 @@ def test_a_server_that_ends_at_once_is_an_error_with_what_it_said(monkeypatch: p
         shared_store.server("no.such.module", [], "http://127.0.0.1:9", b""),
     ):
         pass
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "framework"), list(zip(BOTH, ("cupy", "jax"), strict=True)))
+@pytest.mark.usefixtures("only_gpu")
+def test_on_a_gpu(name: str, framework: str) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    mooncake_program("mooncake_client")
+    output = run(name, "--small", "--store", "mooncake", "--start-store", warnings="default")
+    check_run(output.split("that process has ended\n")[1], PREFETCHED, ON_DEMAND, extra=FROM_STORE)
+    assert f"tokens/s of '{FROM_STORE}' do not compare" in output
+    assert TIMES.search(output) is not None
