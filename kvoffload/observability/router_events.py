@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from kvoffload.cache.statistics import CacheEvent
@@ -28,10 +28,10 @@ _STORED, _REMOVED = ("stored", "promoted"), ("evicted", "removed")
 
 
 class Batch(NamedTuple):
-    """Events that are sent together.
+    """Messages that are sent together.
 
     Attributes:
-        sequence: its number, from 0 on. A number that is left out stands for events that were lost.
+        sequence: the number of the batch, from 0 on. A number that is left out stands for messages that were lost.
         payload: what msgpack packs: lists, tuples, dicts, strings, numbers and None.
     """
 
@@ -48,7 +48,7 @@ class _Described(NamedTuple):
 
 
 class RouterEvents:
-    """Turns what happens in a cache into messages for routers. Usable from any thread; never blocks.
+    """Turns the events of a cache into messages for routers. Usable from any thread; waits for no router and no I/O.
 
         events = RouterEvents(layout.tokens_per_block * layout.blocks_per_slot)
         cache = BlockCache(engine, on_event=events)
@@ -58,23 +58,29 @@ class RouterEvents:
     A key's hash in messages is its last 8 bytes as an unsigned integer, as vLLM shortens its own. The cache does not
     know the tokens of a key, and routers need them: keys that were not described are left out of "BlockStored".
 
-    Routers hash the tokens themselves, and do not see the salt of `chain_keys`: what differs by tenant looks the same
-    to them. Adapters differ by `lora_name`.
+    Routers skip a block whose parent, the block of the tokens before, they do not know of. So a key whose parent was
+    described, and is in no medium yet, is reported right after its parent.
+
+    Routers hash the tokens themselves, and do not see the salt of `chain_keys`: prefixes that differ by salt alone
+    are the same prefix to them. Adapters differ by `lora_name`.
 
     Args:
-        tokens_per_key: that each key covers; routers must be configured with the same block size.
-        medium: where the slots of the cache are, for routers.
+        tokens_per_key: tokens that a key covers: `layout.tokens_per_block * layout.blocks_per_slot`. The block size
+            that routers are configured with must be the same.
+        medium: the name that routers are given for the slots of the cache.
         rank: the data-parallel rank of this server.
         form: "array" for messages as arrays without names of fields, as vLLM has sent them from the beginning; "map"
             for dicts, as later versions of vLLM send them. Dynamo's router reads events of both.
-        remembered: keys of which tokens are known, those described last.
-        most_pending: events between two calls of `take`; more are lost.
-        most_batches: that `since` can return.
+        remembered: number of keys whose tokens are kept, those described last.
+        most_pending: number of messages that are kept for `take`; one more, and all of them are lost.
+        most_batches: number of batches that are kept for `since`.
         clock: returns seconds since the epoch.
 
     Attributes:
-        not_described: keys that were stored and left out, since `describe` was not called for them, or too long ago.
-        lost: events that were dropped, since `take` was not called; a number is left out of the sequence then.
+        not_described: number of stored keys that were left out, because `describe` was not called for them, or more
+            than `remembered` keys were described since.
+        lost: number of messages that were lost, because `take` was not called in time. Each loss leaves a number out
+            of the sequence, by which subscribers notice it.
 
     Raises:
         ValueError, TypeError: bad arguments.
@@ -107,6 +113,9 @@ class RouterEvents:
         self._clock = clock
         self._lock = threading.Lock()
         self._described: OrderedDict[bytes, _Described] = OrderedDict()
+        self._present: dict[bytes, set[Medium]] = {}  # keys that routers know of, and where
+        self._waiting: dict[bytes, dict[tuple[bytes, Medium], None]] = {}  # by the parent that they do not know of
+        self._parent_of: dict[tuple[bytes, Medium], bytes] = {}  # of those that wait
         self._pending: deque[Any] = deque()
         self._batches: deque[Batch] = deque(maxlen=at_least("most_batches", most_batches, 1))
         self._next = 0
@@ -119,17 +128,17 @@ class RouterEvents:
         parent: bytes | None = None,
         lora_name: str | None = None,
     ) -> None:
-        """Say which tokens keys stand for, before they are stored or promoted.
+        """Say which tokens keys stand for. To be called before they are stored or promoted, for every request.
 
         Args:
             keys: of one request, as `chain_keys` has returned them.
-            token_ids: that they were computed from, as for `chain_keys`; those behind the last key are ignored.
+            token_ids: the tokens of the request, as given to `chain_keys`; those after the last whole key are ignored.
             parent: the key of the tokens before these; None: these begin the request.
-            lora_name: of the adapter.
+            lora_name: name of the adapter; None: the model without one.
 
         Raises:
             ValueError: there are too few tokens for so many keys.
-            LayoutError: token_ids are no integers.
+            LayoutError: `token_ids` are not integers.
         """
         step, ids = self.tokens_per_key, as_ids("token_ids", token_ids, _TOKEN_LIMIT).tolist()
         if len(ids) < step * len(keys):
@@ -155,34 +164,45 @@ class RouterEvents:
             self.removed(event.keys, self.medium)
 
     def stored(self, keys: Sequence[bytes], medium: Medium) -> None:
-        """These keys are in that medium from now on. To be called for tiers; for the cache `on_event` does it."""
+        """These keys can be loaded from that medium from now on. The cache reports its slots itself, by `on_event`.
+
+        A key is reported when its parent has been: a promotion brings keys in any order.
+        """
         with self._lock:
-            known = [key for key in keys if key in self._described]
-            self.not_described += len(keys) - len(known)
             together: list[bytes] = []
-            for key in known:
-                if together and not self._continues(together[-1], key):
-                    self._add(self._stored(together, medium))
+            last = medium
+            for key, where in self._reportable(keys, medium):
+                if together and not (where == last and self._continues(together[-1], key)):
+                    self._add(self._stored(together, last))
                     together = []
                 together.append(key)
+                last = where
             if together:
-                self._add(self._stored(together, medium))
+                self._add(self._stored(together, last))
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
-        """These keys have left that medium: evicted or removed."""
-        if keys:
-            with self._lock:
-                self._add(self._message("BlockRemoved", block_hashes=list(map(_hash_of, keys)), medium=medium))
+        """These keys can no longer be loaded from that medium. The cache reports its slots itself, by `on_event`."""
+        with self._lock:
+            gone = [key for key in keys if not self._stops_waiting(key, medium)]
+            for key in gone:
+                media = self._present.get(key, set())
+                media.discard(medium)
+                if not media:
+                    self._present.pop(key, None)
+            if gone:
+                self._add(self._message("BlockRemoved", block_hashes=list(map(_hash_of, gone)), medium=medium))
 
     def cleared(self) -> None:
         """This server holds nothing any more, in any medium: after a restart, for example."""
         with self._lock:
+            for known in (self._present, self._waiting, self._parent_of):
+                known.clear()
             self._add(self._message("AllBlocksCleared"))
 
     # sending ------------------------------------------------------------------------------------------------------
 
     def take(self) -> Batch | None:
-        """The events since the latest call, to be sent; None if there are none."""
+        """The messages since the previous call, as a batch to be sent; None if there are none."""
         with self._lock:
             if not self._pending:
                 return None
@@ -195,9 +215,42 @@ class RouterEvents:
             return batch
 
     def since(self, sequence: int) -> list[Batch]:
-        """The latest batches that `take` has returned, from this number on: for subscribers that missed some."""
+        """The batches with this number and later ones, as `take` returned them: for subscribers that missed some."""
         with self._lock:
             return [batch for batch in self._batches if batch.sequence >= sequence]
+
+    # parents before children --------------------------------------------------------------------------------------
+
+    def _reportable(self, keys: Sequence[bytes], medium: Medium) -> Iterator[tuple[bytes, Medium]]:
+        """Those keys whose parents routers know of, each followed by the keys that have waited for it."""
+        rest = [(key, medium) for key in reversed(keys)]
+        while rest:
+            key, where = rest.pop()
+            described = self._described.get(key)
+            if described is None:
+                self.not_described += 1
+                continue
+            parent = described.parent
+            if parent is not None and parent in self._described and parent not in self._present:
+                self._waiting.setdefault(parent, {})[key, where] = None
+                self._parent_of[key, where] = parent
+                continue
+            self._present.setdefault(key, set()).add(where)
+            yield key, where
+            for child in self._waiting.pop(key, {}):
+                del self._parent_of[child]
+                rest.append(child)
+
+    def _stops_waiting(self, key: bytes, medium: Medium) -> bool:
+        """Whether a key has waited for its parent: then routers were told nothing of it."""
+        parent = self._parent_of.pop((key, medium), None)
+        if parent is None:
+            return False
+        siblings = self._waiting[parent]
+        del siblings[key, medium]
+        if not siblings:
+            del self._waiting[parent]
+        return True
 
     # messages -----------------------------------------------------------------------------------------------------
 

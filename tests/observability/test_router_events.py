@@ -47,10 +47,14 @@ class Router:
         assert (size, lora, name) == (self.block_size, None, None)
         assert len(tokens) == size * len(hashes)
         before = () if parent is None else self.prefixes[parent]
+        assert parent is None or self.knows(parent), "routers skip blocks whose parent they do not know"
         for place, each in enumerate(hashes):
             before += tuple(tokens[size * place : size * (place + 1)])
             assert self.prefixes.setdefault(each, before) == before
             self.held.setdefault(medium, set()).add(each)
+
+    def knows(self, block: int) -> bool:
+        return any(block in blocks for blocks in self.held.values())
 
     def BlockRemoved(self, hashes: list[int], medium: str) -> None:  # noqa: N802
         assert self.held[medium].issuperset(hashes)
@@ -138,7 +142,37 @@ def test_a_message_names_keys_that_follow_each_other() -> None:
     batch = events.take()
     assert batch is not None
     shown = [(len(hashes), parent, tokens) for _, hashes, parent, tokens, *_ in batch.payload[1]]
-    assert shown == [(2, None, [0, 1]), (2, hash_of(key(2)), [3, 4]), (1, hash_of(key(4)), [7])]
+    assert shown == [(2, None, [0, 1])], "the others wait for key 2"
+    events.stored([key(2)], "CPU")
+    batch = events.take()
+    assert batch is not None
+    shown = [(len(hashes), parent, tokens) for _, hashes, parent, tokens, *_ in batch.payload[1]]
+    assert shown == [(1, hash_of(key(1)), [2]), (2, hash_of(key(2)), [3, 4]), (1, hash_of(key(4)), [7])]
+
+
+def test_keys_that_come_in_any_order_are_reported_behind_their_parents(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    events, router, held = RouterEvents(1, rank=3), Router(1), set[int]()
+    events.describe([key(each) for each in range(12)], range(12))
+    for _ in range(300):
+        number = int(random.integers(12))
+        if number in held:
+            events(CacheEvent("evicted", (key(number),)))
+            held.remove(number)
+        else:
+            events(CacheEvent("promoted", (key(number),)))
+            held.add(number)
+        if (batch := events.take()) is not None:
+            router.read(batch)
+        leading = next(each for each in range(13) if each not in held)
+        known = router.held.get("CPU", set())
+        assert known <= {hash_of(key(each)) for each in held}, seed
+        assert known >= {hash_of(key(each)) for each in range(leading)}, seed
+    events.cleared()
+    events(CacheEvent("promoted", (key(5),)))
+    batch = events.take()
+    assert batch is not None
+    assert [kind for kind, *_ in batch.payload[1]] == ["AllBlocksCleared"], seed
 
 
 def test_what_was_not_described_is_counted_and_left_out() -> None:
