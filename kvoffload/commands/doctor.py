@@ -54,7 +54,8 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar=("KIND", "NAME=VALUE"),
-        help="also try a remote store: the tier's kind (valkey, objects) and its arguments; 32 records of 1 MiB",
+        help="also try a remote store by 32 records of 1 MiB: the kind of its tier (mooncake, valkey, objects), and "
+        "the arguments of its class",
     )
     add_common_options(parser)
     parser.set_defaults(run=run)

@@ -175,6 +175,8 @@ def of_stores(fields: Fields) -> Iterator[Finding]:
         name, says = each["store"], each["says"]
         if each["problem"] is not None:
             remedy = "see that the server runs, that this machine reaches it, and that the user may read and write"
+            if not each["made"]:
+                remedy = "nothing was asked: see the tier's arguments and packages in docs/guides/share-a-store.md"
             yield Finding("fail", name, f"cannot be used: {each['problem']}", remedy)
             continue
         text = f"{mib(each['probe_bytes'])}, 1 MiB each: write {each['write_gb_per_s']} GB/s, read "

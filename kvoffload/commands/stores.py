@@ -24,19 +24,20 @@ _OWN = {"identity": "kvoffload doctor", "prefix": "kvoffload-doctor"}
 
 
 def probe(words: Sequence[str]) -> dict[str, Any]:
-    """Findings on a store; `problem` says why a tier cannot use it, or is None.
+    """Findings on a store; `problem` says why a tier cannot use it, or is None; `made`: whether there is a tier at all.
 
     Args:
         words: the tier's kind, as for `load_tier`, and "name=value" for each of its arguments.
     """
     fields: dict[str, Any] = {
-        "store": words[0], "problem": None, "says": {}, "ask_seconds": None, "probe_bytes": 0, "write_gb_per_s": None,
-        "read_gb_per_s": None,
+        "store": words[0], "made": False, "problem": None, "says": {}, "ask_seconds": None, "probe_bytes": 0,
+        "write_gb_per_s": None, "read_gb_per_s": None,
     }  # fmt: skip
     try:
         tier = load_tier(words[0], **(_OWN | dict(map(argument, words[1:]))))
         if not isinstance(tier, RemoteTier):
             raise TypeError(f"{words[0]} is no tier over a remote store; try its folder with --path")
+        fields["made"] = True
         _try(tier, fields)
     except Exception as error:  # of any client
         fields["problem"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
@@ -49,7 +50,10 @@ def argument(word: str, variables: Mapping[str, str] = os.environ) -> tuple[str,
     if not equals or not name.isidentifier():
         raise ValueError(f"--store takes arguments as name=value, got {shown(word)}")
     if value.startswith(_ENVIRONMENT):
-        return name, variables[value.removeprefix(_ENVIRONMENT)]
+        variable = value.removeprefix(_ENVIRONMENT)
+        if variable not in variables:
+            raise ValueError(f"{name}={value}: the environment has no variable {variable}")
+        return name, variables[variable]
     try:
         return name, json.loads(value)
     except ValueError:

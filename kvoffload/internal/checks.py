@@ -23,6 +23,18 @@ def at_least(name: str, value: Any, minimum: int) -> int:
     return number
 
 
+def seconds(name: str, value: Any, minimum: float = 0.001) -> float:
+    """`value` as a float.
+
+    Raises:
+        ValueError: it is not a number, or less than `minimum`, a millisecond.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not minimum <= value < float("inf"):
+        raise ValueError(f"{name} must be a number of seconds, {minimum} or more, got {shown(value)}")
+    return float(value)
+
+
 def shown(value: Any, length: int = 80) -> str:
     """A value for an error message: its repr, cut to `length` characters, and no error for any value."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:

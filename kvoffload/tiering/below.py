@@ -164,7 +164,7 @@ class TierBelow:
         now = time.monotonic()
         if now - self._warned >= _SECONDS_BETWEEN_WARNINGS:
             self._warned = now
-            LOGGER.warning("tier %s: %s; its keys are misses", self.tier.name, shown(error))
+            LOGGER.warning("tier %s: %s; its keys are misses", self.tier.name, shown(error, 200))
 
     def answered(self, outcomes: Sequence[Outcome | None]) -> None:
         """What outcomes of one job, in its order, say of the tier's health; None says nothing."""

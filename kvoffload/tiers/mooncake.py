@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import at_least, seconds
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.job import Outcome
@@ -108,7 +108,7 @@ class MooncakeTier(RemoteTier):
             bytes_per_call=_BYTES_PER_CALL,
         )
         self._masters = addresses(master)
-        self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 1)
+        self._timeout = round(1000 * seconds("timeout", timeout))
         set_environment(self._timeout)  # before the import, which reads some of it
         self._store = import_store()
         self._setup = {

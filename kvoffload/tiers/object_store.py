@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import seconds, shown
 from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.remote import Parts, RemoteTier
 
@@ -62,9 +62,8 @@ class ObjectStoreTier(RemoteTier):
             max_queued=max_queued,
         )
         self._obstore = _import_obstore()
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a number of seconds above 0, got {shown(timeout)}")
-        options = {"timeout": timedelta(seconds=timeout), "connect_timeout": timedelta(seconds=timeout)}
+        limit = timedelta(seconds=seconds("timeout", timeout))
+        options = {"timeout": limit, "connect_timeout": limit}
         self._store = self._open(store, dict(config or {}), options | dict(client_options or {}))
 
     # for RemoteTier -----------------------------------------------------------------------------------------------
@@ -103,6 +102,10 @@ class ObjectStoreTier(RemoteTier):
 
     def _open(self, store: Any, config: dict[str, Any], client_options: dict[str, Any]) -> Any:
         if not isinstance(store, str):
+            if not callable(getattr(store, "put", None)):
+                raise TypeError(f"store must be a URL, or a store made by obstore.store, got {shown(store)}")
+            if config:
+                raise TypeError("config is for a URL: give it to the store that you have made")
             return store
         scheme, colon, _ = store.partition("://")
         if not colon:

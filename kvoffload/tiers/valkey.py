@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import seconds, shown
 from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.remote import Parts, RemoteTier
 
@@ -76,12 +76,16 @@ class ValkeyTier(RemoteTier):
         super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=False, **queues)
         self._glide = _import_glide()
         self._addresses = [_address(each) for each in ([addresses] if isinstance(addresses, str) else addresses)]
+        if not self._addresses:
+            raise ValueError(f"addresses must be one or more, got {shown(addresses)}")
+        if username is not None and password is None:
+            raise ValueError("username needs a password, got None")
         self.cluster = cluster
         self._login = (username, password)
         self._tls = tls
         self._tls_files = (ca_file, cert_file, key_file)
-        self._expiry = None if expiry is None else at_least("expiry, in milliseconds,", round(1000 * expiry), 1)
-        self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 2)
+        self._expiry = None if expiry is None else round(1000 * seconds("expiry", expiry))
+        self._timeout = round(1000 * seconds("timeout", timeout, minimum=0.002))
         self._options = dict(options or {})
         self._clients: list[Any] = []  # all that are open
         self._own = threading.local()  # `client`: the calling thread's
@@ -89,7 +93,7 @@ class ValkeyTier(RemoteTier):
     # for RemoteTier -----------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        self._tls_options()  # the files can be read
+        self._configuration()  # what is wrong with `options` and the files of certificates is known now
 
     def disconnect(self) -> None:
         while self._clients:
@@ -196,6 +200,10 @@ class ValkeyTier(RemoteTier):
             client.close()
 
     def _new_client(self) -> Any:
+        kind = "Cluster" if self.cluster else ""
+        return getattr(self._glide, f"Glide{kind}Client").create(self._configuration())
+
+    def _configuration(self) -> Any:
         glide = self._glide
         kind = "Cluster" if self.cluster else ""
         configuration = getattr(glide, f"Glide{kind}ClientConfiguration")
@@ -209,7 +217,7 @@ class ValkeyTier(RemoteTier):
             "lazy_connect": True,  # so that the time to connect is bounded by the next line
             "advanced_config": advanced(self._timeout // _CONNECTING, self._tls_options()),
         }
-        return getattr(glide, f"Glide{kind}Client").create(configuration(**given | self._options))
+        return configuration(**given | self._options)
 
     def _groups(self, names: Sequence[str]) -> list[slice]:
         """Records that are carried by one command: all, but in a cluster one, as each may be on another server."""
@@ -292,6 +300,6 @@ def _import_glide() -> Any:
 
 def _address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    if not host or not colon or not port.isdecimal():
+    if not host or "/" in host or not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f'addresses must be "host:port", such as "127.0.0.1:6379", got {shown(address)}')
     return host.strip("[]"), int(port)

@@ -240,7 +240,7 @@ class Workers:
             self._warned = now if due else self._warned
         if due:
             try:
-                LOGGER.warning("tier %s: %s; its keys are misses", self._label, shown(error))
+                LOGGER.warning("tier %s: %s; its keys are misses", self._label, shown(error, 200))
             except BaseException:  # a handler or filter of the caller's
                 pass
 

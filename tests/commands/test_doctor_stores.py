@@ -22,6 +22,7 @@ DOCTOR = ("doctor", "--backend", "simulated")
 def found(**fields: Any) -> list[tuple[str, str]]:
     store: dict[str, Any] = {
         "store": "valkey",
+        "made": True,
         "problem": None,
         "says": {},
         "ask_seconds": 1e-4,
@@ -69,21 +70,22 @@ def test_a_mooncake_store_is_tried(capsys: pytest.CaptureFixture[str], mooncake_
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("words", "problem", "remedy"),
     [
-        (("nothing",), "kind must be one of"),
-        (("valkey", "addresses"), "takes arguments as name=value"),
-        (("memory", "nbytes=5"), "unexpected keyword argument"),
-        (("valkey", "addresses=127.0.0.1:1", "timeout=0.05"), "127.0.0.1:1"),
+        (("nothing",), "kind must be one of", "nothing was asked"),
+        (("valkey", "addresses"), "takes arguments as name=value", "nothing was asked"),
+        (("valkey", "password=env:NOT_A_VARIABLE"), "has no variable NOT_A_VARIABLE", "nothing was asked"),
+        (("memory", "nbytes=5"), "unexpected keyword argument", "nothing was asked"),
+        (("valkey", "addresses=127.0.0.1:1", "timeout=0.05"), "127.0.0.1:1", "see that the server runs"),
     ],
 )
 def test_a_store_that_cannot_be_used_fails(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], problem: str
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], problem: str, remedy: str
 ) -> None:
     need_module("glide_sync")
     fields = run_json(capsys, *DOCTOR, "--store", *words)
     assert problem in fields["stores"][0]["problem"]
-    assert any(each.startswith(f"{words[0]}: see that the server runs") for each in fields["advice"])
+    assert any(each.startswith(f"{words[0]}: {remedy}") for each in fields["advice"])
 
 
 def test_nothing_but_the_result_is_on_standard_output() -> None:

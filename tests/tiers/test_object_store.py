@@ -132,8 +132,20 @@ def test_urls_that_are_refused(obstore: Any, url: str) -> None:
         ObjectStoreTier(url, identity="x")
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
-def test_timeouts_that_are_refused(obstore: Any, timeout: float) -> None:
+@pytest.mark.parametrize("store", [None, 5, ["s3://bucket"]])
+def test_what_is_no_store_is_refused(obstore: Any, store: Any) -> None:
+    assert obstore
+    with pytest.raises(TypeError, match="store must be a URL, or a store made by obstore"):
+        ObjectStoreTier(store, identity="x")
+
+
+def test_the_config_of_a_store_of_the_callers_is_refused(obstore: Any) -> None:
+    with pytest.raises(TypeError, match="config is for a URL"):
+        ObjectStoreTier(obstore.store.MemoryStore(), config={"region": "x"}, identity="x")
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "2"])
+def test_timeouts_that_are_refused(obstore: Any, timeout: Any) -> None:
     assert obstore
     with pytest.raises(ValueError, match="timeout must be"):
         ObjectStoreTier("s3://bucket", identity="x", timeout=timeout)

@@ -108,6 +108,17 @@ def test_many_failures_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_a_warning_has_the_reason_behind_a_long_address(caplog: pytest.LogCaptureFixture) -> None:
+    reason = f"IoError: address {'1' * 80}:6379: WRONGPASS"
+    tier = Unreliable(threads=1)
+    tier.results = {b"long": OSError(reason)}
+    with attached(tier):
+        assert tier.get([b"long"], [0]).wait(SECONDS) == [FAILED]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"tier dict: OSError({reason!r}); its keys are misses"
+    ]
+
+
 # fairness -------------------------------------------------------------------------------------------------------------
 
 

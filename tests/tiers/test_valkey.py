@@ -11,6 +11,7 @@ import pytest
 from faulty_proxy import FaultyProxy, ProxyFaults
 from remote_sessions import RemoteSession
 from servers import Process, ValkeyCluster, ask, certificates, need_module, valkey
+from tier_classes import attached
 
 from kvoffload.testing import check_tier, fuzz_tier
 from kvoffload.tiers import Outcome, ValkeyTier
@@ -290,13 +291,29 @@ def until(session: RemoteSession, version: int, *, put: bool = True) -> bool:
     return any((not put or session.put(b"k", version) is DONE) and session.get(b"k") == version for _ in tries)
 
 
-@pytest.mark.parametrize("addresses", ["", "host", "host:", ":1", "host:port", [7]])
+@pytest.mark.parametrize(
+    "addresses", ["", "host", "host:", ":1", "host:port", [7], [], "host:0", "host:65536", "redis://host:6379"]
+)
 def test_addresses_that_are_refused(addresses: Any) -> None:
     with pytest.raises(ValueError, match="addresses must be"):
         ValkeyTier(addresses, identity="x")
 
 
 @pytest.mark.parametrize("argument", ["timeout", "expiry"])
-def test_times_that_are_refused(argument: str) -> None:
-    with pytest.raises(ValueError, match=argument):
-        ValkeyTier(identity="x", **{argument: 0.0})  # type: ignore[arg-type]
+@pytest.mark.parametrize("value", [0.0, -1, "2", float("nan"), float("inf"), True])
+def test_times_that_are_refused(argument: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{argument} must be a number of seconds"):
+        ValkeyTier(identity="x", **{argument: value})
+
+
+def test_a_user_without_a_password_is_refused() -> None:
+    """It would connect as the server's default user."""
+    with pytest.raises(ValueError, match="username needs a password"):
+        ValkeyTier(identity="x", username="kv")
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_options_that_the_client_has_not_are_refused_at_once(cluster: bool) -> None:
+    tier = ValkeyTier(identity="x", cluster=cluster, options={"not_one": 1})
+    with pytest.raises(TypeError, match="not_one"), attached(tier):
+        pass
