@@ -242,7 +242,7 @@ class RouterEvents:
                 rest.append(child)
 
     def _stops_waiting(self, key: bytes, medium: Medium) -> bool:
-        """Whether a key has waited for its parent: then routers were told nothing of it."""
+        """Whether a key has waited for its parent, so that routers do not know of it; it waits no longer."""
         parent = self._parent_of.pop((key, medium), None)
         if parent is None:
             return False
