@@ -27,14 +27,14 @@ def load_tier(kind: str, /, *arguments: Any, **options: Any) -> Tier:
     """Make a tier whose class is named in a configuration.
 
     Args:
-        kind: "disk", "memory", "mooncake", "objects", "valkey"; or the name of an entry point in the group
-            `kvoffload.tiers` of an installed package, which leads to a subclass of `Tier`, or to a function that
-            returns a tier. That package is imported and runs in this process; no other one is.
-        arguments, options: of that class or function.
+        kind: "disk", "memory", "mooncake", "objects", "valkey", for `DiskTier`, `MemoryTier`, `MooncakeTier`,
+            `ObjectStoreTier`, `ValkeyTier`; or the name of an entry point in the group `kvoffload.tiers`, which is a
+            subclass of `Tier`, or a function that returns a tier. Its package is imported; no other package is.
+        arguments, options: passed to that class or function.
 
     Raises:
         ValueError: there is no tier of that name, or several packages have one.
-        TypeError: what the entry point leads to does not make a `Tier`.
+        TypeError: the entry point does not make a `Tier`.
         And what the class or function raises.
     """
     tier = _factory(kind)(*arguments, **options)
@@ -52,8 +52,8 @@ def _factory(kind: str) -> Callable[..., Any]:
     if len(found) != 1:
         known = sorted({*_OWN, *entry_points(group=GROUP).names})
         raise ValueError(
-            f"kind must be one of {known}, or an entry point in the group {GROUP} of exactly one installed package; "
-            f"{len(found)} have {shown(kind)}"
+            f"kind must be one of {', '.join(known)}, or an entry point in the group {GROUP} of exactly one installed "
+            f"package, got {shown(kind)}, which {len(found)} packages have"
         )
     [entry_point] = found
     factory: Callable[..., Any] = entry_point.load()

@@ -39,37 +39,37 @@ _WRONG_SIZE = frozenset({-600, -800})  # among other things
 
 
 class MooncakeTier(RemoteTier):
-    """Records in the memory that the processes of a Mooncake Store contribute; its master decides what is evicted.
+    """Records in a Mooncake Store: memory that processes on several machines contribute. Its master evicts.
 
-    The pools are registered with the client by `attach`, and records are copied between slots and the store's memory by
-    the client alone, a call for several keys, each with its header. `attach` tries to connect; if no master answers, it
-    warns, and calls that are made later try again: their keys are FAILED until one does. A master that goes away and
-    comes back is found by the client itself; what the store held before is gone then, unless its masters are set up for
-    high availability. A record whose owner dies is FAILED until the master has noticed, and MISSING afterwards, or read
-    from another replica. A removal does not wait for the leases of readers: what they read meanwhile is verified, too.
+    The client copies records between slots, which `attach` registers with it, and the store's memory, in one call for
+    several keys; Python copies nothing. `attach` tries to connect. If no master answers, it warns, and each later call
+    tries again; keys are FAILED until one connects. The client finds a master that has restarted by itself; the
+    records are gone then, unless the masters are set up for high availability. A record in the memory of a process
+    that has died is FAILED until the master has noticed, and MISSING afterwards, or read from another replica. A
+    removal does not wait for the leases of readers; what they read meanwhile is verified, too.
 
     The client is configured by environment variables, which are those of the process. A tier sets these unless they
     are set: MC_LOG_LEVEL=ERROR, MC_STORE_CLIENT_SETUP_RETRIES=1, and for `timeout` MC_RPC_TIMEOUT_MS,
     MC_RPC_CONNECT_TIMEOUT_MS, MC_TCP_PROGRESS_TIMEOUT_SEC and MC_TCP_STATUS_TIMEOUT_SEC.
 
     Attributes:
-        protocol: that records are carried by.
+        protocol: "rdma" or "tcp": what transfers use.
 
     Args:
         master: "host:port", or where masters in high availability register: "etcd://host:port;host:port".
         identity, prefix, key, name, max_queued: see `RemoteTier`.
-        metadata_server: of the transfer engine: "P2PHANDSHAKE" needs none.
+        metadata_server: of Mooncake's transfer engine, the same on all machines; "P2PHANDSHAKE": none is needed.
         hostname: by which other machines reach this one; None: the address from which it reaches the master.
         protocol: "rdma" or "tcp", the same on all machines of a store. None: "rdma" if this one has a device that is
             active.
-        devices: of RDMA to use, separated by commas; "" for all that suit the pool.
-        segment_bytes: of memory that this process contributes to the store, and that leaves it with this process.
-        replicas: of each record, on different processes; as many as there is room for.
-        soft_pin: for how many seconds records are evicted only if nothing else can be; None: they are not pinned.
-        timeout: seconds that a request to the master may take, and a transfer without progress. A call for several keys
-            consists of up to three requests and a transfer.
-        threads: that call the client. None: 4 over RDMA; 2 over TCP, or 1 if the process may use fewer than 8 CPUs, as
-            each one that waits for a transfer keeps a CPU busy.
+        devices: names of the RDMA devices to use, separated by commas; "": all that suit the pool.
+        segment_bytes: memory that this process contributes to the store; its records are lost when the process ends.
+        replicas: copies of each record, in different processes; fewer if there is no room.
+        soft_pin: seconds for which a record is evicted only if no other can be; None: no such preference.
+        timeout: seconds that a request to the master may take, and that a transfer may make no progress. A call for
+            several keys makes up to three requests and one transfer.
+        threads: number of threads that call the client. None: 4 over RDMA; 2 over TCP, or 1 if the process may use
+            fewer than 8 CPUs, as each thread that waits for a transfer keeps a CPU busy.
 
     Raises:
         CapabilityError: the package is missing (`pip install 'kvoffload[mooncake]'`), a library that it needs

@@ -18,23 +18,25 @@ _NETWORK = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "h
 
 
 class ObjectStoreTier(RemoteTier):
-    """Records in an object store: one object each, header first. Created if there is none, else left as it is.
+    """Records in an object store, or in a folder: each is one object, header first. An object is never overwritten.
 
-    Ranges of a record are sent as they are; obstore returns what it fetches in memory of its own, so that a read copies
-    once. `attach` makes no request. The store deletes old records by its own lifecycle rules; give them the `prefix`.
+    A put sends the bytes of the slot without a copy; a fetch copies once, as obstore returns memory of its own.
+    `attach` makes no request: a store that cannot be reached, or refuses the credentials, makes keys FAILED, and the
+    logger "kvoffload" warns. Old records stay until a lifecycle rule of the store deletes them; give it the `prefix`.
 
     Args:
-        store: a URL such as "s3://bucket/folder", "gs://bucket", "az://container" or "file:///folder"; or a store made
-            by `obstore.store`, whose timeouts and retries are then the caller's.
+        store: the URL of a bucket, or of a folder in it, that exists: "s3://bucket/folder", "gs://bucket",
+            "az://container", "file:///folder". Or a store made by `obstore.store`; its timeouts and retries are yours.
         identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
-        config: of the store, for a URL: `endpoint`, `region`, `access_key_id` and others of obstore. What is missing
-            comes from environment variables, and from the machine's role.
-        client_options: of connections, for a URL: `root_certificate`, `proxy_url`, `allow_http` and others of obstore.
-        timeout: seconds that a request may take, for a URL.
+        config: with a URL, options of obstore for this kind of store, such as `endpoint`, `region`, `access_key_id`.
+            Those that are not given come from environment variables, and from the role of the machine.
+        client_options: with a URL, options of obstore for connections, such as `root_certificate`, `proxy_url`,
+            `allow_http`.
+        timeout: seconds that a request may take, with a URL.
 
     Raises:
         CapabilityError: obstore or xxhash is missing (`pip install 'kvoffload[objectstore]'`).
-        TypeError, ValueError, obstore.exceptions.BaseError: an argument.
+        TypeError, ValueError, obstore.exceptions.BaseError: a bad argument, or a folder that does not exist.
     """
 
     def __init__(

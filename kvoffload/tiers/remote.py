@@ -31,28 +31,30 @@ Parts = list[UInt8Array]
 
 
 class RemoteTier(ThreadedTier):
-    """Records in a remote store: named after what they depend on, and verified before a byte of them is used.
+    """Records in a store that several machines share. Base class: a subclass has the calls of the store's client.
 
-    A record is what was put, or a miss: its header has the key, the layout, the identity and the checksum of its bytes.
-    One that differs is counted as corrupt, and deleted. Records of other layouts, identities and checksum keys have
-    other names: they stay where they are, and `clear` does not delete them. What the store evicts is a miss. A store
-    that does not answer makes keys FAILED; when it answers again, they are found.
+    A record is fetched as it was put, or is a miss: its header has the key, the layout, the identity and the checksum
+    of its bytes, and is compared before the record is used. A record that differs is counted as corrupt, and deleted. A
+    record's name contains digests of layout, identity and checksum key. So records of tiers with others are not
+    found, stay where they are, and are not deleted by `clear`. A record that the store has evicted is a miss. While
+    the store does not answer, keys are FAILED; when it answers again, they are found.
 
-    A put that FAILED may have reached the store nevertheless, or reach it later: so a record that is removed just after
-    such a put may come back, with the bytes that were put.
+    A put that FAILED may have reached the store nevertheless, or may reach it later. So a record that is removed just
+    after such a put may come back, with the bytes that were put.
 
     Args:
-        identity: what the bytes depend on besides the layout: model and revision, adapter, quantisation, positions,
-            shard.
-        prefix: of all names in the store, 1 to 100 characters, such as "kvoffload/production".
-        key: 16 to 64 secret bytes, as for `DiskTier`: who can write the store but has not the key cannot write records.
-        name: for metrics and messages.
+        identity: names what the bytes depend on besides tokens, salt and layout: model and revision, adapter,
+            quantisation, positions, shard. Machines that share records have the same one.
+        prefix: with which all names in the store begin, 1 to 100 characters, such as "kvoffload/production".
+        key: 16 to 64 secret bytes, the same on all machines, for checksums by keyed BLAKE2b: records of programs that
+            do not have the key are misses. None: xxh3_128, which finds accidents alone; see `DiskTier`.
+        name: of the tier, in metrics, messages and what `TieredCache.locate` returns.
         durable: whether records outlive the store's processes.
         preferred_bytes: see `TierCapabilities`.
         threads, max_queued, bytes_per_call: see `ThreadedTier`.
 
     Attributes:
-        format: names and headers; set when the tier has a pool.
+        format: forms names and headers; set by `attach`.
 
     Raises:
         CapabilityError: xxhash is missing, and there is no `key`.
@@ -87,48 +89,71 @@ class RemoteTier(ThreadedTier):
 
     @abstractmethod
     def connect(self) -> None:
-        """Make the client. The pools are known: `self.pools`. The store need not be reachable yet."""
+        """Make the client. `attach` calls it, with `self.pools` set. Does not raise if the store does not answer."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Close the client. No other method is being called, or will be."""
+        """Close the client. All other calls have returned, and no more will be made."""
 
     @abstractmethod
     def fetch_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        """Fill the parts of each record: DONE, MISSING, FAILED. For one of other sizes: what `reject` returns."""
+        """Read records from the store into `parts`, as long as the call runs, not afterwards.
+
+        Args:
+            names: of the records.
+            parts: of each record, uint8 arrays to be filled: of header and ranges. Their bytes are verified by the
+                caller; they may be left half written unless the record is DONE.
+
+        Returns:
+            For each record DONE, MISSING or FAILED; if what is stored has other sizes, the result of `reject(name)`.
+        """
 
     @abstractmethod
     def store_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        """Store the parts of each record under its name, instead of what is there: DONE, DECLINED, FAILED.
+        """Write records to the store; `parts` may be read as long as the call runs, not afterwards.
 
-        If there is one already, a store that can keep it may do so, and return DONE.
+        Args:
+            names: of the records.
+            parts: of each record, its header and ranges.
+
+        Returns:
+            For each record DONE, DECLINED (the store has no room) or FAILED. A record that is there already may be
+            replaced or kept; both are DONE.
         """
 
     @abstractmethod
     def have_names(self, names: Sequence[str]) -> list[bool]:
-        """Of each name whether the store has all parts of its record, as far as it says."""
+        """Ask the store whether it has all parts of each record. A hint: they may be evicted a moment later."""
 
     @abstractmethod
     def delete_names(self, names: Sequence[str]) -> list[bool]:
-        """Delete records; of each whether there was one, or a part of one. On return none of them is found."""
+        """Delete records. On return none of them is found.
+
+        Returns:
+            For each record whether it was there, or a part of it.
+        """
 
     @abstractmethod
     def delete_folder(self, folder: str) -> None:
-        """Delete all records whose names begin with this, which ends with "/"."""
+        """Delete all records whose names begin with `folder`, which ends with "/"."""
 
     def describe(self) -> dict[str, str | int]:
-        """What the store says of itself, such as `version`, `used_bytes`, `max_bytes`; empty if it says nothing."""
+        """What `kvoffload doctor` shows of the store, such as `version`, `used_bytes`, `max_bytes`; may be empty."""
         return {}
 
     def new_headers(self, count: int) -> UInt8Array:
-        """(count, 192), uint8: for the headers of one call of `fetch_parts` or `store_parts`, by the calling thread.
+        """Memory for the headers of one call of `fetch_parts` or `store_parts`: (count, 192), uint8.
 
-        For clients that need registered memory: it may be returned again by the thread's next call.
+        To be overridden where the client needs registered memory. The same memory may be returned to the thread's next
+        call, but not to another thread.
         """
         return np.empty((count, HEADER_BYTES), np.uint8)
 
     def reject(self, name: str) -> Outcome:
-        """A record has other bytes than were put: count it, and delete it, so that it can be put again. MISSING."""
+        """Count a record that is not what was put, delete it so that it can be put again, and return MISSING.
+
+        Raises nothing: a record that cannot be deleted is logged, and stays a miss.
+        """
         self.count_corrupt()
         LOGGER.warning("%r: the record %s is not what was put; it is deleted", self, name)
         try:

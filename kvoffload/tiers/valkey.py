@@ -25,30 +25,34 @@ class _OutOfStepError(ConnectionError):
 
 
 class ValkeyTier(RemoteTier):
-    """Records in Valkey or Redis: a server, or a cluster, which evicts by its own `maxmemory-policy`.
+    """Records in Valkey or Redis: one server with its replicas, or a cluster.
 
-    Each part of a record is a value of its own, all of them in one hash slot: header and payload are written in one
-    transaction, and read by one command, straight into the slots of the pool. What was evicted in part is a miss.
+    The server evicts by its own `maxmemory-policy`. A record is several values in one hash slot: the header, and the
+    bytes of each device. They are written in one transaction, and read by one command straight into the slots of the
+    pool. A record of which a value was evicted is a miss.
 
-    Each thread has a connection. `attach` does not connect. A server that cannot be reached, or refuses the password,
-    makes keys FAILED, with a warning in the log.
+    Each thread of the tier has a connection, which it makes at its first call; `attach` does not connect. A server that
+    cannot be reached, or refuses the password, raises nothing: keys are FAILED, and the logger "kvoffload" warns.
+    `kvoffload doctor --store valkey addresses=HOST:PORT` tries it.
 
     Args:
-        addresses: "host:port", or several: of a cluster any of its nodes, else a primary and its replicas.
+        addresses: "host:port", or a list: any nodes of the cluster; without `cluster` a primary and its replicas.
         identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
         cluster: whether the servers are a cluster.
-        username, password: for AUTH. The user needs "~{<prefix>/*", +mget +set +exists +unlink +scan +multi +exec, and
-            for the client itself +info +client +ping, in a cluster +cluster|slots +cluster|myid.
+        username, password: for AUTH; without a username the server's user "default". In the server's ACL the user needs
+            "~{<prefix>/*", +mget +set +exists +unlink +scan +multi +exec, and for the client itself +info +client
+            +ping, in a cluster +cluster|slots +cluster|myid.
         tls: encrypt connections, and verify the servers' certificates.
-        ca_file: certificates to trust instead of the system's, PEM.
-        cert_file, key_file: of this client, PEM, where servers ask for a certificate.
-        expiry: seconds after which the server deletes a record; None: it does not.
-        timeout: seconds that a command may take, half of that to connect, and half to be answered.
-        options: further arguments of glide's `GlideClientConfiguration`, or of `GlideClusterClientConfiguration`.
+        ca_file: PEM file with the certificates to trust instead of the system's.
+        cert_file, key_file: PEM files with this client's certificate and its key, for servers that ask for one.
+        expiry: seconds after a put at which the server deletes a record; None: it does not.
+        timeout: seconds that a command may take: half of them to connect, half until the answer is there.
+        options: further arguments of `GlideClientConfiguration` of valkey-glide, or with `cluster` of
+            `GlideClusterClientConfiguration`.
 
     Raises:
         CapabilityError: valkey-glide-sync or xxhash is missing (`pip install 'kvoffload[valkey]'`).
-        TypeError, ValueError: an argument.
+        TypeError, ValueError: a bad argument. Of `options`, and OSError of files, by `attach`.
     """
 
     def __init__(
@@ -134,7 +138,7 @@ class ValkeyTier(RemoteTier):
                     break
 
     def describe(self) -> dict[str, str | int]:
-        """Of one server, or of the first of a cluster that answers; a user needs +info for it."""
+        """Version, memory and what happens when it is full; of a cluster, of one node."""
         route = self._glide.RandomNode() if self.cluster else None
         answer = self._command("INFO", "server", "memory", route=route)
         lines = dict(line.split(":", 1) for line in answer.decode().splitlines() if ":" in line)
@@ -146,7 +150,7 @@ class ValkeyTier(RemoteTier):
         }
 
     def reject(self, name: str) -> Outcome:
-        """As `RemoteTier.reject`. If the connection has changed bytes, it may be out of step, and is not used again."""
+        """As `RemoteTier.reject`; closes the thread's connection, which may be what has changed the bytes."""
         self._drop_client()
         return super().reject(name)
 

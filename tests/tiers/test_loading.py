@@ -50,7 +50,7 @@ def test_a_tier_of_another_package_is_imported_when_it_is_asked_for(packages: Pa
 @pytest.mark.parametrize("kind", ["none", "both", ""])
 def test_names_that_none_or_two_packages_have_are_refused(packages: Path, kind: str) -> None:
     assert packages
-    with pytest.raises(ValueError, match=r"kind must be one of \['both', 'disk', .*'one', .*'valkey'"):
+    with pytest.raises(ValueError, match=r"kind must be one of both, disk, .*one, .*valkey, .*, got .* packages have"):
         load_tier(kind)
 
 
