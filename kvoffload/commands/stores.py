@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.types import UInt8Array
 from kvoffload.terminal.console import bandwidth
 from kvoffload.tiers import Outcome, RemoteTier, TierJob, load_tier
@@ -40,7 +40,7 @@ def probe(words: Sequence[str]) -> dict[str, Any]:
         fields["made"] = True
         _try(tier, fields)
     except Exception as error:  # of any client
-        fields["problem"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+        fields["problem"] = reason(error)
     return fields
 
 

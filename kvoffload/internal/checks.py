@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 _SHOWN_BITS = 128  # of an integer in a message; Python refuses to print very long ones
+_REASON = 500  # characters: addresses and names of records come before what is wrong
 
 
 def at_least(name: str, value: Any, minimum: int) -> int:
@@ -33,6 +34,15 @@ def seconds(name: str, value: Any, minimum: float = 0.001) -> float:
     if not number or not minimum <= value < float("inf"):
         raise ValueError(f"{name} must be a number of seconds, {minimum} or more, got {shown(value)}")
     return float(value)
+
+
+def reason(error: BaseException) -> str:
+    """An exception for a message: its type and the first line of its text; no error for any exception."""
+    try:
+        text = str(error).partition("\n")[0]
+    except Exception:  # an exception that cannot show itself must not replace what is reported
+        text = ""
+    return f"{type(error).__name__}: {text}"[:_REASON] if text else type(error).__name__
 
 
 def shown(value: Any, length: int = 80) -> str:

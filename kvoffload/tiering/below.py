@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.tiering.breaker import Breaker, BreakerState
 from kvoffload.tiering.speed import TierSpeed
@@ -164,7 +164,7 @@ class TierBelow:
         now = time.monotonic()
         if now - self._warned >= _SECONDS_BETWEEN_WARNINGS:
             self._warned = now
-            LOGGER.warning("tier %s: %s; its keys are misses", self.tier.name, shown(error, 200))
+            LOGGER.warning("tier %s: %s; its keys are misses", self.tier.name, reason(error))
 
     def answered(self, outcomes: Sequence[Outcome | None]) -> None:
         """What outcomes of one job, in its order, say of the tier's health; None says nothing."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvoffload.errors import ClosedError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.queues import Removal, Work, WorkQueues, Write
@@ -240,7 +240,7 @@ class Workers:
             self._warned = now if due else self._warned
         if due:
             try:
-                LOGGER.warning("tier %s: %s; its keys are misses", self._label, shown(error, 200))
+                LOGGER.warning("tier %s: %s; its keys are misses", self._label, reason(error))
             except BaseException:  # a handler or filter of the caller's
                 pass
 

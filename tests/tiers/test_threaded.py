@@ -103,20 +103,16 @@ def test_many_failures_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with attached(tier):
         for _ in range(50):
             tier.get([b"error"], [0]).wait(SECONDS)
-    assert [record.getMessage() for record in caplog.records] == [
-        "tier dict: OSError('no medium'); its keys are misses"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["tier dict: OSError: no medium; its keys are misses"]
 
 
 def test_a_warning_has_the_reason_behind_a_long_address(caplog: pytest.LogCaptureFixture) -> None:
-    reason = f"IoError: address {'1' * 80}:6379: WRONGPASS"
+    reason = f"GET http://{'1' * 300}: refused"
     tier = Unreliable(threads=1)
-    tier.results = {b"long": OSError(reason)}
+    tier.results = {b"long": OSError(reason + "\n\nDebug source: ...")}
     with attached(tier):
         assert tier.get([b"long"], [0]).wait(SECONDS) == [FAILED]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"tier dict: OSError({reason!r}); its keys are misses"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [f"tier dict: OSError: {reason}; its keys are misses"]
 
 
 # fairness -------------------------------------------------------------------------------------------------------------
