@@ -5,6 +5,7 @@ RemoteTier                  records in a store that machines share              
 MooncakeTier                Mooncake Store                                            mooncake.py
 ValkeyTier                  Valkey and Redis                                          valkey.py
 ObjectStoreTier             S3, Google Cloud Storage, Azure, folders                  object_store.py
+load_tier                   a tier by its name, of this package or of another         loading.py
 DiskTier                    records on disks                                          disk.py
 DiskIndex                   the records of a disk: policies, tenants, restart         disk_index.py
 SlotFiles                   the files of a set as an array of verified slots          slot_files.py
@@ -17,6 +18,7 @@ FileOperations              the system calls, behind which tests put failures   
 
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.job import Outcome, TierJob
+from kvoffload.tiers.loading import load_tier
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.mooncake import MooncakeTier
 from kvoffload.tiers.object_store import ObjectStoreTier
@@ -39,4 +41,5 @@ __all__ = [
     "TierJob",
     "TierStatistics",
     "ValkeyTier",
+    "load_tier",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.remote import Parts, RemoteTier
 
 _BYTES_PER_CALL = 4 << 20  # of small records in one command: twice as fast as one by one at 64 KiB, the same at 2 MiB
+_CONNECTING = 4  # of the timeout one part in so many is for connecting, the rest for the command
 _SCANNED = 1000  # names that one call of SCAN looks at
 
 
@@ -21,8 +24,8 @@ class ValkeyTier(RemoteTier):
     Each part of a record is a value of its own, all of them in one hash slot: header and payload are written in one
     transaction, and read by one command, straight into the slots of the pool. What was evicted in part is a miss.
 
-    `attach` does not connect. A server that cannot be reached, or refuses the password, makes keys FAILED, with a
-    warning in the log.
+    Each thread has a connection. `attach` does not connect. A server that cannot be reached, or refuses the password,
+    makes keys FAILED, with a warning in the log.
 
     Args:
         addresses: "host:port", or several: of a cluster any of its nodes, else a primary and its replicas.
@@ -34,7 +37,7 @@ class ValkeyTier(RemoteTier):
         ca_file: certificates to trust instead of the system's, PEM.
         cert_file, key_file: of this client, PEM, where servers ask for a certificate.
         expiry: seconds after which the server deletes a record; None: it does not.
-        timeout: seconds that a call may take, connecting included.
+        timeout: seconds that a command may take, connecting included, for which a quarter is left.
         options: further arguments of glide's `GlideClientConfiguration`, or of `GlideClusterClientConfiguration`.
 
     Raises:
@@ -80,19 +83,19 @@ class ValkeyTier(RemoteTier):
         self._tls = tls
         self._tls_files = (ca_file, cert_file, key_file)
         self._expiry = None if expiry is None else at_least("expiry, in milliseconds,", round(1000 * expiry), 1)
-        self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 1)
+        self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 2)
         self._options = dict(options or {})
-        self._client: Any = None
-        self._asking: Any = None  # a connection of its own: questions do not wait for records
+        self._clients: list[Any] = []  # all that are open
+        self._own = threading.local()  # `client`: the calling thread's
 
     # for RemoteTier -----------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        self._client, self._asking = self._new_client(), self._new_client()
+        self._tls_options()  # the files can be read
 
     def disconnect(self) -> None:
-        self._client.close()
-        self._asking.close()
+        while self._clients:
+            self._clients.pop().close()
 
     def fetch_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -110,42 +113,71 @@ class ValkeyTier(RemoteTier):
         batch = self._batch(atomic=False)
         for name in names:
             batch.exists(self._part_names(name))
-        return [found == 1 + len(self.pools) for found in self._asking.exec(batch, True)]
+        return [found == 1 + len(self.pools) for found in self._counts(batch)]
 
     def delete_names(self, names: Sequence[str]) -> list[bool]:
         batch = self._batch(atomic=False)
         for name in names:
             batch.unlink(self._part_names(name))
-        return [deleted > 0 for deleted in self._client.exec(batch, True)]
+        return [deleted > 0 for deleted in self._counts(batch)]
 
     def delete_folder(self, folder: str) -> None:
         cursor: Any = self._glide.ClusterScanCursor() if self.cluster else b"0"
         ended = False
-        while not ended:
-            cursor, found = self._client.scan(cursor, match="{" + folder + "*", count=_SCANNED)
-            if found:
-                self._client.unlink(found)
-            ended = cursor.is_finished() if self.cluster else cursor == b"0"
+        with self._connected() as client:
+            while not ended:
+                cursor, found = client.scan(cursor, match="{" + folder + "*", count=_SCANNED)
+                if found:
+                    client.unlink(found)
+                ended = cursor.is_finished() if self.cluster else cursor == b"0"
+
+    def reject(self, name: str) -> Outcome:
+        """As `RemoteTier.reject`. If the connection has changed bytes, it may be out of step, and is not used again."""
+        self._drop_client()
+        return super().reject(name)
 
     # inner workings -----------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _connected(self) -> Iterator[Any]:
+        """The thread's client. After an error it is closed, and the next call makes another one.
+
+        A client of glide connects again by itself, but waits between its tries, and never leaves a connection whose
+        answers are out of step.
+        """
+        client = getattr(self._own, "client", None)
+        if client is None:
+            client = self._own.client = self._new_client()
+            self._clients.append(client)
+        try:
+            yield client
+        except BaseException:
+            self._drop_client()
+            raise
+
+    def _drop_client(self) -> None:
+        client, self._own.client = getattr(self._own, "client", None), None
+        if client is not None:
+            self._clients.remove(client)
+            client.close()
+
     def _new_client(self) -> Any:
         glide = self._glide
-        configuration = glide.GlideClusterClientConfiguration if self.cluster else glide.GlideClientConfiguration
-        advanced = (
-            glide.AdvancedGlideClusterClientConfiguration if self.cluster else glide.AdvancedGlideClientConfiguration
-        )
+        kind = "Cluster" if self.cluster else ""
+        configuration = getattr(glide, f"Glide{kind}ClientConfiguration")
+        advanced = getattr(glide, f"AdvancedGlide{kind}ClientConfiguration")
         username, password = self._login
         given: dict[str, Any] = {
             "addresses": [glide.NodeAddress(host, port) for host, port in self._addresses],
             "use_tls": self._tls,
             "credentials": None if password is None else glide.ServerCredentials(password, username),
-            "request_timeout": self._timeout,
-            "lazy_connect": True,
-            "advanced_config": advanced(connection_timeout=self._timeout, tls_config=self._tls_config()),
+            "request_timeout": self._timeout - self._timeout // _CONNECTING,
+            "lazy_connect": True,  # so that the time to connect is bounded by the next line
+            "advanced_config": advanced(
+                connection_timeout=max(1, self._timeout // _CONNECTING), tls_config=self._tls_options()
+            ),
         }
-        client = glide.GlideClusterClient if self.cluster else glide.GlideClient
-        return client.create(configuration(**given | self._options))
+        return getattr(glide, f"Glide{kind}Client").create(configuration(**given | self._options))
 
     def _groups(self, names: Sequence[str]) -> list[slice]:
         """Records that are carried by one command: all, but in a cluster one, as each may be on another server."""
@@ -159,7 +191,11 @@ class ValkeyTier(RemoteTier):
     def _fetch(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
         part_names = [each for name in names for each in self._part_names(name)]
         buffers = [part.data for record in parts for part in record]
-        lengths = iter(self._client.mget(part_names, buffers=buffers))
+        with self._connected() as client:
+            found = client.mget(part_names, buffers=buffers)
+            if not isinstance(found, list) or len(found) != len(part_names):
+                raise ConnectionError(f"{len(part_names)} values expected, got {shown(found)}")
+        lengths = iter(found)
         of_each = [[next(lengths) for _ in record] for record in parts]
         return [self._outcome(*each) for each in zip(names, parts, of_each, strict=True)]
 
@@ -178,18 +214,29 @@ class ValkeyTier(RemoteTier):
         for name, record in zip(names, parts, strict=True):
             for part_name, part in zip(self._part_names(name), record, strict=True):
                 batch.set(part_name, part.data, expiry=expiry)
-        try:
-            self._client.exec(batch, True)
-        except glide.RequestError as error:
-            if "OOM" in str(error):  # `maxmemory` is reached, and the server evicts nothing
-                return Outcome.DECLINED
-            raise
+        with self._connected() as client:
+            try:
+                answer = client.exec(batch, True)
+            except glide.RequestError as error:
+                if "OOM" in str(error):  # `maxmemory` is reached, and the server evicts nothing
+                    return Outcome.DECLINED
+                raise
+            if not isinstance(answer, list) or set(answer) != {"OK"}:
+                raise ConnectionError(f"OK expected of each value, got {shown(answer)}")
         return Outcome.DONE
+
+    def _counts(self, batch: Any) -> list[int]:
+        """What a batch of commands that count has counted."""
+        with self._connected() as client:
+            answer = client.exec(batch, True)
+            if not isinstance(answer, list) or not all(isinstance(each, int) for each in answer):
+                raise ConnectionError(f"counts expected, got {shown(answer)}")
+        return answer
 
     def _batch(self, *, atomic: bool) -> Any:
         return (self._glide.ClusterBatch if self.cluster else self._glide.Batch)(atomic)
 
-    def _tls_config(self) -> Any:
+    def _tls_options(self) -> Any:
         ca_file, cert_file, key_file = self._tls_files
         return self._glide.TlsAdvancedConfiguration(
             root_pem_cacerts=None if ca_file is None else Path(ca_file).read_bytes(),

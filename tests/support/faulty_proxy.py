@@ -72,6 +72,12 @@ class FaultyProxy:
         for pair in pairs:
             self._end(pair)
 
+    def inject(self, data: bytes) -> None:
+        """Send bytes to the clients that the server did not send."""
+        with self._lock:
+            for client, _ in self._pairs:
+                client.sendall(data)
+
     def close(self) -> None:
         self._closed = True
         self.cut_all()

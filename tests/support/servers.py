@@ -250,7 +250,8 @@ def seaweed(folder: Path) -> Process:
     command = [
         weed_program(), f"-logdir={folder}", "server", "-s3", f"-dir={folder}", f"-ip={HOST}", f"-ip.bind={HOST}",
         *(f"-{name}={port}" for name, port in ports.items()), f"-s3.config={folder / 's3.json'}",
-        "-s3.autoCreateBucket", "-master.volumeSizeLimitMB=64", "-volume.max=50", "-master.telemetry=false",
+        "-s3.autoCreateBucket", "-master.peers=none", "-master.volumeSizeLimitMB=64", "-master.telemetry=false",
+        "-volume.max=50",
     ]  # fmt: skip
     return Process(command, s3, folder)
 

@@ -206,6 +206,18 @@ def test_a_server_that_is_gone_fails_and_is_noticed_when_it_is_back(tmp_path: Pa
             assert until(session, 2, put=False)
 
 
+@pytest.mark.parametrize("extra", [b"$500000000\r\n", b"$500\r\n", b":7\r\n", b"+OK\r\n", b"*2\r\n", b"$-1\r\n"])
+def test_a_connection_that_is_out_of_step_is_left(valkey_server: Process, extra: bytes) -> None:
+    """The client itself waits for the rest of an answer, or takes answers for those of later commands, for ever."""
+    with FaultyProxy(valkey_server.port) as proxy:
+        tier = ValkeyTier(proxy.address, identity=f"out of step {extra!r}", timeout=0.2, threads=1)
+        with RemoteSession(tier) as session:
+            assert session.put(b"k", 1) is DONE
+            proxy.inject(extra)
+            assert session.get(b"k") in (1, MISSING, FAILED)
+            assert until(session, 1)
+
+
 def until(session: RemoteSession, version: int, *, put: bool = True) -> bool:
     """Put and fetch until the client has connected again; at most a hundred calls."""
     tries = range(100)

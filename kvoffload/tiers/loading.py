@@ -1,0 +1,58 @@
+"""load_tier: a tier by its name, from this package or from one that has an entry point in the group kvoffload.tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvoffload.internal.checks import shown
+from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.memory import MemoryTier
+from kvoffload.tiers.object_store import ObjectStoreTier
+from kvoffload.tiers.tier import Tier
+from kvoffload.tiers.valkey import ValkeyTier
+
+GROUP = "kvoffload.tiers"
+_OWN: dict[str, Callable[..., Tier]] = {
+    "disk": DiskTier,
+    "memory": MemoryTier,
+    "objects": ObjectStoreTier,
+    "valkey": ValkeyTier,
+}
+
+
+def load_tier(kind: str, /, *arguments: Any, **options: Any) -> Tier:
+    """Make a tier whose class is named in a configuration.
+
+    Args:
+        kind: "disk", "memory", "objects", "valkey"; or the name of an entry point in the group `kvoffload.tiers` of an
+            installed package, which leads to a subclass of `Tier`, or to a function that returns a tier. That package
+            is imported and runs in this process; no other one is.
+        arguments, options: of that class or function.
+
+    Raises:
+        ValueError: there is no tier of that name, or several packages have one.
+        TypeError: what the entry point leads to does not make a `Tier`.
+        And what the class or function raises.
+    """
+    made = _factory(kind)(*arguments, **options)
+    if not isinstance(made, Tier):
+        raise TypeError(f"the entry point {kind!r} of {GROUP} must make a kvoffload.tiers.Tier, got {shown(made)}")
+    return made
+
+
+def _factory(kind: str) -> Callable[..., Any]:
+    if kind in _OWN:
+        return _OWN[kind]
+    from importlib.metadata import entry_points
+
+    found = entry_points(group=GROUP, name=kind)
+    if len(found) != 1:
+        known = sorted({*_OWN, *entry_points(group=GROUP).names})
+        raise ValueError(
+            f"kind must be one of {known}, or an entry point in the group {GROUP} of exactly one installed package; "
+            f"{len(found)} have {shown(kind)}"
+        )
+    [entry_point] = found
+    factory: Callable[..., Any] = entry_point.load()
+    return factory

@@ -1,0 +1,60 @@
+"""load_tier: tiers by name, and entry points of other packages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvoffload.tiers import MemoryTier, load_tier
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two packages that have tiers: `one` and `both`; `both`, `wrong` and `memory`."""
+    module = "from kvoffload.tiers import MemoryTier\nclass OwnTier(MemoryTier): ...\ndef wrong(): return 7\n"
+    own = {
+        "first": "one = first:OwnTier\nboth = first:OwnTier\n",
+        "second": "both = second:OwnTier\nwrong = second:wrong\nmemory = second:OwnTier\n",
+    }
+    for package, names in own.items():
+        (tmp_path / f"{package}.py").write_text(module)
+        metadata = tmp_path / f"{package}-1.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+        (metadata / "entry_points.txt").write_text(f"[kvoffload.tiers]\n{names}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "first", raising=False)
+    monkeypatch.delitem(sys.modules, "second", raising=False)
+    return tmp_path
+
+
+def test_a_tier_of_this_package(packages: Path) -> None:
+    assert packages
+    tier = load_tier("memory", 1 << 20, name="mine")
+    assert type(tier) is MemoryTier
+    assert tier.name == "mine"
+    assert "second" not in sys.modules
+
+
+def test_a_tier_of_another_package_is_imported_when_it_is_asked_for(packages: Path) -> None:
+    assert packages
+    tier = load_tier("one", nbytes=1 << 20)
+    assert type(tier).__module__ == "first"
+    assert isinstance(tier, MemoryTier)
+    assert tier.nbytes == 1 << 20
+    assert "second" not in sys.modules
+
+
+@pytest.mark.parametrize("kind", ["none", "both", ""])
+def test_names_that_none_or_two_packages_have_are_refused(packages: Path, kind: str) -> None:
+    assert packages
+    with pytest.raises(ValueError, match=r"kind must be one of \['both', 'disk', .*'one', .*'valkey'"):
+        load_tier(kind)
+
+
+def test_what_makes_no_tier_is_refused(packages: Path) -> None:
+    assert packages
+    with pytest.raises(TypeError, match=r"must make a kvoffload\.tiers\.Tier, got 7"):
+        load_tier("wrong")
