@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvoffload.commands import findings, folders
+from kvoffload.commands import findings, folders, store_findings, stores
 from kvoffload.device.device import Device
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError, KVOffloadError
@@ -17,6 +17,7 @@ from kvoffload.internal import cachefiles, hostinfo
 from kvoffload.terminal.console import Output, open_backend
 from kvoffload.terminal.machine import describe_device, missing_copiers
 from kvoffload.terminal.options import COMMON, add_command, add_common_options
+from kvoffload.terminal.stores import Store, add_store_options, stores_of
 from kvoffload.tuning import profile_for
 
 _PACKAGES = ("kvoffload", "numpy", "cuda-bindings", "cuda-core", "platformdirs", "triton")
@@ -45,6 +46,7 @@ def add_parser(commands: Any) -> None:
         metavar="FOLDER",
         help="also try a folder for a disk tier: a second and at most 256 MiB, which are removed again",
     )
+    add_store_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
 
@@ -66,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     fields |= _device_fields(arguments, output)
     fields["folders"] = _folders(arguments.path, output)
+    fields["stores"] = _stores(stores_of(arguments), output)
     fields["advice"] = _advice(fields)
     output.result(fields)
     _print(fields, output)
@@ -78,6 +81,15 @@ def _folders(paths: Sequence[Path], output: Output) -> list[dict[str, Any]]:
         for number, path in enumerate(dict.fromkeys(paths)):
             progress(number, len(paths))
             found.append(folders.probe(path))
+        return found
+
+
+def _stores(wanted: Sequence[Store], output: Output) -> list[dict[str, Any]]:
+    with output.progress("trying stores") as progress:
+        found = []
+        for number, store in enumerate(wanted):
+            progress(number, len(wanted))
+            found.append(stores.probe(store))
         return found
 
 
@@ -187,7 +199,8 @@ def _advice(fields: dict[str, Any]) -> list[str]:
             "compiled kernels and profiles are not kept, and are compiled or measured again each time: set "
             f"{cachefiles.FOLDER_VARIABLE} to a folder that can be written"
         )
-    advice += [f"{each.name}: {each.remedy}" for each in findings.of_folders(fields) if each.remedy]
+    of_tiers = (*findings.of_folders(fields), *store_findings.of_stores(fields))
+    advice += [f"{each.name}: {each.remedy}" for each in of_tiers if each.remedy]
     return advice
 
 
@@ -195,7 +208,7 @@ def _advice(fields: dict[str, Any]) -> list[str]:
 
 
 def _print(fields: dict[str, Any], output: Output) -> None:
-    found = findings.groups(fields)
+    found = findings.groups(fields) | store_findings.groups(fields)
     output.line(findings.verdict(fields, [each for group in found.values() for each in group]))
     for heading, group in found.items():
         output.line("")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,14 +22,15 @@ from kvoffload.tiers import MooncakeTier, ObjectStoreTier, RemoteTier, ValkeyTie
 Kind = Literal["valkey", "s3", "mooncake"]
 _SECONDS = 10.0  # of `timeout`: these commands move more at a time than caches do
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_MOST_TEXT = 120  # characters of what a client says
+_HANDSHAKE_SECONDS = 2.0
+_MOST_TEXT = 160  # characters of what a client says
 
 # What clients say, in lower case; what it means; what to do.
 _MEANINGS = (
     (
         ("wrongpass", "noauth", "invalidaccesskeyid", "signaturedoesnotmatch", "unauthenticated", "401"),
         "it refuses user or password",
-        "give username=NAME and password=@FILE, or of S3 access_key_id=NAME and secret_access_key=@FILE",
+        "give {login}",
     ),
     (
         ("noperm", "accessdenied", "permissiondenied", "403", "forbidden"),
@@ -38,12 +40,12 @@ _MEANINGS = (
     (
         ("certificate", "unknownissuer", "unknown ca"),
         "its TLS certificate is not trusted",
-        "give ca_file=FILE, or of S3 root_certificate=@FILE",
+        "give {certificate}",
     ),
     (
-        ("tls", "ssl", "corrupt message", "handshake", "unexpectedeof", "eof", "broken pipe", "reset by peer"),
-        "it ends the connection: one side uses TLS, and the other does not",
-        "give tls=true or tls=false, or of S3 an endpoint with https:// or http://",
+        ("tls", "ssl", "invalidcontenttype", "handshake", "eof", "broken pipe", "reset by peer"),
+        "one side uses TLS, and the other does not",
+        "give {tls}",
     ),
     (("nosuchbucket",), "there is no such bucket", "create it, or give another one"),
     (
@@ -77,6 +79,7 @@ class Store(ABC):
 
     Attributes:
         kind: of store; the name of its option.
+        remedies: options for a user and password, for a certificate, and for TLS or none.
         package: that its client is in, as pip names it.
         timeout: seconds that a call may take.
 
@@ -86,6 +89,7 @@ class Store(ABC):
 
     kind: ClassVar[Kind]
     package: ClassVar[str]
+    remedies: ClassVar[dict[str, str]]
     names: ClassVar[tuple[str, ...]]  # of options; () for those of obstore
 
     def __init__(self, address: str, options: Mapping[str, str]) -> None:
@@ -121,8 +125,16 @@ class Store(ABC):
             return StoreError(self, problem, remedy.removeprefix("install it: "))
         for words, problem, remedy in _MEANINGS:
             if any(word in text.lower() for word in words):
-                return StoreError(self, f"{problem} ({text:.{_MOST_TEXT}})", remedy)
-        return StoreError(self, f"{text:.{_MOST_TEXT}}", "see that address and options are those of the store")
+                return StoreError(self, problem, remedy.format(**self.remedies))
+        return StoreError(
+            self,
+            f"{text.partition(' Debug source')[0]:.{_MOST_TEXT}}",
+            "see that address and options are those of the store",
+        )
+
+    def option(self, name: str, default: str = "") -> str:
+        """The text of an option."""
+        return self._given.get(name, default)
 
     def __str__(self) -> str:
         return f"--{self.kind} {self.address}"
@@ -147,6 +159,11 @@ class ValkeyStore(Store):
 
     kind = "valkey"
     package = "valkey-glide-sync"
+    remedies: ClassVar = {
+        "login": "username=NAME and password=@FILE",
+        "certificate": "ca_file=FILE, which has signed it",
+        "tls": "tls=true, or leave it out",
+    }
     names = ("username", "password", "tls", "ca_file", "cert_file", "key_file", "cluster", "timeout")
 
     def tier(self, *, identity: str, prefix: str) -> RemoteTier:
@@ -165,10 +182,7 @@ class ValkeyStore(Store):
         password, milliseconds = given["password"], round(1000 * self.timeout)
         advanced = getattr(glide, f"AdvancedGlide{kind}ClientConfiguration")
         configuration = getattr(glide, f"Glide{kind}ClientConfiguration")(
-            addresses=[
-                glide.NodeAddress(host.strip("[]"), int(port))
-                for host, _, port in (each.rpartition(":") for each in self.address.split(","))
-            ],
+            addresses=[glide.NodeAddress(*each) for each in self._addresses()],
             use_tls=given["tls"],
             credentials=None if password is None else glide.ServerCredentials(password, given["username"]),
             request_timeout=milliseconds,
@@ -178,7 +192,33 @@ class ValkeyStore(Store):
         return getattr(glide, f"Glide{kind}Client").create(configuration)
 
     def check(self, client: Any) -> None:
-        client.ping()
+        for host, port in self._addresses():  # the client says "timed out" of all that is wrong with a connection
+            socket.create_connection((host, port), self.timeout).close()
+        try:
+            client.ping()
+        except Exception as error:
+            if "timed out" in str(error):
+                self._try_tls()
+            raise
+
+    def _addresses(self) -> list[tuple[str, int]]:
+        parts = [each.rpartition(":") for each in self.address.split(",")]
+        return [(host.strip("[]"), int(port)) for host, _, port in parts]
+
+    def _try_tls(self) -> None:
+        """Raise ConnectionError if one side alone uses TLS, SSLError if both do and the certificate is not trusted."""
+        address, wanted, speaks = self._addresses()[0], self._flag("tls"), True
+        context = ssl.create_default_context(cafile=self._given.get("ca_file"))
+        try:
+            with socket.create_connection(address, min(self.timeout, _HANDSHAKE_SECONDS)) as connection:
+                context.wrap_socket(connection, server_hostname=address[0]).close()
+        except ssl.SSLCertVerificationError:
+            if wanted:
+                raise
+        except OSError:
+            speaks = False
+        if speaks != wanted:
+            raise ConnectionError("the server uses TLS" if speaks else "the server does not use TLS")
 
     def disconnect(self, client: Any) -> None:
         client.close()
@@ -193,6 +233,11 @@ class ObjectStore(Store):
 
     kind = "s3"
     package = "obstore"
+    remedies: ClassVar = {
+        "login": "access_key_id=NAME and secret_access_key=@FILE",
+        "certificate": "root_certificate=@FILE, which has signed it",
+        "tls": "endpoint=https://... or endpoint=http://...",
+    }
     names = ()
     _TEXTS = ("root_certificate", "proxy_url")  # options of connections
     _FLAGS = ("allow_http", "allow_invalid_certificates", "http1_only")
@@ -243,10 +288,11 @@ class MooncakeStore(Store):
 
     kind = "mooncake"
     package = "mooncake-transfer-engine-non-cuda"
-    names = ("metadata_server", "hostname", "protocol", "devices", "timeout")
+    remedies: ClassVar = dict.fromkeys(("login", "certificate", "tls"), "another address: Mooncake has none of these")
+    names = ("metadata_server", "hostname", "protocol", "devices", "timeout", "metrics_port")
 
     def tier(self, *, identity: str, prefix: str) -> RemoteTier:
-        given: dict[str, Any] = {name: self._given[name] for name in self.names[:-1] if name in self._given}
+        given: dict[str, Any] = {name: self._given[name] for name in self.names[:4] if name in self._given}
         return MooncakeTier(self.address, identity=identity, prefix=prefix, timeout=self.timeout, **given)
 
     def client(self) -> Any:
