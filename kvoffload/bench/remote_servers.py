@@ -167,7 +167,7 @@ def _start_mooncake(servers: _Servers) -> Store:
     options += [f"--master_server_address={HOST}:{port}", f"--global_segment_size={_STORE_BYTES}"]
     servers.start("mooncake_client", [str(folder / "mooncake_client"), *options], own)
     servers.wait_until(lambda: _has_memory(metrics), "the Mooncake master knows memory")
-    return MooncakeStore(f"{HOST}:{port}", {})
+    return MooncakeStore(f"{HOST}:{port}", {"metrics_port": str(metrics)})
 
 
 def _has_memory(metrics_port: int) -> bool:

@@ -17,7 +17,7 @@ def groups(fields: Mapping[str, Any]) -> dict[str, list[Finding]]:
 
 
 def of_stores(fields: Mapping[str, Any]) -> Iterator[Finding]:
-    """Findings on all stores: one for each that cannot be used; else one, and one for its capacity and each drawback."""
+    """Findings on all stores: one if it cannot be used; else one, one for its capacity, and one for each drawback."""
     for each in fields["stores"]:
         yield from _of_store(each)
     if fields["stores"] and fields["extras"]["xxhash"] is None:

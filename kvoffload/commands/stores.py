@@ -1,4 +1,4 @@
-"""`kvoffload doctor --valkey ... --s3 ... --mooncake ...`: what stores offer, tried with records that are deleted again."""
+"""`kvoffload doctor --valkey ... --s3 ... --mooncake ...`: what stores offer, tried with records that it deletes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _try_records(store: Store) -> dict[str, Any]:
         _carried_out(store, "put", tier.put(keys[:1], [0]))  # connects
         put = _timed(lambda: _carried_out(store, "put", tier.put(keys, range(_RECORDS))))
         get = _timed(lambda: _carried_out(store, "get", tier.get(keys, range(_RECORDS, 2 * _RECORDS))))
-        if not np.array_equal(*np.split(pool, 2)):
+        if not np.array_equal(pool[:_RECORDS], pool[_RECORDS:]):
             raise StoreError(store, "records had wrong bytes", "do not use it, and report this")
         _carried_out(store, "delete", tier.clear())
     finally:
