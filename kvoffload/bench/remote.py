@@ -31,7 +31,6 @@ _IN_FLIGHT = [1, 8, 32]
 _MOST_IN_FLIGHT = 1024
 _NBYTES = 32 << 20
 _PROMOTED_BYTES = 2 << 20
-_CALL_BYTES = 256 << 10  # of records whose calls are timed
 
 
 def add_parser(benches: Any) -> None:
@@ -106,7 +105,9 @@ def _measure(
                     repeats=arguments.repeats,
                     verified=verified,
                 )
-            found["calls"].append(measure_calls(store, prefix=prefix, record_bytes=_CALL_BYTES, verified=verified))
+            found["calls"].append(
+                measure_calls(store, prefix=prefix, record_bytes=min(arguments.sizes), verified=verified)
+            )
             promotion = measure_promotion(
                 store,
                 device,
@@ -186,7 +187,7 @@ def _check(arguments: argparse.Namespace) -> None:
         for size in arguments.sizes
         for count in arguments.in_flight
     )
-    needed = max(rounds, promotion_bytes(_promoted_bytes(arguments.sizes)), KEYS_OF_A_CALL * _CALL_BYTES)
+    needed = max(rounds, promotion_bytes(_promoted_bytes(arguments.sizes)), KEYS_OF_A_CALL * min(arguments.sizes))
     available = hostinfo.available_bytes()
     if available is not None and needed > available:
         raise CommandError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import tracemalloc
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvoffload.bench.tier_calls import KEYS_OF_A_CALL, Verified, numbered_keys
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
+from kvoffload.errors import TierError
 from kvoffload.layout.layout import KVLayout
 from kvoffload.terminal.stores import Store
 from kvoffload.tiering.tiered_cache import TieredCache
@@ -46,8 +47,8 @@ def measure_calls(store: Store, *, prefix: str, record_bytes: int, verified: Ver
             allocated = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        tier.clear().wait()
     finally:
+        tier.clear().wait()
         tier.close()
     what = {"store": store.kind, "record_bytes": record_bytes, "threads": tier.threads}
     return what | calls | {"python_bytes_a_record": allocated / _COUNTED}
@@ -64,24 +65,27 @@ def measure_promotion(
     with OffloadEngine(layout, device=device, num_slots=2 * _PROMOTED) as engine:
         tier = store.tier(identity=IDENTITY, prefix=f"{prefix}/promote")
         with closing(TieredCache(engine, "lru", tiers=[tier], write="through")) as cache:
-            with cache.reserve(keys) as reserved:
-                slots = reserved.slots()
-                content = np.random.default_rng(1).integers(0, 256, (_PROMOTED, record_bytes), np.uint8)
-                engine.slots[slots] = content
-                reserved.commit()
-            cache.drain(_MOST_SECONDS)
-            for number in range(-1, repeats):
-                BlockCache.clear(cache)
-                engine.slots[:] = 0
-                found, first, last = _promote(cache, keys)
-                if number >= 0:
-                    times.append((first, last))
-                verified.records += found
-                verified.missing += _PROMOTED - found
-                with cache.acquire(keys[:found]) as lease:
-                    rows = engine.slots[lease.slots()]
-                    verified.wrong += sum(not np.array_equal(*pair) for pair in zip(rows, content, strict=False))
-            cache.clear()
+            try:
+                with cache.reserve(keys) as reserved:
+                    slots = reserved.slots()
+                    content = np.random.default_rng(1).integers(0, 256, (_PROMOTED, record_bytes), np.uint8)
+                    engine.slots[slots] = content
+                    reserved.commit()
+                cache.drain(_MOST_SECONDS)
+                for number in range(-1, repeats):
+                    BlockCache.clear(cache)
+                    engine.slots[:] = 0
+                    found, first, last = _promote(cache, keys)
+                    if number >= 0:
+                        times.append((first, last))
+                    verified.records += found
+                    verified.missing += _PROMOTED - found
+                    with cache.acquire(keys[:found]) as lease:
+                        rows = engine.slots[lease.slots()]
+                        verified.wrong += sum(not np.array_equal(*pair) for pair in zip(rows, content, strict=False))
+            finally:
+                with suppress(TierError):  # it failed before
+                    cache.clear()
     first, last = (statistics.median(each) for each in zip(*times, strict=True))
     return {
         "store": store.kind,

