@@ -41,6 +41,8 @@ def exposed(device: kvoffload.Device) -> dict[str, set[str]]:
         engine.drain()
         engine.poll()
         assert cache.drain(10)
+        with cache.promote(keys[:1]) as promotion:
+            assert promotion.wait(10) == 1
         found: dict[str, set[str]] = {}
         for family in text_string_to_metric_families(client.generate_latest(registry).decode()):
             for sample in family.samples:
