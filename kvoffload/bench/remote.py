@@ -42,16 +42,16 @@ def add_parser(benches: Any) -> None:
         "interleaved rounds; then times calls and promotions. Deletes its records.",
         example="bench remote --start --sizes 2097152 --in-flight 8",
         common=f"{COMMON}, --wide",
-        usage="[--valkey ...] [--s3 ...] [--mooncake ...] [--start] [options]",
+        usage="[--valkey ...] [--s3 ...] [--mooncake ...] [--start]",
     )
     add_store_options(parser)
     parser.add_argument(
-        "--start", nargs="*", choices=KINDS, metavar="STORE", help="start those servers that are installed here"
+        "--start", nargs="*", choices=KINDS, metavar="STORE", help="start servers that are installed here"
     )
     parser.add_argument("--sizes", type=numbers, default=_SIZES, metavar="N,...", help="bytes of a record")
     parser.add_argument("--in-flight", type=numbers, default=_IN_FLIGHT, metavar="N,...", help="records (1,8,32)")
     parser.add_argument(
-        "--nbytes", type=whole(PAGE, 1 << 40), default=_NBYTES, metavar="N", help=f"bytes of a round ({_NBYTES})"
+        "--nbytes", type=whole(PAGE, 1 << 40), default=_NBYTES, metavar="N", help=f"of a round ({_NBYTES})"
     )
     parser.add_argument("--repeats", type=whole(1, 1_000_000), default=5, metavar="N", help="timed rounds (default 5)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write all figures as JSON")

@@ -333,16 +333,16 @@ class MooncakeStore(Store):
 
 
 _KINDS: tuple[tuple[type[Store], str, str], ...] = (
-    (ValkeyStore, "HOST:PORT", "Valkey or Redis, such as valkey.example:6379 password=@FILE"),
-    (ObjectStore, "URL", "an object store, such as s3://bucket/folder region=us-east-1"),
-    (MooncakeStore, "MASTER", "a Mooncake Store, by the host:port of its master"),
+    (ValkeyStore, "HOST:PORT", "Valkey or Redis; N=V: tls=true and others"),
+    (ObjectStore, "URL", "an object store, such as s3://bucket/folder"),
+    (MooncakeStore, "MASTER", "a Mooncake Store, by HOST:PORT"),
 )
 
 
 def add_store_options(parser: argparse.ArgumentParser) -> None:
     """The options of a store each; `stores_of` reads them."""
     for kind, address, text in _KINDS:
-        metavar = (address, "NAME=VALUE")
+        metavar = (address, "N=V")
         parser.add_argument(f"--{kind.kind}", nargs="+", default=None, metavar=metavar, help=text)
 
 
