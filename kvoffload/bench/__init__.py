@@ -14,6 +14,8 @@ The benchmarks, each with `add_parser(benches)`:
     cache         bookkeeping of the prefix cache        cache_bookkeeping.py
     disk          a disk tier                            disk.py, disk_files.py, disk_rounds.py, disk_costs.py,
                                                          disk_report.py
+                  and a GPU's transfers                  disk_gpu.py, disk_gpu_setup.py
+                  that fails                             disk_failing.py, disk_faults.py, disk_failing_command.py
     plot          figures of saved results               plots.py
 
 What they use, lower files first:

@@ -16,17 +16,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvoffload.bench import disk_failing_command as failing
 from kvoffload.bench import disk_gpu
 from kvoffload.bench.disk_costs import measure_calls, measure_restart, restart_bytes
 from kvoffload.bench.disk_files import tier_bytes
 from kvoffload.bench.disk_report import show
 from kvoffload.bench.disk_rounds import measure_cell
 from kvoffload.bench.tier_calls import Verified
-from kvoffload.device.device import open_device
 from kvoffload.internal import hostinfo
-from kvoffload.terminal.console import Advance, CommandError, Output, as_json, mib
+from kvoffload.terminal.console import Advance, CommandError, Output, as_json, mib, open_backend
 from kvoffload.terminal.files import require_writable, write_whole
-from kvoffload.terminal.options import LARGEST, add_command, add_wide, numbers, whole
+from kvoffload.terminal.options import COMMON, LARGEST, add_command, add_common_options, add_wide, numbers, whole
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.files import PAGE
 
@@ -44,7 +44,7 @@ def add_parser(benches: Any) -> None:
         "Writes and reads records with a DiskTier and with bare loops on the same files, in interleaved rounds; then "
         "times calls and a restart. Uses no GPU without --gpu, and removes its files.",
         example="bench disk --path /mnt/nvme --sizes 2097152 --threads 4",
-        common="--json, --wide",
+        common=f"--wide, {COMMON}",
         usage="[--path FOLDER ...] [options]",
     )
     parser.add_argument(
@@ -61,9 +61,10 @@ def add_parser(benches: Any) -> None:
         "--records", type=whole(1, LARGEST), default=100_000, metavar="N", help="of the restart (default 100000)"
     )
     parser.add_argument("--gpu", action="store_true", help="also the GPU's transfers while the disk works")
+    failing.add_options(parser)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write all figures as JSON")
     add_wide(parser, "the bare loops' bandwidth and the range of the rounds")
-    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    add_common_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -72,23 +73,39 @@ def run(arguments: argparse.Namespace) -> int:
     output = Output(arguments.json, wide=arguments.wide)
     if arguments.save is not None:
         require_writable("--save", arguments.save)
+    failing.check(arguments)
     _check(arguments)
     verified = Verified()
-    with _new_files(arguments.path) as files, output.progress("disk") as progress:
+    with _new_files(arguments.path) as files:
         try:
-            fields = _measure(arguments, files, verified, progress)
-            if arguments.gpu:
-                with open_device(backend="cuda") as device:
-                    fields["transfers"] = disk_gpu.measure(device, files[0], repeats=arguments.repeats)
+            if arguments.failing:
+                fields = failing.run(arguments, files[0], output)
+            else:
+                fields = _measure_all(arguments, files, verified, output)
         except OSError as error:
             raise CommandError(f"{error.filename or 'a file of --path'}: {error.strerror or error}") from error
     if arguments.save is not None:
         write_whole("--save", arguments.save, (as_json(fields) + "\n").encode())
     output.result(fields)
+    if arguments.failing:
+        failing.show(fields, output)
+        return 1 if failing.wrong(fields) else 0
     show(fields, output)
     if arguments.gpu:
         disk_gpu.show(fields["transfers"], output)
-    return 1 if verified.wrong or verified.missing else 0
+    wrong = disk_gpu.wrong(fields["transfers"]) if arguments.gpu else 0
+    return 1 if verified.wrong or verified.missing or wrong else 0
+
+
+def _measure_all(
+    arguments: argparse.Namespace, files: Sequence[Path], verified: Verified, output: Output
+) -> dict[str, Any]:
+    with output.progress("disk") as progress:
+        fields = _measure(arguments, files, verified, progress)
+    if arguments.gpu:
+        with open_backend(arguments, output, note=False) as device:
+            fields["transfers"] = disk_gpu.measure(device, files[0], repeats=arguments.repeats)
+    return fields
 
 
 def _measure(

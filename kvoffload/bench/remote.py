@@ -15,14 +15,14 @@ from typing import Any
 from kvoffload.bench.remote_costs import measure_calls, measure_promotion, promotion_bytes
 from kvoffload.bench.remote_report import show
 from kvoffload.bench.remote_rounds import measure_size, records_of_round
-from kvoffload.bench.remote_servers import KINDS, started
+from kvoffload.bench.remote_servers import started
 from kvoffload.bench.tier_calls import KEYS_OF_A_CALL, Verified
 from kvoffload.device.device import Device
 from kvoffload.internal import hostinfo
 from kvoffload.terminal.console import Advance, CommandError, Output, as_json, mib, open_backend
 from kvoffload.terminal.files import require_writable, write_whole
 from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_wide, numbers, whole
-from kvoffload.terminal.stores import Store, add_store_options, stores_of
+from kvoffload.terminal.stores import KINDS, Store, add_store_option, store_of
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.files import PAGE
 
@@ -42,11 +42,11 @@ def add_parser(benches: Any) -> None:
         "interleaved rounds; then times calls and promotions. Deletes its records.",
         example="bench remote --start --sizes 2097152 --in-flight 8",
         common=f"{COMMON}, --wide",
-        usage="[--valkey ...] [--s3 ...] [--mooncake ...] [--start]",
+        usage="[--store KIND NAME=VALUE ...] [--start] [options]",
     )
-    add_store_options(parser)
+    add_store_option(parser, "the tier's kind (valkey, objects, mooncake) and its arguments")
     parser.add_argument(
-        "--start", nargs="*", choices=KINDS, metavar="STORE", help="start servers that are installed here"
+        "--start", nargs="*", choices=KINDS, metavar="KIND", help="start servers that are installed here"
     )
     parser.add_argument("--sizes", type=numbers, default=_SIZES, metavar="N,...", help="bytes of a record")
     parser.add_argument("--in-flight", type=numbers, default=_IN_FLIGHT, metavar="N,...", help="records (1,8,32)")
@@ -142,36 +142,34 @@ def _promoted_bytes(sizes: Sequence[int]) -> int:
 @contextmanager
 def _stores(arguments: argparse.Namespace) -> Iterator[tuple[list[Store], dict[str, str]]]:
     """Those that can be used: the user's, and servers that are started. And why others could not be."""
-    given = stores_of(arguments)
+    given = [_store(words) for words in arguments.store]
     named = [store.kind for store in given]
+    if len(set(named)) < len(named):
+        raise CommandError(f"--store: one store of each kind can be measured at a time, got {', '.join(named)}")
     wanted = [] if arguments.start is None else [kind for kind in arguments.start or KINDS if kind not in named]
     if not given and not wanted:
         raise CommandError(
-            "no store to measure: give --valkey, --s3 or --mooncake with the address of one; --start starts servers "
-            "of installed packages on this machine"
+            "no store to measure: give --store KIND NAME=VALUE ..., such as --store valkey addresses=HOST:PORT; "
+            "--start starts servers of installed packages on this machine"
         )
     for store in given:
-        _require(store)
+        store.check()
     with started(wanted) as (own, missing):
         if not given and not own:
             raise CommandError("; ".join(f"--start {kind}: {reason}" for kind, reason in missing.items()))
         for store in own:
-            _require(store)
+            store.check()
         yield [*given, *own], missing
 
 
-def _require(store: Store) -> None:
-    """StoreError if a store cannot be used."""
+def _store(words: Sequence[str]) -> Store:
+    kind = words[0]
+    if kind not in KINDS:
+        raise CommandError(f"--store must be {', '.join(KINDS)} to be compared with its client, got {kind!r:.80}")
     try:
-        client = store.client()
-        try:
-            store.check(client)
-        finally:
-            store.disconnect(client)
-    except CommandError:
-        raise
-    except Exception as error:
-        raise store.explained(error) from error
+        return store_of(words)
+    except (ValueError, KeyError) as error:
+        raise CommandError(f"--store {kind}: {error}") from error
 
 
 def _check(arguments: argparse.Namespace) -> None:

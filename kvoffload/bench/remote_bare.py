@@ -8,13 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from kvoffload.internal.types import UInt8Array
-from kvoffload.terminal.stores import MooncakeStore, ObjectStore, Store, ValkeyStore
+from kvoffload.terminal.stores import Store
 
 Rows = Sequence[UInt8Array]
 
@@ -30,12 +31,15 @@ class BareLoop(ABC):
     """
 
     def __init__(self, store: Store, *, threads: int, prefix: str, pool: UInt8Array) -> None:
-        self._store, self._threads, self._prefix = store, threads, prefix
+        self._threads, self._prefix = threads, prefix
         self._clients: list[Any] = []
+        self._undo = ExitStack()
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvoffload-bench")
         try:
             for _ in range(threads if self.one_each else 1):
-                self._clients.append(store.client())
+                client, close = store.client()
+                self._undo.callback(close)
+                self._clients.append(client)
             self.prepare(pool)
         except BaseException:
             self.__exit__()
@@ -93,8 +97,7 @@ class BareLoop(ABC):
         trace: TracebackType | None = None,
     ) -> None:
         self._executor.shutdown()
-        while self._clients:
-            self._store.disconnect(self._clients.pop())
+        self._undo.close()
 
 
 class _Valkey(BareLoop):
@@ -162,9 +165,9 @@ class _Mooncake(BareLoop):
         client.batch_remove(names, True)
 
 
-_LOOPS: dict[type[Store], type[BareLoop]] = {ValkeyStore: _Valkey, ObjectStore: _Objects, MooncakeStore: _Mooncake}
+_LOOPS: dict[str, type[BareLoop]] = {"valkey": _Valkey, "objects": _Objects, "mooncake": _Mooncake}
 
 
 def bare_loop(store: Store, *, threads: int, prefix: str, pool: UInt8Array) -> BareLoop:
     """A bare loop over a store."""
-    return _LOOPS[type(store)](store, threads=threads, prefix=prefix, pool=pool)
+    return _LOOPS[store.kind](store, threads=threads, prefix=prefix, pool=pool)

@@ -16,7 +16,7 @@ _BAR, _CALL_BAR_US = 0.85, 40
 _BAR_BYTES, _BAR_IN_FLIGHT = 2 << 20, 8
 _BARE = {
     "valkey": "glide's pipelined SET and MGET into buffers",
-    "s3": "obstore's put and get",
+    "objects": "obstore's put and get",
     "mooncake": "batch_put_from and batch_get_into",
 }
 

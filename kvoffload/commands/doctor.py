@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvoffload.commands import findings, folders, store_findings, stores
+from kvoffload.commands import findings, folders, stores
 from kvoffload.device.device import Device
 from kvoffload.driver import cuda
 from kvoffload.errors import CapabilityError, DriverError, KVOffloadError
@@ -17,7 +17,7 @@ from kvoffload.internal import cachefiles, hostinfo
 from kvoffload.terminal.console import Output, open_backend
 from kvoffload.terminal.machine import describe_device, missing_copiers
 from kvoffload.terminal.options import COMMON, add_command, add_common_options
-from kvoffload.terminal.stores import Store, add_store_options, stores_of
+from kvoffload.terminal.stores import add_store_option
 from kvoffload.tuning import profile_for
 
 _PACKAGES = ("kvoffload", "numpy", "cuda-bindings", "cuda-core", "platformdirs", "triton")
@@ -25,7 +25,10 @@ _INDENT = " " * len("  warn  ")
 _WITHOUT_A_GPU = (
     "without a GPU: `kvoffload demo` and `kvoffload replay TRACE --model NAME --scale 0.01` run on the simulated device"
 )
-_EXTRAS = ("rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax", "xxhash")
+_EXTRAS = (
+    "rich", "matplotlib", "cupy-cuda12x", "cupy-cuda13x", "jax", "xxhash", "mooncake-transfer-engine-non-cuda",
+    "valkey-glide-sync", "obstore",
+)  # fmt: skip
 
 
 def add_parser(commands: Any) -> None:
@@ -46,7 +49,7 @@ def add_parser(commands: Any) -> None:
         metavar="FOLDER",
         help="also try a folder for a disk tier: a second and at most 256 MiB, which are removed again",
     )
-    add_store_options(parser)
+    add_store_option(parser, "also try a remote store, by the kind and arguments of its tier; 32 records of 1 MiB")
     add_common_options(parser)
     parser.set_defaults(run=run)
 
@@ -68,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     fields |= _device_fields(arguments, output)
     fields["folders"] = _folders(arguments.path, output)
-    fields["stores"] = _stores(stores_of(arguments), output)
+    fields["stores"] = _stores(arguments.store, output)
     fields["advice"] = _advice(fields)
     output.result(fields)
     _print(fields, output)
@@ -84,12 +87,12 @@ def _folders(paths: Sequence[Path], output: Output) -> list[dict[str, Any]]:
         return found
 
 
-def _stores(wanted: Sequence[Store], output: Output) -> list[dict[str, Any]]:
+def _stores(given: Sequence[Sequence[str]], output: Output) -> list[dict[str, Any]]:
     with output.progress("trying stores") as progress:
         found = []
-        for number, store in enumerate(wanted):
-            progress(number, len(wanted))
-            found.append(stores.probe(store))
+        for number, words in enumerate(given):
+            progress(number, len(given))
+            found.append(stores.probe(words))
         return found
 
 
@@ -199,8 +202,8 @@ def _advice(fields: dict[str, Any]) -> list[str]:
             "compiled kernels and profiles are not kept, and are compiled or measured again each time: set "
             f"{cachefiles.FOLDER_VARIABLE} to a folder that can be written"
         )
-    of_tiers = (*findings.of_folders(fields), *store_findings.of_stores(fields))
-    advice += [f"{each.name}: {each.remedy}" for each in of_tiers if each.remedy]
+    tried = (*findings.of_folders(fields), *findings.of_stores(fields))
+    advice += [f"{each.name}: {each.remedy}" for each in tried if each.remedy]
     return advice
 
 
@@ -208,7 +211,7 @@ def _advice(fields: dict[str, Any]) -> list[str]:
 
 
 def _print(fields: dict[str, Any], output: Output) -> None:
-    found = findings.groups(fields) | store_findings.groups(fields)
+    found = findings.groups(fields)
     output.line(findings.verdict(fields, [each for group in found.values() for each in group]))
     for heading, group in found.items():
         output.line("")

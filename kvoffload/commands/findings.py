@@ -33,7 +33,8 @@ def groups(fields: Fields) -> dict[str, list[Finding]]:
     if fields["simulated"] is not None:
         found["copy methods"] = list(_copy_methods(fields))
     found |= {"packages": list(_packages(fields)), "limits": list(_limits(fields))}
-    return found | ({"folders": list(of_folders(fields))} if fields["folders"] else {})
+    found |= {"folders": list(of_folders(fields))} if fields["folders"] else {}
+    return found | ({"stores": list(of_stores(fields))} if fields["stores"] else {})
 
 
 def verdict(fields: Fields, findings: Iterable[Finding]) -> str:
@@ -166,6 +167,31 @@ def of_folders(fields: Fields) -> Iterator[Finding]:
             yield from _usable_folder(each)
     if fields["folders"] and fields["extras"]["xxhash"] is None:
         yield Finding("fail", "xxhash", "a disk tier needs it", "pip install 'kvoffload[disk]'")
+
+
+def of_stores(fields: Fields) -> Iterator[Finding]:
+    """Findings on remote stores: one for each, and one for each drawback."""
+    for each in fields["stores"]:
+        name, says = each["store"], each["says"]
+        if each["problem"] is not None:
+            yield Finding("fail", name, f"cannot be used: {each['problem']}", each["remedy"])
+            continue
+        text = f"{mib(each['probe_bytes'])}, 1 MiB each: write {each['write_gb_per_s']} GB/s, read "
+        text += f"{each['read_gb_per_s']} GB/s; a question takes {each['ask_seconds'] * 1e3:.2f} ms"
+        yield Finding("ok", name, "; ".join((text, *(f"{what} {value}" for what, value in says.items()))))
+        if says.get("max_bytes") == 0:
+            yield Finding("warn", name, "its memory has no limit", "set its maxmemory: it grows until it is killed")
+        elif says.get("when_full") == "noeviction":
+            remedy = "set its maxmemory-policy to allkeys-lru: when it is full, nothing can be put"
+            yield Finding("warn", name, "evicts nothing", remedy)
+        elif "volatile" in says.get("when_full", ""):
+            remedy = "give the tier an expiry, or set maxmemory-policy to allkeys-lru"
+            yield Finding("warn", name, "evicts only records that expire", remedy)
+        if "conditional_puts" in says:
+            remedy = (
+                "if several machines write, use a store with conditional puts: here each record is sent by all of them"
+            )
+            yield Finding("warn", name, "overwrites where it is asked to create", remedy)
 
 
 def _usable_folder(each: Fields) -> Iterator[Finding]:

@@ -36,7 +36,7 @@ from kvoffload.tiers import Tier
 _STAGING_BYTES = 128 << 20
 _MAX_STAGING_KEYS = 256
 _POISON = 0xA5
-_PROMOTION_SECONDS = 30.0
+PROMOTION_SECONDS = 30.0
 SAMPLE_EVERY = 64  # one loaded block of so many is also read plane by plane
 
 _P = ParamSpec("_P")
@@ -99,6 +99,7 @@ class VerifiedCache:
         seed: of the patterns and of where blocks lie.
         make_tier: called with the bytes of a record; a tier below the slots, for the cache to own. None: none.
         write: what is written to it; see `TieredCache`.
+        deadline: seconds of a promotion.
         progress: called with (bytes done, bytes in all) while the cache's pool is pinned.
     """
 
@@ -115,10 +116,12 @@ class VerifiedCache:
         seed: int = 0,
         make_tier: Callable[[int], Tier] | None = None,
         write: WriteName = "admitted",
+        deadline: float = PROMOTION_SECONDS,
         progress: Progress | None = None,
     ) -> None:
         self._device = device
         self._factor = blocks_per_key
+        self._deadline = deadline
         self._lanes = in_flight
         self._places = max(1, min(longest, capacity))  # of a lane
         self.layout = _make_layout(device, geometry, in_flight * self._places, blocks_per_key)
@@ -199,7 +202,8 @@ class VerifiedCache:
         """Load the leading keys that are in slots or come from the tier, of which there are `found` now; how many."""
         begin = time.perf_counter()
         unique = list(dict.fromkeys(keys))
-        with clock.call(cache.promote, unique, deadline=_PROMOTION_SECONDS) as promotion:
+        promotion = clock.call(cache.promote, unique, deadline=self._deadline)
+        try:
             yield promotion
             self.counts.promotion_seconds += time.perf_counter() - begin
             here = set(unique[: promotion.ready])
@@ -207,6 +211,8 @@ class VerifiedCache:
             self.counts.blocks_promoted += max(0, hits - found)
             if hits:
                 yield from self._load(keys[:hits], places[:hits], clock)
+        finally:
+            clock.call(promotion.release)
         return hits
 
     def _load(self, keys: Sequence[bytes], places: Int64Array, clock: _Clock) -> Iterator[CacheJob]:

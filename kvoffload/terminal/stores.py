@@ -1,51 +1,57 @@
-"""The user's stores on the command line: `--valkey`, `--s3` and `--mooncake`; their tiers, and clients without a tier.
+"""`--store KIND NAME=VALUE ...` of `doctor` and `bench remote`: a tier over a remote store, and its client alone.
 
-After the address follow options as NAME=VALUE; NAME=@FILE takes the value from a file, for secrets.
+KIND and the names are those of `load_tier`. A VALUE is JSON, "env:VARIABLE" for what should not be in the list of
+processes, or else text.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import mmap
+import os
 import socket
 import ssl
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
+
+import numpy as np
 
 from kvoffload.errors import CapabilityError
+from kvoffload.internal.checks import shown
 from kvoffload.terminal.console import CommandError
-from kvoffload.tiers import MooncakeTier, ObjectStoreTier, RemoteTier, ValkeyTier
+from kvoffload.tiers import RemoteTier, load_tier
+from kvoffload.tiers.files import PAGE
+from kvoffload.tiers.mooncake_client import own_address
 
-Kind = Literal["valkey", "s3", "mooncake"]
+_ENVIRONMENT = "env:"
 _SECONDS = 10.0  # of `timeout`: these commands move more at a time than caches do
-_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _HANDSHAKE_SECONDS = 2.0
-_MOST_TEXT = 160  # characters of what a client says
+_MOST_TEXT = 200  # characters of what a client says
 
 # What clients say, in lower case; what it means; what to do.
 _MEANINGS = (
     (
         ("wrongpass", "noauth", "invalidaccesskeyid", "signaturedoesnotmatch", "unauthenticated", "401"),
         "it refuses user or password",
-        "give {login}",
+        "give username and password=env:VARIABLE, or of S3 access_key_id and secret_access_key in config",
     ),
     (
         ("noperm", "accessdenied", "permissiondenied", "403", "forbidden"),
-        "this user may not do it",
-        "let the user read, write, list and delete names that begin with the prefix",
+        "it refuses this user",
+        "see name and password, and let the user read, write, list and delete names that begin with the prefix",
     ),
     (
         ("certificate", "unknownissuer", "unknown ca"),
         "its TLS certificate is not trusted",
-        "give {certificate}",
+        "give ca_file, or of S3 root_certificate in client_options",
     ),
     (
-        ("tls", "ssl", "invalidcontenttype", "handshake", "eof", "broken pipe", "reset by peer"),
+        ("tls", "ssl", "invalidcontenttype", "handshake", "broken pipe", "reset by peer"),
         "one side uses TLS, and the other does not",
-        "give {tls}",
+        "give tls=true or leave it out, or of S3 an endpoint with https:// or http://",
     ),
     (("nosuchbucket",), "there is no such bucket", "create it, or give another one"),
     (
@@ -53,13 +59,13 @@ _MEANINGS = (
         "there is no host of that name",
         "correct the address",
     ),
-    (("refused",), "the connection is refused", "start the server, or correct the port"),
+    (("refused", "no connection"), "the connection is refused", "start the server, or correct the address"),
     (
         ("timed out", "timeout", "unreachable", "no route", "deadline"),
         "it does not answer in time",
-        "see that a firewall lets this machine reach it, or give timeout=SECONDS",
+        "see that the server runs and that this machine reaches it, or give a longer timeout",
     ),
-)  # fmt: skip
+)
 
 
 class StoreError(CommandError):
@@ -70,298 +76,208 @@ class StoreError(CommandError):
         self.problem, self.remedy = problem, remedy
 
 
-class Store(ABC):
-    """A store of the user's. What its methods raise, `explained` says in words.
+class Store:
+    """What `--store` names.
 
     Args:
-        address: as on the command line.
-        options: of each NAME its text.
-
-    Attributes:
-        kind: of store; the name of its option.
-        remedies: options for a user and password, for a certificate, and for TLS or none.
-        package: that its client is in, as pip names it.
-        timeout: seconds that a call may take.
-
-    Raises:
-        CommandError: an option.
+        kind, arguments: for `load_tier`.
     """
 
-    kind: ClassVar[Kind]
-    package: ClassVar[str]
-    remedies: ClassVar[dict[str, str]]
-    names: ClassVar[tuple[str, ...]]  # of options; () for those of obstore
+    def __init__(self, kind: str, arguments: Mapping[str, Any]) -> None:
+        self.kind, self.arguments = kind, dict(arguments)
+        if kind in _CLIENTS:
+            self.arguments.setdefault("timeout", _SECONDS)
 
-    def __init__(self, address: str, options: Mapping[str, str]) -> None:
-        self.address, self._given = address, dict(options)
-        unknown = [name for name in options if self.names and name not in self.names]
-        if unknown:
-            raise CommandError(f"{self}: options are {', '.join(self.names)}; got {unknown[0]!r:.80}")
-        self.timeout = self._seconds()
-
-    @abstractmethod
     def tier(self, *, identity: str, prefix: str) -> RemoteTier:
-        """A tier over it, without a pool."""
+        """A tier over it, without a pool.
 
-    @abstractmethod
-    def client(self) -> Any:
-        """A client without a tier, for the calls of its package; `disconnect` closes it."""
+        Raises:
+            TypeError: it is no `RemoteTier`; and what `load_tier` raises.
+        """
+        tier = load_tier(self.kind, **(self.arguments | {"identity": identity, "prefix": prefix}))
+        if not isinstance(tier, RemoteTier):
+            raise TypeError(f"{self.kind} is no tier over a remote store; try its folder with --path")
+        return tier
 
-    @abstractmethod
-    def check(self, client: Any) -> None:
-        """A call that every user of the store may make."""
+    def client(self) -> tuple[Any, Callable[[], None]]:
+        """A client without a tier, for the calls of its package, and what closes it; its errors are its own.
 
-    @abstractmethod
-    def disconnect(self, client: Any) -> None:
-        """Close what `client` has returned."""
+        Raises:
+            StoreError: the tier is of another package.
+        """
+        if self.kind not in _CLIENTS:
+            raise StoreError(self, "its client is not known", f"give one of {', '.join(_CLIENTS)}")
+        return _CLIENTS[self.kind](self)
+
+    def check(self) -> None:
+        """Ask the store for a record.
+
+        Raises:
+            StoreError: it cannot be used.
+        """
+        try:
+            tier = self.tier(identity="", prefix="kvoffload-check")
+            tier.attach([np.frombuffer(mmap.mmap(-1, PAGE), np.uint8).reshape(1, PAGE)], bytes(16))
+            try:
+                tier.have_records([b"none"])
+            finally:
+                tier.close()
+        except Exception as error:  # of any client
+            raise self.explained(error) from error
 
     def explained(self, error: Exception) -> StoreError:
         """What an error means, and what to do about it."""
-        text = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, StoreError):
             return error
+        if self.kind == "valkey" and "timed out" in str(error):  # glide says so of all that is wrong with connections
+            error = _tried_connection(self.arguments) or error
+        text = " ".join(str(error).split()).partition(" Debug source")[0] or type(error).__name__
         if isinstance(error, CapabilityError):
             problem, _, remedy = text.rpartition("; ")
             return StoreError(self, problem, remedy.removeprefix("install it: "))
+        if isinstance(error, TypeError | ValueError | KeyError) and not isinstance(error, OSError):
+            return StoreError(self, f"{text:.{_MOST_TEXT}}", "see the arguments of its tier")
         for words, problem, remedy in _MEANINGS:
-            if any(word in text.lower() for word in words):
-                return StoreError(self, problem, remedy.format(**self.remedies))
-        return StoreError(
-            self,
-            f"{text.partition(' Debug source')[0]:.{_MOST_TEXT}}",
-            "see that address and options are those of the store",
-        )
-
-    def option(self, name: str, default: str = "") -> str:
-        """The text of an option."""
-        return self._given.get(name, default)
+            if any(word in str(error).lower() for word in words):
+                return StoreError(self, f"{problem} ({text:.{_MOST_TEXT}})", remedy)
+        return StoreError(self, f"{text:.{_MOST_TEXT}}", "see what the store's log says")
 
     def __str__(self) -> str:
-        return f"--{self.kind} {self.address}"
-
-    def _flag(self, name: str) -> bool:
-        text = self._given.get(name, "false")
-        if text.lower() not in _TRUTH:
-            raise CommandError(f"{self}: {name} must be true or false, got {text!r:.80}")
-        return _TRUTH[text.lower()]
-
-    def _seconds(self) -> float:
-        value = _SECONDS
-        with suppress(ValueError):
-            value = float(self._given.get("timeout", _SECONDS))
-            if 0 < value < 1e6:
-                return value
-        raise CommandError(f"{self}: timeout must be a number of seconds above 0, got {self._given['timeout']!r:.80}")
+        address = self.arguments.get(_ADDRESSES.get(self.kind, ""), "")
+        return f"--store {self.kind} {address}".rstrip()
 
 
-class ValkeyStore(Store):
-    """Servers of Valkey or Redis: "host:port", or several with commas."""
+def add_store_option(parser: argparse.ArgumentParser, text: str) -> None:
+    """The option `--store`, which may be repeated; `stores_of` reads it."""
+    parser.add_argument(
+        "--store", nargs="+", action="append", default=[], metavar=("KIND", "NAME=VALUE"), help=text
+    )  # fmt: skip
 
-    kind = "valkey"
-    package = "valkey-glide-sync"
-    remedies: ClassVar = {
-        "login": "username=NAME and password=@FILE",
-        "certificate": "ca_file=FILE, which has signed it",
-        "tls": "tls=true, or leave it out",
-    }
-    names = ("username", "password", "tls", "ca_file", "cert_file", "key_file", "cluster", "timeout")
 
-    def tier(self, *, identity: str, prefix: str) -> RemoteTier:
-        return ValkeyTier(self.address.split(","), identity=identity, prefix=prefix, **self._arguments())
+def store_of(words: Sequence[str]) -> Store:
+    """The store of one `--store`.
 
-    def client(self) -> Any:
-        self.tier(identity="", prefix="kvoffload")  # the package is there, and the arguments are right
-        import glide_sync as glide
+    Raises:
+        ValueError, KeyError: an argument.
+    """
+    return Store(words[0], dict(map(argument, words[1:])))
 
-        given, kind = self._arguments(), "Cluster" if self._flag("cluster") else ""
-        tls = glide.TlsAdvancedConfiguration(
-            root_pem_cacerts=Path(given["ca_file"]).read_bytes() if given["ca_file"] else None,
-            client_cert_path=given["cert_file"],
-            client_key_path=given["key_file"],
-        )
-        password, milliseconds = given["password"], round(1000 * self.timeout)
-        advanced = getattr(glide, f"AdvancedGlide{kind}ClientConfiguration")
-        configuration = getattr(glide, f"Glide{kind}ClientConfiguration")(
-            addresses=[glide.NodeAddress(*each) for each in self._addresses()],
-            use_tls=given["tls"],
-            credentials=None if password is None else glide.ServerCredentials(password, given["username"]),
-            request_timeout=milliseconds,
-            lazy_connect=True,
-            advanced_config=advanced(connection_timeout=milliseconds, tls_config=tls),
-        )
-        return getattr(glide, f"Glide{kind}Client").create(configuration)
 
-    def check(self, client: Any) -> None:
-        for host, port in self._addresses():  # the client says "timed out" of all that is wrong with a connection
-            socket.create_connection((host, port), self.timeout).close()
+def argument(word: str, variables: Mapping[str, str] = os.environ) -> tuple[str, Any]:
+    """A tier's argument from "name=value"; ValueError or KeyError if it is none."""
+    name, equals, value = word.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"--store takes arguments as name=value, got {shown(word)}")
+    if value.startswith(_ENVIRONMENT):
+        return name, variables[value.removeprefix(_ENVIRONMENT)]
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+# clients --------------------------------------------------------------------------------------------------------------
+
+
+def _of_valkey(store: Store) -> tuple[Any, Callable[[], None]]:
+    store.tier(identity="", prefix="kvoffload")  # the package is there, and the arguments are right
+    import glide_sync as glide
+
+    given, kind = store.arguments, "Cluster" if store.arguments.get("cluster") else ""
+    ca_file, password = given.get("ca_file"), given.get("password")
+    tls = glide.TlsAdvancedConfiguration(
+        root_pem_cacerts=Path(ca_file).read_bytes() if ca_file else None,
+        client_cert_path=given.get("cert_file"),
+        client_key_path=given.get("key_file"),
+    )
+    milliseconds = round(1000 * given["timeout"])
+    configuration = getattr(glide, f"Glide{kind}ClientConfiguration")(
+        addresses=[glide.NodeAddress(*each) for each in _addresses(given)],
+        use_tls=bool(given.get("tls")),
+        credentials=None if password is None else glide.ServerCredentials(password, given.get("username")),
+        request_timeout=milliseconds,
+        lazy_connect=True,
+        advanced_config=getattr(glide, f"AdvancedGlide{kind}ClientConfiguration")(
+            connection_timeout=milliseconds, tls_config=tls
+        ),
+    )
+    client = getattr(glide, f"Glide{kind}Client").create(configuration)
+    return client, client.close
+
+
+def _of_objects(store: Store) -> tuple[Any, Callable[[], None]]:
+    store.tier(identity="", prefix="kvoffload")
+    import obstore.store
+
+    given = store.arguments
+    url: str = given["store"]
+    config: Any = given.get("config") or {}
+    if url.startswith(("file:", "memory:")):
+        return obstore.store.from_url(url, **config), lambda: None
+    seconds = timedelta(seconds=given["timeout"])
+    options: Any = {"timeout": seconds, "connect_timeout": seconds, **(given.get("client_options") or {})}
+    none: Any = {"max_retries": 0}
+    return obstore.store.from_url(url, config=config, client_options=options, retry_config=none), lambda: None
+
+
+def _of_mooncake(store: Store) -> tuple[Any, Callable[[], None]]:
+    tier: Any = store.tier(identity="", prefix="kvoffload")
+    from mooncake.store import MooncakeDistributedStore
+
+    given = store.arguments
+    master = given.get("master", "127.0.0.1:50051")
+    host, _, port = master.rpartition("://")[2].split(";")[0].rpartition(":")
+    client = MooncakeDistributedStore()
+    code = client.setup(
+        {
+            "master_server_addr": master,
+            "metadata_server": given.get("metadata_server", "P2PHANDSHAKE"),
+            "local_hostname": given.get("hostname") or own_address((host.strip("[]"), int(port))),
+            "protocol": tier.protocol,
+            "rdma_devices": given.get("devices", ""),
+            "global_segment_size": "0",
+            "local_buffer_size": "0",
+        }
+    )
+    if code != 0:
+        raise ConnectionError(f"the master has not taken this client within the timeout: error {code} of Mooncake")
+    return client, client.close
+
+
+_CLIENTS: Mapping[str, Callable[[Store], tuple[Any, Callable[[], None]]]] = {
+    "valkey": _of_valkey,
+    "objects": _of_objects,
+    "mooncake": _of_mooncake,
+}
+_ADDRESSES = {"valkey": "addresses", "objects": "store", "mooncake": "master"}  # the argument that says where it is
+KINDS = tuple(_CLIENTS)
+
+
+# what is wrong with a connection --------------------------------------------------------------------------------------
+
+
+def _addresses(given: Mapping[str, Any]) -> list[tuple[str, int]]:
+    addresses = given.get("addresses", "127.0.0.1:6379")
+    parts = [each.rpartition(":") for each in ([addresses] if isinstance(addresses, str) else addresses)]
+    return [(host.strip("[]"), int(port)) for host, _, port in parts]
+
+
+def _tried_connection(given: Mapping[str, Any]) -> Exception | None:
+    """What is wrong with a connection to the first server, or with TLS on it; None if nothing is."""
+    address, wanted, speaks = _addresses(given)[0], bool(given.get("tls")), True
+    try:
+        connection = socket.create_connection(address, _HANDSHAKE_SECONDS)
+    except OSError as error:
+        return ConnectionError(f"{address[0]}:{address[1]}: {error}")
+    with connection:
         try:
-            client.ping()
-        except Exception as error:
-            if "timed out" in str(error):
-                self._try_tls()
-            raise
-
-    def _addresses(self) -> list[tuple[str, int]]:
-        parts = [each.rpartition(":") for each in self.address.split(",")]
-        return [(host.strip("[]"), int(port)) for host, _, port in parts]
-
-    def _try_tls(self) -> None:
-        """Raise ConnectionError if one side alone uses TLS, SSLError if both do and the certificate is not trusted."""
-        address, wanted, speaks = self._addresses()[0], self._flag("tls"), True
-        context = ssl.create_default_context(cafile=self._given.get("ca_file"))
-        try:
-            with socket.create_connection(address, min(self.timeout, _HANDSHAKE_SECONDS)) as connection:
-                context.wrap_socket(connection, server_hostname=address[0]).close()
-        except ssl.SSLCertVerificationError:
+            context = ssl.create_default_context(cafile=given.get("ca_file"))
+            context.wrap_socket(connection, server_hostname=address[0]).close()
+        except ssl.SSLCertVerificationError as error:
             if wanted:
-                raise
+                return error
         except OSError:
             speaks = False
-        if speaks != wanted:
-            raise ConnectionError("the server uses TLS" if speaks else "the server does not use TLS")
-
-    def disconnect(self, client: Any) -> None:
-        client.close()
-
-    def _arguments(self) -> dict[str, Any]:
-        texts = {name: self._given.get(name) for name in ("username", "password", "ca_file", "cert_file", "key_file")}
-        return texts | {name: self._flag(name) for name in ("tls", "cluster")} | {"timeout": self.timeout}
-
-
-class ObjectStore(Store):
-    """A bucket of S3, or another URL of obstore's; the options are obstore's, too."""
-
-    kind = "s3"
-    package = "obstore"
-    remedies: ClassVar = {
-        "login": "access_key_id=NAME and secret_access_key=@FILE",
-        "certificate": "root_certificate=@FILE, which has signed it",
-        "tls": "endpoint=https://... or endpoint=http://...",
-    }
-    names = ()
-    _TEXTS = ("root_certificate", "proxy_url")  # options of connections
-    _FLAGS = ("allow_http", "allow_invalid_certificates", "http1_only")
-
-    def tier(self, *, identity: str, prefix: str) -> RemoteTier:
-        config, connections = self._arguments()
-        return ObjectStoreTier(
-            self.address,
-            identity=identity,
-            prefix=prefix,
-            config=config,
-            client_options=connections,
-            timeout=self.timeout,
-        )
-
-    def client(self) -> Any:
-        self.tier(identity="", prefix="kvoffload")
-        import obstore.store
-
-        config: Any
-        config, connections = self._arguments()
-        if self.address.startswith(("file:", "memory:")):
-            return obstore.store.from_url(self.address, **config)
-        seconds = timedelta(seconds=self.timeout)
-        options: Any = {"timeout": seconds, "connect_timeout": seconds, **connections}
-        none: Any = {"max_retries": 0}
-        return obstore.store.from_url(self.address, config=config, client_options=options, retry_config=none)
-
-    def check(self, client: Any) -> None:
-        import obstore
-
-        next(iter(obstore.list(client, "kvoffload", chunk_size=1)), None)
-
-    def disconnect(self, client: Any) -> None:
-        pass
-
-    def _arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Those of the store, and those of connections; an endpoint with http:// asks for plain HTTP."""
-        connections: dict[str, Any] = {"allow_http": self._given.get("endpoint", "").startswith("http://")}
-        connections |= {name: self._given[name] for name in self._TEXTS if name in self._given}
-        connections |= {name: self._flag(name) for name in self._FLAGS if name in self._given}
-        config = {name: text for name, text in self._given.items() if name not in (*connections, "timeout")}
-        return config, connections
-
-
-class MooncakeStore(Store):
-    """A Mooncake Store, by its master: "host:port", or where masters register."""
-
-    kind = "mooncake"
-    package = "mooncake-transfer-engine-non-cuda"
-    remedies: ClassVar = dict.fromkeys(("login", "certificate", "tls"), "another address: Mooncake has none of these")
-    names = ("metadata_server", "hostname", "protocol", "devices", "timeout", "metrics_port")
-
-    def tier(self, *, identity: str, prefix: str) -> RemoteTier:
-        given: dict[str, Any] = {name: self._given[name] for name in self.names[:4] if name in self._given}
-        return MooncakeTier(self.address, identity=identity, prefix=prefix, timeout=self.timeout, **given)
-
-    def client(self) -> Any:
-        tier = self.tier(identity="", prefix="kvoffload")
-        assert isinstance(tier, MooncakeTier)
-        host = self._reached_from()
-        from mooncake.store import MooncakeDistributedStore
-
-        client = MooncakeDistributedStore()
-        code = client.setup(
-            {
-                "master_server_addr": self.address,
-                "metadata_server": self._given.get("metadata_server", "P2PHANDSHAKE"),
-                "local_hostname": self._given.get("hostname", host),
-                "protocol": tier.protocol,
-                "rdma_devices": self._given.get("devices", ""),
-                "global_segment_size": "0",
-                "local_buffer_size": "0",
-            }
-        )
-        if code != 0:
-            raise ConnectionError(f"the master has not taken this client within the timeout: error {code} of Mooncake")
-        return client
-
-    def check(self, client: Any) -> None:
-        code = client.health_check()
-        if code != 0:
-            raise ConnectionError(f"the master has not answered within the timeout: health_check returned {code}")
-
-    def disconnect(self, client: Any) -> None:
-        client.close()
-
-    def _reached_from(self) -> str:
-        """This machine's address on a connection to the first master."""
-        host, _, port = self.address.rpartition("://")[2].split(";")[0].rpartition(":")
-        with socket.create_connection((host.strip("[]"), int(port)), self.timeout) as connection:
-            return str(connection.getsockname()[0])
-
-
-_KINDS: tuple[tuple[type[Store], str, str], ...] = (
-    (ValkeyStore, "HOST:PORT", "Valkey or Redis; N=V: tls=true and others"),
-    (ObjectStore, "URL", "an object store, such as s3://bucket/folder"),
-    (MooncakeStore, "MASTER", "a Mooncake Store, by HOST:PORT"),
-)
-
-
-def add_store_options(parser: argparse.ArgumentParser) -> None:
-    """The options of a store each; `stores_of` reads them."""
-    for kind, address, text in _KINDS:
-        metavar = (address, "N=V")
-        parser.add_argument(f"--{kind.kind}", nargs="+", default=None, metavar=metavar, help=text)
-
-
-def stores_of(arguments: argparse.Namespace) -> list[Store]:
-    """The stores that were asked for; CommandError for a wrong option of one."""
-    given = [(kind, getattr(arguments, kind.kind)) for kind, _, _ in _KINDS]
-    return [kind(words[0], _options(kind.kind, words[1:])) for kind, words in given if words]
-
-
-def _options(kind: Kind, words: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not name or not equals:
-            raise CommandError(f"--{kind}: options after the address must be NAME=VALUE, got {word!r:.80}")
-        if text.startswith("@"):
-            try:
-                text = Path(text[1:]).read_text().rstrip("\n")
-            except OSError as error:
-                raise CommandError(f"--{kind}: {name}=@FILE cannot be read: {error.strerror}") from error
-        found[name] = text
-    return found
+    if speaks != wanted:
+        return ConnectionError("the server uses TLS" if speaks else "the server does not use TLS")
+    return None

@@ -112,6 +112,12 @@ class WriteAdmission:
             self._on_disk.pop(key, None)
             self._arrived.discard(key)
 
+    def resynchronise(self, keys: Sequence[bytes]) -> None:
+        """The host has exactly these keys, whatever was reported. Report `written` for those on the disk."""
+        there = set(keys)
+        self.left_host([key for key in self._on_disk if key not in there])
+        self.stored(keys)
+
     # which keys to write ------------------------------------------------------------------------------------------
 
     def ended(self, keys: Sequence[bytes]) -> list[bytes]:

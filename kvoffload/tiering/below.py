@@ -67,17 +67,35 @@ class TierBelow:
         self.speed = TierSpeed()
         self.promoted = self.not_found = self.slower = self.written = self.not_written = self.dropped = 0
         self._warned = -_SECONDS_BETWEEN_WARNINGS
+        self._corrupt = 0  # records of other bytes than were put, of which note was taken
 
     # asking -------------------------------------------------------------------------------------------------------
 
     @property
     def usable(self) -> bool:
         """Whether it may be given a job now."""
+        if self.breaker.pauses(time.monotonic()):
+            return False
         before = self.breaker.state
         usable = self.breaker.usable(time.monotonic(), self._tier_statistics().longest_call)
         if before is not BreakerState.OPEN and self.breaker.state is BreakerState.OPEN:
             LOGGER.warning("tier %s: a call does not return; it is not used until it has", self.tier.name)
         return usable
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether its breaker is open; not while one job tries it."""
+        return not self.usable and self.breaker.state is BreakerState.OPEN
+
+    def may_be_asked(self, key: bytes) -> bool:
+        """Whether it may have a key, and is not left alone. Changes nothing; for any thread."""
+        if self.breaker.pauses(time.monotonic()):
+            return False
+        if self.breaker.state is not BreakerState.CLOSED:  # else the manager's thread looks
+            longest_call = self._tier_statistics().longest_call
+            if self.breaker.refuses(time.monotonic(), longest_call):
+                return False
+        return self.may_have([key])[0]
 
     @property
     def hangs(self) -> bool:
@@ -148,16 +166,28 @@ class TierBelow:
             self._warned = now
             LOGGER.warning("tier %s: %s; its keys are misses", self.tier.name, shown(error))
 
-    def answered(self, outcome: Outcome) -> None:
-        """What an outcome says of the tier's health."""
-        if outcome in (Outcome.DONE, Outcome.MISSING):
-            self.breaker.succeeded()
-        elif outcome is Outcome.FAILED:
-            self.failed()
-        else:
-            self.breaker.undecided(time.monotonic())
+    def answered(self, outcomes: Sequence[Outcome | None]) -> None:
+        """What outcomes of one job, in its order, say of the tier's health; None says nothing."""
+        known = self._corrupt
+        if Outcome.MISSING in outcomes:  # each corrupt record is one of these, and was counted before
+            known = self._tier_statistics().corrupt
+        for outcome in outcomes:
+            corrupt = outcome is Outcome.MISSING and known > self._corrupt
+            self._corrupt += corrupt
+            if outcome is Outcome.FAILED or corrupt:
+                self._failed()
+            elif outcome in (Outcome.DONE, Outcome.MISSING):
+                self.breaker.succeeded()
+            elif outcome is not None:
+                self.breaker.undecided(time.monotonic())
 
-    def failed(self) -> None:
+    def late(self, *, begun: bool) -> None:
+        """A promotion's deadline passed: it worked on a key, or had begun with none, since other calls go on."""
+        self.breaker.late(time.monotonic())
+        if begun:
+            self._failed()
+
+    def _failed(self) -> None:
         before = self.breaker.opened
         self.breaker.failed(time.monotonic())
         if self.breaker.opened > before:

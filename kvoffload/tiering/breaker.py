@@ -3,12 +3,14 @@
     closed ──failures in a row──> open ──after a pause──> trying ──success──> closed
                                    ^───────failure──────────┘
 
-The pause doubles from try to try. A call that does not return opens it, too; it stays open until the call has returned.
+The pause doubles from try to try. A call that does not return opens it, too, and so does one that goes on although a
+promotion has given it up, when the tier is to be used next; it stays open until the call has returned.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 
 _FAILURES = 5  # in a row
 _FIRST_PAUSE = 1.0  # seconds
@@ -42,19 +44,28 @@ class Breaker:
         self._failures = 0
         self._pause = _FIRST_PAUSE
         self._until = 0.0
+        self._late = -math.inf  # when a promotion's deadline passed last
 
     def usable(self, now: float, longest_call: float) -> bool:
-        """Whether the tier may be given another job. Opens if its longest call does not return.
+        """Whether the tier may be given another job. Opens if its longest call does not return, or was given up.
 
         Args:
             now: seconds, as for the other methods.
             longest_call: seconds that its oldest call has been going on.
         """
-        if longest_call >= self._hung:
-            if self.state is not BreakerState.OPEN:
-                self._open(now)
-            return False
-        return self.state is BreakerState.CLOSED or now >= self._until
+        hangs = longest_call >= self._hung
+        if (hangs or now - longest_call < self._late) and self.state is not BreakerState.OPEN:
+            self._open(now, self._pause if hangs else 0.0)
+        return not self.refuses(now, longest_call)
+
+    def refuses(self, now: float, longest_call: float) -> bool:
+        """The opposite of `usable`, but it changes nothing: for any thread."""
+        decided = self.state is BreakerState.CLOSED or now >= self._until
+        return not decided or longest_call >= self._hung or now - longest_call < self._late
+
+    def pauses(self, now: float) -> bool:
+        """Whether it is open, and stays so whatever the tier's calls do. Changes nothing; for any thread."""
+        return self.state is BreakerState.OPEN and now < self._until
 
     def given(self, now: float) -> None:
         """The tier is given a job: unless it is closed, that one is the try, for at most `hung` seconds."""
@@ -75,16 +86,21 @@ class Breaker:
             return
         self._failures += 1
         if self.state is BreakerState.TRYING or self._failures >= _FAILURES:
-            self._open(now)
+            self._open(now, self._pause)
+
+    def late(self, now: float) -> None:
+        """A promotion's deadline passed. Until the calls that are going on have returned, the tier is not usable."""
+        self._late = now
 
     def undecided(self, now: float) -> None:
         """A key ended without saying anything of the tier, declined or cancelled: the next job is the try."""
         if self.state is BreakerState.TRYING:
             self._until = now
 
-    def _open(self, now: float) -> None:
+    def _open(self, now: float, pause: float) -> None:
         self.state = BreakerState.OPEN
         self.opened += 1
         self._failures = 0
-        self._until = now + self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._until = now + pause
+        if pause:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)

@@ -7,7 +7,6 @@ refers to the cache weakly, and ends with it, but not before every tier's call t
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import weakref
@@ -24,6 +23,7 @@ from kvoffload.internal.waiting import wait_until
 from kvoffload.tiering.below import TierBelow
 from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.promotion import ChainedLoad, PromotionRecord
+from kvoffload.tiering.waker import Waker
 from kvoffload.tiering.writer import Writer
 from kvoffload.tiering.writes import WriteChoice
 from kvoffload.tiers.tier import Tier
@@ -32,7 +32,7 @@ _POLL = 5e-3  # seconds between looks at stores that are in flight
 _AFTER_ERROR = 0.1  # seconds
 _LONGEST_SLEEP = 60.0
 _SLEEP_OF_GARBAGE = 0.2  # between looks whether calls have returned, when there is no cache any more
-_MOST_MESSAGES = 1 << 16
+MOST_MESSAGES = 1 << 16  # what is left for the thread beyond may be lost
 _MOST_AHEAD = 256  # keys that are looked at before they are evicted
 _MOST_ENDED = 256  # requests that wait for their stores
 
@@ -85,16 +85,18 @@ class TierManager:
         self._recorder = index._state.recorder
         self._choice = choice
         self._settle, self._submit = settle, submit
-        woken = queue.SimpleQueue[None]()  # may be put to by a finalizer; an Event may not be set by one
-        self.wake = notify = _waker(woken)  # have the thread look at everything soon
+        waker = Waker()
+        self.wake = notify = waker.now  # have the thread look at everything
+        self.wake_soon = waker.soon
         most_occupied, most_leased = (max(1, int(share * index.capacity)) for share in shares)
         self._index, self._ahead = index, min(most_leased, _MOST_AHEAD)
         self._filled = False  # since the latest look at what is evicted next
         self._ended = deque[tuple[bytes, ...]]()  # requests of which stores may be in flight
         self._tenants: dict[bytes, str] = {}  # of keys in slots, where it is not ""
         self._promoter = Promoter(index, self.tiers, seconds_per_key, most_occupied, notify)
-        self._writer = Writer(index, self.tiers, most_leased, notify, choice.written)
+        self._writer = Writer(index, self.tiers, most_leased, notify, choice)
         self._messages = deque[Message]()
+        self._lost_events = False
         self._chained: list[ChainedLoad] = []
         self._removals = removals = list[weakref.ref[Removal]]()
         self._promoter.refused = lambda key: _is_removed(removals, key)
@@ -102,17 +104,27 @@ class TierManager:
         index._state.in_flight.append(lambda: () if (io := promoter()) is None else io())
         reference = weakref.ref(self, lambda _: notify())
         self._thread = threading.Thread(
-            target=_run, args=(reference, woken, list(tiers)), name="kvoffload-tiers", daemon=True
+            target=_run, args=(reference, waker, list(tiers)), name="kvoffload-tiers", daemon=True
         )
         self._thread.start()
+
+    def promote(self, record: PromotionRecord) -> None:
+        """End a promotion at once, or have the thread take it up."""
+        if not self._promoter.ends_at_once(record):
+            self.post(record)
 
     def post(self, message: Message) -> None:
         """Leave a message, and wake the thread."""
         concerns_writes = isinstance(message, CacheEvent | tuple)
-        if concerns_writes and (self.closed or len(self._messages) >= _MOST_MESSAGES):
+        if concerns_writes and (self.closed or len(self._messages) >= MOST_MESSAGES):
+            if isinstance(message, CacheEvent):
+                self._lost_events = True
             return  # these may be lost
         self._messages.append(message)
-        self.wake()
+        if concerns_writes:
+            self.wake_soon()
+        else:
+            self.wake()
         if self.closed:
             self._end_messages()
 
@@ -155,12 +167,14 @@ class TierManager:
             self._abandon()
         while self._messages:
             self._take(self._messages.popleft())
+        if self._lost_events:
+            self._resynchronise()
         self._choose()
         for record in self._promoter.advance():
             record.end()
         self._writer.advance()
-        ready = [chained for chained in self._chained if chained.can_be_submitted]
-        self._chained = [chained for chained in self._chained if not chained.can_be_submitted]
+        ready = [chained for chained in self._chained if chained._can_be_submitted]
+        self._chained = [chained for chained in self._chained if not chained._can_be_submitted]
         return ready
 
     def _take(self, message: Message) -> None:
@@ -202,13 +216,27 @@ class TierManager:
             for key in event.keys if self._tenants else ():
                 self._tenants.pop(key, None)
 
+    def _resynchronise(self) -> None:
+        """Events were lost: take from the index what is in slots. Events that are still to come are of what it has."""
+        self._lost_events = False  # before the index is read
+        keys = self._index.keys
+        there = [key for key, status in zip(keys, self._index.status(keys), strict=True) if status is Status.HIT]
+        known = set(there)
+        self._tenants = {key: tenant for key, tenant in self._tenants.items() if key in known}
+        self._filled = True
+        self._write(self._choice.resynchronise(there))
+        if self._choice.learns:
+            self._choice.written([key for key, has in zip(there, self._has(there), strict=True) if has])
+
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
         """Of each key whether a tier is known to have it."""
         return list(map(any, zip(*(below.has(keys) for below in self.tiers), strict=True)))
 
     def _write(self, keys: Sequence[bytes]) -> None:
         if self._removals:
-            keys = [key for key in keys if not _is_removed(self._removals, key)]
+            removed = {key for key in keys if _is_removed(self._removals, key)}
+            self._choice.dropped([*removed])
+            keys = [key for key in keys if key not in removed]
         for tenant, mine in groupby(keys, lambda key: self._tenants.get(key, "")):
             self._writer.add(list(mine), tenant)
 
@@ -267,23 +295,13 @@ class TierManager:
                 if isinstance(message, PromotionRecord):
                     message.end()
                 elif isinstance(message, ChainedLoad):
-                    message.submit(None)
+                    message._submit(None)
                 self._messages.popleft()
 
 
 def _is_removed(removals: Sequence[weakref.ref[Removal]], key: bytes) -> bool:
     known = (each() for each in removals)
     return any(removal is not None and (removal.keys is None or key in removal.keys) for removal in known)
-
-
-def _waker(woken: queue.SimpleQueue[None]) -> Callable[[], None]:
-    """Wakes the thread. If it has been woken and has not looked yet, that is enough."""
-
-    def wake() -> None:
-        if woken.empty():
-            woken.put(None)
-
-    return wake
 
 
 def _drained(tier: Tier, timeout: float | None) -> bool:
@@ -302,11 +320,10 @@ def _closed(tier: Tier, timeout: float) -> bool:
         return False
 
 
-def _run(reference: weakref.ref[TierManager], woken: queue.SimpleQueue[None], tiers: list[Tier]) -> None:
+def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -> None:
     """Of the thread. Closes the tiers when the manager has become garbage."""
     while (manager := reference()) is not None:
-        while not woken.empty():  # before anything is looked at: what happens afterwards puts another one
-            woken.get()
+        waker.begin()
         try:
             wait = manager.step()
         except BaseException:  # nothing ends the thread: the tiers would be dead without a word
@@ -317,10 +334,7 @@ def _run(reference: weakref.ref[TierManager], woken: queue.SimpleQueue[None], ti
         keeps = manager if manager.busy else None  # its slots must not be given to another cache
         del manager
         longest = _LONGEST_SLEEP if keeps is None else _SLEEP_OF_GARBAGE
-        try:
-            woken.get(timeout=longest if wait is None else min(wait, longest))
-        except queue.Empty:
-            pass
+        waker.wait(longest if wait is None else min(wait, longest))
         del keeps
     for tier in tiers:
         _closed(tier, _LONGEST_SLEEP)

@@ -1,8 +1,12 @@
 """The Promoter: brings keys from tiers into entries of the index. Used by the manager's thread alone.
 
 A promotion's keys are reserved with a record each. What a tier has brought and verified is committed and leased at
-once; what has not come by the deadline is given up, and its entry is kept from other keys until the tier's call has
-returned.
+once. What it has not brought, the tiers after it are asked for:
+
+1. the key has its outcome: the tier does not touch the entry any more, and the next tier gets this one;
+2. the tier is late, or its call does not return: the entry is kept from other keys until the call has returned, and
+   the next tier gets another one;
+3. no tier is left, the deadline has passed, or a key before it will not come: the key is given up.
 """
 
 from __future__ import annotations
@@ -73,6 +77,27 @@ class Promoter:
         if not record.cancelled and not crowded:
             self._look(record, range(len(record.keys)))
 
+    def ends_at_once(self, record: PromotionRecord) -> bool:
+        """End a promotion that no tier can lengthen: its keys are in slots, or no tier is to be asked for the first one
+        that is not. By any thread, without the manager's lock; what it needs are the index and the new record alone.
+        """
+        keys, table = record.keys, self._index._state.table
+        of, pending = table.of, table.pending  # without the index's lock: `acquire` verifies it
+        if not keys or (pending and not pending.keys().isdisjoint(keys)):
+            return False
+        present = [key for key in keys if key in of]
+        missing = next((position for position, key in enumerate(keys) if key not in of), len(keys))
+        if missing < len(keys) and any(below.may_be_asked(keys[missing]) for below in self._tiers):
+            return False
+        try:
+            if present:
+                record.leases.append(self._index.acquire(present))
+        except KVOffloadError:  # evicted since
+            return False
+        record.ready = missing
+        record.end()
+        return True
+
     def advance(self) -> list[PromotionRecord]:
         """Take note of outcomes and deadlines; returns the promotions that have ended."""
         now = time.monotonic()
@@ -81,12 +106,16 @@ class Promoter:
         for record in self.going_on:
             if record.awaited:
                 self._look(record, record.awaited)
-            for fetch in record.fetches:
-                self._collect(record, fetch, now)
             late = record.deadline is not None and now >= record.deadline
-            if record.goes_on and (late or record.cancelled or record.broken or self._hangs(record, now)):
-                gently = record.broken and not late and not record.cancelled and not self._hangs(record, now)
-                self._stop(record, at_once=not gently, blame=late and not record.cancelled)
+            over = late or record.cancelled
+            for fetch in list(record.fetches):
+                missed = self._collect(record, fetch, now)
+                if fetch.left and not over and (fetch.late(now) or self._hangs(fetch, now)):
+                    missed += self._stop_waiting(record, fetch, now, blame=fetch.late(now))
+                if missed:
+                    self._ask(record, sorted(missed), () if over else fetch.others)
+            if record.goes_on and (over or record.broken):
+                self._stop(record, now, at_once=over, blame=late and not record.cancelled)
         ended = [record for record in self.going_on if not record.goes_on]
         self.going_on = [record for record in self.going_on if record.goes_on]
         if self._settled != before and any(record.awaited for record in self.going_on):
@@ -101,14 +130,15 @@ class Promoter:
                 times.append(record.deadline)
             if record.awaited:
                 times.append(now + _POLL)
-            hung = [fetch.begun + fetch.below.hung for fetch in record.fetches if not fetch.job.done]
-            times += [max(each, now + _POLL_HUNG) for each in hung]
+            unfinished = [fetch for fetch in record.fetches if fetch.left]
+            times += [max(fetch.begun + fetch.below.hung, now + _POLL_HUNG) for fetch in unfinished]
+            times += [fetch.deadline for fetch in unfinished if fetch.deadline is not None]
         return min(times, default=None)
 
     def abandon(self) -> list[PromotionRecord]:
         """End all of them now, keeping entries whose calls have not returned."""
         for record in self.going_on:
-            self._stop(record, at_once=True, blame=False)
+            self._stop(record, time.monotonic(), at_once=True, blame=False)
         ended, self.going_on = self.going_on, []
         return ended
 
@@ -132,35 +162,43 @@ class Promoter:
         record.advance_ready()
         wanted = [position for position in positions if found[position] is Status.MISS]
         if wanted:
-            self._ask(record, wanted)
+            self._ask(record, wanted, self._tiers)
 
     def _is_filled(self, key: bytes) -> bool:
         """Whether a key is pending, and will be ready, or missing, without more calls of the cache."""
         pending = self._index._state.table.pending.get(key)
         return pending is not None and (pending.promoted or bool(pending.jobs))
 
-    def _ask(self, record: PromotionRecord, wanted: list[int]) -> None:
-        """Reserve entries for missing keys that tiers may have, and fetch them; the others are gone."""
-        chosen = dict(self._choose(record, wanted)[: self._room()])
+    def _ask(self, record: PromotionRecord, wanted: list[int], tiers: Sequence[TierBelow]) -> None:
+        """Have these tiers fetch missing keys that they may have, into their entries or new ones; the others are gone.
+
+        No call of a tier may be writing the entries that keys have.
+        """
+        chosen = dict(self._choose(record, wanted, tiers))
+        self._reserve(record, [position for position in chosen if position not in record.records])
+        for position in wanted:
+            if position not in chosen or position not in record.records:
+                self._drop(record, position)
+        for number, below in enumerate(tiers):
+            mine = [position for position, tier in chosen.items() if tier is below and position in record.records]
+            if mine:
+                self._fetch(record, below, mine, tiers[number + 1 :])
+
+    def _reserve(self, record: PromotionRecord, positions: list[int]) -> None:
+        """Reserve entries for keys, as far as there is room."""
+        keys = [record.keys[position] for position in positions[: self._room()]]
         reserved: dict[bytes, ReservationRecord] = {}
         try:
-            keys = [record.keys[position] for position in chosen]
             reserved = {each.keys[0]: each for each in self._index.reserve_each(keys, record.tenant)} if keys else {}
         except (KVOffloadError, ValueError):
             pass
-        for position in wanted:
+        for position in positions:
             each = reserved.get(record.keys[position])
-            if each is None:
-                record.settle(position, Outcome.DECLINED)
-            else:
+            if each is not None:
                 record.records[position] = each
         if record.records:
             self._occupying = [each for each in self._occupying if each() is not record]
             self._occupying.append(weakref.ref(record))
-        for below in self._tiers:
-            mine = [position for position, tier in chosen.items() if tier is below and position in record.records]
-            if mine:
-                self._fetch(record, below, mine)
 
     def _room(self) -> int:
         """Entries that may be reserved."""
@@ -168,53 +206,63 @@ class Promoter:
         occupied = sum(record.occupied for each in self._occupying if (record := each()) is not None)
         return max(0, self._most - occupied - len(self._late))
 
-    def _choose(self, record: PromotionRecord, wanted: list[int]) -> list[tuple[int, TierBelow]]:
-        """The leading ones of these that tiers may have, each with its tier, if fetching is worth it."""
+    def _choose(
+        self, record: PromotionRecord, wanted: list[int], tiers: Sequence[TierBelow]
+    ) -> list[tuple[int, TierBelow]]:
+        """The leading ones of these that can lengthen the promotion, each with the first tier that is worth asking."""
+        end = record.gone.find(1)
+        wanted = wanted if end < 0 else [position for position in wanted if position < end]
         keys = [record.keys[position] for position in wanted]
-        known = [(below, below.may_have(keys)) for below in self._tiers if below.usable]
+        known = [(below, below.may_have(keys)) for below in tiers if below.usable]
         chosen = []
         for at, position in enumerate(wanted):
-            below = next((below for below, has in known if has[at]), None)
+            having = [below for below, has in known if has[at]]
+            below = next(filter(self._worth_it, having), None)
             if below is None or self.refused(keys[at]):
+                if below is None and having:
+                    having[0].slower += len(wanted) - at
                 break
             chosen.append((position, below))
-        return self._worth_it(chosen)
-
-    def _worth_it(self, chosen: list[tuple[int, TierBelow]]) -> list[tuple[int, TierBelow]]:
-        """Without what is expected to take longer than computing it, from the first such key on."""
-        if self._seconds_per_key is None:
-            return chosen
-        now = time.monotonic()
-        for at, (_, below) in enumerate(chosen):
-            expected = below.speed.expected(1, now)
-            if expected is not None and expected >= self._seconds_per_key:
-                below.slower += len(chosen) - at
-                return chosen[:at]
         return chosen
 
-    def _fetch(self, record: PromotionRecord, below: TierBelow, positions: list[int]) -> None:
+    def _worth_it(self, below: TierBelow) -> bool:
+        """Whether a key is not expected to take longer than computing it."""
+        expected = below.speed.expected(1, time.monotonic())
+        return self._seconds_per_key is None or expected is None or expected < self._seconds_per_key
+
+    def _fetch(
+        self, record: PromotionRecord, below: TierBelow, positions: list[int], others: Sequence[TierBelow]
+    ) -> None:
+        """Give a tier a job. If `others` may have keys of it, too, half of the time is left to them."""
         keys = [record.keys[position] for position in positions]
         entries = [record.records[position].indices[0] for position in positions]
-        record.fetches.append(Fetch(below, below.get(keys, entries, record.deadline, self._notify), positions))
+        deadline = record.deadline
+        if deadline is not None and any(
+            each.usable and self._worth_it(each) and any(each.may_have(keys)) for each in others
+        ):
+            deadline = (time.monotonic() + deadline) / 2
+        job = below.get(keys, entries, deadline, self._notify)
+        record.fetches.append(Fetch(below, job, positions, others, deadline))
 
     # going on -----------------------------------------------------------------------------------------------------
 
-    def _collect(self, record: PromotionRecord, fetch: Fetch, now: float) -> None:
-        """Commit what has come, abort what has not."""
-        left = []
-        for at in fetch.left:
-            outcome, position = fetch.job.outcomes[at], fetch.positions[at]
+    def _collect(self, record: PromotionRecord, fetch: Fetch, now: float) -> list[int]:
+        """Commit what has come; returns the positions of what has not, whose entries the tier does not touch."""
+        left, missed = [], []
+        outcomes = [fetch.job.outcomes[at] for at in fetch.left]  # once: the tier sets more of them meanwhile
+        fetch.below.answered(outcomes)
+        for at, outcome in zip(fetch.left, outcomes, strict=True):
+            position = fetch.positions[at]
             if outcome is None:
                 left.append(at)
+                continue
+            came = outcome is Outcome.DONE and not self.refused(record.keys[position])
+            if came:
+                came = self._commit(record, position)
             else:
-                fetch.below.answered(outcome)
-                came = outcome is Outcome.DONE and not self.refused(record.keys[position])
-                if came:
-                    came = self._commit(record, position)
-                else:
-                    self._abort(record, position, ())
-                fetch.below.promoted += came
-                fetch.below.not_found += not came
+                missed.append(position)
+            fetch.below.promoted += came
+            fetch.below.not_found += not came
         self._settled += len(fetch.left) - len(left)
         fetch.left = left
         if not left and not fetch.measured:
@@ -222,6 +270,7 @@ class Promoter:
             answered = sum(outcome in (Outcome.DONE, Outcome.MISSING) for outcome in fetch.job.outcomes)
             fetch.below.speed.measured(answered if Outcome.DONE in fetch.job.outcomes else 0, now - fetch.begun, now)
         record.advance_ready()
+        return missed
 
     def _commit(self, record: PromotionRecord, position: int) -> bool:
         """A key has come: make it a hit, and lease it; False if it has been removed meanwhile."""
@@ -236,40 +285,56 @@ class Promoter:
         record.settle(position, Outcome.DONE if mine else Outcome.MISSING)
         return mine
 
-    def _abort(self, record: PromotionRecord, position: int, io: tuple[TierIo, ...]) -> None:
-        each = record.records.pop(position)
-        if each.stage is Stage.OPEN:
-            self._index.abort_after(each, io)
-        record.settle(position, Outcome.MISSING)
-
-    def _stop(self, record: PromotionRecord, *, at_once: bool, blame: bool) -> None:
-        """Cancel what has not begun. `at_once`: and give up the rest, whose entries stay kept.
+    def _stop_waiting(self, record: PromotionRecord, fetch: Fetch, now: float, *, blame: bool) -> list[int]:
+        """Wait for a tier no longer: returns what it has not brought. Entries that it may write are kept.
 
         Args:
-            blame: a tier that is working on it has failed.
+            blame: the deadline has passed, so a tier that has not answered is too slow.
         """
-        for position in record.awaited:
-            record.settle(position, Outcome.MISSING)
-        record.awaited = []
+        waited = bool(fetch.left)
+        fetch.job.cancel()
+        missed = self._collect(record, fetch, now)
+        if blame and waited:
+            fetch.below.late(begun=bool(fetch.left))
+        for at in fetch.left:
+            position = fetch.positions[at]
+            self._late.append((fetch.job, at))
+            self._abort(record, position, (TierIo(fetch.job, at, self._index.lock),))
+            missed.append(position)
+        fetch.below.not_found += len(fetch.left)
+        self._settled += len(fetch.left)
+        fetch.left, fetch.measured = [], True
+        return missed
+
+    def _abort(self, record: PromotionRecord, position: int, io: tuple[TierIo, ...] = ()) -> None:
+        """Take the entry of a key from it; another key gets it when `io` have ended."""
+        each = record.records.pop(position, None)
+        if each is not None and each.stage is Stage.OPEN:
+            self._index.abort_after(each, io)
+
+    def _drop(self, record: PromotionRecord, position: int) -> None:
+        """A key will not come."""
+        self._abort(record, position)
+        record.settle(position, Outcome.MISSING)
+
+    def _stop(self, record: PromotionRecord, now: float, *, at_once: bool, blame: bool) -> None:
+        """Cancel what has not begun. `at_once`: and give up the rest.
+
+        Args:
+            blame: see `_stop_waiting`.
+        """
+        dropped, record.awaited = record.awaited, []
         for fetch in record.fetches:
-            fetch.job.cancel()
-            self._collect(record, fetch, time.monotonic())
-            if at_once and fetch.left:
-                if blame:
-                    fetch.below.failed()
-                for at in fetch.left:
-                    self._late.append((fetch.job, at))
-                    self._abort(record, fetch.positions[at], (TierIo(fetch.job, at, self._index.lock),))
-                fetch.below.not_found += len(fetch.left)
-                self._settled += len(fetch.left)
-                fetch.left = []
+            if at_once:
+                dropped += self._stop_waiting(record, fetch, now, blame=blame)
+            else:
+                fetch.job.cancel()
+                dropped += self._collect(record, fetch, now)
         fetched = {fetch.positions[at] for fetch in record.fetches for at in fetch.left}
-        for position in [position for position in record.records if position not in fetched]:
-            self._abort(record, position, ())
+        for position in [*dropped, *(position for position in record.records if position not in fetched)]:
+            self._drop(record, position)
 
     @staticmethod
-    def _hangs(record: PromotionRecord, now: float) -> bool:
+    def _hangs(fetch: Fetch, now: float) -> bool:
         """Whether a call that it waits for does not return."""
-        return any(
-            fetch.left and now - fetch.begun >= fetch.below.hung and fetch.below.hangs for fetch in record.fetches
-        )
+        return now - fetch.begun >= fetch.below.hung and fetch.below.hangs

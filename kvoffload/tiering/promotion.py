@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvoffload.cache.entries import ReservationRecord
 from kvoffload.cache.reservations import CacheJob, Lease
@@ -23,18 +23,30 @@ class Fetch:
         below: the tier, with its breaker and speed.
         job: the tier's.
         positions: of the job's keys among those of the promotion.
+        others: tiers that are asked next for what this one does not bring.
+        deadline: when they are, by `time.monotonic`; None: when the tier has said so.
         left: places in the job of keys whose outcome has not been taken note of.
         begun: by `time.monotonic`.
         measured: whether its time has been taken note of.
     """
 
-    __slots__ = ("begun", "below", "job", "left", "measured", "positions")
+    __slots__ = ("begun", "below", "deadline", "job", "left", "measured", "others", "positions")
 
-    def __init__(self, below: TierBelow, job: TierJob, positions: list[int]) -> None:
-        self.below, self.job, self.positions = below, job, positions
+    def __init__(
+        self,
+        below: TierBelow,
+        job: TierJob,
+        positions: list[int],
+        others: Sequence[TierBelow],
+        deadline: float | None,
+    ) -> None:
+        self.below, self.job, self.positions, self.others, self.deadline = below, job, positions, others, deadline
         self.left = list(range(len(positions)))
         self.begun = time.monotonic()
         self.measured = False
+
+    def late(self, now: float) -> bool:
+        return self.deadline is not None and now >= self.deadline
 
 
 class TierIo:
@@ -132,14 +144,6 @@ class PromotionRecord:
         return self.ready == len(self.keys) or bool(self.gone[self.ready])
 
 
-class PromotionOwner(Protocol):
-    """What a promotion needs of the cache."""
-
-    def wake_tiers(self) -> None: ...
-
-    def load_after(self, record: PromotionRecord, blocks: Any, after: Any, parts: Any) -> ChainedLoad: ...
-
-
 class Promotion:
     """Leading keys of a request that are brought from tiers into slots, as many as come in time.
 
@@ -151,10 +155,13 @@ class Promotion:
         keys: as given.
     """
 
-    def __init__(self, record: PromotionRecord, owner: PromotionOwner) -> None:
+    def __init__(
+        self, record: PromotionRecord, wake: Callable[[], None], load_after: Callable[..., ChainedLoad]
+    ) -> None:
+        """`wake`: has the thread of the tiers look at the record soon. `load_after`: see `TieredCache._load_after`."""
         self.keys = tuple(record.keys)
         self._record = record
-        self._owner = owner
+        self._wake, self._load_after = wake, load_after
 
     @property
     def ready(self) -> int:
@@ -178,7 +185,7 @@ class Promotion:
     def cancel(self) -> None:
         """Bring no more: what the tiers have not begun is left, what has come stays. It is `done` soon."""
         self._record.cancelled = True
-        self._owner.wake_tiers()
+        self._wake()
 
     def load(self, blocks: Any, after: Any = None, *, parts: Any = None) -> ChainedLoad:
         """Load the keys as soon as the promotion has ended; a shorter promotion shortens the load. Returns at once.
@@ -196,13 +203,14 @@ class Promotion:
         """
         if self._record.released:
             raise ClosedError("the promotion has been released: load its keys by cache.load")
-        return self._owner.load_after(self._record, blocks, after, parts)
+        return self._load_after(self._record, blocks, after, parts)
 
     def release(self) -> None:
         """The keys that have come may be evicted from now on, and no more is brought. Idempotent."""
         self._record.released = True
         self._record.release_leases()
-        self.cancel()
+        if not self._record.ended:
+            self.cancel()
 
     def __enter__(self) -> Promotion:
         return self
@@ -249,10 +257,10 @@ class ChainedLoad:
     # for the manager ----------------------------------------------------------------------------------------------
 
     @property
-    def can_be_submitted(self) -> bool:
+    def _can_be_submitted(self) -> bool:
         return self._promotion is None or self._promotion.ended
 
-    def submit(self, load: Callable[..., CacheJob] | None) -> None:
+    def _submit(self, load: Callable[..., CacheJob] | None) -> None:
         """Load what has come by `load(keys, blocks, after, parts=)`; None: there is no cache any more."""
         record, (per_group, after, parts) = self._promotion, self._load
         if record is None:

@@ -64,7 +64,8 @@ class TieredCache(BlockCache[EngineT]):
 
     Args:
         engine, tenants, store_after, max_load_blocks, on_event: as for `BlockCache`.
-        tiers: asked in this order; each gets what is written. They become the cache's own, and are closed with it.
+        tiers: asked in this order, each for what those before have not brought; each gets what is written. They become
+            the cache's own, and are closed with it.
         policy: as for `BlockCache`; "prefix" declines nothing here, since only what is in slots can be written.
         write: what is written to the tiers: "admitted" what is worth it, as learned from what is asked for again, at
             the end of requests (`touch`); "through" every key as soon as it is in slots; "back" every key shortly
@@ -159,7 +160,8 @@ class TieredCache(BlockCache[EngineT]):
 
         Args:
             keys: bytes, no repeats, in the order of a request; may be all of its keys.
-            deadline: seconds from now, after which no more is waited for; None: no limit.
+            deadline: seconds from now, after which no more is waited for; None: no limit. Half of what is left when a
+                tier is asked is kept for the tiers after it that may have the same keys.
             tenant: whose quota and priority the promoted keys have.
 
         Raises:
@@ -173,8 +175,8 @@ class TieredCache(BlockCache[EngineT]):
         self._state.pools.of(tenant)
         self._check_tiers_open()
         record = PromotionRecord(checked, tenant, None if deadline is None else time.monotonic() + deadline)
-        self._manager.post(record)
-        return Promotion(record, self)
+        self._manager.promote(record)
+        return Promotion(record, self._manager.wake, self._load_after)
 
     def tier_statistics(self) -> list[BelowStatistics]:
         """What has been done with each tier so far; never blocks."""
@@ -216,7 +218,7 @@ class TieredCache(BlockCache[EngineT]):
         all_or_nothing: bool = False,
     ) -> CacheJob:
         job = super().store(keys, blocks, after, tenant, all_or_nothing=all_or_nothing)
-        self._manager.wake()
+        self._manager.wake_soon()
         return job
 
     store.__doc__ = BlockCache.store.__doc__
@@ -274,11 +276,7 @@ class TieredCache(BlockCache[EngineT]):
 
     # for promotions -----------------------------------------------------------------------------------------------
 
-    def wake_tiers(self) -> None:
-        """Have the thread look at everything soon."""
-        self._manager.wake()
-
-    def load_after(self, record: PromotionRecord, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
+    def _load_after(self, record: PromotionRecord, blocks: BlockIds, after: CacheAfter, parts: Parts) -> ChainedLoad:
         """See `Promotion.load`."""
         per_group = [ids.copy() for ids in self._block_ids(len(record.keys), blocks)]
         if parts is not None:
@@ -329,7 +327,7 @@ def _settle(reference: weakref.ref[TieredCache[Any]]) -> bool:
 def _submit(reference: weakref.ref[TieredCache[Any]], chained: ChainedLoad) -> None:
     """Load what a promotion has brought."""
     cache = reference()
-    chained.submit(None if cache is None else cache.load)
+    chained._submit(None if cache is None else cache.load)
 
 
 def _failed_removals(remove: Callable[[Tier], TierJob | None], tiers: list[Tier]) -> list[str]:

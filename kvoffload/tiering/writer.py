@@ -14,6 +14,7 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.reservations import Lease
 from kvoffload.errors import KVOffloadError
 from kvoffload.tiering.below import TierBelow, fits
+from kvoffload.tiering.writes import WriteChoice
 from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.tier import Notify
 
@@ -42,7 +43,7 @@ class Writer:
         tiers: that get every key.
         most: entries that may be leased for it at a time.
         notify: makes the manager's thread call `advance` soon.
-        written: is called with the keys that a tier has taken.
+        choice: learns which keys a tier has taken, and which none has.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class Writer:
         tiers: Sequence[TierBelow],
         most: int,
         notify: Notify,
-        written: Callable[[Sequence[bytes]], None],
+        choice: WriteChoice,
     ) -> None:
         self._index, self._tiers, self._most = index, tiers, most
-        self._notify, self._written = notify, written
+        self._notify, self._choice = notify, choice
         self._waiting = deque[tuple[bytes, str]]()
         self.going_on: list[_Put] = []
 
@@ -67,11 +68,13 @@ class Writer:
         return sum(len(put.lease.keys) for put in self.going_on)
 
     def add(self, keys: Sequence[bytes], tenant: str) -> None:
-        """These keys are worth writing."""
-        room = max(0, self._index.capacity - len(self._waiting))
+        """These keys are worth writing. They are dropped if no tier is used now."""
+        used = any(below.usable for below in self._tiers)
+        room = max(0, self._index.capacity - len(self._waiting)) if used else 0
         self._waiting.extend((key, tenant) for key in keys[:room])
         for below in self._tiers:
             below.dropped += len(keys[room:])
+        self._not_taken(keys[room:])
 
     def forget(self, concerned: Callable[[bytes], bool]) -> None:
         """These keys are not to be written any more."""
@@ -79,6 +82,7 @@ class Writer:
 
     def advance(self) -> None:
         """Take note of outcomes, and give tiers what waits, as far as there is room."""
+        self._cancel_waiting()
         for put in [put for put in self.going_on if put.done]:
             self._end(put)
         while self._waiting and self.leased < self._most:
@@ -89,17 +93,27 @@ class Writer:
                 keys.append(self._waiting.popleft()[0])
             self._put(list(dict.fromkeys(keys)), tenant)
 
+    def _cancel_waiting(self) -> None:
+        """Cancel what tiers have not begun whose breakers are open, so that its entries can be used."""
+        left_alone = [below for below in self._tiers if below.left_alone] if self.going_on else []
+        for put in self.going_on if left_alone else ():
+            for below, job in put.jobs:
+                if below in left_alone:
+                    job.cancel()
+
     def _put(self, keys: list[bytes], tenant: str) -> None:
         there = [key for key, status in zip(keys, self._index.status(keys), strict=True) if status is Status.HIT]
         lacking = {below: self._lacking(below, there) for below in self._tiers}
         wanted = [key for key in there if any(key in mine for mine in lacking.values())]
         for below in self._tiers:
             below.dropped += len(keys) - len(there)
+        self._not_taken([key for key in keys if key not in wanted])
         if not wanted:
             return
         try:
             put = _Put(self._index.acquire(wanted))
         except KVOffloadError:  # evicted since
+            self._not_taken(wanted)
             return
         entries = dict(zip(wanted, put.lease.indices, strict=True))
         self.going_on.append(put)
@@ -122,11 +136,17 @@ class Writer:
     def _end(self, put: _Put) -> None:
         self.going_on.remove(put)
         put.lease.release()
+        left = set(put.lease.keys)
         for below, job in put.jobs:
             taken = [key for key, outcome in zip(job.keys, job.outcomes, strict=True) if outcome is Outcome.DONE]
             below.written += len(taken)
             below.not_written += len(job.keys) - len(taken)
-            for outcome in job.outcomes:
-                assert outcome is not None, "the job is done"
-                below.answered(outcome)
-            self._written(taken)
+            below.answered(job.outcomes)
+            self._choice.written(taken)
+            left.difference_update(taken)
+        self._not_taken([key for key in put.lease.keys if key in left])
+
+    def _not_taken(self, keys: Sequence[bytes]) -> None:
+        """These keys may be chosen again, unless a tier has them."""
+        known = [below.has(keys) for below in self._tiers] if keys else []
+        self._choice.dropped([key for at, key in enumerate(keys) if not any(has[at] for has in known)])

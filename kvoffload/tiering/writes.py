@@ -43,6 +43,12 @@ class WriteChoice(Protocol):
     def left(self, keys: Sequence[bytes]) -> None:
         """These keys are in slots no longer."""
 
+    def dropped(self, keys: Sequence[bytes]) -> None:
+        """These keys were to be written, and no tier has taken them, or has them."""
+
+    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Exactly these keys are in slots: it has not been told of all that happened. Returns keys to write."""
+
 
 class _Nothing:
     """Writes nothing: the base of the others."""
@@ -66,6 +72,11 @@ class _Nothing:
 
     def left(self, keys: Sequence[bytes]) -> None: ...
 
+    def dropped(self, keys: Sequence[bytes]) -> None: ...
+
+    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
+        return ()
+
 
 class WriteNothing(_Nothing):
     """Tiers are read only: write="none"."""
@@ -77,6 +88,9 @@ class WriteThrough(_Nothing):
     def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         return keys
 
+    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return keys
+
 
 class WriteBack(_Nothing):
     """Everything, shortly before it is evicted: write="back"."""
@@ -84,7 +98,7 @@ class WriteBack(_Nothing):
     looks_ahead = True
 
     def __init__(self) -> None:
-        self._chosen = set[bytes]()  # of the keys in slots
+        self._chosen = set[bytes]()  # of the keys in slots; a tier has them, or is given them
 
     def about_to_go(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         fresh = [key for key in keys if key not in self._chosen]
@@ -93,6 +107,12 @@ class WriteBack(_Nothing):
 
     def left(self, keys: Sequence[bytes]) -> None:
         self._chosen.difference_update(keys)
+
+    dropped = left
+
+    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        self._chosen.intersection_update(keys)
+        return ()
 
 
 class WriteAdmitted(_Nothing):
@@ -125,3 +145,7 @@ class WriteAdmitted(_Nothing):
 
     def left(self, keys: Sequence[bytes]) -> None:
         self._admission.left_host(keys)
+
+    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        self._admission.resynchronise(keys)
+        return ()

@@ -2,7 +2,7 @@
 
 ThreadedTier, MemoryTier    tiers over methods that block; records in host memory     threaded.py, memory.py
 RemoteTier                  records in a store that machines share                    remote.py, remote_format.py
-MooncakeTier                Mooncake Store                                            mooncake.py
+MooncakeTier                Mooncake Store                                            mooncake.py, mooncake_client.py
 ValkeyTier                  Valkey and Redis                                          valkey.py
 ObjectStoreTier             S3, Google Cloud Storage, Azure, folders                  object_store.py
 load_tier                   a tier by its name, of this package or of another         loading.py

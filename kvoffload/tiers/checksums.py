@@ -1,7 +1,8 @@
 """Checksums of payloads and headers: 16 bytes, over several ranges of memory as if they were one.
 
-xxh3_128 finds accidents: 14 GB/s on one core, and the GIL is released. It is no signature: who can write the files can
-compute it. blake2b with a key of the user's finds that too, at about 1 GB/s.
+xxh3_128 finds accidents. It is no signature: who can write the files can compute it. blake2b with a key of the user's
+finds that, too. For 2 MiB it takes 15 times as long where they come from memory, and 55 times where they are in the
+CPU's cache (xxhash 4.1 with AVX-512, one core, medians). Both release the GIL.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from kvoffload.tiers.slot_files import SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 from kvoffload.tiers.tier import TierCapabilities
 
-_BYTES_PER_CALL = 2 << 20  # small records: the bookkeeping of several at once
+_BYTES_PER_CALL = 4 << 20  # small records: the bookkeeping of several at once
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -41,8 +41,8 @@ class DiskTier(ThreadedTier):
             shard. Files of another identity are refused.
         policy, tenants: what is evicted when it is full, and quotas; as for `BlockCache`. A tenant that is not named
             here is put under "".
-        key: 16 to 64 secret bytes: records are verified by keyed blake2b, which finds deliberate changes, too, at a
-            tenth of the speed. None: xxh3_128, which finds accidents.
+        key: 16 to 64 secret bytes: records are verified by keyed blake2b, which finds deliberate changes, too, and
+            takes at least 15 times as long; see `checksums`. None: xxh3_128, which finds accidents.
         reset: lose what the files hold where it is of another layout, identity, size or set, instead of refusing it.
         read_only: read what another process writes; records that it adds later are not seen.
         direct: transfer around the page cache where the file system can; see `direct_io`.

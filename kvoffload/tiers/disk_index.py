@@ -7,7 +7,7 @@ when a set is opened, and each record's place in the order of requests is in its
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.reservations import Reservation
-from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.errors import CapabilityError, MissingKeyError
 from kvoffload.tiers.files import Buffer
 from kvoffload.tiers.format import Pairs, as_pairs, tenant_digest
@@ -51,11 +50,10 @@ class DiskIndex:
 
     Args:
         files: just opened.
-        policy, tenants, store_after, on_event: see `CacheIndex`.
+        policy, tenants: see `CacheIndex`.
 
     Attributes:
         index: the bookkeeping; an entry is a slot.
-        num_restored: records that were found when the files were opened.
 
     Raises:
         OSError: the header table cannot be read.
@@ -68,18 +66,14 @@ class DiskIndex:
         *,
         policy: PolicyChoice = DEFAULT_POLICY,
         tenants: Mapping[str, Tenant] | None = None,
-        store_after: int = 0,
-        on_event: Callable[[CacheEvent], None] | None = None,
     ) -> None:
         self.files = files
-        self.index = CacheIndex(
-            max(1, files.num_slots), policy=policy, tenants=tenants, store_after=store_after, on_event=on_event
-        )
+        self.index = CacheIndex(max(1, files.num_slots), policy=policy, tenants=tenants)
         self._lock = threading.RLock()  # what `remove` and `clear` say of the keys of open puts, with the index
         self._writing: dict[bytes, DiskPut] = {}  # keys that a put has reserved and `finish` has not seen
         records = files.load()
         self._next_sequence = int(records.sequences[-1]) + 1 if records.keys else 0
-        self.num_restored = self.index.restore(
+        self.index.restore(
             records.keys,
             records.slots,
             records.sequences.astype(np.int64),
@@ -99,9 +93,6 @@ class DiskIndex:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that a request has read these keys: see `CacheIndex.touch`."""
         self.index.touch(keys)
-
-    def statistics(self) -> CacheStatistics:
-        return self.index.statistics()
 
     def __len__(self) -> int:
         return len(self.index)

@@ -8,6 +8,7 @@ from typing import Any
 from kvoffload.internal.checks import shown
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.memory import MemoryTier
+from kvoffload.tiers.mooncake import MooncakeTier
 from kvoffload.tiers.object_store import ObjectStoreTier
 from kvoffload.tiers.tier import Tier
 from kvoffload.tiers.valkey import ValkeyTier
@@ -16,6 +17,7 @@ GROUP = "kvoffload.tiers"
 _OWN: dict[str, Callable[..., Tier]] = {
     "disk": DiskTier,
     "memory": MemoryTier,
+    "mooncake": MooncakeTier,
     "objects": ObjectStoreTier,
     "valkey": ValkeyTier,
 }
@@ -25,9 +27,9 @@ def load_tier(kind: str, /, *arguments: Any, **options: Any) -> Tier:
     """Make a tier whose class is named in a configuration.
 
     Args:
-        kind: "disk", "memory", "objects", "valkey"; or the name of an entry point in the group `kvoffload.tiers` of an
-            installed package, which leads to a subclass of `Tier`, or to a function that returns a tier. That package
-            is imported and runs in this process; no other one is.
+        kind: "disk", "memory", "mooncake", "objects", "valkey"; or the name of an entry point in the group
+            `kvoffload.tiers` of an installed package, which leads to a subclass of `Tier`, or to a function that
+            returns a tier. That package is imported and runs in this process; no other one is.
         arguments, options: of that class or function.
 
     Raises:
@@ -35,10 +37,10 @@ def load_tier(kind: str, /, *arguments: Any, **options: Any) -> Tier:
         TypeError: what the entry point leads to does not make a `Tier`.
         And what the class or function raises.
     """
-    made = _factory(kind)(*arguments, **options)
-    if not isinstance(made, Tier):
-        raise TypeError(f"the entry point {kind!r} of {GROUP} must make a kvoffload.tiers.Tier, got {shown(made)}")
-    return made
+    tier = _factory(kind)(*arguments, **options)
+    if not isinstance(tier, Tier):
+        raise TypeError(f"the entry point {kind!r} of {GROUP} must make a kvoffload.tiers.Tier, got {shown(tier)}")
+    return tier
 
 
 def _factory(kind: str) -> Callable[..., Any]:

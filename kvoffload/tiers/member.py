@@ -19,7 +19,7 @@ So `remove` has to know of headers that the file may hold after a crash. There a
 The process before may have been killed after a sync that failed. Then the page cache shows writes that the disk lost,
 as if they were durable. So the first removal of a process writes the header table again before it syncs, `_inherited`.
 
-A header is written to the file when no payload is being written, and at the latest with 128 others: an ordinary write
+A header is written to the file when no record is being written, and at the latest with 512 others: an ordinary write
 waits for all direct I/O on the file, and holds it up meanwhile. Until then this process has it in `_waiting`; a kill
 leaves what the slot's older header says, whose payload digest differs. Every sync, which forgets `_older`, writes those
 that wait before it does so.
@@ -57,7 +57,7 @@ from kvoffload.tiers.format import (
 
 _MOST_OLDER = 16_384  # keys whose overwritten headers are remembered; beyond, every removal syncs
 _HEADERS_AT_ONCE = 32_768  # 6 MiB
-_MOST_WAITING = 128  # headers of records that are not in the file yet
+_MOST_WAITING = 512  # headers of records that are not in the file yet
 _EPOCH_COUNT = 1 << 32  # the upper half of an epoch counts
 _NO_HEADER = memoryview(bytes(HEADER_BYTES))
 
@@ -105,7 +105,7 @@ class Member:
         self._any_older = True  # the process before may have overwritten headers and not synced
         self._uncertain: set[int] = set()
         self._waiting: dict[int, bytes] = {}
-        self._payloads = 0  # that are being written
+        self._writes = 0  # of records, that have begun and have not ended
         self._inherited = True  # headers that this process has not written, which the disk may have lost
         self._syncing = threading.Lock()  # held during a sync; taken before `_headers`
 
@@ -138,23 +138,20 @@ class Member:
             return None
         return bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES])
 
-    def write_payloads(self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]) -> list[OSError | None]:
-        """Write payloads; `write_headers` follows for the same slots. Returns why one is not written, or None."""
+    def begin_writes(self, count: int) -> None:
+        """So many records are going to be written: headers wait meanwhile. `end_writes` follows."""
         with self._headers:
-            self._payloads += len(slots)
-        try:
-            results = in_runs(self._written, slots, payloads)
-        except BaseException:
-            with self._headers:
-                self._end_payloads(len(slots))
-            raise
-        return [result if isinstance(result, OSError) else None for result in results]
+            self._writes += count
+
+    def write_payloads(self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]) -> list[bool | OSError]:
+        """Write payloads; `add_headers` follows. Returns True of each, or why it is not written."""
+        return in_runs(self._write, slots, payloads)
 
     def read_payloads(self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]) -> list[bool | OSError]:
         """Read payloads. Returns of each whether it is complete, or what failed; it is not verified."""
         return in_runs(self._read, slots, payloads)
 
-    def _written(self, slot: int, views: Sequence[Buffer]) -> bool:
+    def _write(self, slot: int, views: Sequence[Buffer]) -> bool:
         self.file.write_payload(views, self.payload_offset(slot))
         return True
 
@@ -163,26 +160,34 @@ class Member:
 
     # headers ------------------------------------------------------------------------------------------------------
 
-    def write_headers(
-        self, records: Sequence[NewRecord], *, payloads: int, sequence: int, wanted: Callable[[bytes], bool]
-    ) -> list[bool | OSError]:
-        """Make payloads that have been written records.
+    def add_headers(self, records: Sequence[NewRecord], sequence: int, wanted: Callable[[bytes], bool]) -> list[bool]:
+        """Make payloads that have been written records, whose headers are in the file by the next `end_writes` at rest.
 
         Args:
-            payloads: how many of `write_payloads` end here, also those that were not written.
             wanted: called with each key under the lock that `erase` takes, too: so a key that is unwanted from some
                 moment on, and erased after that moment, is not in the file.
 
         Returns:
-            Of each whether it was wanted: if not, nothing has changed. Or why its header, which was to be written now,
-            could not be: the slot holds no record.
+            Of each whether it was wanted; if not, nothing has changed.
         """
         with self._headers:
-            new = [wanted(record.key) for record in records]
-            for record in (record for record, is_wanted in zip(records, new, strict=True) if is_wanted):
-                self._add(record, sequence)
-            failed = self._end_payloads(payloads)
-        return [failed.get(record.slot, is_wanted) for record, is_wanted in zip(records, new, strict=True)]
+            added = [wanted(record.key) for record in records]
+            for record, is_wanted in zip(records, added, strict=True):
+                if is_wanted:
+                    self._add(record, sequence)
+        return added
+
+    def end_writes(self, count: int) -> dict[int, OSError]:
+        """Writes that have begun have ended; if no others go on, or many headers wait, these are written.
+
+        Returns:
+            Slots that hold no record, as their headers could not be written, and why.
+        """
+        with self._headers:
+            self._writes -= count
+            if self._waiting and (self._writes == 0 or len(self._waiting) >= _MOST_WAITING):
+                return self._write_waiting()
+        return {}
 
     def _add(self, record: NewRecord, sequence: int) -> None:
         slot = record.slot
@@ -319,13 +324,6 @@ class Member:
             self._older.add(older)
             if len(self._older) > _MOST_OLDER:
                 self._older, self._any_older = set(), True
-
-    def _end_payloads(self, count: int) -> dict[int, OSError]:
-        """So many payloads are not being written any more. What `_write_waiting` returns, if it is time for that."""
-        self._payloads -= count
-        if self._waiting and (self._payloads <= 0 or len(self._waiting) >= _MOST_WAITING):
-            return self._write_waiting()
-        return {}
 
     def _write_waiting(self) -> dict[int, OSError]:
         """Write the headers that wait, neighbours in one call. Returns slots that hold no record, as that failed."""

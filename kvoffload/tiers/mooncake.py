@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import atexit
-import os
-import socket
 import threading
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import at_least
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.mooncake_client import (
+    Protocol,
+    accepts,
+    addresses,
+    checked_protocol,
+    client_version,
+    default_threads,
+    import_store,
+    own_address,
+    replication,
+    set_environment,
+)
 from kvoffload.tiers.remote import Parts, RemoteTier
 from kvoffload.tiers.remote_format import HEADER_BYTES
-
-Protocol = Literal["tcp", "rdma"]
 
 _MOST_REGISTERED = 64 << 30  # bytes, by one call: drivers refuse to register a pool of 512 GiB at once
 _BYTES_PER_CALL = 16 << 20
 _STORED = {0: Outcome.DONE, -200: Outcome.DECLINED}  # -200: no room
 # Not found, being written, lease over before the bytes were there, no replica, replica gone.
 _MISSES = frozenset({-704, -703, -707, -710, -712})
+_NOT_FETCHED = dict.fromkeys(_MISSES, Outcome.MISSING)
 _WRONG_SIZE = frozenset({-600, -800})  # among other things
 
 
@@ -49,9 +56,8 @@ class MooncakeTier(RemoteTier):
         protocol: that records are carried by.
 
     Args:
-        master: "host:port", or where masters in high availability register: "etcd://host:port;host:port" or
-            "redis://host:port".
-        identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
+        master: "host:port", or where masters in high availability register: "etcd://host:port;host:port".
+        identity, prefix, key, name, max_queued: see `RemoteTier`.
         metadata_server: of the transfer engine: "P2PHANDSHAKE" needs none.
         hostname: by which other machines reach this one; None: the address from which it reaches the master.
         protocol: "rdma" or "tcp", the same on all machines of a store. None: "rdma" if this one has a device that is
@@ -62,6 +68,8 @@ class MooncakeTier(RemoteTier):
         soft_pin: for how many seconds records are evicted only if nothing else can be; None: they are not pinned.
         timeout: seconds that a request to the master may take, and a transfer without progress. A call for several keys
             consists of up to three requests and a transfer.
+        threads: that call the client. None: 4 over RDMA; 2 over TCP, or 1 if the process may use fewer than 8 CPUs, as
+            each one that waits for a transfer keeps a CPU busy.
 
     Raises:
         CapabilityError: the package is missing (`pip install 'kvoffload[mooncake]'`), a library that it needs
@@ -85,38 +93,34 @@ class MooncakeTier(RemoteTier):
         soft_pin: float | None = None,
         timeout: float = 5.0,
         name: str = "mooncake",
-        threads: int = 4,
+        threads: int | None = None,
         max_queued: int = 4096,
     ) -> None:
+        self.protocol: Protocol = checked_protocol(protocol)
         super().__init__(
             identity=identity,
             prefix=prefix,
             key=key,
             name=name,
             durable=False,
-            threads=threads,
+            threads=default_threads(self.protocol) if threads is None else threads,
             max_queued=max_queued,
             bytes_per_call=_BYTES_PER_CALL,
         )
-        self._masters = _addresses(master)
-        self.protocol: Protocol = _checked_protocol(protocol)
+        self._masters = addresses(master)
         self._timeout = at_least("timeout, in milliseconds,", round(1000 * timeout), 1)
-        _set_environment(self._timeout)  # before the import, which reads some of it
-        self._store = _import_store()
+        set_environment(self._timeout)  # before the import, which reads some of it
+        self._store = import_store()
         self._setup = {
             "master_server_addr": master,
             "metadata_server": metadata_server,
-            "local_hostname": _own_address(self._masters[0]) if hostname is None else hostname,
+            "local_hostname": own_address(self._masters[0]) if hostname is None else hostname,
             "protocol": self.protocol,
             "rdma_devices": devices,
             "global_segment_size": str(at_least("segment_bytes", segment_bytes, 0)),
             "local_buffer_size": "0",  # for calls that are not made here
         }
-        self._replication = self._store.ReplicateConfig()
-        self._replication.replica_num = at_least("replicas", replicas, 1)
-        if soft_pin is not None:
-            self._replication.soft_pin_action = self._store.SoftPinAction.ENABLE
-            self._replication.soft_pin_ttl_ms = at_least("soft_pin, in milliseconds,", round(1000 * soft_pin), 1)
+        self._replication = replication(self._store, replicas, soft_pin)
         self._client: Any = None
         self._connecting = threading.Lock()
         self._headers = threading.local()  # of each thread, registered
@@ -149,8 +153,13 @@ class MooncakeTier(RemoteTier):
 
     def fetch_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
         client = self._connected()
+        nbytes = self.record_bytes + HEADER_BYTES
         codes = client.batch_get_into_multi_buffers(list(names), *_ranges(parts))
-        return _checked("get", codes, [self._fetched(client, *each) for each in zip(names, parts, codes, strict=True)])
+        misfits = _misfits(client, names, codes, nbytes)
+        outcomes = [Outcome.DONE if c == nbytes else _NOT_FETCHED.get(c, Outcome.FAILED) for c in codes]
+        for at in misfits:
+            outcomes[at] = self.reject(names[at])
+        return _checked("get", codes, outcomes)
 
     def store_parts(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
         codes = self._connected().batch_put_from_multi_buffers(list(names), *_ranges(parts), self._replication)
@@ -167,6 +176,9 @@ class MooncakeTier(RemoteTier):
     def delete_folder(self, folder: str) -> None:
         pattern = "^" + folder.replace(".", "[.]")
         _known("remove_by_regex", [self._connected().remove_by_regex(pattern, True)])
+
+    def describe(self) -> dict[str, str | int]:
+        return {"version": f"client {client_version()}, {self.protocol}"}
 
     # inner workings -----------------------------------------------------------------------------------------------
 
@@ -186,17 +198,22 @@ class MooncakeTier(RemoteTier):
         return self._client
 
     def _new_client(self) -> Any:
-        if not any(_accepts(address, self._timeout / 1000) for address in self._masters):
+        if not any(accepts(address, self._timeout / 1000) for address in self._masters):
             raise ConnectionError(f"no connection to the Mooncake master at {self._setup['master_server_addr']}")
-        _set_environment(self._timeout)
+        set_environment(self._timeout)
         client = self._store.MooncakeDistributedStore()
         code = client.setup(self._setup)  # holds the interpreter's lock: 30 ms, or `timeout` without an answer
         if code != 0:
             raise ConnectionError(f"no Mooncake master answers, or none takes this client: {self._setup} ({code})")
-        for pool in self.pools:
-            rows = max(1, _MOST_REGISTERED // pool.shape[1])
-            for first in range(0, len(pool), rows):
-                self._register(client, pool[first : first + rows])
+        try:
+            for pool in self.pools:
+                rows = max(1, _MOST_REGISTERED // pool.shape[1])
+                for first in range(0, len(pool), rows):
+                    self._register(client, pool[first : first + rows])
+        except BaseException:
+            client.close()
+            self._registered.clear()
+            raise
         return client
 
     def _register(self, client: Any, array: UInt8Array) -> None:
@@ -208,16 +225,6 @@ class MooncakeTier(RemoteTier):
             )
         self._registered.append(array)
 
-    def _fetched(self, client: Any, name: str, parts: Parts, code: int) -> Outcome:
-        expected = sum(part.nbytes for part in parts)
-        if code == expected:
-            return Outcome.DONE
-        if code in _MISSES:
-            return Outcome.MISSING
-        if code in _WRONG_SIZE and client.get_size(name) not in (expected, *_MISSES):
-            return self.reject(name)
-        return Outcome.FAILED
-
 
 def _address(array: UInt8Array) -> int:
     address: int = array.__array_interface__["data"][0]
@@ -227,6 +234,19 @@ def _address(array: UInt8Array) -> int:
 def _ranges(parts: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]]]:
     """Addresses and bytes of all parts of each record."""
     return [[_address(part) for part in record] for record in parts], [[p.nbytes for p in record] for record in parts]
+
+
+def _misfits(client: Any, names: Sequence[str], codes: Sequence[int], nbytes: int) -> list[int]:
+    """Positions of records that are not of `nbytes`, as far as the master says."""
+    found = []
+    for at, code in enumerate(codes):
+        if code in _WRONG_SIZE:
+            size = client.get_size(names[at])
+            if size < 0 and size not in _MISSES:  # it does not answer, and would not for the others
+                break
+            if 0 <= size != nbytes:
+                found.append(at)
+    return found
 
 
 def _checked(call: str, codes: Sequence[int], outcomes: list[Outcome]) -> list[Outcome]:
@@ -241,77 +261,3 @@ def _known(call: str, codes: Sequence[int]) -> Sequence[int]:
     if codes and min(codes) < 0:
         raise ConnectionError(f"{call} of {len(codes)} names failed with {min(codes)}, an error code of Mooncake")
     return codes
-
-
-def _set_environment(milliseconds: int) -> None:
-    seconds = max(1, round(milliseconds / 1000))
-    wanted = {
-        "MC_LOG_LEVEL": "ERROR",  # else a dozen lines on stderr for each client
-        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # else `setup` tries for 90 seconds
-        "MC_RPC_TIMEOUT_MS": str(milliseconds),
-        "MC_RPC_CONNECT_TIMEOUT_MS": str(milliseconds),
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(seconds),
-        "MC_TCP_STATUS_TIMEOUT_SEC": str(seconds),
-    }
-    for name in _not_set(tuple(wanted)):
-        os.environ[name] = wanted[name]
-
-
-@cache
-def _not_set(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that the user had not set before the first tier."""
-    return tuple(name for name in names if name not in os.environ)
-
-
-def _checked_protocol(protocol: Protocol | None) -> Protocol:
-    if protocol not in (None, "tcp", "rdma"):
-        raise ValueError(f'protocol must be "tcp", "rdma" or None, got {shown(protocol)}')
-    if protocol == "tcp":
-        return protocol
-    active = any("ACTIVE" in state.read_text() for state in Path("/sys/class/infiniband").glob("*/ports/*/state"))
-    if protocol == "rdma" and not active:  # Mooncake's client would be set up, and its transfers fail
-        raise CapabilityError('protocol="rdma" needs a device with an active port in /sys/class/infiniband; use "tcp"')
-    return "rdma" if active else "tcp"
-
-
-def _addresses(master: str) -> list[tuple[str, int]]:
-    found: list[tuple[str, int]] = []
-    for address in (master.rpartition("://")[2] if isinstance(master, str) else "").split(";"):
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f'master must be "host:port", such as "127.0.0.1:50051", got {shown(master)}')
-        found.append((host.strip("[]"), int(port)))
-    return found
-
-
-def _accepts(address: tuple[str, int], timeout: float) -> bool:
-    try:
-        socket.create_connection(address, timeout).close()
-    except OSError:
-        return False
-    return True
-
-
-def _own_address(remote: tuple[str, int]) -> str:
-    """Of this machine, as another one sees it; no packet is sent."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(*remote, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
-
-
-def _import_store() -> Any:
-    try:
-        from mooncake import store
-    except ImportError as error:
-        remedy = "pip install 'kvoffload[mooncake]'"
-        if ".so" in str(error):
-            remedy = "install the library, as by `apt-get install libibverbs1 libnuma1 libcurl4`"
-        raise CapabilityError(
-            f"MooncakeTier needs the package mooncake-transfer-engine-non-cuda, which cannot be imported ({error}); "
-            f"{remedy}"
-        ) from error
-    return store

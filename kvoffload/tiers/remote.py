@@ -116,6 +116,10 @@ class RemoteTier(ThreadedTier):
     def delete_folder(self, folder: str) -> None:
         """Delete all records whose names begin with this, which ends with "/"."""
 
+    def describe(self) -> dict[str, str | int]:
+        """What the store says of itself, such as `version`, `used_bytes`, `max_bytes`; empty if it says nothing."""
+        return {}
+
     def new_headers(self, count: int) -> UInt8Array:
         """(count, 192), uint8: for the headers of one call of `fetch_parts` or `store_parts`, by the calling thread.
 

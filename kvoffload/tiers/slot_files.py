@@ -125,7 +125,6 @@ class SlotFiles:
         self.slot_bytes = slot_bytes
         self.read_only = read_only
         self.checksum = make_checksum(key)
-        self._gate = nullcontext() if io_threads is None else threading.BoundedSemaphore(io_threads)
         count = len(self.paths)
         wanted = Superblock(
             slot_bytes=slot_bytes,
@@ -146,6 +145,9 @@ class SlotFiles:
             if direct:
                 for member in self._members:
                     member.file.try_direct(member.superblock.data_offset)
+            # through the page cache a transfer is a copy by this processor, as a checksum is
+            bounded = io_threads is not None and all(self.direct)
+            self._gate = threading.BoundedSemaphore(io_threads or 1) if bounded else nullcontext()
             undo.pop_all()
 
     @property
@@ -210,26 +212,34 @@ class SlotFiles:
         for put in puts:
             self.check_key(put.key)
             self._check_views(put.views)
-        results: list[bool | OSError] = [False] * len(puts)
-        digests = [self.checksum.of(put.views) for put in puts]
         owner = tenant_digest(tenant)
+        results: list[bool | OSError] = [False] * len(puts)
         for member, mine in self._by_member([put.slot for put in puts]):
-            slots = [puts[at].slot // len(self._members) for at in mine]
-            with self._gate:
-                errors = member.write_payloads(slots, [puts[at].views for at in mine])
-            written = [
-                (at, NewRecord(slot, puts[at].key, owner, digests[at], puts[at].position))
-                for at, slot, error in zip(mine, slots, errors, strict=True)
-                if error is None
-            ]
-            for at, error in zip(mine, errors, strict=True):
-                results[at] = False if error is None else error
-            outcomes = member.write_headers(
-                [record for _, record in written], payloads=len(mine), sequence=sequence, wanted=wanted
-            )
-            for (at, _), result in zip(written, outcomes, strict=True):
+            outcomes = self._write(member, [puts[at] for at in mine], owner, sequence, wanted)
+            for at, result in zip(mine, outcomes, strict=True):
                 results[at] = result
         return results
+
+    def _write(
+        self, member: Member, puts: Sequence[SlotPut], tenant: bytes, sequence: int, wanted: Callable[[bytes], bool]
+    ) -> list[bool | OSError]:
+        slots = [put.slot // len(self._members) for put in puts]
+        failed: dict[int, OSError] = {}
+        member.begin_writes(len(puts))
+        try:
+            digests = [self.checksum.of(put.views) for put in puts]
+            with self._gate:
+                results = member.write_payloads(slots, [put.views for put in puts])
+            records = [
+                NewRecord(slot, put.key, tenant, digest, put.position)
+                for slot, put, digest, result in zip(slots, puts, digests, results, strict=True)
+                if result is True
+            ]
+            added = iter(member.add_headers(records, sequence, wanted))
+            results = [next(added) if result is True else result for result in results]
+        finally:
+            failed = member.end_writes(len(puts))
+        return [failed.get(slot, result) for slot, result in zip(slots, results, strict=True)]
 
     def read(
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]

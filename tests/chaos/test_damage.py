@@ -9,10 +9,11 @@ from typing import Any
 import chaos_damage
 import pytest
 from chaos_damage import DATA, FILES, HEADER, KEYS, TABLE, Damaged, Lab, full
-from chaos_history import RECORD_BYTES, SECONDS, fetch, make_tier
+from chaos_history import RECORD_BYTES, SECONDS, content, fetch, make_tier
 
 from kvoffload.errors import LayoutError
 from kvoffload.tiers import Outcome
+from kvoffload.tiers.checksums import make_checksum
 
 
 @pytest.fixture
@@ -132,3 +133,34 @@ def test_with_a_key_a_flipped_byte_is_a_miss_too(lab: Lab) -> None:
         assert found.items() <= versions.items()
         assert tier.close(SECONDS)
         (folder / FILES[0]).write_bytes(state[FILES[0]])
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 16])
+def test_a_record_that_another_program_has_written_is_valid_unless_there_is_a_key(lab: Lab, key: bytes | None) -> None:
+    """Who can write the file knows the format, and not the key: digest and checksum are made by another one."""
+    folder = lab.folder()
+    lab.put(folder, {KEYS[0]: 100}, key=key)
+    state, forged = lab.read(folder), None
+    forging = make_checksum(None if key is None else b"another key, 16+")
+    for name, before in state.items():
+        data = bytearray(before)
+        for slot in range(chaos_damage.SLOTS):
+            at, payload_at = TABLE + slot * HEADER, DATA + slot * RECORD_BYTES
+            if any(data[at : at + HEADER]):
+                forged = name
+                payload = b"".join(row.tobytes() for row in content(999))
+                data[payload_at : payload_at + RECORD_BYTES] = payload
+                body = data[at + 16 : at + HEADER]
+                body[16:32] = forging.of([memoryview(payload)])  # after the member digest
+                data[at : at + HEADER] = forging.of_bytes(bytes(body)) + body
+        (folder / name).write_bytes(bytes(data))
+    assert forged is not None
+    tier = make_tier(folder, lab.memory, slots=chaos_damage.SLOTS, key=key)
+    assert fetch(tier, lab.memory, KEYS) == ({KEYS[0]: 999} if key is None else {})
+    assert tier.close(SECONDS)
+
+
+def test_the_documents_say_that_the_default_checksum_is_no_signature() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    for page in ("security.md", "disk-format.md", "guides/add-a-disk.md"):
+        assert "no signature" in " ".join((docs / page).read_text().split()), page

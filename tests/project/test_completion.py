@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvoffload
-from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine
+from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine, TieredCache
 from kvoffload.tiers import MemoryTier
 
 JOB = (
@@ -36,6 +36,12 @@ SHOWN = {
     "BlockCache": (
         "acquire capacity check clear engine load lookup lookup_many remove reserve statistics status store touch"
     ),
+    "TieredCache": (
+        "acquire capacity check clear close drain engine load locate lookup lookup_many promote remove "
+        "reserve statistics status store tier_statistics touch"
+    ),
+    "Promotion": "cancel done keys load ready release wait",
+    "ChainedLoad": "error job submitted wait",
     "CacheJob": "done jobs keys num_parts order_before result wait",
     "TierJob": "begin cancel cancelled deadline done entries keys outcomes settle settle_waiting wait",
     "MemoryTier": (
@@ -56,14 +62,34 @@ def objects() -> Iterator[dict[str, Any]]:
         sharded = ShardedEngine([layout], devices=[device], num_slots=4)
         cache = BlockCache(engine)
         stored = cache.store([b"a"], [0])
+        lower = OffloadEngine(layout, device=device, num_slots=4)
+        tiered = TieredCache(lower, tiers=[MemoryTier(1 << 16)])
+        promotion = tiered.promote([b"a"])
+        chained = promotion.load([0])
         both = sharded.store([1], [0])
         with device.stream() as stream:
             tier = MemoryTier(1 << 16)
             tier.attach([engine.slots], None)
-            found = (tier, tier.clear(), device, stream, layout, engine, sharded, cache, stored, stored.jobs[0], both)
+            found = (
+                tier,
+                tier.clear(),
+                tiered,
+                promotion,
+                chained,
+                device,
+                stream,
+                layout,
+                engine,
+                sharded,
+                cache,
+                stored,
+                stored.jobs[0],
+                both,
+            )
             result = kvoffload.TransferResult(*stored.jobs[0].wait(10))
             both.wait(10)
             tier.close()
+            tiered.close()
             yield {type(each).__name__: each for each in (*found, result)}
 
 
@@ -71,6 +97,21 @@ def objects() -> Iterator[dict[str, Any]]:
 def test_completion_shows_what_is_for_users(name: str, objects: dict[str, Any]) -> None:
     shown = [each for each in dir(objects[name]) if not each.startswith("_")]
     assert shown == sorted(SHOWN[name].split())
+
+
+def test_completion_of_a_remote_tier() -> None:
+    """The names of a ThreadedTier, and what a subclass of RemoteTier has."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    from kvoffload.tiers import ObjectStoreTier, ThreadedTier
+
+    tier = ObjectStoreTier("memory:///", identity="x")
+    more = {each for each in dir(tier) if not each.startswith("_")} - set(dir(ThreadedTier))
+    shown = (
+        "bytes_per_call capabilities connect delete_folder delete_names describe disconnect fetch_parts have_names "
+        "identity max_queued name new_headers pools prefix record_bytes reject store_parts threads"
+    )
+    assert more == set(shown.split())
+    assert tier.close()
 
 
 def test_completion_of_a_cache_of_jax(device: kvoffload.Device) -> None:

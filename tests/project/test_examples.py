@@ -34,6 +34,10 @@ def test_embedded_runtime() -> None:
     assert "32 of 32 turns came back right" in run("embedded_runtime.py")
 
 
+def test_shared_folder_tier() -> None:
+    assert "checks passed with 2 devices" in run("shared_folder_tier.py")
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("only_gpu")
 def test_cupy_offload() -> None:

@@ -12,7 +12,7 @@ import random
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -71,6 +71,7 @@ class RemoteMachine:
     Attributes:
         counts: operations, outcomes, faults, and what the proxies did.
         share: of the usual number of jobs in each phase.
+        corrupt_from: bytes of the smallest chunk that is corrupted.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class RemoteMachine:
         *,
         pools: int = 2,
     ) -> None:
-        self.share = 1.0
+        self.share, self.corrupt_from = 1.0, 1
         self.rng = random.Random(seed)
         self.make, self.servers, self.proxies, self.pools = make, servers, proxies, pools
         self.counts = Counter[str]()
@@ -187,6 +188,7 @@ class RemoteMachine:
         raise AssertionError(f"the server is back, and the tier does not find it after {TRIES} tries: {outcomes}")
 
     def _set(self, faults: ProxyFaults) -> None:
+        faults = replace(faults, corrupt_from=self.corrupt_from)
         self.corrupting = faults.corrupt > 0
         for proxy in self.proxies:
             proxy.faults = faults

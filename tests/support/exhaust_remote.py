@@ -84,7 +84,9 @@ def cluster_machine(folder: Path, timed: Timed, seed: int) -> Iterator[chaos_rem
         def make() -> RemoteTier:
             return timed.around(ValkeyTier(addresses, cluster=True, identity="chaos", timeout=timed.timeout))
 
-        yield chaos_remote.RemoteMachine(make, cluster.nodes, cluster.proxies, seed)
+        machine = chaos_remote.RemoteMachine(make, cluster.nodes, cluster.proxies, seed)
+        machine.corrupt_from = 1024  # while glide connects to a cluster, it waits for minutes for a damaged answer
+        yield machine
 
 
 @contextmanager

@@ -23,7 +23,7 @@ class ProxyFaults:
     Attributes:
         delay: seconds before each chunk goes on.
         cut: how likely a chunk ends its connection, and half of it is dropped.
-        corrupt: how likely a chunk has one byte changed.
+        corrupt: how likely a chunk has one byte changed, if it has `corrupt_from` bytes.
         silent: nothing goes on, and nothing is closed.
         refuse: connections are closed at once, those that are open too.
     """
@@ -31,6 +31,7 @@ class ProxyFaults:
     delay: float = 0.0
     cut: float = 0.0
     corrupt: float = 0.0
+    corrupt_from: int = 1
     silent: bool = False
     refuse: bool = False
 
@@ -152,7 +153,7 @@ class FaultyProxy:
         faults = self.faults
         if faults.delay:
             time.sleep(faults.delay)
-        if self._random.random() < faults.corrupt:
+        if len(data) >= faults.corrupt_from and self._random.random() < faults.corrupt:
             data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
             self.counts["corrupted"] += 1
         if self._random.random() < faults.cut:

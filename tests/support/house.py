@@ -37,7 +37,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("jax", "observability", "testing"),
     ("__init__",),
     ("calibration", "terminal"),
-    ("bench", "replay"),
+    ("replay",),
+    ("bench",),
     ("commands",),
     ("__main__",),
 )

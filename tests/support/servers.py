@@ -125,6 +125,7 @@ class Process:
         """It keeps its connections, and answers nothing."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # else it may go on for a moment
 
     def resume(self) -> None:
         assert self._process is not None

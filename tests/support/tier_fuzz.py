@@ -126,7 +126,8 @@ class Worker:
         try:
             job = self.cache.load([key(number) for number in numbers], self.bench.blocks(blocks), NO_WAIT)
         except MissingKeyError:
-            assert may_be_gone or self.world.clears != clears, f"keys {numbers} of a promotion that is held are gone"
+            cleared = self.world.clearing or self.world.clears != clears
+            assert may_be_gone or cleared, f"keys {numbers} of a promotion that is held are gone"
             return
         job.wait(SECONDS)
         for block, number in zip(blocks, numbers, strict=True):
@@ -138,8 +139,9 @@ class Worker:
             self.forget_promotion()
         numbers = self.some()
         names = [key(number) for number in numbers]
+        removals = -1 if self.world.clearing else self.removals + self.world.clears
         promotion = self.cache.promote(names, deadline=self.random.choice([1e-4, 2e-3, 5e-3, 5.0, None]))
-        held = Held(promotion, numbers, self.removals + self.world.clears)
+        held = Held(promotion, numbers, removals)
         if self.random.random() < 0.3 and all(each.chained is None for each in self.held):
             held.versions = [self.version[number] for number in numbers]
             blocks = list(self.chain_blocks)[: len(numbers)]
@@ -200,11 +202,14 @@ class Worker:
             self.version[number] += 1
 
     def clear(self) -> None:
-        self.world.clears += 1
-        try:
-            self.cache.clear()
-        except TierError:
-            return
+        with self.world.clear_lock:
+            self.world.clears += 1
+            self.world.clearing = True
+            try:
+                self.cache.clear()
+            except TierError:
+                pass
+            self.world.clearing = False
 
     def look(self) -> None:
         names = [key(number) for number in self.some()]
@@ -223,13 +228,14 @@ class World:
 
     Attributes:
         compared: blocks whose bytes were compared.
-        clears: calls of `clear`.
+        clears, clearing: calls of `clear`, and whether one goes on.
         errors: what left the threads.
     """
 
     def __init__(self, bench: Bench, tier: FaultyTier) -> None:
         self.bench, self.tier = bench, tier
         self.compared = self.clears = 0
+        self.clearing, self.clear_lock = False, threading.Lock()
         self.errors: list[BaseException] = []
         self.over = threading.Event()
 

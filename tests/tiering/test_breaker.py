@@ -103,6 +103,23 @@ def test_a_call_that_hangs_keeps_it_open_until_it_has_returned() -> None:
     assert breaker.usable(1000.0, 0.0)
 
 
+def test_calls_that_go_on_after_a_deadline_keep_it_open_until_they_have_returned() -> None:
+    breaker = Breaker(HUNG)
+    breaker.late(10.0)
+    assert breaker.usable(10.0, 0.0)
+    assert breaker.usable(10.5, 0.4), "this one began after the deadline"
+    assert breaker.refuses(11.0, 1.1)
+    assert breaker.state is CLOSED, "asking changes nothing"
+    assert not breaker.usable(11.0, 1.1)
+    assert (breaker.state, breaker.opened) == (OPEN, 1)
+    assert not breaker.usable(12.0, 2.1)
+    assert breaker.usable(12.5, 0.0), "no pause: it may have been slow for once"
+    breaker.given(12.5)
+    assert not breaker.usable(12.5, 0.0)
+    breaker.succeeded()
+    assert breaker.state is CLOSED
+
+
 def test_a_try_that_is_never_answered_is_followed_by_another_one() -> None:
     breaker = in_state(TRYING)
     assert not breaker.usable(HUNG - 0.01, 0.0)

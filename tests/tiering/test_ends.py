@@ -228,7 +228,7 @@ PROGRAM = """
 """
 
 
-def run(program: str) -> str:
+def run(program: str, status: int = 0) -> str:
     text = textwrap.dedent(PROGRAM).format(support=str(Path(__file__).parents[1] / "support")) + textwrap.dedent(
         program
     )
@@ -236,7 +236,7 @@ def run(program: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False, env=environment
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
 
@@ -250,6 +250,29 @@ def test_the_interpreter_ends_with_calls_in_flight() -> None:
         until(lambda: tier.hung)
         """
     )
+
+
+def test_a_killed_process_leaves_no_memory_and_no_files_but_the_disks(tmp_path: Path) -> None:
+    """Shared memory with a name would outlive it: no mapping and no descriptor has one."""
+    out = run(
+        f"""
+        from kvoffload.tiers import DiskTier
+
+        lower = OffloadEngine(layout, device=device, num_slots=8, sm_limit=0)
+        disk = DiskTier({str(tmp_path / "disk")!r}, nbytes=1 << 20, identity="test")
+        other = TieredCache(lower, "lru", tiers=[disk], write="through")
+        other.store(keys(range(4)), range(4), NO_WAIT).wait(10)
+        assert other.promote(keys(range(4))).wait(10) == 4
+        shared = [line.split(maxsplit=5)[5:] for line in open("/proc/self/maps") if line.split()[1].endswith("s")]
+        named = [name[0].strip() for name in shared if name and "(deleted)" not in name[0]]
+        named += [os.path.realpath("/proc/self/fd/" + number) for number in os.listdir("/proc/self/fd")]
+        print("named", [name for name in named if name.startswith("/dev/shm")], flush=True)
+        os.kill(os.getpid(), 9)
+        """,
+        status=-9,
+    )
+    assert "named []" in out
+    assert [each.name for each in tmp_path.iterdir()] == ["disk"]
 
 
 def test_a_forked_child_is_refused_and_hangs_nowhere() -> None:

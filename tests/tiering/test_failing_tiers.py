@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from functools import partial
@@ -12,10 +13,10 @@ from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError
-from kvoffload.testing import FaultyTier
+from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError, TransferError
+from kvoffload.testing import FaultyTier, TierFaults
 from kvoffload.tiering.breaker import BreakerState
-from kvoffload.tiers import Outcome
+from kvoffload.tiers import Outcome, TierStatistics
 
 METHODS = ("put", "get", "exists", "contains", "statistics", "drain", "close", "remove", "clear")
 
@@ -93,8 +94,7 @@ def test_a_tier_that_cannot_be_attached_closes_those_before() -> None:
             BlockCache(engine)
 
 
-def test_a_breaker_opens_and_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.tiering.breaker._FIRST_PAUSE", 0.05)
+def test_a_breaker_opens_and_comes_back_by_itself() -> None:
     tier = FaultyTier()
     with tiered(tier) as bench:
         bench.written(range(8))
@@ -111,8 +111,7 @@ def test_a_breaker_opens_and_comes_back_by_itself(monkeypatch: pytest.MonkeyPatc
         assert bench.cache.tier_statistics()[0].state is BreakerState.CLOSED
 
 
-def test_questions_that_give_a_tier_no_job_use_up_no_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.tiering.breaker._FIRST_PAUSE", 0.0)
+def test_questions_that_give_a_tier_no_job_use_up_no_try() -> None:
     tier = FaultyTier()
     with tiered(tier) as bench:
         bench.written([1])
@@ -121,9 +120,12 @@ def test_questions_that_give_a_tier_no_job_use_up_no_try(monkeypatch: pytest.Mon
             bench.cache.promote(keys([1])).wait(SECONDS)
         tier.heal()
         assert bench.cache.tier_statistics()[0].opened == 1
-        for _ in range(3):
+
+        def comes_back() -> bool:
             assert bench.cache.promote(keys([99])).wait(SECONDS) == 0
-        assert bench.cache.promote(keys([1])).wait(SECONDS) == 1
+            return bench.cache.promote(keys([1])).wait(SECONDS) == 1
+
+        until(comes_back)
 
 
 def test_cancelling_says_nothing_of_a_tier() -> None:
@@ -140,20 +142,108 @@ def test_cancelling_says_nothing_of_a_tier() -> None:
             promotion.cancel()
             assert promotion.wait(SECONDS) == 0
             tier.permit(1)
-            until(lambda: bench.engine.num_slots and not bench.cache._manager._promoter.io())
+            until(lambda: tier.statistics().in_calls == 0)
         figures = bench.cache.tier_statistics()[0]
         assert (figures.state, figures.opened) == (BreakerState.CLOSED, 0)
+
+
+def test_a_tier_is_not_asked_while_a_call_goes_on_that_was_given_up() -> None:
+    """So a disk that hangs costs one deadline, and not one of each request until the call counts as hung."""
+    tier = FaultyTier(threads=8)
+    with tiered(tier, capacity=32) as bench:
+        bench.written(range(8))
+        tier.hang_all()
+        assert bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
+        assert bench.cache.tier_statistics()[0].opened == 0
+        for number in range(1, 5):
+            assert bench.cache.promote(keys([number]), deadline=None).wait(SECONDS) == 0
+        figures = bench.cache.tier_statistics()[0]
+        assert (figures.state, figures.opened, tier.hung) == (BreakerState.OPEN, 1, 1)
+        tier.heal()
+        until(lambda: bench.cache.promote(keys([1])).wait(SECONDS) == 1)
+
+
+def test_a_late_promotion_that_no_thread_began_with_leaves_the_tier_alone_too() -> None:
+    """All threads of the tier hang in writes, so that reads wait behind them."""
+    tier = FaultyTier(threads=1)
+    with tiered(tier, capacity=32) as bench:
+        bench.written(range(2))
+        tier.hang_all()
+        bench.store([10])
+        until(lambda: tier.hung == 1)
+        assert bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
+        assert bench.cache.promote(keys([1]), deadline=None).wait(SECONDS) == 0
+        done = tier.statistics()
+        assert done.expired + done.cancelled == 1, "the second was not given to it"
+        tier.heal()
+        until(lambda: bench.cache.promote(keys([1])).wait(SECONDS) == 1)
 
 
 def test_deadlines_that_pass_open_a_breaker() -> None:
     tier = FaultyTier(threads=8)
     with tiered(tier, capacity=32) as bench:
         bench.written(range(8))
-        tier.hang_all()
         for number in range(5):
             assert bench.cache.tier_statistics()[0].opened == 0
+            tier.hang_all()
             assert bench.cache.promote(keys([number]), deadline=0.2).wait(SECONDS) == 0
+            tier.heal()
+            until(lambda: not bench.cache._manager._promoter.io())
         assert bench.cache.tier_statistics()[0].opened == 1
+
+
+def test_records_with_other_bytes_than_were_put_open_a_breaker() -> None:
+    tier = FaultyTier(TierFaults(tear=1.0))
+    with tiered(tier) as bench:
+        bench.written(range(8))
+        tier.heal()
+        assert bench.cache.promote(keys(range(4))).wait(SECONDS) == 0
+        assert bench.cache.tier_statistics()[0].opened == 0
+        assert bench.cache.promote(keys(range(4, 8))).wait(SECONDS) == 0
+        figures = bench.cache.tier_statistics()[0]
+        assert (figures.state, figures.opened) == (BreakerState.OPEN, 1)
+        assert tier.statistics().corrupt >= 5
+
+
+def test_records_that_are_not_there_open_no_breaker() -> None:
+    tier = FaultyTier(TierFaults(drop=1.0))
+    tier.capabilities = dataclasses.replace(tier.capabilities, local_index=False)
+    with tiered(tier) as bench:
+        bench.written(range(8))
+        assert bench.cache.promote(keys(range(8))).wait(SECONDS) == 0
+        assert bench.cache.tier_statistics()[0].opened == 0
+
+
+def test_what_waits_to_be_written_gives_its_slots_back_when_a_breaker_opens() -> None:
+    tier = FaultyTier(threads=1)
+    with tiered(tier, capacity=64) as bench:
+        bench.written([0])
+        tier.hang_all()
+        bench.store(range(8, 16))
+        until(lambda: tier.hung == 1)
+        assert tier.statistics().queued_writes == 7
+        assert bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
+        assert bench.cache.promote(keys([0]), deadline=None).wait(SECONDS) == 0
+        until(lambda: tier.statistics().queued_writes == 0)
+        bench.store(range(16, 24))
+        until(lambda: bench.cache.tier_statistics()[0].dropped == 8)
+
+
+def test_a_promotion_that_no_tier_can_lengthen_ends_at_once() -> None:
+    """Without the thread of the tiers, whose lock the test holds."""
+    tier = FaultyTier()
+    with tiered(tier, capacity=16) as bench:
+        bench.written(range(4))
+        bench.store(range(8, 12))
+        assert bench.cache.drain(SECONDS)
+        with bench.cache._manager._lock:
+            promotion = bench.cache.promote(keys([8, 9, 99, 10]))
+            assert (promotion.done, promotion.ready) == (True, 2)
+            assert not bench.cache.promote(keys([8, 0])).done, "the tier has the second"
+            bench.store(range(20, 36))
+            kept = bench.cache.status(keys([8, 9, 10, 11]))
+            assert [status is kvoffload.Status.HIT for status in kept] == [True, True, True, False]
+        promotion.release()
 
 
 def test_one_late_promotion_of_many_keys_opens_no_breaker() -> None:
@@ -195,7 +285,7 @@ def test_entries_of_keys_given_up_stay_kept_until_the_call_returns() -> None:
         for pool in [bench.engine.slots]:
             before = pool.copy()
         tier.heal()
-        until(lambda: tier.hung == 0 and not bench.cache._manager._promoter.io())
+        until(lambda: tier.hung == 0 and tier.statistics().in_calls == 0)
         assert (before != bench.engine.slots).any(), "the late read has written somewhere"
         bench.check_loaded(range(10, 13))
 
@@ -310,6 +400,31 @@ def test_removing_nothing_forgets_no_write() -> None:
         assert len(tier.store) == 8
 
 
+def test_a_store_that_has_failed_is_not_written() -> None:
+    """What is in its slot is another request's."""
+    tier = DictTier()
+    with tiered(tier) as bench:
+        bench.written([0])
+        simulator: Any = bench.device.simulator
+        simulator.faults.fail_operation()
+        with pytest.raises(TransferError):
+            bench.cache.store(keys([1]), [1], NO_WAIT).wait(SECONDS)
+        assert bench.cache.promote(keys([0, 1])).wait(SECONDS) == 1
+        assert sorted(tier.store) == keys([0])
+
+
+def test_a_load_that_has_failed_after_its_promotion_is_said() -> None:
+    with tiered() as bench:
+        bench.written([0])
+        simulator: Any = bench.device.simulator
+        simulator.faults.fail_operation()
+        promotion = bench.cache.promote(keys([0]))
+        chained = promotion.load([3], NO_WAIT)
+        assert promotion.wait(SECONDS) == 1
+        with pytest.raises(TransferError):
+            chained.wait(SECONDS)
+
+
 def test_a_full_tier_says_nothing_of_its_health() -> None:
     tier = DictTier()
     tier.write_record = lambda *_: Outcome.DECLINED  # type: ignore[method-assign]
@@ -321,14 +436,22 @@ def test_a_full_tier_says_nothing_of_its_health() -> None:
         assert (figures.opened, figures.not_written, figures.written) == (0, 40, 0)
 
 
-def test_the_thread_survives_errors(caplog: pytest.LogCaptureFixture) -> None:
-    with tiered() as bench:
+def test_the_thread_survives_what_is_no_exception(caplog: pytest.LogCaptureFixture) -> None:
+    class Ending(DictTier):
+        ends = False
+
+        def statistics(self) -> TierStatistics:
+            if self.ends and threading.current_thread().name == "kvoffload-tiers":
+                raise SystemExit
+            return super().statistics()
+
+    tier = Ending()
+    with tiered(tier) as bench:
         bench.written([1])
-        manager = bench.cache._manager
-        settle, manager._settle = manager._settle, lambda: 1 // 0 == 1
-        manager.wake()
-        until(lambda: "an error; it goes on" in caplog.text)
-        manager._settle = settle
+        tier.ends = True
+        assert bench.cache.promote(keys([1])).wait(SECONDS) == 0
+        assert "an error; it goes on" in caplog.text
+        tier.ends = False
         assert bench.cache.promote(keys([1])).wait(SECONDS) == 1
 
 

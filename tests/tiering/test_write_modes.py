@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from tiering import SECONDS, Bench, keys, tiered
+from tier_classes import DictTier, GatedTier
+from tiering import SECONDS, Bench, key, keys, tiered, until
 
-from kvoffload import Tenant
-from kvoffload.tiers import MemoryTier, Origin, Outcome
+from kvoffload import BlockCache, Tenant
+from kvoffload.testing import FaultyTier
+from kvoffload.tiering.manager import MOST_MESSAGES
+from kvoffload.tiers import MemoryTier, Origin, Outcome, TierStatistics
 from kvoffload.tiers.threaded import Rows
 
 
@@ -69,6 +74,19 @@ def test_what_a_tier_has_lost_is_written_again_while_it_is_in_slots() -> None:
         assert all(tier.contains(keys(wanted)))
 
 
+@pytest.mark.parametrize("write", ["admitted", "through"])
+def test_what_is_never_asked_for_again_is_written_at_first_and_then_no_more(write: Any) -> None:
+    with tiered(MemoryTier(1 << 20), capacity=48, write=write) as bench:
+        written = [0]
+        for request in range(160):
+            serve(bench, list(range(24 * request, 24 * request + 24)))
+            if request % 80 == 79:
+                written.append(bench.cache.tier_statistics()[0].written)
+        early, late = np.diff(written).tolist()
+        assert early > 24
+        assert (late < early / 4) == (write == "admitted"), (early, late)
+
+
 class ByTenant(MemoryTier):
     """Keeps whose each record is."""
 
@@ -94,3 +112,153 @@ def test_records_are_of_the_tenant_that_stored_them(write: Any) -> None:
         assert {tier.tenants[key] for key in keys([0, 3, 6]) if key in tier.tenants} <= {"a"}
         assert {tier.tenants[key] for key in keys([1, 4, 7]) if key in tier.tenants} <= {"b"}
         assert tier.tenants
+
+
+class Refusing(DictTier):
+    """Takes nothing as long as `refusing` says what becomes of it."""
+
+    def __init__(self, refusing: Outcome | None, name: str = "refusing") -> None:
+        super().__init__()
+        self.name = name
+        self.refusing = refusing
+
+    def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
+        return self.refusing or super().write_record(key, rows, origin)
+
+
+def fill(bench: Bench, numbers: Sequence[int]) -> None:
+    """Store keys, each as a request of its own, so that the first ones go next."""
+    for number in numbers:
+        bench.store([number])
+    bench.cache.drain(SECONDS)
+
+
+def look_again(bench: Bench, number: int) -> None:
+    """Store a key again: nothing is evicted, and what goes next is looked at."""
+    BlockCache.remove(bench.cache, keys([number]))
+    fill(bench, [number])
+
+
+@pytest.mark.parametrize("outcome", [Outcome.DECLINED, Outcome.FAILED])
+def test_what_no_tier_takes_before_it_is_evicted_is_written_later(outcome: Outcome) -> None:
+    tier = Refusing(outcome)
+    with tiered(tier, write="back") as bench:
+        fill(bench, range(8))
+        assert bench.cache.tier_statistics()[0].not_written >= 2
+        tier.refusing = None
+        look_again(bench, 7)
+        assert sorted(tier.store) == keys([0, 1])
+
+
+def test_what_finds_a_full_queue_before_it_is_evicted_is_written_later() -> None:
+    tier = GatedTier(threads=1, max_queued=1)
+    with tiered(tier, capacity=24, write="back") as bench:
+        for number in range(24):
+            bench.store([number])
+        until(lambda: tier.statistics().declined)
+        tier.permit()
+        for _ in range(12):
+            look_again(bench, 23)
+        assert set(tier.store) >= set(keys(range(6)))
+
+
+def test_what_is_dropped_while_a_tier_is_not_used_is_written_later() -> None:
+    tier = FaultyTier()
+    with tiered(tier, write="back") as bench:
+        tier.fail_all()
+        fill(bench, range(8))
+        while not bench.cache.tier_statistics()[0].opened:
+            look_again(bench, 7)
+        dropped = bench.cache.tier_statistics()[0].dropped
+        look_again(bench, 7)
+        assert bench.cache.tier_statistics()[0].dropped > dropped
+        tier.heal()
+
+        def written() -> bool:
+            look_again(bench, 7)
+            return all(tier.contains(keys([0, 1])))
+
+        until(written)
+
+
+def test_what_one_tier_has_taken_is_not_written_for_another_one_that_declines() -> None:
+    taking, declining = Refusing(None, "taking"), Refusing(Outcome.DECLINED, "declining")
+    with tiered(taking, declining, write="back") as bench:
+        fill(bench, range(8))
+        for _ in range(3):
+            look_again(bench, 7)
+        assert set(taking.store) >= set(keys([0, 1]))
+        assert bench.cache.tier_statistics()[1].not_written == len(taking.store)
+
+
+class Stuck(ByTenant):
+    """While `stuck` is set, it seems to have key 99, and the thread of the cache's tiers waits in `statistics`: it
+    is asked before a promotion.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stuck, self.waiting, self.go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def statistics(self) -> TierStatistics:
+        if self.stuck.is_set():
+            self.waiting.set()
+            assert self.go_on.wait(SECONDS)
+        return super().statistics()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        there = super().contains(keys)
+        return [has or (self.stuck.is_set() and each == key(99)) for has, each in zip(there, keys, strict=True)]
+
+
+def store_and_lose_events(bench: Bench, tier: Stuck, numbers: Sequence[int]) -> None:
+    """Keys are stored, and others evicted, while more messages are left for the thread than it keeps."""
+    tier.stuck.set()
+    promotion = bench.cache.promote(keys([99]))
+    assert tier.waiting.wait(SECONDS)
+    for _ in range(MOST_MESSAGES):
+        bench.cache.touch(())
+    bench.store(numbers)
+    tier.stuck.clear()
+    tier.go_on.set()
+    promotion.wait(SECONDS)
+    assert bench.cache.drain(SECONDS)
+
+
+def test_lost_events_lose_no_key_that_is_to_be_written() -> None:
+    tier = Stuck()
+    with tiered(tier, write="through", tenants={"a": Tenant()}) as bench:
+        bench.cache.store(keys([0]), [0], tenant="a").wait(SECONDS)
+        assert bench.cache.drain(SECONDS)
+        assert tier.tenants[key(0)] == "a"
+        store_and_lose_events(bench, tier, range(10, 18))
+        assert bench.cache.locate(keys([0])) == ["memory"], "evicted from the slots"
+        assert all(tier.contains(keys(range(10, 18))))
+        tier.remove(keys([0])).wait(SECONDS)
+        bench.cache.store(keys([0]), [0]).wait(SECONDS)
+        assert bench.cache.drain(SECONDS)
+        assert tier.tenants[key(0)] == "", "it is the other tenant's no longer"
+
+
+def test_lost_events_leave_no_key_that_is_never_chosen_again() -> None:
+    tier = Stuck()
+    with tiered(tier, write="back") as bench:
+        fill(bench, range(8))
+        assert all(tier.contains(keys([0, 1])))
+        store_and_lose_events(bench, tier, range(10, 18))
+        assert bench.cache.locate(keys([0, 1])) == ["memory", "memory"], "evicted from the slots"
+        tier.remove(keys([0, 1])).wait(SECONDS)
+        fill(bench, [0, 1])
+        for number in range(20, 26):
+            fill(bench, [number])
+        assert all(tier.contains(keys([0, 1])))
+
+
+def test_lost_events_do_not_stop_admission() -> None:
+    tier = Stuck()
+    with tiered(tier, write="admitted") as bench:
+        store_and_lose_events(bench, tier, range(10, 18))
+        for _ in range(2):
+            bench.cache.touch(keys(range(10, 18)))
+            assert bench.cache.drain(SECONDS)
+        assert any(tier.contains(keys(range(10, 18))))

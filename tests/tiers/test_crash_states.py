@@ -31,7 +31,7 @@ class Program:
     def opened(self, folder: Path) -> DiskIndex:
         slots = open_set(*(folder / name for name in self.names), slots=3, operations=self.files)
         for member in slots._members:
-            member._payloads = int(self.waiting)
+            member._writes = int(self.waiting)
         return DiskIndex(slots, policy="lru")
 
     def put(self) -> None:

@@ -6,14 +6,12 @@ import importlib.abc
 import os
 import subprocess
 import sys
-import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from mooncake_servers import MooncakeServers, mooncake_program
 from remote_sessions import RemoteSession
@@ -129,6 +127,16 @@ def test_what_is_missing_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     assert text in str(found.value)
 
 
+def test_few_threads_wait_for_tcp(mooncake_servers: MooncakeServers) -> None:
+    def threads(**options: Any) -> int:
+        return MooncakeTier(mooncake_servers.master.address, identity="t", protocol="tcp", **options).threads
+
+    assert threads() == (2 if len(os.sched_getaffinity(0)) >= 8 else 1)
+    assert threads(threads=3) == 3
+    with pytest.raises(ValueError, match="threads"):
+        threads(threads=0)
+
+
 def test_rdma_needs_a_device(mooncake_servers: MooncakeServers) -> None:
     if any(Path("/sys/class/infiniband").glob("*/ports/*/state")):
         pytest.skip("this machine has one")
@@ -203,6 +211,32 @@ def test_pools_are_registered_once_and_nothing_is_copied_in_python(
     assert one.close(SECONDS)
 
 
+def test_a_pool_that_cannot_be_registered_is_refused_with_a_remedy(
+    mooncake_servers: MooncakeServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mooncake.store
+
+    calls: list[str] = []
+
+    class Client(mooncake.store.MooncakeDistributedStore):  # type: ignore[misc]
+        def register_buffer(self, address: int, nbytes: int) -> Any:
+            calls.append("register")
+            return super().register_buffer(address, nbytes) if len(calls) != 2 else -1
+
+        def close(self) -> Any:
+            calls.append("close")
+            return super().close()
+
+    monkeypatch.setattr(mooncake.store, "MooncakeDistributedStore", Client)
+    tier, memory = MooncakeTier(mooncake_servers.master.address, identity="refused"), TierPools(8, 4096, 2, 0)
+    with pytest.raises(CapabilityError, match=r"32768 bytes of the pool .*ulimit -l"):
+        tier.attach(memory.arrays, memory.layout)
+    assert calls == ["register", "register", "close"]
+    tier.attach(memory.arrays, memory.layout)
+    assert tier.put([b"k"], [0]).wait(SECONDS) == [DONE]
+    assert tier.close(SECONDS)
+
+
 def address(pool: UInt8Array, entry: int) -> int:
     found: int = pool[entry].__array_interface__["data"][0]
     return found
@@ -248,6 +282,39 @@ def test_foreign_bytes_under_a_name_are_deleted(mooncake_servers: MooncakeServer
         assert session.put(b"k", 3) is DONE
         assert session.get(b"k") == 3
     foreign.close()
+
+
+def test_a_read_that_fails_while_the_master_is_silent_deletes_nothing(
+    mooncake_servers: MooncakeServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mooncake.store
+
+    asked: list[str] = []
+
+    class Client(mooncake.store.MooncakeDistributedStore):  # type: ignore[misc]
+        fails = False
+
+        def batch_get_into_multi_buffers(self, names: Any, addresses: Any, sizes: Any) -> Any:
+            if self.fails:
+                return [-800] * len(names)
+            return super().batch_get_into_multi_buffers(names, addresses, sizes)
+
+        def get_size(self, name: str) -> int:
+            asked.append(name)
+            return -901
+
+    monkeypatch.setattr(mooncake.store, "MooncakeDistributedStore", Client)
+    tier = MooncakeTier(mooncake_servers.master.address, identity="silent read", threads=1)
+    with RemoteSession(tier) as session:
+        assert session.put(b"k", 1) is DONE
+        assert session.put(b"l", 2) is DONE
+        Client.fails = True
+        assert session.tier.get([b"k", b"l"], [1, 2]).wait(SECONDS) == [FAILED, FAILED]
+        assert len(asked) == 1  # each answer takes the timeout
+        Client.fails = False
+        assert session.get(b"k") == 1
+        assert session.get(b"l") == 2
+        assert tier.statistics().corrupt == 0
 
 
 def test_a_full_store_declines_or_evicts(servers: MooncakeServers) -> None:
@@ -312,14 +379,28 @@ def test_a_store_that_is_silent_does_not_hang_a_call(servers: MooncakeServers) -
         assert session.get(b"k") in (1, MISSING)
 
 
-def test_without_a_master_a_cache_starts_and_finds_it_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_master_a_cache_starts_and_finds_it_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     servers = MooncakeServers(tmp_path)
+    import mooncake.store
+
+    setups: list[int] = []
+
+    class Client(mooncake.store.MooncakeDistributedStore):  # type: ignore[misc]
+        def setup(self, config: dict[str, str]) -> Any:
+            setups.append(1)
+            return super().setup(config)
+
+    monkeypatch.setattr(mooncake.store, "MooncakeDistributedStore", Client)
     with RemoteSession(MooncakeTier(servers.master.address, identity="late")) as session:
         assert "no connection to the Mooncake master" in caplog.text
         assert session.get(b"k") is FAILED
+        assert not setups  # it would hold the interpreter's lock until it gives up
         with servers:
             assert session.put(b"k", 1) is DONE
             assert session.get(b"k") == 1
+        assert len(setups) == 1
 
 
 # the process ----------------------------------------------------------------------------------------------------------
@@ -350,12 +431,17 @@ print(os.environ["MC_RPC_TIMEOUT_MS"], os.environ["MC_RPC_CONNECT_TIMEOUT_MS"])
 
 
 def test_tiers_that_open_and_close_leave_no_threads_and_descriptors(mooncake_servers: MooncakeServers) -> None:
-    def use(number: int) -> tuple[int, int, int]:
+    def use(number: int) -> None:
         with RemoteSession(MooncakeTier(mooncake_servers.master.address, identity="soak")) as session:
             assert session.put(b"%d" % number, number) is DONE
             assert session.get(b"%d" % number) == number
-        tasks, descriptors = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-        return threading.active_count(), tasks, descriptors
 
-    counts = np.array([use(number) for number in range(4)])
-    assert (counts[2:].max(axis=0) <= counts[:2].max(axis=0)).all(), counts
+    def held() -> list[int]:
+        return [len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")]
+
+    for number in range(2):  # of the client some stay
+        use(number)
+    before = held()
+    for number in range(2, 6):
+        use(number)
+    wait_until(lambda: all(now <= most for now, most in zip(held(), before, strict=True)), f"as before, {before}")

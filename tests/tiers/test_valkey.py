@@ -67,7 +67,7 @@ def test_tls_and_a_password(tmp_path: Path) -> None:
     with server, FaultyProxy(server.port, tls=context) as proxy:
 
         def outcome(**given: Any) -> Outcome:
-            own = {"tls": True, "ca_file": files["ca"], "password": "correct", "timeout": 0.5}
+            own: dict[str, Any] = {"tls": True, "ca_file": files["ca"], "password": "correct", "timeout": 0.5}
             own |= {"cert_file": files["certificate"], "key_file": files["key"]}
             with RemoteSession(ValkeyTier(proxy.address, identity="tls", **(own | given))) as session:
                 return session.put(b"k", 1)
@@ -95,6 +95,24 @@ def test_an_acl_of_the_documented_commands_is_enough(tmp_path: Path) -> None:
             ValkeyTier(server.address, identity="acl", username="kv", password="pw", prefix="other")
         ) as other:
             assert other.put(b"k", 1) is FAILED
+
+
+def test_an_acl_for_a_cluster(valkey_cluster: ValkeyCluster) -> None:
+    rules = "+mget +set +exists +unlink +scan +multi +exec +info +client +ping +cluster|slots +cluster|myid"
+    for node in valkey_cluster.nodes:
+        assert ask(node.port, f"ACL SETUSER kv on >pw ~{{acl/* {rules}") == "+OK\r\n"
+    tier = ValkeyTier(
+        valkey_cluster.addresses, cluster=True, identity="x", prefix="acl", username="kv", password="pw", timeout=2.0
+    )
+    with RemoteSession(tier) as session:
+        for number in range(8):
+            key = b"%d" % number
+            assert session.put(key, number) is DONE
+            assert session.get(key) == number
+        assert session.exists(b"1")
+        assert session.remove(b"1") is DONE
+        assert tier.clear().wait(30) == [DONE]
+        assert not session.exists(b"2")
 
 
 def test_the_server_deletes_records_after_their_expiry(valkey_server: Process) -> None:
@@ -215,6 +233,21 @@ def test_a_connection_that_is_out_of_step_is_left(valkey_server: Process, extra:
             assert session.put(b"k", 1) is DONE
             proxy.inject(extra)
             assert session.get(b"k") in (1, MISSING, FAILED)
+            assert until(session, 1)
+
+
+def test_a_cluster_whose_answers_do_not_end_hangs_no_call(tmp_path: Path) -> None:
+    with ValkeyCluster(tmp_path, proxies_seed=0) as cluster:
+        addresses = [proxy.address for proxy in cluster.proxies]
+        with RemoteSession(ValkeyTier(addresses, cluster=True, identity="x", timeout=0.2, threads=1)) as session:
+            assert until(session, 1)
+            for proxy in cluster.proxies:
+                proxy.inject(b"$500000000\r\n")
+            assert session.tier.clear().wait(30) == [FAILED]
+            assert session.get(b"k") is FAILED
+            assert session.put(b"k", 2) is FAILED
+            assert session.tier.exists([b"k"]).wait(30) == [FAILED]
+            assert session.remove(b"k") is FAILED
             assert until(session, 1)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from disk_sets import FaultyFiles, blank, open_set, payload, read_one, same, write_one
 
+from kvoffload.testing.tier_pools import TierPools
+from kvoffload.tiers import DiskTier, Outcome
 from kvoffload.tiers.member import _MOST_WAITING
 from kvoffload.tiers.slot_files import SlotFiles
 
@@ -71,7 +73,7 @@ def test_headers_are_written_together_after_the_last_payload(tmp_path: Path) -> 
     files.close()
 
 
-def test_no_more_than_128_wait(tmp_path: Path) -> None:
+def test_no_more_than_512_wait(tmp_path: Path) -> None:
     path, operations = tmp_path / "a.kv", FaultyFiles()
     files = open_set(path, slots=_MOST_WAITING + 2, operations=operations)
     with a_payload_being_written(files, operations):
@@ -79,7 +81,7 @@ def test_no_more_than_128_wait(tmp_path: Path) -> None:
             write_one(files, slot, b"%d" % slot, "", payload(slot), slot, 0)
         assert in_the_file(path) == set()
         write_one(files, _MOST_WAITING, b"last", "", payload(1), 0, 0)
-        assert len(in_the_file(path)) == _MOST_WAITING == 128
+        assert len(in_the_file(path)) == _MOST_WAITING == 512
     files.close()
 
 
@@ -93,6 +95,36 @@ def test_a_sync_writes_those_that_wait(tmp_path: Path) -> None:
         assert operations.calls == ["pwritev", "fdatasync"]
         assert in_the_file(path) == {b"key"}
     files.close()
+
+
+def test_a_write_that_raises_keeps_no_later_header_from_the_file(tmp_path: Path) -> None:
+    files = open_set(tmp_path / "a.kv")
+
+    def wanted(_: bytes) -> bool:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        write_one(files, 0, b"first", "", payload(0), 0, 0, wanted=wanted)
+    assert write_one(files, 1, b"key", "", payload(1), 1, 0)
+    assert in_the_file(tmp_path / "a.kv") == {b"key"}
+    files.close()
+
+
+def test_no_header_waits_when_a_tier_is_idle(tmp_path: Path) -> None:
+    """A process that is killed then loses no record: another one finds all without a flush."""
+    names = [b"key %d" % number for number in range(64)]
+    memory = TierPools(64, 4096, 1, seed=1)
+    tier, reader = (
+        DiskTier(tmp_path / "a.kv", nbytes=1 << 20, identity="model@1", read_only=read_only)
+        for read_only in (False, True)
+    )
+    tier.attach(memory.arrays, memory.layout)
+    jobs = [tier.put(names[start : start + 8], range(start, start + 8)) for start in range(0, 64, 8)]
+    assert [job.wait(60) for job in jobs] == [[Outcome.DONE] * 8] * 8
+    reader.attach(memory.arrays, memory.layout)
+    assert all(reader.contains(names))
+    assert tier.close(60)
+    assert reader.close(60)
 
 
 @pytest.mark.parametrize("call", ["remove", "clear"])
@@ -149,7 +181,7 @@ def test_a_write_is_refused_for_its_own_header_alone(tmp_path: Path) -> None:
     with a_payload_being_written(files, operations):
         write_one(files, 1, b"first", "", payload(1), 1, 0)
         write_one(files, 5, b"second", "", payload(5), 1, 1)
-        files._members[0]._payloads = 0  # the next payload is the last one
+        files._members[0]._writes = 0  # the next payload is the last one
         calls = iter((False, True, False))  # payload, header of slot 1, headers of slots 5 and 6
 
         def before(_: str) -> None:

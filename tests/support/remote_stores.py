@@ -1,22 +1,23 @@
-"""The options of the command line for the real servers of the tests."""
+"""The options of the command line for the real servers of the tests, and what these servers hold."""
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 from mooncake_servers import MooncakeServers
-from servers import ACCESS_KEY, BUCKET, HOST, SECRET_KEY, Process, need_module, wait_until
+from servers import BUCKET, HOST, Process, need_module, s3_options, wait_until
 
 
-def for_valkey(server: Process, *options: str) -> list[str]:
+def for_valkey(server: Process, *more: str) -> list[str]:
     need_module("glide_sync")
-    return ["--valkey", server.address, *options]
+    return ["--store", "valkey", f"addresses={server.address}", *more]
 
 
-def for_s3(server: Process, folder: str = "commands", secret: str = SECRET_KEY) -> list[str]:
-    """The first put creates the bucket."""
+def for_objects(server: Process, folder: str, **config: str) -> list[str]:
+    """A folder of a bucket that exists: the first put has created it."""
     obstore = need_module("obstore")
 
     def puts() -> bool:
@@ -27,12 +28,14 @@ def for_s3(server: Process, folder: str = "commands", secret: str = SECRET_KEY) 
         return True
 
     wait_until(puts, "the S3 gateway stores an object")
-    keys = [f"access_key_id={ACCESS_KEY}", f"secret_access_key={secret}"]
-    return ["--s3", f"s3://{BUCKET}/{folder}", f"endpoint=http://{server.address}", "region=us-east-1", *keys]
+    options = s3_options(server.port)
+    whole = {"config": options["config"] | config, "client_options": options["client_options"]}
+    texts = [f"{name}={json.dumps(value)}" for name, value in whole.items()]
+    return ["--store", "objects", f"store=s3://{BUCKET}/{folder}", *texts]
 
 
 def for_mooncake(servers: MooncakeServers) -> list[str]:
-    return ["--mooncake", servers.master.address, f"metrics_port={servers.metrics}"]
+    return ["--store", "mooncake", f"master={servers.master.address}"]
 
 
 def names_in_s3(server: Process, folder: str) -> Iterator[str]:
@@ -43,17 +46,15 @@ def names_in_s3(server: Process, folder: str) -> Iterator[str]:
         yield from (each["path"] for each in listed)
 
 
-def _client(server: Process) -> Any:
-    from obstore.store import S3Store
-
-    return S3Store(
-        BUCKET, endpoint=f"http://{server.address}", region="us-east-1", access_key_id=ACCESS_KEY,
-        secret_access_key=SECRET_KEY, client_options={"allow_http": True},
-    )  # fmt: skip
-
-
 def records_in_mooncake(servers: MooncakeServers) -> int:
     """All records of the store, as its master counts them."""
     with urllib.request.urlopen(f"http://{HOST}:{servers.metrics}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return int(float(next(line.split()[1] for line in lines if line.startswith("master_key_count "))))
+
+
+def _client(server: Process) -> Any:
+    from obstore.store import from_url
+
+    options = s3_options(server.port)
+    return from_url(f"s3://{BUCKET}", config=options["config"], client_options=options["client_options"])

@@ -1,0 +1,64 @@
+"""A cache over a real Valkey server: shared by two machines, killed and started again below a cache that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from servers import Process, need_module, valkey
+from tiering import SECONDS, Bench, keys, tiered, until
+
+import kvoffload
+from kvoffload.tiering import BreakerState
+from kvoffload.tiers import ValkeyTier
+
+SIX = range(6)
+
+
+@pytest.fixture(autouse=True)
+def _client() -> None:
+    need_module("glide_sync")
+
+
+def below(server: Process) -> ValkeyTier:
+    return ValkeyTier(server.address, identity="one model", timeout=0.2)
+
+
+def promoted(bench: Bench) -> int:
+    with bench.cache.promote(keys(SIX)) as promotion:
+        return promotion.wait(SECONDS)
+
+
+def test_what_one_machine_has_stored_another_loads(tmp_path: Path) -> None:
+    with valkey(tmp_path) as server:
+        with tiered(below(server), capacity=32) as first:
+            first.store(SIX)
+            assert first.cache.drain(SECONDS)
+        with tiered(below(server), capacity=32) as second:
+            with second.cache.promote(keys(range(8))) as promotion:
+                assert promotion.wait(SECONDS) == 6
+                second.check_loaded(SIX)
+            second.cache.remove(keys([0]))
+        with tiered(below(server), capacity=32) as third:
+            assert promoted(third) == 0  # keys need those before them
+
+
+def test_a_server_that_dies_is_a_miss_and_a_breaker_and_its_return_is_noticed(tmp_path: Path) -> None:
+    server = valkey(tmp_path)
+    server.start()
+    with tiered(below(server), capacity=32) as bench:
+        bench.written(SIX)
+        assert promoted(bench) == 6
+        kvoffload.BlockCache.clear(bench.cache)
+        server.kill()
+
+        def breaker() -> BreakerState:
+            [statistics] = bench.cache.tier_statistics()
+            return statistics.state
+
+        until(lambda: promoted(bench) == 0 and breaker() is BreakerState.OPEN, "the breaker's opening")
+        with server:  # empty
+            until(lambda: promoted(bench) == 0 and breaker() is BreakerState.CLOSED, "the breaker's closing")
+            bench.written(SIX)
+            until(lambda: promoted(bench) == 6, "finding what was written")
+            bench.check_loaded(SIX)
