@@ -13,8 +13,8 @@ import numpy as np
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.device.device import Device
-from kvoffload.replay import hitplot, metadata, saving, tier_report
-from kvoffload.replay.trace import Request, read_trace, require_readable
+from kvoffload.replay import fleet_report, hitplot, metadata, saving, tier_report
+from kvoffload.replay.trace import Request, Trace, read_timed_trace, require_readable
 from kvoffload.replay.verified import Counts, VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
 from kvoffload.terminal.console import CommandError, Output, bandwidth, counted, mib, open_backend, verified_text
@@ -70,6 +70,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metadata-only", action="store_true", help="count hits only: no bytes, no device")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="hit rates, with --metadata-only")
     tier_report.add_options(parser)
+    fleet_report.add_options(parser)
 
 
 def _add_bytes(parser: argparse.ArgumentParser) -> None:
@@ -86,11 +87,12 @@ def _add_bytes(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Replay; 0 if every loaded byte was right, else 1."""
     output = Output(arguments.json, wide=arguments.wide)
+    arguments.metadata_only |= arguments.hosts is not None
     _check(arguments)
     if arguments.metadata_only:
         return _without_bytes(arguments, output)
     saving.rates(arguments, measures=arguments.backend != "simulated")  # before the trace is read
-    requests = _requests(arguments, output)
+    requests = _trace(arguments, output).requests
     with open_backend(arguments, output, arguments.seed) as device:
         rates = saving.rates(arguments, measures=not device.simulated)
         if device.simulated and arguments.scale == 1:
@@ -110,6 +112,7 @@ def _check(arguments: argparse.Namespace) -> None:
         require_readable(arguments.trace)
     elif arguments.workload is None:
         raise CommandError(f"replay needs a TRACE, a file, or --workload, one of {', '.join(WORKLOADS)}")
+    fleet_report.check(arguments)
     tier_report.check(arguments)
     if arguments.metadata_only:
         if arguments.in_flight != 1:
@@ -128,20 +131,22 @@ def _check(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--in-flight must be at most {_MOST_IN_FLIGHT}, got {arguments.in_flight}")
 
 
-def _requests(arguments: argparse.Namespace, output: Output) -> list[Request]:
-    """At least one, with at least one key.
+def _trace(arguments: argparse.Namespace, output: Output) -> Trace:
+    """At least one request, with at least one key.
 
     Raises:
         CommandError: the trace cannot be read, or its requests name no blocks.
     """
     with output.progress("reading requests"):
         if arguments.workload is not None:
-            return make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
-        requests = read_trace(arguments.trace, arguments.requests)
-    if not any(requests):
-        empty = f'has {len(requests):,} requests with empty "hash_ids" alone' if requests else "has no requests"
+            requests = make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
+            return Trace(requests, None)
+        trace = read_timed_trace(arguments.trace, arguments.requests)
+    if not any(trace.requests):
+        count = len(trace.requests)
+        empty = f'has {count:,} requests with empty "hash_ids" alone' if count else "has no requests"
         raise CommandError(f'the trace {arguments.trace} {empty}: a request is a line such as {{"hash_ids": [1, 2]}}')
-    return requests
+    return trace
 
 
 def _traffic(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -154,7 +159,11 @@ def _traffic(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
     rates = saving.rates(arguments, measures=False)
-    requests = _requests(arguments, output)
+    trace = _trace(arguments, output)
+    requests = trace.requests
+    if arguments.hosts is not None:
+        fleet_report.run(arguments, trace, _traffic(arguments), output)
+        return 0
     if arguments.disk_slots is not None:
         tier_report.run(arguments, requests, rates, _traffic(arguments), output)
         return 0

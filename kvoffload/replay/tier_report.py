@@ -21,7 +21,8 @@ from kvoffload.tiering.tiered_cache import TieredCache, WriteName
 from kvoffload.tiers import DiskTier
 from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET
 
-_NEED_A_DISK = ("disk_path", "write", "least_hits", "disk_policy", "disk_gb_per_s")
+_NEED_A_DISK = ("disk_path", "disk_policy", "disk_gb_per_s")
+_NEED_A_TIER = ("write", "least_hits")  # a disk, or the store of --hosts
 _DRAIN_SECONDS = 60.0
 _FILE_OVERHEAD = TABLE_OFFSET + 8192  # what rounding takes
 _WITHOUT_BYTES = ("least_hits", "disk_policy", "disk_gb_per_s")
@@ -30,7 +31,9 @@ _WITHOUT_BYTES = ("least_hits", "disk_policy", "disk_gb_per_s")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """`--disk-slots`, and the options that need it, whose defaults are None so that `check` knows who gave them."""
     hidden = argparse.SUPPRESS
-    parser.add_argument("--disk-slots", type=numbers, metavar="N[,N...]", help="a disk below; options: see the docs")
+    parser.add_argument(
+        "--disk-slots", type=numbers, metavar="N[,N...]", help="a disk below: see the docs; as for --hosts"
+    )
     parser.add_argument("--disk-path", type=Path, metavar="FOLDER", help=hidden)
     parser.add_argument("--write", choices=(*WRITES, "all"), metavar="NAME", help=hidden)
     parser.add_argument("--least-hits", type=_not_negative, metavar="X", help=hidden)
@@ -45,7 +48,7 @@ def check(arguments: argparse.Namespace) -> None:
         CommandError: the message names them.
     """
     if arguments.disk_slots is None:
-        for name in _NEED_A_DISK:
+        for name in _NEED_A_DISK if arguments.hosts else (*_NEED_A_DISK, *_NEED_A_TIER):
             if getattr(arguments, name) is not None:
                 raise CommandError(f"--{name.replace('_', '-')} is of no use without --disk-slots: give that, too")
         return

@@ -10,6 +10,7 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import Prefix, make_policy
 from kvoffload.cache.policies.base import Policy
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.replay.below import Below, Disk
 from kvoffload.replay.tier_writes import Writes, make_writes
 from kvoffload.replay.trace import Request
 from kvoffload.terminal.console import Advance, Output
@@ -23,7 +24,7 @@ class TierResult(NamedTuple):
     Attributes:
         write: what was written: one of `WRITES`.
         slots, disk_slots: keys that the host and the disk hold.
-        host_hits, disk_hits: leading blocks that were found in the host, and behind these on the disk.
+        host_hits, disk_hits: leading blocks that were found, by where they were: in the host, or on the disk alone.
         hit_rate: both, of all blocks that were requested.
         blocks_written, blocks_evicted: of the disk.
         blocks_read: from the disk: its hits.
@@ -58,76 +59,99 @@ class Policies(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The result of one request: leading keys in the host, those behind them on the disk, keys written."""
+    """The result of one request.
 
-    host_hits: int
-    disk_hits: int
-    written: int
+    Attributes:
+        hits: leading keys that were found, by where they were: the host, then each tier below it.
+        written: keys written to each tier below.
+    """
+
+    hits: tuple[int, ...]
+    written: tuple[int, ...]
 
 
 class TieredIndex:
-    """A host pool and a disk below it, without bytes.
+    """A host pool and tiers below it, without bytes.
 
-    A request finds leading keys in the host or on the disk; those that only the disk has are promoted: read into the
-    host. The rest is computed and stored in the host. At its end `writes` says what of it is written to the disk, out
-    of the host. A key that is promoted stays on the disk.
+    A request finds leading keys in the host or in a tier; those that only tiers have are promoted from the first one
+    that has them: read into the host. The rest is computed and stored in the host. At its end `writes` says what of it
+    is written to every tier that lacks it, out of the host. A key that is promoted stays in its tier.
+
+    Args:
+        slots: keys that the host holds.
+        policy: what the host evicts by; see `host_policy`.
+        tiers: below it, the one that is asked first at the front.
+        writes: what is written to them.
     """
 
-    def __init__(self, slots: int, disk_slots: int, policies: Policies, writes: Writes) -> None:
+    def __init__(self, slots: int, policy: str, tiers: Sequence[Below], writes: Writes) -> None:
         self.writes = writes
-        self._host_keys: set[bytes] = set()
-        self._disk_keys: set[bytes] = set()
-        self.host = CacheIndex(slots, policy=host_policy(policies.host, slots), on_event=self._host_event)
-        self.disk = CacheIndex(disk_slots, policy=make_policy(policies.disk, disk_slots), on_event=self._disk_event)
+        self.tiers = tiers
+        self.keys: set[bytes] = set()  # of the host
+        self._below = [tier.keys for tier in tiers]
+        self.host = CacheIndex(slots, policy=host_policy(policy, slots), on_event=self._on_event)
 
     def serve(self, keys: Request) -> Served:
         """One request; one that is longer than the host uses its first keys. A key that the host declined is written
         nowhere."""
         used = list(dict.fromkeys(keys[: self.host.capacity]))
-        host_hits = self.host.lookup(used)
-        hits = host_hits
-        while hits < len(used) and (used[hits] in self._host_keys or used[hits] in self._disk_keys):
-            hits += 1
-        on_disk = [key for key in used[host_hits:hits] if key not in self._host_keys]
-        with self.host.acquire(used[:host_hits]), self.disk.acquire(on_disk):
-            self.host.load(used[:hits])
-            self.disk.load(on_disk)
-            with self.host.reserve(used) as reservation:
-                arrived = list(reservation.keys)
-        self._report(arrived, set(on_disk))
-        written = self._write(self.writes.ended(used))
+        places = self._locate(used)
+        self.host.load(used[: len(places)])
+        for number, tier in enumerate(self.tiers, start=1):
+            if number in places:
+                tier.read([key for key, place in zip(used, places, strict=False) if place == number])
+        with self.host.reserve(used) as reservation:
+            arrived = list(reservation.keys)
+        self._report(arrived, {key for key, place in zip(used, places, strict=False) if place})
+        written = self._write(used)
         self.host.touch(used)
-        self.disk.touch(used)
-        return Served(host_hits, hits - host_hits, written)
+        for tier in self.tiers:
+            tier.touch(used)
+        return Served(tuple(map(places.count, range(len(self.tiers) + 1))), written)
 
-    def _report(self, arrived: list[bytes], on_disk: set[bytes]) -> None:
-        """These keys have come to the host."""
-        self._host_keys.update(arrived)
-        self.writes.promoted([key for key in arrived if key in on_disk])
-        stored = [key for key in arrived if key not in on_disk]
+    def _locate(self, keys: Sequence[bytes]) -> list[int]:
+        """Of each leading key that is found, where: 0 in the host, then the number of the tier, from 1 on."""
+        places = []
+        for key in keys:
+            for place, held in enumerate((self.keys, *self._below)):
+                if key in held:
+                    places.append(place)
+                    break
+            else:
+                break
+        return places
+
+    def _report(self, arrived: list[bytes], promoted: set[bytes]) -> None:
+        """These keys have come to the host, and were computed unless they were promoted."""
+        self.keys.update(arrived)
+        self.writes.promoted([key for key in arrived if key in promoted])
+        stored = [key for key in arrived if key not in promoted]
         self.writes.stored(stored)
-        self.writes.written([key for key in stored if key in self._disk_keys])
+        self.writes.written(self._held_below(stored))
 
-    def _write(self, keys: list[bytes]) -> int:
-        assert self._host_keys.issuperset(keys), "only what is in the host can be written"
-        assert self._disk_keys.isdisjoint(keys), "what is on the disk is not written again"
-        if not keys:
-            return 0
-        with self.disk.reserve(keys) as reservation:
-            written = list(reservation.keys)
-        self._disk_keys.update(written)
-        self.writes.written(written)
-        return len(written)
+    def _write(self, used: list[bytes]) -> tuple[int, ...]:
+        """Write what is to be written of a request that has ended; how many keys to each tier."""
+        self.writes.left_disk(self._lacking(used))
+        chosen = self.writes.ended(used)
+        assert self.keys.issuperset(chosen), "only what is in the host can be written"
+        taken = tuple(len(tier.write(chosen)) if chosen else 0 for tier in self.tiers)
+        self.writes.written(self._held_below(chosen))
+        return taken
 
-    def _host_event(self, event: CacheEvent) -> None:
+    def _lacking(self, keys: list[bytes]) -> list[bytes]:
+        """Those of these keys that no tier holds."""
+        for held in self._below:
+            keys = [key for key in keys if key not in held]
+        return keys
+
+    def _held_below(self, keys: list[bytes]) -> list[bytes]:
+        lacking = set(self._lacking(keys))
+        return [key for key in keys if key not in lacking]
+
+    def _on_event(self, event: CacheEvent) -> None:
         if event.kind == "evicted":
-            self._host_keys.difference_update(event.keys)
+            self.keys.difference_update(event.keys)
             self.writes.left_host(event.keys)
-
-    def _disk_event(self, event: CacheEvent) -> None:
-        if event.kind == "evicted":
-            self._disk_keys.difference_update(event.keys)
-            self.writes.left_disk(event.keys)
 
 
 def host_policy(name: str, slots: int) -> Policy:
@@ -139,18 +163,19 @@ def drive(
     requests: Sequence[Request], slots: int, disk_slots: int, policies: Policies, writes: Writes, progress: Advance
 ) -> TierResult:
     """All requests through an empty host and an empty disk. `write` and `share` of the result are the caller's."""
-    index = TieredIndex(slots, disk_slots, policies, writes)
+    disk = Disk(disk_slots, policies.disk)
+    index = TieredIndex(slots, policies.host, [disk], writes)
     host_hits = disk_hits = written = 0
     begin = time.perf_counter()
     for number, request in enumerate(requests, start=1):
         served = index.serve(request)
-        host_hits += served.host_hits
-        disk_hits += served.disk_hits
-        written += served.written
+        host_hits += served.hits[0]
+        disk_hits += served.hits[1]
+        written += served.written[0]
         progress(number, len(requests))
     seconds = round(time.perf_counter() - begin, 3)
     rate = (host_hits + disk_hits) / max(1, sum(map(len, requests)))
-    evicted = index.disk.statistics().evicted
+    evicted = disk.index.statistics().evicted
     ratio = disk_hits / written if written else None
     return TierResult(
         "", slots, disk_slots, host_hits, disk_hits, rate, written, evicted, disk_hits, ratio, None, seconds

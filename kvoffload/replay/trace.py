@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvoffload.terminal.console import CommandError
 
@@ -27,8 +28,26 @@ def require_readable(path: Path) -> None:
             path.open("rb").close()
 
 
+class Trace(NamedTuple):
+    """What a trace says.
+
+    Attributes:
+        requests: the keys of each, in the order of the file.
+        seconds: when each came, from the first one on; None unless all lines have a "timestamp", in milliseconds, none
+            is smaller than the one before, and the last is larger than the first.
+    """
+
+    requests: list[Request]
+    seconds: list[float] | None
+
+
 def read_trace(path: Path, limit: int | None = None) -> list[Request]:
-    """The keys of the first `limit` requests, in the order of the file; all of them for None.
+    """The requests of `read_timed_trace`."""
+    return read_timed_trace(path, limit).requests
+
+
+def read_timed_trace(path: Path, limit: int | None = None) -> Trace:
+    """The first `limit` requests, all of them for None, and when they came.
 
     Lines of white space are passed over. An empty `hash_ids` is a request for nothing.
 
@@ -36,13 +55,16 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
         CommandError: the file cannot be read, or a line is broken; the message names it by its number.
     """
     requests: list[Request] = []
+    stamps: list[Any] = []
     with _refused(path), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if limit is not None and len(requests) >= limit:
                 break
             if line.strip():
-                requests.append(_parse(line, f"{path}, line {number}"))
-    return requests
+                record = _parse(line, f"{path}, line {number}")
+                requests.append(_keys(record, f"{path}, line {number}"))
+                stamps.append(record.get("timestamp"))
+    return Trace(requests, _seconds(stamps))
 
 
 @contextmanager
@@ -53,19 +75,33 @@ def _refused(path: Path) -> Iterator[None]:
         raise CommandError(f"cannot read the trace {path}: {error.strerror or error}") from error
 
 
-def _parse(line: bytes, where: str) -> Request:
+def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{where}: not a JSON object: {error}") from error
     if not isinstance(record, dict):
         raise CommandError(f"{where}: must be a JSON object, got {_shown(record)}")
+    return record
+
+
+def _keys(record: dict[str, Any], where: str) -> Request:
     if "hash_ids" not in record:
         raise CommandError(f'{where}: has no "hash_ids"')
     ids = record["hash_ids"]
     if not isinstance(ids, list):
         raise CommandError(f'{where}: "hash_ids" must be a list of integers, got {_shown(ids)}')
     return tuple(_key(each, f'{where}: "hash_ids"[{position}]') for position, each in enumerate(ids))
+
+
+def _seconds(stamps: list[Any]) -> list[float] | None:
+    """See `Trace.seconds`."""
+    numbers = [stamp for stamp in stamps if isinstance(stamp, int | float) and not isinstance(stamp, bool)]
+    if len(numbers) < len(stamps) or not stamps or not all(map(math.isfinite, numbers)):
+        return None
+    if stamps != sorted(stamps) or stamps[0] == stamps[-1]:
+        return None
+    return [(stamp - stamps[0]) / 1000 for stamp in stamps]
 
 
 def _key(hash_id: Any, where: str) -> bytes:

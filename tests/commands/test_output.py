@@ -29,6 +29,7 @@ REPLAY = ("replay", "--workload", "agents", "--requests", "20")
 WITH_BYTES = (*REPLAY, "--model", "qwen2.5-0.5b", "--scale", "0.001", "--slots", "40")
 WORTH = ("--model", "llama-3.1-70b-tp4", "--prefill-tokens-per-second", "20000", "--load-gb-per-s", "50")
 METADATA = (*REPLAY, "--metadata-only", "--policy", "all", "--slots", "16,1000000", *WORTH)
+FLEET = (*REPLAY, "--hosts", "1,4", "--slots", "60", "--store-slots", "500", "--model", "llama-3.1-8b")
 BENCHES = {
     "transfer": ("--model", "gpt-oss-120b-tp2", "--blocks-per-slot", "1"),
     "sweep": ("--sizes", "4096", "--counts", "8"),
@@ -49,6 +50,7 @@ COMMANDS = [
     ("tune", "--show", *SIMULATED),
     (*WITH_BYTES, *SIMULATED),
     METADATA,
+    FLEET,
     ("bench", "cache", "--blocks", "2048", "--repeats", "2"),
     ("bench", "disk", *SMALL_DISK),
     *(("bench", name, *options, *SIMULATED) for name, options in BENCHES.items()),
@@ -82,7 +84,12 @@ def test_every_command_prints_a_verdict_and_80_columns(
     captured = capsys.readouterr()
     name = " ".join(command[: 2 if command[0] == "bench" else 1])
     text = check(captured.out, name)
-    if "--metadata-only" in command or command[1] in ("cache", "disk") or command[0] == "doctor":
+    if (
+        "--metadata-only" in command
+        or "--hosts" in command
+        or command[1] in ("cache", "disk")
+        or command[0] == "doctor"
+    ):
         assert captured.err == ""
     else:
         assert captured.err == "kvoffload: the simulated device verifies bytes; times need a GPU\n"
@@ -360,11 +367,12 @@ def test_every_option_and_exit_code_is_documented(capsys: pytest.CaptureFixture[
     assert codes == re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE) == ["0", "1", "2", "3", "130"]
 
 
-@pytest.mark.parametrize("name", [*BENCHES, "disk", "doctor", "demo", "replay", "metadata", "show"])
+@pytest.mark.parametrize("name", [*BENCHES, "disk", "doctor", "demo", "replay", "metadata", "fleet", "show"])
 def test_every_field_of_json_is_documented(capsys: pytest.CaptureFixture[str], name: str) -> None:
     commands = {
         "replay": (*WITH_BYTES, *SIMULATED),
         "metadata": METADATA,
+        "fleet": FLEET,
         "show": ("tune", "--show", *SIMULATED),
         "disk": ("bench", "disk", *SMALL_DISK),
     }

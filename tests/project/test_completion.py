@@ -9,6 +9,7 @@ import pytest
 
 import kvoffload
 from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine, TieredCache
+from kvoffload.observability.router_events import RouterEvents
 from kvoffload.tiers import MemoryTier
 
 JOB = (
@@ -49,6 +50,7 @@ SHOWN = {
         "has_record have_records max_queued name nbytes num_records pools put put_ended read_record read_records "
         "record_bytes release remove remove_all remove_records start statistics threads write_record write_records"
     ),
+    "RouterEvents": ("cleared describe form lost medium not_described rank removed since stored take tokens_per_key"),
     "OwnedCache": "address array device dtype is_deleted layout memory nbytes shape unordered",
 }
 
@@ -90,7 +92,7 @@ def objects() -> Iterator[dict[str, Any]]:
             both.wait(10)
             tier.close()
             tiered.close()
-            yield {type(each).__name__: each for each in (*found, result)}
+            yield {type(each).__name__: each for each in (*found, result, RouterEvents(16))}
 
 
 @pytest.mark.parametrize("name", [name for name in SHOWN if name != "OwnedCache"])

@@ -25,6 +25,7 @@ PUBLIC = (
 )
 OWN = {  # modules without `__all__`
     "kvoffload.observability.prometheus": ("CacheCollector", "register"),
+    "kvoffload.observability.router_events": ("Batch", "RouterEvents"),
 }
 
 

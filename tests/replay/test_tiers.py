@@ -9,11 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from replay_oracles import find_real_trace, generated_trace, keys_of, write_trace
+from replay_oracles import find_real_trace, generated_trace, keys_of, tree_trace, write_trace
 
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
+from kvoffload.replay.below import Disk
 from kvoffload.replay.tier_writes import RandomShare, Through, make_writes
 from kvoffload.replay.tiers import WRITES, Policies, Served, Survey, TieredIndex, TierResult, drive
 from kvoffload.replay.trace import Request, read_trace
@@ -43,39 +45,42 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def test_hits_of_each_tier_by_hand() -> None:
-    index = TieredIndex(4, 8, LRU, Through())
-    assert index.serve(keys_of([1, 2, 3])) == Served(0, 0, 3)
-    assert index.serve(keys_of([1, 2, 4])) == Served(2, 0, 1)
-    assert index.serve(keys_of([5, 6, 7, 8])) == Served(0, 0, 4)  # the host has lost the others, the disk has room
-    assert index.serve(keys_of([1, 2, 3, 9])) == Served(0, 3, 1)  # which displaces one of the disk's
-    assert index.serve(keys_of([1, 2, 3, 9])) == Served(4, 0, 0)
+    index = TieredIndex(4, "lru", [Disk(8, "lru")], Through())
+    assert index.serve(keys_of([1, 2, 3])) == Served((0, 0), (3,))
+    assert index.serve(keys_of([1, 2, 4])) == Served((2, 0), (1,))
+    assert index.serve(keys_of([5, 6, 7, 8])) == Served((0, 0), (4,))  # the host has lost the others, not the disk
+    assert index.serve(keys_of([1, 2, 3, 9])) == Served((0, 3), (1,))  # which displaces one of the disk's
+    assert index.serve(keys_of([1, 2, 3, 9])) == Served((4, 0), (0,))
 
 
 def test_a_gap_ends_the_hits() -> None:
-    index = TieredIndex(3, 8, LRU, Through())
+    disk = Disk(8, "lru")
+    index = TieredIndex(3, "lru", [disk], Through())
     index.serve(keys_of([1, 2, 3]))
-    index.disk.remove(keys_of([2]))
-    index._disk_keys.difference_update(keys_of([2]))
+    disk.index.remove(keys_of([2]))
+    disk.keys.difference_update(keys_of([2]))
     index.serve(keys_of([7, 8, 9]))
-    assert index.serve(keys_of([1, 2, 3])) == Served(0, 1, 1)
+    assert index.serve(keys_of([1, 2, 3])) == Served((0, 1), (1,))
 
 
 @pytest.mark.parametrize("policies", [LRU, PREFIX, Policies("s3fifo", "arc")])
 @pytest.mark.parametrize("write", WRITES)
 def test_tiers_agree_with_what_their_events_say(seed: int, write: str, policies: Policies) -> None:
-    index = TieredIndex(40, 120, policies, make_writes(write, 120, least_hits=0.2, share=0.5, seed=seed))
+    disk = Disk(120, policies.disk)
+    writes = make_writes(write, 120, least_hits=0.2, share=0.5, seed=seed)
+    index = TieredIndex(40, policies.host, [disk], writes)
     for trace in range(3):
         for ids in generated_trace(seed + trace):
             index.serve(keys_of(ids))  # asserts that only what the host has, and the disk has not, is written
-            assert index._host_keys == set(index.host.keys)
-            assert index._disk_keys == set(index.disk.keys)
+            assert index.keys == set(index.host.keys)
+            assert disk.keys == set(disk.index.keys)
     index.host.check()
-    index.disk.check()
-    assert (len(index.disk) == 0) == (write == "none")
+    disk.index.check()
+    assert (len(disk.index) == 0) == (write == "none")
 
 
 def test_without_a_disk_the_hits_are_the_hosts(seed: int) -> None:
-    requests = [keys_of(ids) for ids in generated_trace(seed)]
+    requests = tree_trace(np.random.default_rng(seed), 200, depth=6, branches=3)  # no gaps: all host hits are leading
     found = {
         name: drive(requests, 30, 60, LRU, make_writes(name, 60, least_hits=0.2), lambda *_: None)
         for name in ("none", "through", "second")

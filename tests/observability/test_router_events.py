@@ -1,0 +1,192 @@
+"""RouterEvents: what a router that follows the messages knows is what the cache holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvoffload
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.statistics import CacheEvent
+from kvoffload.observability.router_events import Batch, RouterEvents
+
+AXES = ("tokens", "heads", "dim")
+
+
+def hash_of(key: bytes) -> int:
+    return int.from_bytes(key, "big") & ((1 << 64) - 1)  # as vLLM does
+
+
+def key(number: int) -> bytes:
+    return bytes(8) + (number + (1 << 63)).to_bytes(8, "big")
+
+
+class Router:
+    """Follows messages in the array form: token sequences by medium, from the hashes and tokens alone."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.held: dict[str, set[int]] = {}
+        self.prefixes: dict[int, tuple[int, ...]] = {}  # hash to all tokens up to the end of its block
+        self.expected = 0
+
+    def read(self, batch: Batch) -> None:
+        assert batch.sequence == self.expected
+        self.expected += 1
+        _, events, rank = json.loads(json.dumps(batch.payload))  # plain data alone
+        assert rank == 3
+        for kind, *fields in events:
+            getattr(self, kind)(*fields)
+
+    def BlockStored(  # noqa: N802
+        self, hashes: list[int], parent: int | None, tokens: list[int], size: int, lora: None, medium: str, name: None
+    ) -> None:
+        assert (size, lora, name) == (self.block_size, None, None)
+        assert len(tokens) == size * len(hashes)
+        before = () if parent is None else self.prefixes[parent]
+        for place, each in enumerate(hashes):
+            before += tuple(tokens[size * place : size * (place + 1)])
+            assert self.prefixes.setdefault(each, before) == before
+            self.held.setdefault(medium, set()).add(each)
+
+    def BlockRemoved(self, hashes: list[int], medium: str) -> None:  # noqa: N802
+        assert self.held[medium].issuperset(hashes)
+        self.held[medium].difference_update(hashes)
+
+    def AllBlocksCleared(self) -> None:  # noqa: N802
+        self.held.clear()
+
+
+def test_a_router_knows_what_the_cache_holds(device: kvoffload.Device, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    layout = kvoffload.KVLayout(
+        [device.allocate_blocks(4, planes=2, block_bytes=64)], dtype="float16", tokens_per_block=4, block_axes=AXES
+    )
+    events, router = RouterEvents(4, rank=3), Router(4)
+    index = CacheIndex(20, policy="lru", on_event=events)
+    roots = [random.integers(0, 1000, 40) for _ in range(4)]
+    for _ in range(200):
+        tokens = roots[random.integers(4)][: random.integers(1, 41)]
+        keys = kvoffload.chain_keys(tokens, layout=layout, salt="m")
+        events.describe(keys, tokens)
+        with index.reserve(keys):
+            pass
+        index.touch(keys)
+        if random.random() < 0.1:
+            index.remove(keys[-2:])
+        if random.random() < 0.5 and (batch := events.take()) is not None:
+            router.read(batch)
+            assert router.held.get("CPU", set()) == set(map(hash_of, index.keys)), seed
+            for each in keys:
+                if each in index.keys:
+                    end = 4 * (keys.index(each) + 1)
+                    assert router.prefixes[hash_of(each)] == tuple(tokens[:end]), seed
+    assert router.expected > 20
+    assert (events.lost, events.not_described) == (0, 0)
+
+
+def test_the_messages_are_those_of_vllm() -> None:
+    events = RouterEvents(2, rank=1, clock=lambda: 12.5)
+    events.describe([key(1), key(2), key(3)], [5, 6, 7, 8, 9, 10, 11])
+    events(CacheEvent("stored", (key(1), key(2))))
+    events(CacheEvent("evicted", (key(2), key(1))))
+    events.cleared()
+    first, second = hash_of(key(1)), hash_of(key(2))
+    assert first > 1 << 63, "hashes are unsigned"
+    assert events.take() == Batch(
+        0,
+        (
+            12.5,
+            [
+                ("BlockStored", [first, second], None, [5, 6, 7, 8], 2, None, "CPU", None),
+                ("BlockRemoved", [second, first], "CPU"),
+                ("AllBlocksCleared",),
+            ],
+            1,
+        ),
+    )
+    assert events.take() is None
+
+
+def test_messages_as_maps() -> None:
+    events = RouterEvents(1, form="map", medium="GPU", clock=lambda: 1.0)
+    events.describe([key(1)], [5], parent=key(9), lora_name="chat")
+    events(CacheEvent("promoted", (key(1),)))
+    events.removed([key(1)], "DISK")
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": [hash_of(key(1))],
+        "parent_block_hash": hash_of(key(9)),
+        "token_ids": [5],
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": "chat",
+    }
+    removed = {"type": "BlockRemoved", "block_hashes": [hash_of(key(1))], "medium": "DISK"}
+    assert events.take() == Batch(0, {"ts": 1.0, "events": [stored, removed], "data_parallel_rank": 0})
+
+
+def test_a_message_names_keys_that_follow_each_other() -> None:
+    events = RouterEvents(1)
+    events.describe([key(each) for each in range(5)], range(5))
+    events.describe([key(7)], [7], parent=key(4), lora_name="chat")
+    events.stored([key(0), key(1), key(3), key(4), key(7)], "DISK")
+    batch = events.take()
+    assert batch is not None
+    shown = [(len(hashes), parent, tokens) for _, hashes, parent, tokens, *_ in batch.payload[1]]
+    assert shown == [(2, None, [0, 1]), (2, hash_of(key(2)), [3, 4]), (1, hash_of(key(4)), [7])]
+
+
+def test_what_was_not_described_is_counted_and_left_out() -> None:
+    events = RouterEvents(1)
+    events.describe([key(1)], [1])
+    events(CacheEvent("stored", (key(5), key(1), key(6))))
+    events(CacheEvent("stored", (key(5),)))
+    for kind in ("hit", "miss", "declined", "failed"):
+        events(CacheEvent(kind, (key(1),)))
+    batch = events.take()
+    assert batch is not None
+    assert [message[1] for message in batch.payload[1]] == [[hash_of(key(1))]]
+    assert events.not_described == 3
+
+
+def test_batches_are_kept_for_those_that_missed_them() -> None:
+    events = RouterEvents(1, most_batches=3)
+    taken: list[Any] = []
+    for number in range(5):
+        events.removed([key(number)], "CPU")
+        taken.append(events.take())
+    assert [batch.sequence for batch in taken] == [0, 1, 2, 3, 4]
+    assert events.since(3) == taken[3:]
+    assert events.since(0) == taken[2:], "a bounded number of them"
+
+
+def test_lost_events_leave_a_gap_in_the_sequence() -> None:
+    events = RouterEvents(1, most_pending=3, remembered=2)
+    for number in range(4):
+        events.removed([key(number)], "CPU")
+    batch = events.take()
+    assert batch is not None
+    assert (batch.sequence, len(batch.payload[1]), events.lost) == (1, 1, 3)
+    events.describe([key(1), key(2), key(3)], [1, 2, 3])
+    events.stored([key(1), key(2)], "CPU")
+    assert events.not_described == 1, "the latest two are remembered"
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokens_per_key"):
+        RouterEvents(0)
+    with pytest.raises(ValueError, match="rank"):
+        RouterEvents(1, rank=-1)
+    with pytest.raises(ValueError, match="form must be array or map, got 'xml'"):
+        RouterEvents(1, form="xml")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="medium must be one of GPU, CPU, DISK, EXTERNAL, got 'cpu'"):
+        RouterEvents(1, medium="cpu")  # type: ignore[arg-type]
+    with pytest.raises(kvoffload.LayoutError, match="token_ids"):
+        RouterEvents(1).describe([key(1)], [1.5])
+    with pytest.raises(ValueError, match="2 keys of 4 tokens each need 8 token_ids, got 7"):
+        RouterEvents(4).describe([key(1), key(2)], range(7))
