@@ -15,7 +15,8 @@ from kvoffload.tiers.remote import Parts, RemoteTier
 
 _BYTES_PER_CALL = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower
 _ERRORS = (1, 10)  # after which a client of one server, and of a cluster, is replaced
-_CONNECTING = 4  # of the timeout one part in so many is for connecting, the rest for the command
+_CONNECTING = 2  # of the timeout one part in so many is for connecting, the rest for the command
+_SLOTS = 16384  # of a cluster
 _SCANNED = 1000  # names that one call of SCAN looks at
 
 
@@ -42,7 +43,7 @@ class ValkeyTier(RemoteTier):
         ca_file: certificates to trust instead of the system's, PEM.
         cert_file, key_file: of this client, PEM, where servers ask for a certificate.
         expiry: seconds after which the server deletes a record; None: it does not.
-        timeout: seconds that a command may take, connecting included, for which a quarter is left.
+        timeout: seconds that a command may take, half of that to connect, and half to be answered.
         options: further arguments of glide's `GlideClientConfiguration`, or of `GlideClusterClientConfiguration`.
 
     Raises:
@@ -65,22 +66,14 @@ class ValkeyTier(RemoteTier):
         cert_file: str | Path | None = None,
         key_file: str | Path | None = None,
         expiry: float | None = None,
-        timeout: float = 1.0,
+        timeout: float = 2.0,
         options: Mapping[str, Any] | None = None,
         name: str = "valkey",
         threads: int = 4,
         max_queued: int = 4096,
     ) -> None:
-        super().__init__(
-            identity=identity,
-            prefix=prefix,
-            key=key,
-            name=name,
-            durable=False,
-            threads=threads,
-            max_queued=max_queued,
-            bytes_per_call=_BYTES_PER_CALL,
-        )
+        queues = {"threads": threads, "max_queued": max_queued, "bytes_per_call": _BYTES_PER_CALL}
+        super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=False, **queues)
         self._glide = _import_glide()
         self._addresses = [_address(each) for each in ([addresses] if isinstance(addresses, str) else addresses)]
         self.cluster = cluster
@@ -127,13 +120,7 @@ class ValkeyTier(RemoteTier):
         return [deleted > 0 for deleted in self._counts(batch)]
 
     def delete_folder(self, folder: str) -> None:
-        # Not by glide's scan of a cluster, which the timeout does not bound. CLUSTER MYID: who the primaries are.
-        nodes = self._command("CLUSTER", "MYID", route=self._glide.AllPrimaries()) if self.cluster else [None]
-        for node in nodes:
-            route = None
-            if node is not None:
-                host, port = _address(node.decode())
-                route = self._glide.ByAddressRoute(host, port)
+        for route in self._routes() if self.cluster else [None]:
             cursor = b"0"
             while True:
                 cursor, found = self._command("SCAN", cursor, "MATCH", f"{{{folder}*", "COUNT", _SCANNED, route=route)
@@ -160,6 +147,21 @@ class ValkeyTier(RemoteTier):
         return super().reject(name)
 
     # inner workings -----------------------------------------------------------------------------------------------
+
+    def _routes(self) -> list[Any]:
+        """To each primary of the cluster, which together have all slots. Raises if one cannot be reached.
+
+        Glide's scan of a cluster is not bounded by the timeout, and its route to all primaries leaves out those that it
+        has no connection with.
+        """
+        ranges = self._command("CLUSTER", "SLOTS", route=self._glide.RandomNode())
+        if sum(last - first + 1 for first, last, *_ in ranges) != _SLOTS:
+            raise ConnectionError("the servers do not know of all slots of the cluster")
+        routes = {node[2]: self._glide.ByAddressRoute(node[0].decode(), node[1]) for _, _, node, *_ in ranges}
+        for identity, route in routes.items():
+            if self._command("CLUSTER", "MYID", route=route) != identity:
+                raise ConnectionError(f"{route.host}:{route.port} is not the server that the cluster names")
+        return list(routes.values())
 
     @contextmanager
     def _connected(self) -> Iterator[Any]:
@@ -205,9 +207,7 @@ class ValkeyTier(RemoteTier):
             "credentials": None if password is None else glide.ServerCredentials(password, username),
             "request_timeout": self._timeout - self._timeout // _CONNECTING,
             "lazy_connect": True,  # so that the time to connect is bounded by the next line
-            "advanced_config": advanced(
-                connection_timeout=max(1, self._timeout // _CONNECTING), tls_config=self._tls_options()
-            ),
+            "advanced_config": advanced(self._timeout // _CONNECTING, self._tls_options()),
         }
         return getattr(glide, f"Glide{kind}Client").create(configuration(**given | self._options))
 

@@ -51,7 +51,7 @@ def test_a_valkey_server_is_asked_what_it_is(
 ) -> None:
     need_module("glide_sync")
     monkeypatch.setenv("ADDRESS_OF_A_TEST", valkey_server.address)
-    fields = run_json(capsys, *DOCTOR, "--store", "valkey", "addresses=env:ADDRESS_OF_A_TEST", "timeout=5")
+    fields = run_json(capsys, *DOCTOR, "--store", "valkey", "addresses=env:ADDRESS_OF_A_TEST", "timeout=40")
     (store,) = fields["stores"]
     assert store["problem"] is None
     assert store["says"]["version"][0].isdigit()

@@ -91,6 +91,8 @@ class RemoteMachine:
         self._keys = [b"chaos %d %d" % (seed, number) for number in range(KEYS)]
         self._may: dict[bytes, set[int]] = defaultdict(set)  # versions that a removal ends
         self._late: dict[bytes, set[int]] = defaultdict(set)  # versions of puts that FAILED
+        self._past: dict[bytes, list[str]] = defaultdict(list)  # of each key what was called, and what came of it
+        self._phase = ""
         self._version = 0
         self._live: list[Live] = []
         self._open()
@@ -99,8 +101,10 @@ class RemoteMachine:
         """At least as many, counted in keys, and each phase at least once."""
         phases = (self._calm, self._with(SLOW), self._with(CUTS), self._with(CORRUPT), self._few(SILENT),
                   self._few(REFUSED), self._kill, self._pause, self._cut_all, self._reopen)  # fmt: skip
+        names = ("calm", "slow", "cuts", "corrupt", "silent", "refused", "kill", "pause", "cut all", "reopen")
         number = 0
         while self.counts["operations"] < operations or number < len(phases):
+            self._phase = f"{number}: {names[number % len(phases)]}"
             phases[number % len(phases)]()
             self._finish_all()
             self._recover()
@@ -258,6 +262,7 @@ class RemoteMachine:
             self.counts["operations"] += 1
             self.counts[f"{live.kind} {outcome.value}"] += 1
             key, entry = job.keys[position], job.entries[position] if job.entries else -1
+            self._past[key].append(f"{self._phase}: {live.kind} {live.versions[position]} {outcome.value}")
             if live.kind == "put":
                 self._has_put(key, entry, live.versions[position], outcome)
             elif live.kind == "get" and outcome is Outcome.DONE:
@@ -280,7 +285,10 @@ class RemoteMachine:
         version = self.memory.version(entry)
         assert version is not None, f"get of {key!r} is DONE, and the entry holds bytes that were never put"
         allowed = self._may[key] | self._late[key]
-        assert version in allowed, f"get of {key!r} is DONE with version {version}; possible are {sorted(allowed)}"
+        assert version in allowed, (
+            f"get of {key!r} is DONE with version {version}; possible are {sorted(allowed)}: "
+            + ("; ".join([*self._past[key][-20:], *self._past[b""][-3:]]))
+        )
 
 
 def held() -> Counter[str]:

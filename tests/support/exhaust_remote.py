@@ -116,8 +116,8 @@ def mooncake_machine(folder: Path, timed: Timed, seed: int) -> Iterator[chaos_re
 
 Make = Callable[[Path, Timed, int], Any]
 MACHINES: dict[str, tuple[Make, float]] = {
-    "valkey": (valkey_machine, 0.1),
-    "cluster": (cluster_machine, 0.3),
+    "valkey": (valkey_machine, 0.2),
+    "cluster": (cluster_machine, 0.5),
     "s3": (s3_machine, 0.3),
     "mooncake": (mooncake_machine, 0.3),
 }

@@ -20,13 +20,18 @@ def _client() -> None:
     need_module("glide_sync")
 
 
-def below(server: Process) -> ValkeyTier:
-    return ValkeyTier(server.address, identity="one model", timeout=0.2)
+def below(server: Process, timeout: float = SECONDS) -> ValkeyTier:
+    return ValkeyTier(server.address, identity="one model", timeout=timeout)
 
 
 def promoted(bench: Bench) -> int:
     with bench.cache.promote(keys(SIX)) as promotion:
         return promotion.wait(SECONDS)
+
+
+def written(bench: Bench) -> bool:
+    bench.written(SIX)
+    return promoted(bench) == 6
 
 
 def test_what_one_machine_has_stored_another_loads(tmp_path: Path) -> None:
@@ -46,9 +51,9 @@ def test_what_one_machine_has_stored_another_loads(tmp_path: Path) -> None:
 def test_a_server_that_dies_is_a_miss_and_a_breaker_and_its_return_is_noticed(tmp_path: Path) -> None:
     server = valkey(tmp_path)
     server.start()
-    with tiered(below(server), capacity=32) as bench:
-        bench.written(SIX)
-        assert promoted(bench) == 6
+    with tiered(below(server, timeout=0.5), capacity=32) as bench:
+        until(lambda: written(bench), "writing")
+        bench.check_loaded(SIX)
         kvoffload.BlockCache.clear(bench.cache)
         server.kill()
 
@@ -59,6 +64,5 @@ def test_a_server_that_dies_is_a_miss_and_a_breaker_and_its_return_is_noticed(tm
         until(lambda: promoted(bench) == 0 and breaker() is BreakerState.OPEN, "the breaker's opening")
         with server:  # empty
             until(lambda: promoted(bench) == 0 and breaker() is BreakerState.CLOSED, "the breaker's closing")
-            bench.written(SIX)
-            until(lambda: promoted(bench) == 6, "finding what was written")
+            until(lambda: written(bench), "writing again")
             bench.check_loaded(SIX)

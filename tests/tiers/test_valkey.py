@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_proxy import FaultyProxy
+from faulty_proxy import FaultyProxy, ProxyFaults
 from remote_sessions import RemoteSession
 from servers import Process, ValkeyCluster, ask, certificates, need_module, valkey
 
 from kvoffload.testing import check_tier, fuzz_tier
 from kvoffload.tiers import Outcome, ValkeyTier
 
+PATIENT = 40.0  # a timeout of calls that have to succeed, on a machine that is busy with other tests
 DONE, MISSING, FAILED, DECLINED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED, Outcome.DECLINED
 
 
@@ -25,7 +26,7 @@ def _client() -> None:
 
 @pytest.fixture
 def session(valkey_server: Process, request: pytest.FixtureRequest) -> Iterator[RemoteSession]:
-    with RemoteSession(ValkeyTier(valkey_server.address, identity=request.node.nodeid)) as session:
+    with RemoteSession(ValkeyTier(valkey_server.address, identity=request.node.nodeid, timeout=PATIENT)) as session:
         yield session
 
 
@@ -41,18 +42,26 @@ def one(folder: Path, *arguments: str) -> Process:
 
 @pytest.mark.parametrize("pools", [1, 2])
 def test_one_server_conforms(valkey_server: Process, pools: int, seed: int) -> None:
-    check_tier(lambda: ValkeyTier(valkey_server.address, identity=f"conforms {pools}"), pools=pools, seed=seed)
+    def make() -> ValkeyTier:
+        return ValkeyTier(valkey_server.address, identity=f"conforms {pools}", timeout=PATIENT)
+
+    check_tier(make, pools=pools, seed=seed)
 
 
 def test_a_cluster_conforms(valkey_cluster: ValkeyCluster, seed: int) -> None:
-    check_tier(lambda: ValkeyTier(valkey_cluster.addresses, cluster=True, identity="conforms"), seed=seed)
-    tier = ValkeyTier(valkey_cluster.addresses[0], cluster=True, identity="spread")
+    def make() -> ValkeyTier:
+        return ValkeyTier(valkey_cluster.addresses, cluster=True, identity="conforms", timeout=PATIENT)
+
+    check_tier(make, seed=seed)
+    tier = ValkeyTier(valkey_cluster.addresses[0], cluster=True, identity="spread", timeout=PATIENT)
     fuzz_tier(tier, operations=500, lossless=True, pools=2, seed=seed)
     assert all(names(node.port) for node in valkey_cluster.nodes)  # each has a share of the records
 
 
 def test_records_larger_than_a_read_of_the_client_come_back(valkey_server: Process) -> None:
-    with RemoteSession(ValkeyTier(valkey_server.address, identity="large"), row_bytes=3 << 20) as session:
+    with RemoteSession(
+        ValkeyTier(valkey_server.address, identity="large", timeout=PATIENT), row_bytes=3 << 20
+    ) as session:
         assert session.put(b"k", 1) is DONE
         assert session.get(b"k") == 1
 
@@ -72,19 +81,19 @@ def test_tls_and_a_password(tmp_path: Path) -> None:
             with RemoteSession(ValkeyTier(proxy.address, identity="tls", **(own | given))) as session:
                 return session.put(b"k", 1)
 
-        assert outcome() is DONE
+        assert outcome(timeout=PATIENT) is DONE
         assert outcome(password="wrong") is FAILED
         assert outcome(password=None) is FAILED
         assert outcome(ca_file=None) is FAILED  # the server's certificate is not one of the system's
         assert outcome(cert_file=None, key_file=None) is FAILED
         assert outcome(tls=False, ca_file=None, cert_file=None, key_file=None) is FAILED
-        assert outcome() is DONE
+        assert outcome(timeout=PATIENT) is DONE
 
 
 def test_an_acl_of_the_documented_commands_is_enough(tmp_path: Path) -> None:
     rule = "user kv on >pw ~{kvoffload/* +mget +set +exists +unlink +scan +multi +exec +info +client +ping"
     with one(tmp_path / "server", "--user", *rule.split()[1:]) as server:
-        tier = ValkeyTier(server.address, identity="acl", username="kv", password="pw")
+        tier = ValkeyTier(server.address, identity="acl", username="kv", password="pw", timeout=PATIENT)
         with RemoteSession(tier) as session:
             assert session.put(b"k", 1) is DONE
             assert session.get(b"k") == 1
@@ -102,7 +111,13 @@ def test_an_acl_for_a_cluster(valkey_cluster: ValkeyCluster) -> None:
     for node in valkey_cluster.nodes:
         assert ask(node.port, f"ACL SETUSER kv on >pw ~{{acl/* {rules}") == "+OK\r\n"
     tier = ValkeyTier(
-        valkey_cluster.addresses, cluster=True, identity="x", prefix="acl", username="kv", password="pw", timeout=2.0
+        valkey_cluster.addresses,
+        cluster=True,
+        identity="x",
+        prefix="acl",
+        username="kv",
+        password="pw",
+        timeout=PATIENT,
     )
     with RemoteSession(tier) as session:
         for number in range(8):
@@ -117,7 +132,7 @@ def test_an_acl_for_a_cluster(valkey_cluster: ValkeyCluster) -> None:
 
 def test_the_server_deletes_records_after_their_expiry(valkey_server: Process) -> None:
     with RemoteSession(
-        ValkeyTier(valkey_server.address, identity="expiry", prefix="expiring", expiry=100.0)
+        ValkeyTier(valkey_server.address, identity="expiry", prefix="expiring", expiry=100.0, timeout=PATIENT)
     ) as session:
         assert session.put(b"k", 1) is DONE
         assert session.get(b"k") == 1
@@ -128,8 +143,8 @@ def test_the_server_deletes_records_after_their_expiry(valkey_server: Process) -
 
 
 def test_clearing_leaves_what_is_not_this_tiers(valkey_server: Process) -> None:
-    first = RemoteSession(ValkeyTier(valkey_server.address, identity="one"))
-    second = RemoteSession(ValkeyTier(valkey_server.address, identity="two"))
+    first = RemoteSession(ValkeyTier(valkey_server.address, identity="one", timeout=PATIENT))
+    second = RemoteSession(ValkeyTier(valkey_server.address, identity="two", timeout=PATIENT))
     ask(valkey_server.port, "SET other 1")
     with first, second:
         for number in range(50):
@@ -183,7 +198,8 @@ def test_values_of_other_sizes_and_types_are_no_records(
 
 def test_a_full_server_that_evicts_nothing_declines(tmp_path: Path) -> None:
     server = one(tmp_path / "server", "--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
-    with server, RemoteSession(ValkeyTier(server.address, identity="full"), row_bytes=256 << 10) as session:
+    tier = ValkeyTier(server.address, identity="full", timeout=PATIENT)
+    with server, RemoteSession(tier, row_bytes=256 << 10) as session:
         outcomes = [session.put(b"%d" % number, number) for number in range(16)]
         assert outcomes[0] is DONE
         assert outcomes[-1] is DECLINED
@@ -193,7 +209,8 @@ def test_a_full_server_that_evicts_nothing_declines(tmp_path: Path) -> None:
 
 def test_a_full_server_that_evicts_keeps_whole_records_or_none(tmp_path: Path) -> None:
     server = one(tmp_path / "server", "--maxmemory", "4mb", "--maxmemory-policy", "allkeys-random")
-    with server, RemoteSession(ValkeyTier(server.address, identity="full"), row_bytes=64 << 10) as session:
+    tier = ValkeyTier(server.address, identity="full", timeout=PATIENT)
+    with server, RemoteSession(tier, row_bytes=64 << 10) as session:
         for number in range(100):
             assert session.put(b"%d" % number, number) is DONE
             for each in range(max(0, number - 3), number + 1):
@@ -230,7 +247,7 @@ def test_a_connection_that_is_out_of_step_is_left(valkey_server: Process, extra:
     with FaultyProxy(valkey_server.port) as proxy:
         tier = ValkeyTier(proxy.address, identity=f"out of step {extra!r}", timeout=0.2, threads=1)
         with RemoteSession(tier) as session:
-            assert session.put(b"k", 1) is DONE
+            assert until(session, 1)
             proxy.inject(extra)
             assert session.get(b"k") in (1, MISSING, FAILED)
             assert until(session, 1)
@@ -249,6 +266,22 @@ def test_a_cluster_whose_answers_do_not_end_hangs_no_call(tmp_path: Path) -> Non
             assert session.tier.exists([b"k"]).wait(30) == [FAILED]
             assert session.remove(b"k") is FAILED
             assert until(session, 1)
+
+
+def test_a_clear_that_does_not_reach_all_servers_of_a_cluster_fails(tmp_path: Path) -> None:
+    """The client leaves servers out that it has no connection with, and does not say so."""
+    keys = [b"%d" % number for number in range(30)]
+    with ValkeyCluster(tmp_path, proxies_seed=0) as cluster:
+        addresses = [proxy.address for proxy in cluster.proxies]
+        with RemoteSession(ValkeyTier(addresses, cluster=True, identity="x", timeout=1.0, threads=1)) as session:
+            for key in keys:
+                assert any(session.put(key, 1) is DONE for _ in range(100))
+            cluster.proxies[1].faults = ProxyFaults(refuse=True)
+            cluster.proxies[1].cut_all()
+            assert {session.tier.clear().wait(30)[0] for _ in range(5)} == {FAILED}
+            cluster.proxies[1].faults = ProxyFaults()
+            assert any(session.tier.clear().wait(30) == [DONE] for _ in range(100))
+            assert not any(map(session.exists, keys))
 
 
 def until(session: RemoteSession, version: int, *, put: bool = True) -> bool:
