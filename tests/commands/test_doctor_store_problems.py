@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from benching import run_json
-from mooncake_servers import MooncakeServers, mooncake_program
-from remote_stores import for_mooncake, for_objects, for_valkey, names_in_s3, records_in_mooncake
+from mooncake_servers import mooncake_program
+from remote_stores import for_objects, for_valkey, names_in_s3, patient_mooncake, taken_from_mooncake
 from servers import HOST, Process, ask, certificates, need_module, valkey
 
 from kvoffload.commands import findings
@@ -41,17 +41,16 @@ def problem(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, s
 
 
 def test_nothing_is_left_in_any_store(
-    capsys: pytest.CaptureFixture[str],
-    valkey_server: Process,
-    s3_server: Process,
-    mooncake_servers: MooncakeServers,
+    capsys: pytest.CaptureFixture[str], valkey_server: Process, s3_server: Process
 ) -> None:
-    before = ask(valkey_server.port, "DBSIZE"), records_in_mooncake(mooncake_servers)
-    arguments = [*for_valkey(valkey_server), *for_objects(s3_server, "doctor"), *for_mooncake(mooncake_servers)]
-    stores = run_json(capsys, *DOCTOR, *arguments)["stores"]
+    before = ask(valkey_server.port, "DBSIZE")
+    arguments = [*for_valkey(valkey_server), *for_objects(s3_server, "doctor")]
+    with patient_mooncake() as (option, mooncake):
+        stores = run_json(capsys, *DOCTOR, *arguments, *option)["stores"]
+        assert taken_from_mooncake(mooncake) == 0
     assert [each["problem"] for each in stores] == [None] * 3
     assert "conditional_puts" not in stores[1]["says"]
-    assert (ask(valkey_server.port, "DBSIZE"), records_in_mooncake(mooncake_servers)) == before
+    assert ask(valkey_server.port, "DBSIZE") == before
     assert list(names_in_s3(s3_server, "doctor")) == []
 
 

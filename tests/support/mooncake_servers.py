@@ -38,16 +38,15 @@ class MooncakeServers:
         lease: seconds for which a record that was read or asked for is not evicted.
 
     Attributes:
-        metrics: the port of the master's metrics.
         master, stores: the processes, running or not. After a start, call `settle`.
     """
 
     def __init__(self, folder: Path, *, stores: int = 1, store_bytes: int = STORE_BYTES, lease: float = 10.0) -> None:
-        port, self.metrics = free_ports(2)
+        port, self._metrics = free_ports(2)
         self._folder, self._store_bytes, self._wanted = folder, store_bytes, stores
         command = [
             mooncake_program("mooncake_master"), f"--rpc_port={port}", f"--rpc_address={HOST}",
-            f"--metrics_port={self.metrics}", f"--metrics_host={HOST}", f"--client_ttl={CLIENT_TTL}",
+            f"--metrics_port={self._metrics}", f"--metrics_host={HOST}", f"--client_ttl={CLIENT_TTL}",
             f"--default_kv_lease_ttl={round(1000 * lease)}", f"--put_start_discard_timeout_sec={DISCARD}",
         ]  # fmt: skip
         self.master = Process(command, port, folder)
@@ -71,7 +70,7 @@ class MooncakeServers:
     def known(self) -> int:
         """Of how many store processes the master knows the memory; -1 if it does not answer."""
         try:
-            with urllib.request.urlopen(f"http://{HOST}:{self.metrics}/get_all_segments", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{HOST}:{self._metrics}/get_all_segments", timeout=10) as answer:
                 return len(answer.read().split())
         except OSError:
             return -1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from mooncake_servers import MooncakeServers
-from servers import BUCKET, HOST, Process, need_module, s3_options, wait_until
+from mooncake_servers import mooncake_program
+from servers import BUCKET, Process, need_module, s3_options, wait_until
+
+from kvoffload.bench.remote_servers import started
+from kvoffload.terminal.stores import Store
 
 
 def for_valkey(server: Process, *more: str) -> list[str]:
@@ -34,8 +37,12 @@ def for_objects(server: Process, folder: str, **config: str) -> list[str]:
     return ["--store", "objects", f"store=s3://{BUCKET}/{folder}", *texts]
 
 
-def for_mooncake(servers: MooncakeServers) -> list[str]:
-    return ["--store", "mooncake", f"master={servers.master.address}"]
+@contextmanager
+def patient_mooncake() -> Iterator[tuple[list[str], Store]]:
+    """The option for a Mooncake Store of its own, which takes no pause of a busy machine for a death, and the store."""
+    mooncake_program("mooncake_master")
+    with started(["mooncake"]) as ([store], _):
+        yield ["--store", "mooncake", f"master={store.arguments['master']}"], store
 
 
 def names_in_s3(server: Process, folder: str) -> Iterator[str]:
@@ -46,11 +53,12 @@ def names_in_s3(server: Process, folder: str) -> Iterator[str]:
         yield from (each["path"] for each in listed)
 
 
-def records_in_mooncake(servers: MooncakeServers) -> int:
-    """All records of the store, as its master counts them."""
-    with urllib.request.urlopen(f"http://{HOST}:{servers.metrics}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    return int(float(next(line.split()[1] for line in lines if line.startswith("master_key_count "))))
+def taken_from_mooncake(store: Store) -> int:
+    """Delete all records of the store; how many there were."""
+    client, close = store.client()
+    count = int(client.remove_by_regex("^kvoffload", True))
+    close()
+    return count
 
 
 def _client(server: Process) -> Any:
