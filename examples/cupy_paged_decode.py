@@ -69,7 +69,7 @@ def main() -> int:
     if options.device == report.CUDA and find_spec("cupy") is None:
         print("CuPy is not installed: pip install 'kvoffload[cupy]', or try --device simulated", file=sys.stderr)
         return 2
-    with kvoffload.open_device(backend=options.device) as device:
+    with report.store_is_ready(options), kvoffload.open_device(backend=options.device) as device:
         size = report.model_size(options)
         backend: Backend = NumpyBackend(device, size) if device.simulated else CupyBackend(device, size)
         return report.serve_and_compare(

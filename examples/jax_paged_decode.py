@@ -8,12 +8,14 @@ against computing the prefix again. Code shared with cupy_paged_decode.py is in 
     python examples/jax_paged_decode.py --plot timeline.png       # pip install 'kvoffload[jax,plot]'
     python examples/jax_paged_decode.py --devices 2               # heads and hidden units divided among two GPUs
     python examples/jax_paged_decode.py --device simulated        # on the CPU; with numpy where there is no JAX
+    python examples/jax_paged_decode.py --store mooncake --start-store      # also continue what a process has computed
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -180,6 +182,11 @@ def find_backend(device: str, count: int) -> Make | None:
 
 def main() -> int:
     options = report.command_line(__doc__, sharded=True)
+    with report.store_is_ready(options):
+        return serve(options)
+
+
+def serve(options: Namespace) -> int:
     count, simulated = options.devices, options.device == report.SIMULATED
     make_backend = find_backend(options.device, count)
     if make_backend is None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import kvoffload
 from kvoffload.tiering.tiered_cache import TieredCache
-from kvoffload.tiers import DiskTier
+from kvoffload.tiers import Tier, TierStatistics
 from paged_decode.backend import Backend
 from paged_decode.model import BLOCK_TOKENS
 from paged_decode.timeline import Timeline
@@ -36,12 +35,6 @@ def block_bytes(layout: kvoffload.KVLayout | kvoffload.ShardedLayout) -> int:
     return sum(shard.groups[0].bytes_per_block for shard in shards)
 
 
-def _over_disk(engine: Engine, file: Path) -> TieredCache[Engine]:
-    """A cache with a file below it, which has room for twice as many blocks as any of these workloads has."""
-    disk = DiskTier(file, nbytes=2 << 30, identity="paged decode, random weights", reset=True)
-    return TieredCache(engine, tiers=[disk], write="through")
-
-
 class Offloader:
     """Stores and loads the complete blocks of conversations. Nothing here waits for a transfer that has not ended.
 
@@ -50,7 +43,8 @@ class Offloader:
         timeline: notes when transfers ran.
         by_layer: load in a part for each layer, so that the first need not wait for the last.
         corrupt: spoil a stored block before the first load.
-        disk: a file that keeps blocks which the host has no room for; None: the host has room for all.
+        tier: keeps blocks which the host has no room for; closed with this; None: the host has room for all.
+        stores: False if another process has put the blocks of all conversations into the tier.
     """
 
     def __init__(
@@ -61,16 +55,22 @@ class Offloader:
         *,
         by_layer: bool,
         corrupt: bool,
-        disk: Path | None = None,
+        tier: Tier | None = None,
+        stores: bool = True,
     ) -> None:
         self._backend, self._engine, self._timeline = backend, engine, timeline
-        self._by_layer, self._corrupt = by_layer, corrupt
-        self._cache = kvoffload.BlockCache(engine) if disk is None else _over_disk(engine, disk)
+        self._by_layer, self._corrupt, self._stores_blocks = by_layer, corrupt, stores
+        if tier is None:
+            self._cache: kvoffload.BlockCache[Engine] = kvoffload.BlockCache(engine)
+        else:
+            self._cache = TieredCache(engine, tiers=[tier], write="through" if stores else "none")
         self._stores: dict[int, kvoffload.CacheJob] = {}
         self._loads: dict[int, kvoffload.CacheJob] = {}
 
     def store(self, conversation: int, tokens: list[int], blocks: list[int]) -> None:
         """Store the complete blocks that are not stored yet."""
+        if not self._stores_blocks:
+            return
         keys = self._keys(tokens)
         job = self._cache.store(keys, blocks[: len(keys)], after=self._backend.after())
         self._cache.touch(keys)
@@ -81,17 +81,20 @@ class Offloader:
 
     def follow_store(self, conversation: int) -> None:
         """Have steps from now on follow the store of a conversation whose blocks another one has taken."""
-        job = self._stores[conversation]
-        if not job.done:
+        job = self._stores.get(conversation)
+        if job is not None and not job.done:
             self._backend.follow(job)
 
     def load(self, conversation: int, tokens: list[int], blocks: list[int]) -> None:
         """Load the complete blocks of a conversation into `blocks`, which are as many."""
-        self._stores[conversation].wait()  # it ended long ago: other conversations were served since
+        if conversation in self._stores:
+            self._stores[conversation].wait()  # it ended long ago: other conversations were served since
         keys = self._keys(tokens)
         with self._promoted(keys) as found:
             if found < len(keys):
-                raise RuntimeError("a prefix was not found, although there is room for all")
+                raise RuntimeError(
+                    f"{found} of {len(keys)} blocks of a prefix were found, of which all were to be stored"
+                )
             self._spoil(keys)
             parts = self._backend.size.layers if self._by_layer else None  # planes 2k and 2k + 1 are part k
             job = self._loads[conversation] = self._cache.load(keys, blocks, after=self._backend.after(), parts=parts)
@@ -99,7 +102,7 @@ class Offloader:
 
     @contextmanager
     def _promoted(self, keys: list[bytes]) -> Iterator[int]:
-        """How many leading keys can be loaded now, after those that are on disk have been read; they stay meanwhile."""
+        """How many leading keys can be loaded now, after those in the tier have been read; they stay meanwhile."""
         if isinstance(self._cache, TieredCache):
             with self._cache.promote(keys, deadline=60) as promotion:
                 yield promotion.wait()
@@ -117,6 +120,14 @@ class Offloader:
         """The computation followed the load, so the load has ended: raise if it failed."""
         if conversation in self._loads:
             self._loads.pop(conversation).wait()
+
+    def tier_statistics(self) -> TierStatistics | None:
+        """What was written to the tier and read from it; None without a tier."""
+        return self._cache.tier_statistics()[0].tier if isinstance(self._cache, TieredCache) else None
+
+    def clear(self) -> None:
+        """Remove all blocks, also those that were left in the tier earlier."""
+        self._cache.clear()
 
     def close(self) -> None:
         """Close what is below the host; the engine stays open."""

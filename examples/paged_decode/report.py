@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paged_decode import model, timeline, workload
+from kvoffload.tiers import DiskTier, Tier
+from paged_decode import model, shared_store, timeline, workload
 from paged_decode.backend import Backend
 from paged_decode.offload import Offloader, block_bytes, open_engine
-from paged_decode.server import FITS, FROM_DISK, LAYER_WISE, ON_DEMAND, PREFETCHED, RECOMPUTED, Mode, Run, Server
+from paged_decode.server import (
+    FITS,
+    FROM_DISK,
+    FROM_STORE,
+    LAYER_WISE,
+    ON_DEMAND,
+    PREFETCHED,
+    RECOMPUTED,
+    TO_STORE,
+    Mode,
+    Run,
+    Server,
+)
 
 CUDA, SIMULATED = "cuda", "simulated"  # as `open_device` calls them
 
@@ -39,6 +52,7 @@ def command_line(description: str, *, by_layer: bool = False, sharded: bool = Fa
     parser.add_argument("--seed", type=int, default=0, help="of the conversations")
     parser.add_argument("--plot", metavar="FILE", help="draw a timeline; needs a GPU and kvoffload[plot]")
     parser.add_argument("--disk", type=Path, metavar="FILE", help="also with host memory for a quarter of the blocks")
+    shared_store.add_options(parser)
     parser.add_argument("--corrupt", action="store_true", help="spoil a stored block: the comparison has to notice")
     if by_layer:
         parser.add_argument("--layer-wise", action="store_true", help="also with layers that wait for their part only")
@@ -51,6 +65,7 @@ def command_line(description: str, *, by_layer: bool = False, sharded: bool = Fa
     chosen = {name: getattr(options, name) for name in extent._fields if name != "chunk"}
     options.extent = extent._replace(**{name: value for name, value in chosen.items() if value is not None})
     check_counts(parser, options)
+    shared_store.check_options(parser, options)
     if options.plot and options.device == SIMULATED:
         parser.error("--plot needs a GPU: times of the simulated device mean nothing")
     if sharded:
@@ -85,6 +100,14 @@ def model_size(options: argparse.Namespace) -> model.ModelSize:
     return (model.SMALL if options.small else model.ModelSize())._replace(layout=options.layout)
 
 
+def store_is_ready(options: argparse.Namespace) -> AbstractContextManager[None]:
+    """See `shared_store.ready`: serve inside it, and make the backend there."""
+    size = model_size(options)
+    work = workload.Workload(options.extent, size.vocabulary, options.seed)
+    nbytes = int(np.prod(size.cache_shape(work.blocks_in_all()))) * (4 if options.small else 2)
+    return shared_store.ready(options, (nbytes // 2 * 3 + (128 << 20)) >> 20 << 20)  # it rounds records up
+
+
 def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out: str) -> int:
     """Serve the same workload in all modes, and print the results.
 
@@ -106,10 +129,13 @@ def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out
     count = f"{len(backend.devices)} x " if len(backend.devices) > 1 else ""
     print(f"{type(backend).__name__} on {count}{device.name}", backend.size, options.extent, sep="\n")
     print(f"{work.blocks_in_all()} blocks in all, room for {device_blocks} on the device", flush=True)
-    modes = [FITS, PREFETCHED, ON_DEMAND, *([LAYER_WISE] if options.layer_wise else [])]
-    modes += [*([FROM_DISK] if options.disk else []), RECOMPUTED]
     spans: dict[str, list[timeline.Span]] = {}
-    runs = [serve(backend, work, mode, device_blocks, options, spans) for mode in modes]
+    runs: list[Run] = []
+    for mode in modes_of(options):
+        begun = work.first_turns(runs[0].tokens) if mode.from_store else ()
+        runs.append(serve(backend, work, mode, device_blocks, options, spans, begun))
+    if options.role == shared_store.WRITE:
+        return 0
     if device.simulated:
         print(f"no times: those of the simulated device mean nothing; left out as well: {left_out}")
     else:
@@ -120,6 +146,15 @@ def serve_and_compare(backend: Backend, options: argparse.Namespace, *, left_out
     return compare(runs)
 
 
+def modes_of(options: argparse.Namespace) -> list[Mode]:
+    """The modes to serve in, one after the other."""
+    if options.role == shared_store.WRITE:
+        return [TO_STORE]
+    modes = [FITS, PREFETCHED, ON_DEMAND, *([LAYER_WISE] if options.layer_wise else [])]
+    modes += [*([FROM_DISK] if options.disk else []), *([FROM_STORE] if options.store else [])]
+    return [*modes, RECOMPUTED]
+
+
 def serve(
     backend: Backend,
     work: workload.Workload,
@@ -127,8 +162,9 @@ def serve(
     device_blocks: int,
     options: argparse.Namespace,
     spans: dict[str, list[timeline.Span]],
+    begun: Sequence[list[int]] = (),
 ) -> Run:
-    """Serve the workload in one mode. With --plot, its spans go into `spans`."""
+    """Serve the workload in one mode; `begun`: see `Server`. With --plot, its spans go into `spans`."""
     num_blocks = work.blocks_in_all() if mode.fits else device_blocks
     layout = backend.new_cache(num_blocks)
     megabytes = block_bytes(layout) / 1e6
@@ -137,23 +173,55 @@ def serve(
         if options.plot and mode in (FITS, PREFETCHED, RECOMPUTED):
             notes = stack.enter_context(closing(timeline.Timeline(backend.devices[0])))
         if mode.offloads:
-            num_slots = work.blocks_in_all()  # the host has room for everything
-            if mode.from_disk:
-                num_slots = max(num_slots // 4, 2 * work.longest)
-            engine = open_engine(backend, layout, num_slots)
+            engine = open_engine(backend, layout, slots_of(work, mode))
             stack.enter_context(engine)
-            disk = options.disk if mode.from_disk else None
-            offloader = Offloader(backend, engine, notes, by_layer=mode.by_layer, corrupt=options.corrupt, disk=disk)
+            offloader = Offloader(
+                backend,
+                engine,
+                notes,
+                by_layer=mode.by_layer,
+                corrupt=options.corrupt,
+                tier=open_tier(mode, options),
+                stores=not mode.from_store,
+            )
             stack.callback(offloader.close)
-        run = Server(backend, work, mode, num_blocks, offloader, notes).run()
+            if mode.to_store:
+                offloader.clear()
+        run = Server(backend, work, mode, num_blocks, offloader, notes, begun).run()
         if notes is not None:
             spans[mode.name] = notes.spans()
+        print_counts(run, megabytes, offloader)
+    return run
+
+
+def slots_of(work: workload.Workload, mode: Mode) -> int:
+    """Host memory, in blocks."""
+    if mode.from_store:
+        return 2 * work.longest  # of which a prefix may take half; what was loaded once is gone in the next turn
+    return max(work.blocks_in_all() // 4, 2 * work.longest) if mode.from_disk else work.blocks_in_all()
+
+
+def open_tier(mode: Mode, options: argparse.Namespace) -> Tier | None:
+    """What is below the host memory in a mode; a disk has room for twice what any of these workloads has."""
+    if mode.from_disk:
+        return DiskTier(options.disk, nbytes=2 << 30, identity=shared_store.IDENTITY, reset=True)
+    return shared_store.open_tier(options.store) if mode.to_store or mode.from_store else None
+
+
+def print_counts(run: Run, megabytes: float, offloader: Offloader | None) -> None:
+    """Print how many blocks of so many MB were moved. SystemExit if a store did not take all."""
+    mode = run.mode
     print(
         f"{mode.name}: {run.evicted} blocks evicted, {run.stored} stored ({run.stored * megabytes:,.1f} MB), "
         f"{run.loaded} loaded ({run.loaded * megabytes:,.1f} MB)",
         flush=True,
     )
-    return run
+    below = None if offloader is None else offloader.tier_statistics()
+    if below is not None:
+        put, got = f"{below.bytes_written / 1e9:,.3f} GB", f"{below.bytes_read / 1e9:,.3f} GB"
+        print(f"    below the host: {below.written} blocks written ({put}), {below.read} read ({got})", flush=True)
+        if mode.to_store:
+            shared_store.check_written(below, run.stored)
 
 
 def table(runs: Sequence[Run]) -> Iterator[str]:
@@ -165,6 +233,8 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
         yield f"{run.mode.name:26} {rate:>18} {median:>20} {p95:>20}"
     yield "(ratio to the first row); tokens/s: generated tokens, all the time it took; TTFT: of turns that continue a"
     yield "conversation, from when the turn has come until its first token is on the host"
+    if any(run.mode.from_store for run in runs):
+        yield f"tokens/s of '{FROM_STORE.name}' do not compare: the first turns were served by the other process"
 
 
 def _figures(run: Run) -> tuple[float, float, float]:
@@ -177,7 +247,7 @@ def compare(runs: Sequence[Run]) -> int:
     """Print of each run how many tokens have the logits that they have with a cache that fits; the exit code."""
     fits, exit_code = runs[0], 0
     for run in runs[1:]:
-        pairs = zip(run.logits, fits.logits, strict=True)
+        pairs = zip(run.logits, fits.logits[-len(run.logits) :], strict=True)  # some begin with the second turns
         same = np.concatenate(
             [(logits.view(np.uint32) == expected.view(np.uint32)).all(axis=-1) for logits, expected in pairs]
         )

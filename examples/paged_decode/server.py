@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ class Mode(NamedTuple):
         prefetches: a load begins while the batch before decodes; otherwise when the turn has come.
         by_layer: layer k waits for its part of a load; otherwise the first layer waits for all of it.
         from_disk: the host has room for a part of the blocks, and a file for all.
+        to_store: blocks are stored in the host and in a store for other processes.
+        from_store: the first turns were served by another process, and all blocks are in a store.
     """
 
     name: str
@@ -31,6 +34,8 @@ class Mode(NamedTuple):
     prefetches: bool = False
     by_layer: bool = False
     from_disk: bool = False
+    to_store: bool = False
+    from_store: bool = False
 
 
 FITS = Mode("cache that fits", fits=True)
@@ -38,6 +43,8 @@ PREFETCHED = Mode("offload, prefetched", offloads=True, prefetches=True)
 ON_DEMAND = Mode("offload, on demand", offloads=True)
 LAYER_WISE = Mode("offload, layer-wise", offloads=True, by_layer=True)
 FROM_DISK = Mode("offload to disk, on demand", offloads=True, from_disk=True)
+TO_STORE = Mode("computed, put into the store", fits=True, offloads=True, to_store=True)
+FROM_STORE = Mode("continued from the store", offloads=True, from_store=True)
 RECOMPUTED = Mode("recomputation")
 
 
@@ -46,6 +53,7 @@ class Run(NamedTuple):
 
     Attributes:
         logits: (batch, vocabulary) of every token generated, in the order of the workload.
+        tokens: of each conversation, at its end.
         seconds: from the first turn to the last token.
         first_token_seconds: of every turn that continues a conversation, from when it has come until its first token is
             on the host.
@@ -54,6 +62,7 @@ class Run(NamedTuple):
 
     mode: Mode
     logits: list[Logits]
+    tokens: list[list[int]]
     seconds: float
     first_token_seconds: list[float]
     evicted: int
@@ -72,6 +81,7 @@ class Server:
         num_blocks: of the backend's cache.
         offloader: for modes that offload.
         timeline: notes when steps ran.
+        begun: tokens of each conversation after its first turn, if another process has served those.
     """
 
     def __init__(
@@ -82,20 +92,22 @@ class Server:
         num_blocks: int,
         offloader: Offloader | None,
         timeline: Timeline | None,
+        begun: Sequence[list[int]] = (),
     ) -> None:
         self._backend, self._workload, self._mode = backend, workload, mode
         self._offloader, self._timeline = offloader, timeline
         self._pool = BlockPool(num_blocks)
-        self._tokens: list[list[int]] = [[] for _ in workload.prompts]
+        self._tokens = [list(each) for each in begun] or [[] for _ in workload.prompts]
+        self._first_turn = 1 if begun else 0
         self._spared: set[int] = set()  # conversations of this round and the next: they keep their blocks
         self._logits: list[Logits] = []
 
     def run(self) -> Run:
         self._warm_up()
-        prompts = [iter(each) for each in self._workload.prompts]
+        prompts = [iter(each[self._first_turn :]) for each in self._workload.prompts]
         first_token_seconds: list[float] = []
         begin = time.perf_counter()
-        for batch, following in itertools.pairwise([*self._workload.rounds, []]):
+        for batch, following in itertools.pairwise([*self._workload.rounds_from(self._first_turn), []]):
             self._spared = {*batch, *following}
             if self._timeline is not None:
                 self._timeline.begin_round()
@@ -113,7 +125,9 @@ class Server:
                     self._offloader.store(each, self._tokens[each], self._pool.of[each])
         seconds = time.perf_counter() - begin
         stored, loaded = (0, 0) if self._offloader is None else self._offloader.count_blocks()
-        return Run(self._mode, self._logits, seconds, first_token_seconds, self._pool.evicted, stored, loaded)
+        return Run(
+            self._mode, self._logits, self._tokens, seconds, first_token_seconds, self._pool.evicted, stored, loaded
+        )
 
     def _begin_answer(self, conversation: int, prompt: list[int]) -> float:
         """Compute a prompt, and the first token of its answer. Returns the seconds until that token is on the host."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +50,15 @@ class Workload:
         self.rounds: list[list[int]] = np.reshape(orders, (-1, extent.batch)).tolist()
         self.generated, self.chunk = extent.generated, extent.chunk
         self.longest = max(self._sizes())
+
+    def rounds_from(self, turn: int) -> list[list[int]]:
+        """The rounds of this turn, counted from 0, and of those behind it."""
+        return self.rounds[turn * len(self.prompts) // len(self.rounds[0]) :]
+
+    def first_turns(self, tokens: Sequence[list[int]]) -> list[list[int]]:
+        """Of the tokens of each conversation those of its first prompt and answer."""
+        pairs = zip(tokens, self.prompts, strict=True)
+        return [each[: len(prompts[0]) + self.generated] for each, prompts in pairs]
 
     def blocks_in_all(self) -> int:
         """Blocks of all conversations at their end, and NULL_BLOCK."""

@@ -14,6 +14,7 @@ import math
 
 _FAILURES = 5  # in a row
 _FIRST_PAUSE = 1.0  # seconds
+_LOOK = 0.05  # seconds between looks at calls that do not return
 _LONGEST_PAUSE = 60.0
 _HUNG = 30.0  # seconds: a call that has gone on for so long is taken for one that does not return
 
@@ -54,8 +55,11 @@ class Breaker:
             longest_call: seconds that its oldest call has been going on.
         """
         hangs = longest_call >= self._hung
-        if (hangs or now - longest_call < self._late) and self.state is not BreakerState.OPEN:
+        stuck = hangs or now - longest_call < self._late
+        if stuck and self.state is not BreakerState.OPEN:
             self._open(now, self._pause if hangs else 0.0)
+        if stuck:
+            self._until = max(self._until, now + _LOOK)
         return not self.refuses(now, longest_call)
 
     def refuses(self, now: float, longest_call: float) -> bool:

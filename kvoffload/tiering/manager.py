@@ -21,6 +21,7 @@ from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiering.below import TierBelow
+from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.promotion import ChainedLoad, PromotionRecord
 from kvoffload.tiering.waker import Waker
@@ -85,9 +86,8 @@ class TierManager:
         self._recorder = index._state.recorder
         self._choice = choice
         self._settle, self._submit = settle, submit
-        waker = Waker()
+        self._waker = waker = Waker()
         self.wake = notify = waker.now  # have the thread look at everything
-        self.wake_soon = waker.soon
         most_occupied, most_leased = (max(1, int(share * index.capacity)) for share in shares)
         self._index, self._ahead = index, min(most_leased, _MOST_AHEAD)
         self._filled = False  # since the latest look at what is evicted next
@@ -116,17 +116,27 @@ class TierManager:
     def post(self, message: Message) -> None:
         """Leave a message, and wake the thread."""
         concerns_writes = isinstance(message, CacheEvent | tuple)
-        if concerns_writes and (self.closed or len(self._messages) >= MOST_MESSAGES):
+        if concerns_writes and (self.closed or len(self._messages) >= MOST_MESSAGES or self._rests()):
             if isinstance(message, CacheEvent):
                 self._lost_events = True
             return  # these may be lost
         self._messages.append(message)
         if concerns_writes:
-            self.wake_soon()
+            self._waker.soon()
         else:
             self.wake()
         if self.closed:
             self._end_messages()
+
+    def stored(self) -> None:
+        """A store was submitted: have the thread look, within 5 ms, when it ends."""
+        if not self._rests():
+            self._waker.soon()
+
+    def _rests(self) -> bool:
+        """Whether no tier is used now: requests are not to pay for it. What happens is read from the index later."""
+        now = time.monotonic()
+        return all(below.breaker.pauses(now) for below in self.tiers)
 
     # removing -----------------------------------------------------------------------------------------------------
 
@@ -167,7 +177,7 @@ class TierManager:
             self._abandon()
         while self._messages:
             self._take(self._messages.popleft())
-        if self._lost_events:
+        if self._lost_events and any(below.breaker.state is BreakerState.CLOSED for below in self.tiers):
             self._resynchronise()
         self._choose()
         for record in self._promoter.advance():

@@ -218,7 +218,7 @@ class TieredCache(BlockCache[EngineT]):
         all_or_nothing: bool = False,
     ) -> CacheJob:
         job = super().store(keys, blocks, after, tenant, all_or_nothing=all_or_nothing)
-        self._manager.wake_soon()
+        self._manager.stored()
         return job
 
     store.__doc__ = BlockCache.store.__doc__

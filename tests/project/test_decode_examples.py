@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,54 +12,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoding import (
+    BOTH,
+    EXAMPLES,
+    LAYER_WISE,
+    LAYOUTS,
+    ON_DEMAND,
+    PREFETCHED,
+    TIMES,
+    check_run,
+    needs_jax,
+    run,
+    verdicts,
+)
 from programs import run_program
 
 import kvoffload
-
-EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
-LAYOUTS = ("block-major", "plane-major")  # the first is what the examples take by default
-BOTH = ("cupy_paged_decode.py", "jax_paged_decode.py")
-COUNTS = re.compile(r"^(.+): (\d+) blocks evicted, (\d+) stored \(.*\), (\d+) loaded", re.MULTILINE)
-VERDICTS = re.compile(r"^(.+): (\d+) of (\d+) tokens have the bits of the first run: (.+)$", re.MULTILINE)
-TIMES = re.compile(r"tokens/s|TTFT|\d m?s\b|seconds")
-FITS, PREFETCHED, ON_DEMAND = "cache that fits", "offload, prefetched", "offload, on demand"
-LAYER_WISE, RECOMPUTED = "offload, layer-wise", "recomputation"
-
-
-def run(name: str, *options: str, exit_code: int = 0, warnings: str = "error") -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", warnings, str(EXAMPLES / name), *options],
-        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == exit_code, done.stdout + done.stderr
-    return done.stdout
-
-
-def counts(output: str) -> dict[str, tuple[int, ...]]:
-    """Blocks evicted, stored and loaded, by mode."""
-    return {mode: tuple(map(int, numbers)) for mode, *numbers in COUNTS.findall(output)}
-
-
-def verdicts(output: str) -> dict[str, str]:
-    return {mode: verdict for mode, *_, verdict in VERDICTS.findall(output)}
-
-
-def check_run(output: str, *modes: str) -> None:
-    """All offloading modes moved blocks, and changed no bit."""
-    moved, said = counts(output), verdicts(output)
-    assert moved[FITS] == (0, 0, 0)
-    assert set(moved) == {FITS, *modes, RECOMPUTED}
-    for mode in modes:
-        assert min(moved[mode]) > 0
-        assert said[mode] == "bitwise equal"
-    evicted, *transferred = moved[RECOMPUTED]
-    assert evicted > 0
-    assert transferred == [0, 0]
-
 
 # on the simulated device
 
@@ -74,11 +40,6 @@ def test_simulated_runs_are_bitwise_equal_and_print_no_times(name: str, layout: 
     assert f"layout='{layout}'" in output
     assert "no times: those of the simulated device mean nothing; left out as well:" in output
     assert TIMES.search(output) is None
-
-
-def needs_jax() -> None:
-    if importlib.util.find_spec("jax") is None:
-        pytest.skip("jax is not installed")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

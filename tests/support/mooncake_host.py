@@ -1,6 +1,6 @@
-"""A host of a fleet: an engine on a simulated device with its own pool, over a MooncakeTier. Lines of stdin are calls.
+"""A host of a fleet: an engine on a device with its own pool, over a MooncakeTier. Lines of stdin are calls.
 
-python tests/support/mooncake_host.py master identity segment_bytes replicas
+python tests/support/mooncake_host.py master identity segment_bytes replicas backend
 
 store 0 8    store the keys 0 to 7 with their contents, and wait until the tier has them; prints 8
 load 0 8     forget the slots, promote the keys and compare every byte; prints how many leading ones were there
@@ -16,11 +16,13 @@ import kvoffload
 from kvoffload.tiers import MooncakeTier
 
 
-def main(master: str, identity: str, segment_bytes: str, replicas: str) -> None:
+def main(master: str, identity: str, segment_bytes: str, replicas: str, backend: str) -> None:
     tier = MooncakeTier(
         master, identity=identity, segment_bytes=int(segment_bytes), replicas=int(replicas), timeout=1.0
     )
-    with tiered(tier, capacity=32) as bench:
+    device = kvoffload.open_device(backend="cuda") if backend == "cuda" else None
+    block_bytes = 64 if device is None else 512 << 10
+    with tiered(tier, capacity=32, device=device, block_bytes=block_bytes) as bench:
         print("ready", flush=True)
         for line in sys.stdin:
             call, first, last = line.split()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -12,6 +15,7 @@ from kvoffload.errors import CapabilityError
 from kvoffload.tiers import MooncakeTier
 
 STORE_BYTES = 64 << 20
+HOST_PROGRAM = Path(__file__).with_name("mooncake_host.py")
 CLIENT_TTL = 1  # seconds after which a store process that is silent counts as dead
 DISCARD = 1  # seconds after which a put that has not ended may be repeated by another one
 
@@ -89,6 +93,44 @@ class MooncakeServers:
     def __exit__(self, *_: object) -> None:
         for process in (*self.stores, self.master):
             process.kill()
+
+
+class Host:
+    """A process of `mooncake_host`, which ends with a `with` block."""
+
+    def __init__(
+        self, servers: MooncakeServers, *, segment_bytes: int = 0, replicas: int = 1, backend: str = "simulated"
+    ) -> None:
+        arguments = [servers.master.address, "hosts", str(segment_bytes), str(replicas), backend]
+        paths = [str(Path(__file__).resolve().parents[2]), *sys.path]
+        self._process = subprocess.Popen(
+            [sys.executable, str(HOST_PROGRAM), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        assert self._read() == "ready"
+
+    def ask(self, call: str) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write(call + "\n")
+        self._process.stdin.flush()
+        return int(self._read())
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
 
 class Settled:

@@ -117,12 +117,19 @@ def tiered(
     on_event: Any = None,
     policy: Any = "lru",
     write: Any = "through",
+    device: kvoffload.Device | None = None,
+    block_bytes: int = 64,
     **options: Any,
 ) -> Iterator[Bench]:
-    """A cache over some tiers; closed afterwards. `options` are the cache's. Without tiers: over a DictTier."""
-    device = simulated(seed, "no-batch")
+    """A cache over some tiers; closed afterwards. `options` are the cache's. Without tiers: over a DictTier;
+    without a device: a simulated one. In planes of group g a block has `(g + 1) * block_bytes`.
+    """
+    device = device or simulated(seed, "no-batch")
     with device:
-        planes = [device.allocate_planes(2, block_bytes=64 * (group + 1), num_blocks=blocks) for group in range(groups)]
+        planes = [
+            device.allocate_planes(2, block_bytes=block_bytes * (group + 1), num_blocks=blocks)
+            for group in range(groups)
+        ]
         layout = KVLayout(planes, **DESCRIBED)
         engine = OffloadEngine(layout, device=device, num_slots=capacity * groups, **COPY_ENGINE_ONLY)
         with engine:

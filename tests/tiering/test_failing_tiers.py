@@ -225,8 +225,27 @@ def test_what_waits_to_be_written_gives_its_slots_back_when_a_breaker_opens() ->
         assert bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
         assert bench.cache.promote(keys([0]), deadline=None).wait(SECONDS) == 0
         until(lambda: tier.statistics().queued_writes == 0)
-        bench.store(range(16, 24))
-        until(lambda: bench.cache.tier_statistics()[0].dropped == 8)
+
+
+@pytest.mark.parametrize("fault", ["fail_all", "hang_all"])
+def test_requests_leave_a_tier_alone_that_is_not_used_and_it_gets_what_they_stored_later(fault: str) -> None:
+    tier = FaultyTier(threads=1)
+    with tiered(tier, capacity=64, write="through") as bench:
+        bench.written([0])
+        getattr(tier, fault)()
+        while bench.cache.tier_statistics()[0].state is not BreakerState.OPEN:
+            bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS)
+        with bench.cache._manager._lock:  # the thread does not look
+            bench.store(range(16, 24))
+            bench.cache.touch(keys(range(16, 24)))
+            assert not bench.cache._manager._messages
+        tier.heal()
+
+        def all_written() -> bool:
+            bench.cache.promote(keys([0]), deadline=1.0).wait(SECONDS)
+            return all(tier.contains(keys(range(16, 24))))
+
+        until(all_written)
 
 
 def test_a_promotion_that_no_tier_can_lengthen_ends_at_once() -> None:

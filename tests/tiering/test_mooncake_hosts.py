@@ -2,54 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import mooncake_host
 import pytest
-from mooncake_servers import MooncakeServers
+from mooncake_servers import Host, MooncakeServers
 from servers import wait_until
 
 SEGMENT = 16 << 20
-
-
-class Host:
-    """A process of `mooncake_host`, which ends with a `with` block."""
-
-    def __init__(self, servers: MooncakeServers, *, segment_bytes: int, replicas: int) -> None:
-        arguments = [servers.master.address, "hosts", str(segment_bytes), str(replicas)]
-        paths = [str(Path(__file__).resolve().parents[2]), *sys.path]
-        self._process = subprocess.Popen(
-            [sys.executable, mooncake_host.__file__, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
-        assert self._read() == "ready"
-
-    def ask(self, call: str) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write(call + "\n")
-        self._process.stdin.flush()
-        return int(self._read())
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def __enter__(self) -> Host:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
 
 @pytest.fixture

@@ -1,0 +1,140 @@
+"""Two processes over one store: the first computes all prefixes and puts them there, the second continues from them."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from tempfile import TemporaryFile
+from typing import Any
+
+from kvoffload.commands.stores import argument, probe
+from kvoffload.tiers import Tier, TierStatistics, load_tier
+
+BOTH, WRITE, READ = "both", "write", "read"
+LOOPBACK = "127.0.0.1"
+IDENTITY = "paged decode, random weights"
+START_SECONDS = 60.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    words: Any = {"nargs": "+", "metavar": ("KIND", "NAME=VALUE")}
+    help_text = "also continue from blocks that another process has put into a store, as: mooncake master=HOST:PORT"
+    parser.add_argument("--store", help=help_text, **words)
+    help_text = "with --store mooncake: start a master and a store process for this run"
+    parser.add_argument("--start-store", action=argparse.BooleanOptionalAction, default=False, help=help_text)
+    help_text = "write: compute and put into the store; read: continue from there; both: first a process that writes"
+    parser.add_argument("--role", choices=(BOTH, WRITE, READ), default=BOTH, help=help_text)
+
+
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit with a message if options contradict each other."""
+    if options.start_store and (not options.store or options.store[0] != "mooncake"):
+        parser.error("--start-store starts a Mooncake Store: give --store mooncake")
+    if options.start_store and any(word.startswith("master=") for word in options.store):
+        parser.error("--start-store starts a master of its own: leave out master=")
+    if options.start_store and options.role != BOTH:
+        parser.error(f"--start-store ends the store with this run: leave out --role {options.role}")
+    if options.role != BOTH and not options.store:
+        parser.error(f"--role {options.role} needs --store")
+
+
+@contextmanager
+def ready(options: argparse.Namespace, nbytes: int) -> Iterator[None]:
+    """Inside, the store answers; with `--role both` another process has put all blocks into it, and has ended.
+
+    Enter it before the framework takes memory on the GPU.
+
+    Args:
+        options: with --start-store, `options.store` gets the address of the master.
+        nbytes: that the records may take in a store that is started.
+
+    Raises:
+        SystemExit: the store cannot be used, or the other process failed.
+    """
+    with ExitStack() as stack:
+        if options.start_store:
+            options.store = [*options.store, f"master={stack.enter_context(mooncake(nbytes))}", "protocol=tcp"]
+        if options.store:
+            problem = probe(options.store)["problem"]
+            if problem is not None:
+                raise SystemExit(f"--store {' '.join(options.store)} cannot be used: {problem}")
+            if options.role == BOTH:
+                print("a process that puts the blocks of all turns into the store:", flush=True)
+                roles = ["--no-start-store", "--role", WRITE, "--store", *options.store]
+                done = subprocess.run([sys.executable, *sys.argv, *roles], check=False)
+                if done.returncode != 0:
+                    raise SystemExit(f"the process that writes to the store ended with exit code {done.returncode}")
+                print("that process has ended", flush=True)
+        yield
+
+
+def open_tier(words: Sequence[str]) -> Tier:
+    """The tier that --store names, not attached yet."""
+    return load_tier(words[0], **({"identity": IDENTITY} | dict(map(argument, words[1:]))))
+
+
+def check_written(statistics: TierStatistics, num_blocks: int) -> None:
+    """SystemExit unless so many blocks are in the store."""
+    if statistics.written != num_blocks:
+        raise SystemExit(
+            f"{statistics.written} of {num_blocks} blocks are in the store ({statistics.declined} declined, "
+            f"{statistics.failed} failed): it has too little memory, or does not answer"
+        )
+
+
+@contextmanager
+def mooncake(nbytes: int) -> Iterator[str]:
+    """A Mooncake Store on loopback, with memory for `nbytes` in a process of its own; the address of its master."""
+    rpc, metrics, port = free_ports(3)
+    master, segments = f"{LOOPBACK}:{rpc}", f"http://{LOOPBACK}:{metrics}/get_all_segments"
+    of_master = [f"--rpc_address={LOOPBACK}", f"--rpc_port={rpc}", f"--metrics_host={LOOPBACK}"]
+    of_client = [f"--host={LOOPBACK}", f"--port={port}", "--metadata_server=P2PHANDSHAKE", "--protocol=tcp"]
+    of_client += [f"--master_server_address={master}", f"--global_segment_size={nbytes}"]
+    with (
+        server("mooncake.cli", [*of_master, f"--metrics_port={metrics}"], segments, b""),
+        server("mooncake.cli_client", of_client, segments, b":"),  # its memory has a name like host:port
+    ):
+        yield master
+
+
+@contextmanager
+def server(module: str, arguments: Sequence[str], url: str, expected: bytes) -> Iterator[None]:
+    """A process that runs a module, from when what is behind `url` contains `expected`; ends with the `with` block."""
+    with TemporaryFile("w+") as log:
+        process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=log, stderr=log)
+        try:
+            end = time.monotonic() + START_SECONDS
+            while not answers(url, expected):
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    said = log.read()[-2000:].strip()
+                    raise SystemExit(f"{module} has not started (pip install 'kvoffload[mooncake]'): {said}")
+                time.sleep(0.05)
+            yield
+        finally:
+            process.kill()
+            process.wait()
+
+
+def answers(url: str, expected: bytes) -> bool:
+    """Whether what is behind `url` contains `expected`."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return expected in answer.read()
+    except OSError:
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that no process listens on now."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in probes:
+            each.bind((LOOPBACK, 0))
+        return [each.getsockname()[1] for each in probes]

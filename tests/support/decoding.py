@@ -1,0 +1,74 @@
+"""Runs of the examples that decode with a paged KV cache, and what they print."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+LAYOUTS = ("block-major", "plane-major")  # the first is what the examples take by default
+BOTH = ("cupy_paged_decode.py", "jax_paged_decode.py")
+COUNTS = re.compile(r"^(.+): (\d+) blocks evicted, (\d+) stored \(.*\), (\d+) loaded", re.MULTILINE)
+VERDICTS = re.compile(r"^(.+): (\d+) of (\d+) tokens have the bits of the first run: (.+)$", re.MULTILINE)
+TIMES = re.compile(r"tokens/s|TTFT|\d m?s\b|seconds")
+FITS, PREFETCHED, ON_DEMAND = "cache that fits", "offload, prefetched", "offload, on demand"
+LAYER_WISE, RECOMPUTED = "offload, layer-wise", "recomputation"
+
+
+def run(name: str, *options: str, exit_code: int = 0, warnings: str = "error") -> str:
+    """What an example prints."""
+    done = end_of(name, *options, warnings=warnings)
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return done.stdout
+
+
+def refusal(name: str, *options: str) -> str:
+    """What an example that fails prints to stderr."""
+    done = end_of(name, *options)
+    assert done.returncode != 0, done.stdout
+    return done.stderr
+
+
+def end_of(name: str, *options: str, warnings: str = "error") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", warnings, str(EXAMPLES / name), *options],
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def counts(output: str) -> dict[str, tuple[int, ...]]:
+    """Blocks evicted, stored and loaded, by mode."""
+    return {mode: tuple(map(int, numbers)) for mode, *numbers in COUNTS.findall(output)}
+
+
+def verdicts(output: str) -> dict[str, str]:
+    return {mode: verdict for mode, *_, verdict in VERDICTS.findall(output)}
+
+
+def check_run(output: str, *modes: str, extra: str | None = None) -> None:
+    """All offloading modes moved blocks, and changed no bit; `extra` changed none."""
+    moved, said = counts(output), verdicts(output)
+    assert moved[FITS] == (0, 0, 0)
+    assert set(moved) == {FITS, *modes, RECOMPUTED} | ({extra} if extra else set())
+    assert extra is None or said[extra] == "bitwise equal"
+    for mode in modes:
+        assert min(moved[mode]) > 0
+        assert said[mode] == "bitwise equal"
+    evicted, *transferred = moved[RECOMPUTED]
+    assert evicted > 0
+    assert transferred == [0, 0]
+
+
+def needs_jax() -> None:
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("jax is not installed")
