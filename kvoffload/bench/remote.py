@@ -37,7 +37,7 @@ def add_parser(benches: Any) -> None:
     parser = add_command(
         benches,
         "remote",
-        "tiers over distributed stores compared with their clients' bare calls",
+        "tiers over stores compared with their clients' bare calls",
         "Puts records into stores and gets them with a tier and with bare batch calls of the tier's client, in "
         "interleaved rounds; then times calls and promotions. Deletes its records.",
         example="bench remote --start --sizes 2097152 --in-flight 8",
