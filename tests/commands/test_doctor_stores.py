@@ -14,7 +14,8 @@ from benching import run_json
 from mooncake_servers import MooncakeServers
 from servers import Process, ask, need_module
 
-from kvoffload.commands import findings, main, stores
+from kvoffload.commands import findings, main
+from kvoffload.terminal import stores
 
 DOCTOR = ("doctor", "--backend", "simulated")
 
@@ -69,21 +70,21 @@ def test_a_mooncake_store_is_tried(capsys: pytest.CaptureFixture[str], mooncake_
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("words", "problem", "remedy"),
     [
-        (("nothing",), "kind must be one of"),
-        (("valkey", "addresses"), "takes arguments as name=value"),
-        (("memory", "nbytes=5"), "unexpected keyword argument"),
-        (("valkey", "addresses=127.0.0.1:1", "timeout=0.05"), "127.0.0.1:1"),
+        (("nothing",), "kind must be one of", "see the arguments of its tier"),
+        (("valkey", "addresses"), "takes arguments as name=value", "see the arguments"),
+        (("memory", "nbytes=5"), "unexpected keyword argument", "see the arguments"),
+        (("valkey", "addresses=127.0.0.1:1", "timeout=0.05"), "127.0.0.1:1", "start the server, or correct"),
     ],
 )
 def test_a_store_that_cannot_be_used_fails(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], problem: str
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], problem: str, remedy: str
 ) -> None:
     need_module("glide_sync")
     fields = run_json(capsys, *DOCTOR, "--store", *words)
     assert problem in fields["stores"][0]["problem"]
-    assert any(each.startswith(f"{words[0]}: see that the server runs") for each in fields["advice"])
+    assert any(each.startswith(f"{words[0]}: {remedy}") for each in fields["advice"])
 
 
 def test_nothing_but_the_result_is_on_standard_output() -> None:
