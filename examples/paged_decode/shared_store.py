@@ -13,7 +13,8 @@ from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryFile
 from typing import Any
 
-from kvoffload.commands.stores import argument, probe
+from kvoffload.commands.stores import probe
+from kvoffload.terminal.stores import argument
 from kvoffload.tiers import Tier, TierStatistics, load_tier
 
 BOTH, WRITE, READ = "both", "write", "read"

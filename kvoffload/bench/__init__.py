@@ -16,6 +16,8 @@ The benchmarks, each with `add_parser(benches)`:
                                                          disk_report.py
                   and a GPU's transfers                  disk_gpu.py, disk_gpu_setup.py
                   that fails                             disk_failing.py, disk_faults.py, disk_failing_command.py
+    remote        tiers over distributed stores          remote.py, remote_bare.py, remote_rounds.py, remote_costs.py,
+                                                         remote_report.py, remote_servers.py
     plot          figures of saved results               plots.py
 
 What they use, lower files first:

@@ -21,7 +21,8 @@ from kvoffload.bench import disk_gpu
 from kvoffload.bench.disk_costs import measure_calls, measure_restart, restart_bytes
 from kvoffload.bench.disk_files import tier_bytes
 from kvoffload.bench.disk_report import show
-from kvoffload.bench.disk_rounds import Verified, measure_cell
+from kvoffload.bench.disk_rounds import measure_cell
+from kvoffload.bench.tier_calls import Verified
 from kvoffload.internal import hostinfo
 from kvoffload.terminal.console import Advance, CommandError, Output, as_json, mib, open_backend
 from kvoffload.terminal.files import require_writable, write_whole

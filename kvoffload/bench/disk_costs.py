@@ -11,49 +11,32 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from kvoffload.bench import tier_calls
 from kvoffload.bench.disk_files import open_tier, pages, read_superblock
-from kvoffload.bench.disk_rounds import Verified
+from kvoffload.bench.tier_calls import KEYS_OF_A_CALL, Verified, numbered_keys
 from kvoffload.terminal.console import Advance
 from kvoffload.tiers import Outcome, TierJob
 from kvoffload.tiers.checksums import DIGEST_BYTES, make_checksum
 from kvoffload.tiers.files import PAGE
 from kvoffload.tiers.format import TABLE_OFFSET, pack_header
 
-KEYS_OF_A_CALL = 64
 KEYS_OF_A_REQUEST = 512
 _LOOKUPS = 200
-_CALLS = 30
 _VERIFIED_RECORDS = 64
 _HEADERS_AT_ONCE = 4096
 
 
 def measure_calls(paths: Sequence[Path], *, slot_bytes: int, threads: int, verified: Verified) -> dict[str, Any]:
-    """Host time of `put` and `get` a key, until the call returns: wall clock and CPU of the calling thread.
-
-    The threads of the tier begin while the call is still going on.
-    """
-    count = KEYS_OF_A_CALL
-    pool = pages(count, slot_bytes)
+    """Host time of `put` and `get` a key: see `tier_calls.measure_calls`."""
+    pool = pages(KEYS_OF_A_CALL, slot_bytes)
     pool.fill(1)
-    tier = open_tier(paths, pool, 2 * count, threads=threads)
-    times: dict[str, list[tuple[float, float]]] = {"put": [], "get": []}
+    tier = open_tier(paths, pool, 2 * KEYS_OF_A_CALL, threads=threads)
     try:
-        for number in range(_CALLS):
-            keys = _keys(number * count, count)
-            for name, call in (("put", tier.put), ("get", tier.get)):
-                wall, cpu = time.perf_counter(), time.thread_time()
-                job: TierJob = call(keys, range(count))
-                times[name].append((time.perf_counter() - wall, time.thread_time() - cpu))
-                verified.missing += sum(outcome is not Outcome.DONE for outcome in job.wait())
+        calls = tier_calls.measure_calls(tier, verified)
     finally:
         tier.close()
         _remove(paths)
-    fields: dict[str, Any] = {"keys": count, "record_bytes": slot_bytes, "threads": threads}
-    for name, calls in times.items():
-        wall_times, cpu_times = zip(*calls, strict=True)
-        fields[f"{name}_us"] = statistics.median(wall_times) / count * 1e6
-        fields[f"{name}_cpu_us"] = statistics.median(cpu_times) / count * 1e6
-    return fields
+    return {"record_bytes": slot_bytes, "threads": threads} | calls
 
 
 def restart_bytes(records: int, files: int) -> int:
@@ -113,7 +96,7 @@ def _fill(path: Path, number: int, files: int, records: int, progress: Advance) 
             progress(number * len(mine) + first, records)
             headers = [
                 pack_header(
-                    checksum, member, slot=first + place, key=_keys(record, 1)[0], tenant=bytes(DIGEST_BYTES),
+                    checksum, member, slot=first + place, key=numbered_keys(record, 1)[0], tenant=bytes(DIGEST_BYTES),
                     digest=digest, nbytes=PAGE, epoch=superblock.epoch, sequence=1 + record // KEYS_OF_A_REQUEST,
                     position=record % KEYS_OF_A_REQUEST,
                 )
@@ -127,7 +110,7 @@ def _fill(path: Path, number: int, files: int, records: int, progress: Advance) 
 def _locate_us(contains: Callable[[list[bytes]], list[bool]], records: int) -> float:
     count, random, times = min(KEYS_OF_A_REQUEST, records), Random(0), []
     for _ in range(_LOOKUPS):
-        keys = _keys(random.randrange(records - count + 1), count)
+        keys = numbered_keys(random.randrange(records - count + 1), count)
         begin = time.perf_counter()
         found = contains(keys)
         times.append(time.perf_counter() - begin)
@@ -140,7 +123,7 @@ def _verify(get: Callable[[list[bytes], range], TierJob], pool: Any, records: in
     count = min(len(pool), records)
     pool.fill(1)
     step = records // count
-    outcomes = get([_keys(number * step, 1)[0] for number in range(count)], range(count)).wait()
+    outcomes = get([numbered_keys(number * step, 1)[0] for number in range(count)], range(count)).wait()
     verified.records += count
     verified.missing += sum(outcome is not Outcome.DONE for outcome in outcomes)
     verified.wrong += sum(bool(row.any()) for row in pool[:count])
@@ -149,11 +132,6 @@ def _verify(get: Callable[[list[bytes], range], TierJob], pool: Any, records: in
 def _drop_page_cache(path: Path) -> None:
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _keys(start: int, count: int) -> list[bytes]:
-    """New objects each time, as requests bring them."""
-    return [number.to_bytes(16, "little") for number in range(start + 1, start + count + 1)]
 
 
 def _remove(paths: Sequence[Path]) -> None:

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from kvoffload.bench.disk_files import tier_bytes
-from kvoffload.bench.disk_rounds import Verified
 from kvoffload.bench.field_compute import ComputeTimes, ConcurrentCompute
+from kvoffload.bench.tier_calls import Verified
 from kvoffload.device.device import Device
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine

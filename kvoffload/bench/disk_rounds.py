@@ -7,42 +7,23 @@ turns, outside of all times, what was written is synced.
 
 from __future__ import annotations
 
-import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvoffload.bench.disk_files import BareLoop, Place, open_tier, pages, places_of
+from kvoffload.bench.tier_calls import Times, Verified, carry_out
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers import DiskTier, Outcome, TierJob
+from kvoffload.tiers import DiskTier, TierJob
 
 WRITE, READ, COLD_READ, WARM_READ = "write", "read", "cold read", "warm read"
 _TIER, _BARE = 0, 1
 _WARM_UP = 1  # rounds that are not counted
 _POISON = 0xA5
 _KEY_BYTES = 16
-
-
-@dataclass
-class Verified:
-    """Records that were read and compared, and those of them that had wrong bytes or were missing."""
-
-    records: int = 0
-    wrong: int = 0
-    missing: int = 0
-
-
-@dataclass
-class _Times:
-    """Seconds of each counted round: of the tier, and of the bare loop."""
-
-    tier: list[float] = field(default_factory=list)
-    bare: list[float] = field(default_factory=list)
 
 
 def measure_cell(
@@ -64,7 +45,7 @@ def measure_cell(
         with BareLoop(paths, threads=threads, direct=direct) as bare:
             rounds = _Rounds(tier, bare, pool, paths, verified)
             operations = (WRITE, READ) if direct else (WRITE, COLD_READ, WARM_READ)
-            times = {operation: _Times() for operation in operations}
+            times = {operation: Times() for operation in operations}
             for number in range(-_WARM_UP, repeats):
                 seconds = rounds.execute(operations, bare_first=bool(number % 2))
                 for operation, (of_tier, of_bare) in seconds.items() if number >= 0 else ():
@@ -75,19 +56,7 @@ def measure_cell(
         for path in paths:
             path.unlink(missing_ok=True)
     what = {"record_bytes": slot_bytes, "threads": threads, "io": "direct" if direct else "buffered", "records": count}
-    return [what | {"operation": name} | _figures(times[name], count * slot_bytes) for name in operations]
-
-
-def _figures(times: _Times, nbytes: int) -> dict[str, Any]:
-    tier, bare = statistics.median(times.tier), statistics.median(times.bare)
-    rounds = [of_bare / of_tier for of_tier, of_bare in zip(times.tier, times.bare, strict=True)]
-    return {
-        "ratio": bare / tier,
-        "ratio_lowest_round": min(rounds),
-        "ratio_highest_round": max(rounds),
-        "tier_gb_per_s": nbytes / tier / 1e9,
-        "bare_gb_per_s": nbytes / bare / 1e9,
-    }
+    return [what | {"operation": name} | times[name].figures(count * slot_bytes) for name in operations]
 
 
 class _Rounds:
@@ -146,21 +115,9 @@ class _Rounds:
         return self._timed(self._tier.get, self._target_entries)
 
     def _timed(self, call: Callable[..., TierJob], entries: range) -> float:
-        """Seconds from the call until the last outcome, which is waited for without polling, as caches do."""
-        jobs: list[TierJob] = []
-        ended = threading.Event()
-
-        def notify() -> None:
-            if jobs and jobs[0].done:
-                ended.set()
-
         begin = time.perf_counter()
-        jobs.append(call(self._keys, entries, notify=notify))
-        notify()
-        ended.wait()
-        seconds = time.perf_counter() - begin
-        self._verified.missing += sum(outcome is not Outcome.DONE for outcome in jobs[0].outcomes)
-        return seconds
+        carry_out(call, self._keys, entries, self._verified)
+        return time.perf_counter() - begin
 
     def _write(self) -> float:
         return self._bare.write(list(self._sources), self._places)

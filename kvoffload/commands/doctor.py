@@ -17,6 +17,7 @@ from kvoffload.internal import cachefiles, hostinfo
 from kvoffload.terminal.console import Output, open_backend
 from kvoffload.terminal.machine import describe_device, missing_copiers
 from kvoffload.terminal.options import COMMON, add_command, add_common_options
+from kvoffload.terminal.stores import add_store_option
 from kvoffload.tuning import profile_for
 
 _PACKAGES = ("kvoffload", "numpy", "cuda-bindings", "cuda-core", "platformdirs", "triton")
@@ -48,15 +49,7 @@ def add_parser(commands: Any) -> None:
         metavar="FOLDER",
         help="also try a folder for a disk tier: a second and at most 256 MiB, which are removed again",
     )
-    parser.add_argument(
-        "--store",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar=("KIND", "NAME=VALUE"),
-        help="also try a remote store by 32 records of 1 MiB: the kind of its tier (mooncake, valkey, objects), and "
-        "the arguments of its class",
-    )
+    add_store_option(parser, "also try a remote store, by the kind and arguments of its tier; 32 records of 1 MiB")
     add_common_options(parser)
     parser.set_defaults(run=run)
 

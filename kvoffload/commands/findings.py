@@ -174,10 +174,7 @@ def of_stores(fields: Fields) -> Iterator[Finding]:
     for each in fields["stores"]:
         name, says = each["store"], each["says"]
         if each["problem"] is not None:
-            remedy = "see that the server runs, that this machine reaches it, and that the user may read and write"
-            if not each["made"]:
-                remedy = "nothing was asked: see the tier's arguments and packages in docs/guides/share-a-store.md"
-            yield Finding("fail", name, f"cannot be used: {each['problem']}", remedy)
+            yield Finding("fail", name, f"cannot be used: {each['problem']}", each["remedy"])
             continue
         text = f"{mib(each['probe_bytes'])}, 1 MiB each: write {each['write_gb_per_s']} GB/s, read "
         text += f"{each['read_gb_per_s']} GB/s; a question takes {each['ask_seconds'] * 1e3:.2f} ms"
@@ -187,6 +184,14 @@ def of_stores(fields: Fields) -> Iterator[Finding]:
         elif says.get("when_full") == "noeviction":
             remedy = "set its maxmemory-policy to allkeys-lru: when it is full, nothing can be put"
             yield Finding("warn", name, "evicts nothing", remedy)
+        elif "volatile" in says.get("when_full", ""):
+            remedy = "give the tier an expiry, or set maxmemory-policy to allkeys-lru"
+            yield Finding("warn", name, "evicts only records that expire", remedy)
+        if "conditional_puts" in says:
+            remedy = (
+                "if several machines write, use a store with conditional puts: here each record is sent by all of them"
+            )
+            yield Finding("warn", name, "overwrites where it is asked to create", remedy)
 
 
 def _usable_folder(each: Fields) -> Iterator[Finding]:

@@ -2,94 +2,103 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.types import UInt8Array
 from kvoffload.terminal.console import bandwidth
-from kvoffload.tiers import Outcome, RemoteTier, TierJob, load_tier
+from kvoffload.terminal.stores import Store, StoreError, store_of
+from kvoffload.tiers import Outcome, RemoteTier, TierJob
 
 _RECORDS = 32
 _RECORD_BYTES = 1 << 20
 _SECONDS = 30.0  # that a job may take
-_ENVIRONMENT = "env:"
 _OWN = {"identity": "kvoffload doctor", "prefix": "kvoffload-doctor"}
 
 
 def probe(words: Sequence[str]) -> dict[str, Any]:
-    """Findings on a store; `problem` says why a tier cannot use it, or is None; `made`: whether there is a tier at all.
+    """Findings on a store; `problem` says why a tier cannot use it and `remedy` what to do, or both are None.
 
     Args:
         words: the tier's kind, as for `load_tier`, and "name=value" for each of its arguments.
     """
     fields: dict[str, Any] = {
-        "store": words[0], "made": False, "problem": None, "says": {}, "ask_seconds": None, "probe_bytes": 0,
+        "store": words[0], "problem": None, "remedy": None, "says": {}, "ask_seconds": None, "probe_bytes": 0,
         "write_gb_per_s": None, "read_gb_per_s": None,
     }  # fmt: skip
+    store = Store(words[0], {})
     try:
-        tier = load_tier(words[0], **(_OWN | dict(map(argument, words[1:]))))
-        if not isinstance(tier, RemoteTier):
-            raise TypeError(f"{words[0]} is no tier over a remote store; try its folder with --path")
-        fields["made"] = True
-        _try(tier, fields)
+        store = store_of(words)
+        _try(store, fields)
     except Exception as error:  # of any client
-        fields["problem"] = reason(error)
+        explained = store.explained(error)
+        fields |= {"problem": explained.problem, "remedy": explained.remedy}
     return fields
 
 
-def argument(word: str, variables: Mapping[str, str] = os.environ) -> tuple[str, Any]:
-    """A tier's argument from "name=value": the value is JSON, or the variable of "env:VARIABLE", or else text."""
-    name, equals, value = word.partition("=")
-    if not equals or not name.isidentifier():
-        raise ValueError(f"--store takes arguments as name=value, got {shown(word)}")
-    if value.startswith(_ENVIRONMENT):
-        variable = value.removeprefix(_ENVIRONMENT)
-        if variable not in variables:
-            raise ValueError(f"{name}={value}: the environment has no variable {variable}")
-        return name, variables[variable]
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
-def _try(tier: RemoteTier, fields: dict[str, Any]) -> None:
+def _try(store: Store, fields: dict[str, Any]) -> None:
     memory = np.frombuffer(mmap.mmap(-1, 2 * _RECORDS * _RECORD_BYTES), np.uint8).reshape(-1, _RECORD_BYTES)
     memory[:_RECORDS] = np.frombuffer(os.urandom(_RECORD_BYTES), np.uint8)
     keys = [b"%d %d" % (os.getpid(), number) for number in range(_RECORDS)]
+    tier = store.tier(**_OWN)
     tier.attach([memory], bytes(16))
     try:
         tier.have_records(keys[:1])  # connects; what it raises says more than an outcome
         begin = time.perf_counter()
         tier.have_records(keys[:1])
         fields["ask_seconds"] = round(time.perf_counter() - begin, 6)
-        fields["says"] = tier.describe()
-        fields |= _speeds(tier, keys, memory)
+        fields["says"] = tier.describe() | _creates(store)
+        fields |= _speeds(store, tier, keys, memory)
     finally:
         tier.remove(keys).wait(_SECONDS)
         tier.close()
 
 
-def _speeds(tier: RemoteTier, keys: Sequence[bytes], memory: UInt8Array) -> dict[str, Any]:
+def _creates(store: Store) -> dict[str, str]:
+    """Of an object store, what it does if an object is to be created and there is one."""
+    if store.kind != "objects":
+        return {}
+    import obstore
+
+    client, close = store.client()
+    name = f"{_OWN['prefix']}/{secrets.token_hex(8)}"
+    try:
+        obstore.put(client, name, b"first", mode="create", use_multipart=False)
+        try:
+            obstore.put(client, name, b"second", mode="create", use_multipart=False)
+        except obstore.exceptions.AlreadyExistsError:
+            return {}
+        return {"conditional_puts": "no"}
+    finally:
+        obstore.delete(client, name)
+        close()
+
+
+def _speeds(store: Store, tier: RemoteTier, keys: Sequence[bytes], memory: UInt8Array) -> dict[str, Any]:
     nbytes = _RECORDS * _RECORD_BYTES
-    write = _seconds(tier.put(keys, range(_RECORDS)), "written")
-    read = _seconds(tier.get(keys, range(_RECORDS, 2 * _RECORDS)), "read")
+    write = _seconds(store, tier.put(keys, range(_RECORDS)), "written")
+    read = _seconds(store, tier.get(keys, range(_RECORDS, 2 * _RECORDS)), "read")
     if not np.array_equal(memory[:_RECORDS], memory[_RECORDS:]):
-        raise AssertionError("bytes that were read are not those that were written")
+        raise StoreError(store, "bytes that were read are not those that were written", "do not use it")
     return {"probe_bytes": nbytes, "write_gb_per_s": bandwidth(nbytes, write), "read_gb_per_s": bandwidth(nbytes, read)}
 
 
-def _seconds(job: TierJob, done: str) -> float:
+def _seconds(store: Store, job: TierJob, done: str) -> float:
     begin = time.perf_counter()
     outcomes = job.wait(_SECONDS)
     if set(outcomes) != {Outcome.DONE}:
         kinds = ", ".join(sorted({each.value for each in outcomes}))
-        raise OSError(f"of {len(outcomes)} records {outcomes.count(Outcome.DONE)} were {done}; outcomes: {kinds}")
+        remedy = "see that this user may read, write and delete, and what the store's log says"
+        if Outcome.DECLINED in outcomes:
+            remedy = "it has no room: let it evict, or give it more memory"
+        elif Outcome.MISSING in outcomes:
+            remedy = "it has evicted them already: give it more memory"
+        text = f"of {len(outcomes)} records {outcomes.count(Outcome.DONE)} were {done}; outcomes: {kinds}"
+        raise StoreError(store, text, remedy)
     return time.perf_counter() - begin

@@ -61,8 +61,15 @@ _IN_TIERS = {
     "bytes_read": "Bytes of records that were read.",
     "bytes_written": "Bytes of records that were written.",
     "corrupt": "Records that were read with other bytes than were written; each was a miss.",
+    "missing": "Records that were asked for and not there: never written, or evicted by the tier.",
     "failed": "Blocks for which the medium failed.",
+    "declined": "Blocks that the tier did not take, as it is full or its queue is.",
     "expired": "Blocks whose deadline passed before the tier began.",
+}
+_OF_TIERS_NOW = {
+    "queued_reads": "Blocks that wait to be read from the tier.",
+    "queued_writes": "Blocks that wait to be written to the tier.",
+    "longest_call_seconds": "How long the oldest call of the tier has been going on.",
 }
 _BREAKER = {BreakerState.CLOSED: 0, BreakerState.TRYING: 1, BreakerState.OPEN: 2}
 _METRICS = {
@@ -85,6 +92,8 @@ _METRICS = {
     "kvoffload_tier_breaker": _Metric("Gauge", "0: the tier is used; 1: it is tried; 2: it is not used.", "tier"),
     "kvoffload_tier_breaker_opened": _Metric("Counter", "How often a tier was found failing or hung.", "tier"),
     "kvoffload_tier_records": _Metric("Gauge", "Records in the tier, if it knows how many.", "tier"),
+    "kvoffload_tier_seconds_per_block": _Metric("Gauge", "What a block has taken in promotions lately.", "tier"),
+    **{f"kvoffload_tier_{name}": _Metric("Gauge", text, "tier") for name, text in _OF_TIERS_NOW.items()},
     **{
         f"kvoffload_tier_{field}": _Metric("Counter", text, "tier")
         for field, text in {**_OF_TIERS, **_IN_TIERS}.items()
@@ -244,6 +253,10 @@ def _tier_samples(statistics: BelowStatistics) -> Iterator[_Sample]:
     yield _Sample("kvoffload_tier_breaker_opened", statistics.opened, name)
     if tier.records is not None:
         yield _Sample("kvoffload_tier_records", tier.records, name)
+    if statistics.seconds_per_record is not None:
+        yield _Sample("kvoffload_tier_seconds_per_block", statistics.seconds_per_record, name)
+    for metric in _OF_TIERS_NOW:
+        yield _Sample(f"kvoffload_tier_{metric}", getattr(tier, metric.removesuffix("_seconds")), name)
     for field in _OF_TIERS:
         yield _Sample(f"kvoffload_tier_{field}", getattr(statistics, field), name)
     for field in _IN_TIERS:

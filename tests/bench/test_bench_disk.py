@@ -11,7 +11,8 @@ import pytest
 from benching import run_json
 
 from kvoffload.bench.disk_files import BareLoop, open_tier, pages, places_of
-from kvoffload.bench.disk_rounds import Verified, measure_cell
+from kvoffload.bench.disk_rounds import measure_cell
+from kvoffload.bench.tier_calls import Verified
 from kvoffload.commands import main
 from kvoffload.tiers import DiskTier, Outcome
 from kvoffload.tiers.files import OpenFile

@@ -14,7 +14,8 @@ from benching import run_json
 from mooncake_servers import MooncakeServers
 from servers import Process, ask, need_module
 
-from kvoffload.commands import findings, main, stores
+from kvoffload.commands import findings, main
+from kvoffload.terminal import stores
 
 DOCTOR = ("doctor", "--backend", "simulated")
 
@@ -22,7 +23,6 @@ DOCTOR = ("doctor", "--backend", "simulated")
 def found(**fields: Any) -> list[tuple[str, str]]:
     store: dict[str, Any] = {
         "store": "valkey",
-        "made": True,
         "problem": None,
         "says": {},
         "ask_seconds": 1e-4,
@@ -72,11 +72,11 @@ def test_a_mooncake_store_is_tried(capsys: pytest.CaptureFixture[str], mooncake_
 @pytest.mark.parametrize(
     ("words", "problem", "remedy"),
     [
-        (("nothing",), "kind must be one of", "nothing was asked"),
-        (("valkey", "addresses"), "takes arguments as name=value", "nothing was asked"),
-        (("valkey", "password=env:NOT_A_VARIABLE"), "has no variable NOT_A_VARIABLE", "nothing was asked"),
-        (("memory", "nbytes=5"), "unexpected keyword argument", "nothing was asked"),
-        (("valkey", "addresses=127.0.0.1:1", "timeout=0.05"), "127.0.0.1:1", "see that the server runs"),
+        (("nothing",), "kind must be one of", "see the arguments of its tier"),
+        (("valkey", "addresses"), "takes arguments as name=value", "see the arguments"),
+        (("valkey", "password=env:NOT_A_VARIABLE"), "has no variable NOT_A_VARIABLE", "see the arguments"),
+        (("memory", "nbytes=5"), "unexpected keyword argument", "see the arguments"),
+        (("valkey", "addresses=127.0.0.1:1", "timeout=0.05"), "127.0.0.1:1", "start the server, or correct"),
     ],
 )
 def test_a_store_that_cannot_be_used_fails(

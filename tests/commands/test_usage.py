@@ -85,6 +85,7 @@ def test_the_list_of_benchmarks_has_a_line_for_each_and_no_other(capsys: pytest.
         "submit",
         "cache",
         "disk",
+        "remote",
         "plot",
     ]
     assert [line.split()[0] for line in listed] == names

@@ -38,9 +38,11 @@ def exposed(device: kvoffload.Device) -> dict[str, set[str]]:
             cache.store([key], blocks=[1], tenant="a").wait()
             cache.lookup([key])
             cache.touch([key])
+            assert cache.drain(10)  # before another key evicts it
         engine.drain()
         engine.poll()
-        assert cache.drain(10)
+        with cache.promote(keys[:1]) as promotion:
+            assert promotion.wait(10) == 1
         found: dict[str, set[str]] = {}
         for family in text_string_to_metric_families(client.generate_latest(registry).decode()):
             for sample in family.samples:

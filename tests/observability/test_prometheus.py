@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from programs import run_program
+from servers import Process, need_module
+from tiering import SECONDS, keys, tiered
 
 from kvoffload.cache.statistics import CacheStatistics, Histogram, TenantCounts
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
@@ -17,7 +19,7 @@ from kvoffload.errors import CapabilityError, ClosedError
 from kvoffload.observability.prometheus import CacheCollector, register
 from kvoffload.tiering.below import BelowStatistics
 from kvoffload.tiering.breaker import BreakerState
-from kvoffload.tiers import TierStatistics
+from kvoffload.tiers import Outcome, TierStatistics, ValkeyTier
 
 
 def cache_statistics(**changes: Any) -> CacheStatistics:
@@ -204,7 +206,7 @@ def test_a_scrape_can_be_read_back(client: Any, registry: Any) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     cache = Stub(cache_statistics(tenants=(("t", TenantCounts()),)), Stub(engine_statistics()))
-    cache.tier_statistics = lambda: [tier_statistics(tier=TierStatistics(records=1))]  # type: ignore[attr-defined]
+    cache.tier_statistics = lambda: [tier_statistics(tier=TierStatistics(records=1), seconds_per_record=1)]  # type: ignore[attr-defined]
     register(cache, registry, model='a "b"\n\\c', gpu="é")
     families = list(text_string_to_metric_families(client.generate_latest(registry).decode()))
     described = CacheCollector(cache, model="", gpu="").describe()
@@ -351,9 +353,8 @@ def tier_statistics(**changed: Any) -> BelowStatistics:
 def test_every_count_of_a_tier_is_there(client: Any, registry: Any) -> None:
     wanted = ("opened", "promoted", "not_found", "slower", "written", "not_written", "dropped")
     counts = {name: 1000 + at for at, name in enumerate(wanted)}
-    inside = {
-        name: 2000 + at for at, name in enumerate(("bytes_read", "bytes_written", "corrupt", "failed", "expired"))
-    }
+    names = ("bytes_read", "bytes_written", "corrupt", "missing", "failed", "declined", "expired")
+    inside = {name: 2000 + at for at, name in enumerate(names)}
     cache = Stub(cache_statistics())
     cache.tier_statistics = lambda: [tier_statistics(**counts, tier=TierStatistics(records=7, **inside))]  # type: ignore[attr-defined]
     register(cache, registry, gpu="0")
@@ -363,6 +364,39 @@ def test_every_count_of_a_tier_is_there(client: Any, registry: Any) -> None:
         assert found[f"kvoffload_tier_{metric}_total"].endswith(f'{{gpu="0",tier="disk"}} {value}.0')
     assert found["kvoffload_tier_records"].endswith(" 7.0")
     assert found["kvoffload_tier_breaker"].endswith(" 0.0")
+
+
+def test_what_waits_for_a_tier_is_there(client: Any, registry: Any) -> None:
+    cache = Stub(cache_statistics())
+    inside = TierStatistics(queued_reads=3, queued_writes=5, longest_call=0.25)
+    cache.tier_statistics = lambda: [tier_statistics(tier=inside, seconds_per_record=0.125)]  # type: ignore[attr-defined]
+    register(cache, registry)
+    found = {line.split("{")[0]: line.split()[-1] for line in lines(client, registry) if 'tier="disk"' in line}
+    values = {
+        "queued_reads": "3.0",
+        "queued_writes": "5.0",
+        "longest_call_seconds": "0.25",
+        "seconds_per_block": "0.125",
+    }
+    assert {name: found[f"kvoffload_tier_{name}"] for name in values} == values
+
+
+def test_a_tier_over_a_store_is_exported(client: Any, registry: Any, valkey_server: Process) -> None:
+    need_module("glide_sync")
+    tier = ValkeyTier(valkey_server.address, identity="metrics", name="valkey of rack 7")
+    with tiered(tier) as bench:
+        register(bench.cache, registry)
+        bench.written(range(4))
+        with bench.cache.promote(keys(range(4))) as promotion:
+            assert promotion.wait(SECONDS) == 4
+        assert tier.remove(keys([4])).wait(SECONDS) == [Outcome.MISSING]
+        found = {line.split("{")[0]: line for line in lines(client, registry) if 'tier="valkey of rack 7"' in line}
+        values = {name.removeprefix("kvoffload_tier_"): float(line.split()[-1]) for name, line in found.items()}
+    assert values["seconds_per_block"] > 0
+    assert values["bytes_read_total"] == values["bytes_written_total"] == 4 * tier.record_bytes
+    expected = {"promoted_total": 4.0, "written_total": 4.0, "failed_total": 0.0, "corrupt_total": 0.0, "breaker": 0.0}
+    assert {name: values[name] for name in expected} == expected
+    assert "records" not in values, "the store does not say"
 
 
 @pytest.mark.parametrize(("state", "value"), [("CLOSED", 0), ("TRYING", 1), ("OPEN", 2)])

@@ -92,7 +92,7 @@ def test_tls_and_a_password(tmp_path: Path) -> None:
 
 
 def test_an_acl_of_the_documented_commands_is_enough(tmp_path: Path) -> None:
-    rule = "user kv on >pw ~{kvoffload/* +mget +set +exists +unlink +scan +multi +exec +info +client +ping"
+    rule = "user kv on >pw ~{kvoffload/* +mget +set +exists +unlink +scan +info +client +ping"
     with one(tmp_path / "server", "--user", *rule.split()[1:]) as server:
         tier = ValkeyTier(server.address, identity="acl", username="kv", password="pw", timeout=PATIENT)
         with RemoteSession(tier) as session:
@@ -108,7 +108,7 @@ def test_an_acl_of_the_documented_commands_is_enough(tmp_path: Path) -> None:
 
 
 def test_an_acl_for_a_cluster(valkey_cluster: ValkeyCluster) -> None:
-    rules = "+mget +set +exists +unlink +scan +multi +exec +info +client +ping +cluster|slots +cluster|myid"
+    rules = "+mget +set +exists +unlink +scan +info +client +ping +cluster|slots +cluster|myid"
     for node in valkey_cluster.nodes:
         assert ask(node.port, f"ACL SETUSER kv on >pw ~{{acl/* {rules}") == "+OK\r\n"
     tier = ValkeyTier(

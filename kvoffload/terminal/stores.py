@@ -1,0 +1,286 @@
+"""`--store KIND NAME=VALUE ...` of `doctor` and `bench remote`: a tier over a remote store, and its client alone.
+
+KIND and the names are those of `load_tier`. A VALUE is JSON, "env:VARIABLE" for what should not be in the list of
+processes, or else text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import socket
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvoffload.errors import CapabilityError
+from kvoffload.internal.checks import shown
+from kvoffload.terminal.console import CommandError
+from kvoffload.tiers import RemoteTier, load_tier
+from kvoffload.tiers.files import PAGE
+from kvoffload.tiers.mooncake_client import own_address
+
+_ENVIRONMENT = "env:"
+_SECONDS = 10.0  # of `timeout`: these commands move more at a time than caches do
+_HANDSHAKE_SECONDS = 2.0
+_MOST_TEXT = 400  # characters of what a client says: the URL comes before the reason
+
+# What clients say, in lower case; what it means; what to do.
+_MEANINGS = (
+    (
+        ("wrongpass", "noauth", "invalidaccesskeyid", "signaturedoesnotmatch", "unauthenticated", "401"),
+        "it refuses user or password",
+        "give username and password=env:VARIABLE, or of S3 access_key_id and secret_access_key in config",
+    ),
+    (
+        ("noperm", "accessdenied", "permissiondenied", "403", "forbidden"),
+        "it refuses this user",
+        "see name and password, and let the user read, write, list and delete names that begin with the prefix",
+    ),
+    (
+        ("certificate", "unknownissuer", "unknown ca"),
+        "its TLS certificate is not trusted",
+        "give ca_file, or of S3 root_certificate in client_options",
+    ),
+    (
+        ("tls", "ssl", "invalidcontenttype", "handshake", "broken pipe", "reset by peer"),
+        "one side uses TLS, and the other does not",
+        "give tls=true or leave it out, or of S3 an endpoint with https:// or http://",
+    ),
+    (("nosuchbucket",), "there is no such bucket", "create it, or give another one"),
+    (
+        ("lookup", "name or service", "nodename", "not known", "resolve"),
+        "there is no host of that name",
+        "correct the address",
+    ),
+    (("refused", "no connection"), "the connection is refused", "start the server, or correct the address"),
+    (
+        ("timed out", "timeout", "unreachable", "no route", "deadline"),
+        "it does not answer in time",
+        "see that the server runs and that this machine reaches it, or give a longer timeout",
+    ),
+)
+
+
+class StoreError(CommandError):
+    """A store cannot be used: `problem` is what is wrong, `remedy` what to do about it."""
+
+    def __init__(self, store: Store, problem: str, remedy: str) -> None:
+        super().__init__(f"{store}: {problem}; {remedy}")
+        self.problem, self.remedy = problem, remedy
+
+
+class Store:
+    """What `--store` names.
+
+    Args:
+        kind, arguments: for `load_tier`.
+    """
+
+    def __init__(self, kind: str, arguments: Mapping[str, Any]) -> None:
+        self.kind, self.arguments = kind, dict(arguments)
+        if kind in _CLIENTS:
+            self.arguments.setdefault("timeout", _SECONDS)
+
+    def tier(self, *, identity: str, prefix: str) -> RemoteTier:
+        """A tier over it, without a pool.
+
+        Raises:
+            TypeError: it is no `RemoteTier`; and what `load_tier` raises.
+        """
+        tier = load_tier(self.kind, **(self.arguments | {"identity": identity, "prefix": prefix}))
+        if not isinstance(tier, RemoteTier):
+            raise TypeError(f"{self.kind} is no tier over a remote store; try its folder with --path")
+        return tier
+
+    def client(self) -> tuple[Any, Callable[[], None]]:
+        """A client without a tier, for the calls of its package, and what closes it; its errors are its own.
+
+        Raises:
+            StoreError: the tier is of another package.
+        """
+        if self.kind not in _CLIENTS:
+            raise StoreError(self, "its client is not known", f"give one of {', '.join(_CLIENTS)}")
+        return _CLIENTS[self.kind](self)
+
+    def check(self) -> None:
+        """Ask the store for a record.
+
+        Raises:
+            StoreError: it cannot be used.
+        """
+        try:
+            tier = self.tier(identity="", prefix="kvoffload-check")
+            tier.attach([np.frombuffer(mmap.mmap(-1, PAGE), np.uint8).reshape(1, PAGE)], bytes(16))
+            try:
+                tier.have_records([b"none"])
+            finally:
+                tier.close()
+        except Exception as error:  # of any client
+            raise self.explained(error) from error
+
+    def explained(self, error: Exception) -> StoreError:
+        """What an error means, and what to do about it."""
+        if isinstance(error, StoreError):
+            return error
+        if self.kind == "valkey" and "timed out" in str(error):  # glide says so of all that is wrong with connections
+            error = _tried_connection(self.arguments) or error
+        text = " ".join(str(error).split()).partition(" Debug source")[0] or type(error).__name__
+        if isinstance(error, CapabilityError):
+            problem, _, remedy = text.rpartition("; ")
+            return StoreError(self, problem, remedy.removeprefix("install it: "))
+        if isinstance(error, TypeError | ValueError | KeyError) and not isinstance(error, OSError):
+            return StoreError(self, f"{text:.{_MOST_TEXT}}", "see the arguments of its tier")
+        for words, problem, remedy in _MEANINGS:
+            if any(word in str(error).lower() for word in words):
+                return StoreError(self, f"{problem} ({text:.{_MOST_TEXT}})", remedy)
+        return StoreError(self, f"{text:.{_MOST_TEXT}}", "see what the store's log says")
+
+    def __str__(self) -> str:
+        address = self.arguments.get(_ADDRESSES.get(self.kind, ""), "")
+        return f"--store {self.kind} {address}".rstrip()
+
+
+def add_store_option(parser: argparse.ArgumentParser, text: str) -> None:
+    """The option `--store`, which may be repeated; `stores_of` reads it."""
+    parser.add_argument(
+        "--store", nargs="+", action="append", default=[], metavar=("KIND", "NAME=VALUE"), help=text
+    )  # fmt: skip
+
+
+def store_of(words: Sequence[str]) -> Store:
+    """The store of one `--store`.
+
+    Raises:
+        ValueError: an argument.
+    """
+    return Store(words[0], dict(map(argument, words[1:])))
+
+
+def argument(word: str, variables: Mapping[str, str] = os.environ) -> tuple[str, Any]:
+    """A tier's argument from "name=value"; ValueError if it is none, or its variable is not set."""
+    name, equals, value = word.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"--store takes arguments as name=value, got {shown(word)}")
+    if value.startswith(_ENVIRONMENT):
+        variable = value.removeprefix(_ENVIRONMENT)
+        if variable not in variables:
+            raise ValueError(f"{name}={value}: the environment has no variable {variable}")
+        return name, variables[variable]
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+# clients --------------------------------------------------------------------------------------------------------------
+
+
+def _of_valkey(store: Store) -> tuple[Any, Callable[[], None]]:
+    store.tier(identity="", prefix="kvoffload")  # the package is there, and the arguments are right
+    import glide_sync as glide
+
+    given, kind = store.arguments, "Cluster" if store.arguments.get("cluster") else ""
+    ca_file, password = given.get("ca_file"), given.get("password")
+    tls = glide.TlsAdvancedConfiguration(
+        root_pem_cacerts=Path(ca_file).read_bytes() if ca_file else None,
+        client_cert_path=given.get("cert_file"),
+        client_key_path=given.get("key_file"),
+    )
+    milliseconds = round(1000 * given["timeout"])
+    configuration = getattr(glide, f"Glide{kind}ClientConfiguration")(
+        addresses=[glide.NodeAddress(*each) for each in _addresses(given)],
+        use_tls=bool(given.get("tls")),
+        credentials=None if password is None else glide.ServerCredentials(password, given.get("username")),
+        request_timeout=milliseconds,
+        lazy_connect=True,
+        advanced_config=getattr(glide, f"AdvancedGlide{kind}ClientConfiguration")(
+            connection_timeout=milliseconds, tls_config=tls
+        ),
+    )
+    client = getattr(glide, f"Glide{kind}Client").create(configuration)
+    return client, client.close
+
+
+def _of_objects(store: Store) -> tuple[Any, Callable[[], None]]:
+    store.tier(identity="", prefix="kvoffload")
+    import obstore.store
+
+    given = store.arguments
+    url: str = given["store"]
+    config: Any = given.get("config") or {}
+    if url.startswith(("file:", "memory:")):
+        return obstore.store.from_url(url, **config), lambda: None
+    seconds = timedelta(seconds=given["timeout"])
+    options: Any = {"timeout": seconds, "connect_timeout": seconds, **(given.get("client_options") or {})}
+    none: Any = {"max_retries": 0}
+    return obstore.store.from_url(url, config=config, client_options=options, retry_config=none), lambda: None
+
+
+def _of_mooncake(store: Store) -> tuple[Any, Callable[[], None]]:
+    tier: Any = store.tier(identity="", prefix="kvoffload")
+    from mooncake.store import MooncakeDistributedStore
+
+    given = store.arguments
+    master = given.get("master", "127.0.0.1:50051")
+    host, _, port = master.rpartition("://")[2].split(";")[0].rpartition(":")
+    client = MooncakeDistributedStore()
+    code = client.setup(
+        {
+            "master_server_addr": master,
+            "metadata_server": given.get("metadata_server", "P2PHANDSHAKE"),
+            "local_hostname": given.get("hostname") or own_address((host.strip("[]"), int(port))),
+            "protocol": tier.protocol,
+            "rdma_devices": given.get("devices", ""),
+            "global_segment_size": "0",
+            "local_buffer_size": "0",
+        }
+    )
+    if code != 0:
+        raise ConnectionError(f"the master has not taken this client within the timeout: error {code} of Mooncake")
+    return client, client.close
+
+
+_CLIENTS: Mapping[str, Callable[[Store], tuple[Any, Callable[[], None]]]] = {
+    "valkey": _of_valkey,
+    "objects": _of_objects,
+    "mooncake": _of_mooncake,
+}
+_ADDRESSES = {"valkey": "addresses", "objects": "store", "mooncake": "master"}  # the argument that says where it is
+KINDS = tuple(_CLIENTS)
+
+
+# what is wrong with a connection --------------------------------------------------------------------------------------
+
+
+def _addresses(given: Mapping[str, Any]) -> list[tuple[str, int]]:
+    addresses = given.get("addresses", "127.0.0.1:6379")
+    parts = [each.rpartition(":") for each in ([addresses] if isinstance(addresses, str) else addresses)]
+    return [(host.strip("[]"), int(port)) for host, _, port in parts]
+
+
+def _tried_connection(given: Mapping[str, Any]) -> Exception | None:
+    """What is wrong with a connection to the first server, or with TLS on it; None if nothing is."""
+    address, wanted, speaks = _addresses(given)[0], bool(given.get("tls")), True
+    try:
+        connection = socket.create_connection(address, _HANDSHAKE_SECONDS)
+    except OSError as error:
+        return ConnectionError(f"{address[0]}:{address[1]}: {error}")
+    with connection:
+        try:
+            context = ssl.create_default_context(cafile=given.get("ca_file"))
+            context.wrap_socket(connection, server_hostname=address[0]).close()
+        except ssl.SSLCertVerificationError as error:
+            if wanted:
+                return error
+        except OSError:
+            speaks = False
+    if speaks != wanted:
+        return ConnectionError("the server uses TLS" if speaks else "the server does not use TLS")
+    return None
