@@ -168,7 +168,7 @@ def _store(words: Sequence[str]) -> Store:
         raise CommandError(f"--store must be {', '.join(KINDS)} to be compared with its client, got {kind!r:.80}")
     try:
         return store_of(words)
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise CommandError(f"--store {kind}: {error}") from error
 
 
