@@ -51,7 +51,7 @@ def test_each_role_is_a_command_of_its_own(name: str, corrupt: bool, tmp_path: P
 def test_a_store_that_does_not_answer_is_named() -> None:
     mooncake_program("mooncake_client")
     said = refusal(BOTH[0], *FEW, "--store", "mooncake", "master=127.0.0.1:9")
-    assert "--store mooncake master=127.0.0.1:9 cannot be used: ConnectionError: no connection to the Mooncake" in said
+    assert "--store mooncake master=127.0.0.1:9 cannot be used: the connection is refused" in said
     assert "Traceback" not in said
 
 
@@ -63,7 +63,7 @@ def test_a_store_that_does_not_answer_is_named() -> None:
         (("--start-store", "--store", "mooncake", "master=127.0.0.1:9"), "leave out master="),
         (("--start-store", "--store", "mooncake", "--role", "read"), "leave out --role read"),
         (("--role", "write"), "--role write needs --store"),
-        (("--store", "memory"), "--store memory cannot be used: TypeError"),
+        (("--store", "memory"), "--store memory cannot be used: "),
         (("--store", "valkey", "6379"), "takes arguments as name=value, got '6379'"),
     ],
 )

@@ -87,7 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the soak")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    logging.getLogger("kvoffload").setLevel(logging.CRITICAL)
     tests = {
         "crashes": lambda: chaos_crashes.run(options.states, options.seed),
         "kills": lambda: kills(options.kills, options.seed),
@@ -105,4 +104,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("kvoffload").setLevel(logging.CRITICAL)  # of this process alone: tests call `main`, too
     sys.exit(main())

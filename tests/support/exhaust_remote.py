@@ -156,7 +156,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--operations", type=int, default=20_000, help="of each, counted in keys")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    logging.getLogger("kvoffload").setLevel(logging.CRITICAL)
     failed = False
     for kind in options.only or KINDS:
         begun = time.monotonic()
@@ -169,4 +168,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("kvoffload").setLevel(logging.CRITICAL)  # of this process alone: tests call `main`, too
     sys.exit(main())
