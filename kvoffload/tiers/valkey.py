@@ -74,7 +74,7 @@ class ValkeyTier(RemoteTier):
         timeout: float = 2.0,
         options: Mapping[str, Any] | None = None,
         name: str = "valkey",
-        threads: int = 8,
+        threads: int = 4,
         max_queued: int = 4096,
     ) -> None:
         queues = {"threads": threads, "max_queued": max_queued, "bytes_per_call": _BYTES_PER_CALL}
