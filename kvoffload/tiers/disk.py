@@ -11,7 +11,6 @@ from kvoffload.cache.admission import Tenant
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least
-from kvoffload.internal.log import LOGGER
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
@@ -154,7 +153,7 @@ class DiskTier(ThreadedTier):
 
     def _put_outcome(self, result: bool | OSError) -> Outcome:
         if isinstance(result, OSError):
-            LOGGER.warning("%r: a record was not written: %s", self, result)
+            self.warn(result)
             return Outcome.DECLINED if result.errno in _FULL else Outcome.FAILED
         return Outcome.DONE if result else Outcome.DECLINED
 
@@ -167,7 +166,7 @@ class DiskTier(ThreadedTier):
 
     def _get_outcome(self, result: bool | OSError) -> Outcome:
         if isinstance(result, OSError):
-            LOGGER.warning("%r: a record was not read: %s", self, result)
+            self.warn(result)
             return Outcome.FAILED
         return Outcome.DONE if result else Outcome.MISSING
 

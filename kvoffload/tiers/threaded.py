@@ -164,6 +164,10 @@ class ThreadedTier(Tier):
         """For `read_record`: the record had other bytes than were put."""
         self._workers.count(corrupt=records)
 
+    def warn(self, error: BaseException) -> None:
+        """Log why a key is FAILED or DECLINED, unless another one was logged in the 10 seconds before."""
+        self._workers.warn(error)
+
     # the interface ------------------------------------------------------------------------------------------------
 
     def attach(self, pools: Sequence[UInt8Array], layout: bytes | None) -> None:

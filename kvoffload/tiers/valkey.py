@@ -30,7 +30,7 @@ class ValkeyTier(RemoteTier):
     The server evicts by its own `maxmemory-policy`. A record is several values in one hash slot: the header, and the
     bytes of each device. They are read by one command, straight into the slots of the pool. A record of which a value
     was evicted is a miss. So is a mixture of two puts of one key at the same time, as a header is valid for one
-    payload; a transaction would exclude such mixtures, at 0.7 times the bandwidth.
+    payload.
 
     Each thread of the tier has a connection, which it makes at its first call; `attach` does not connect. A server that
     cannot be reached, or refuses the password, raises nothing: keys are FAILED, and the logger "kvoffload" warns.

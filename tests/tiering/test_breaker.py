@@ -99,8 +99,8 @@ def test_a_call_that_hangs_keeps_it_open_until_it_has_returned() -> None:
     breaker = Breaker(HUNG)
     for now in range(0, 1000, 10):
         assert not breaker.usable(float(now), HUNG + now)
-        assert breaker.pauses(now + 0.04), "nobody has to look at its calls until then"
-        assert now == 0 or not breaker.pauses(now + 0.06), "but after that: it may have returned"
+        assert breaker.pauses(now + 0.04), "its calls are not looked at before that"
+        assert now == 0 or not breaker.pauses(now + 0.06), "they may have returned"
     assert breaker.opened == 1
     assert breaker.usable(1000.0, 0.0)
 

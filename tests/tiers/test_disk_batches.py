@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from disk_sets import SLOT_BYTES, FaultyFiles, blank, open_set, payload, same, write_one
+from tier_classes import SECONDS, attached
 
+from kvoffload.tiers import DiskTier, Outcome
 from kvoffload.tiers.disk_index import DiskIndex
 from kvoffload.tiers.files import FileOperations
 from kvoffload.tiers.slot_files import SlotFiles, SlotPut
@@ -135,6 +137,22 @@ def test_a_wrong_key_among_several_changes_nothing(tmp_path: Path) -> None:
         files.write(puts, "", 1)
     assert get_all(files, [0]) == [True]
     files.close()
+
+
+def test_a_disk_that_fails_for_every_record_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    operations = FaultyFiles()
+    tier = DiskTier(tmp_path / "a.kv", nbytes=1 << 20, identity="model@1", threads=1, operations=operations)
+    keys = [b"%d" % number for number in range(8)]
+    with attached(tier):
+        assert tier.put(keys, range(8)).wait(SECONDS) == [Outcome.DONE] * 8
+        operations.failing = {"preadv": errno.EIO, "pwritev": errno.EIO}
+        assert tier.get(keys, range(8, 16)).wait(SECONDS) == [Outcome.FAILED] * 8
+        assert tier.put([b"new", b"other"], [0, 1]).wait(SECONDS) == [Outcome.FAILED] * 2
+        operations.failing = {}
+    assert len([record for record in caplog.records if "its keys are misses" in record.getMessage()]) == 1
+    assert len(caplog.records) == 1
 
 
 def opened(path: Path, **options: Any) -> DiskIndex:
