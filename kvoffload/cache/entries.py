@@ -23,10 +23,11 @@ from itertools import takewhile
 from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvoffload.errors import LayoutError, TransferError
+from kvoffload.errors import TransferError
 
 if TYPE_CHECKING:
     from kvoffload.cache.pools import Pool
+    from kvoffload.cache.requests import RequestRecord
 
 _FEW = 8  # adjacent keys; where fewer are, comparing neighbours is not worth it
 _NO_INDICES: list[int] = []
@@ -99,6 +100,7 @@ class ReservationRecord(_WithTransfers):
         indices: the entries; also `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`, how the entries were
             allocated: see `EntryTable.allocate`.
         promoted: whether a tier fills the entries, not a transfer.
+        request: the open request whose keys they are, if the call named one.
         stage: where it stands.
         jobs: transfers that fill the entries; of an aborted record, transfers that may still write them.
         watch: the weak reference to the handle, if there is one and the record is not settled.
@@ -115,6 +117,7 @@ class ReservationRecord(_WithTransfers):
         "positions",
         "present",
         "promoted",
+        "request",
         "short",
         "stage",
         "tenant",
@@ -133,8 +136,10 @@ class ReservationRecord(_WithTransfers):
         victims: list[tuple[Pool, list[bytes]]],
         declined: list[bytes],
         present: list[bytes],
+        request: RequestRecord | None = None,
     ) -> None:
         self.pool = pool
+        self.request = request
         self.tenant = tenant
         self.keys = keys
         self.positions = positions
@@ -368,28 +373,6 @@ class EntryTable:
 
     def __len__(self) -> int:
         return len(self.of)
-
-
-def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
-    """`keys` as a list of the cache's own.
-
-    Raises:
-        LayoutError: no sequence of bytes, or one that repeats a key where that is not legal.
-    """
-    if type(keys) is not list and type(keys) is not tuple:
-        if isinstance(keys, bytes | str):
-            raise LayoutError(f"keys must be a list of keys, got one: {keys!r:.80}")
-        if not isinstance(keys, Sequence):
-            raise LayoutError(f"keys must be a list of bytes, got {keys!r:.80}")
-    checked = list(keys)
-    if not set(map(type, checked)) <= {bytes}:
-        for position, key in enumerate(checked):
-            if not isinstance(key, bytes):
-                raise LayoutError(f"keys[{position}] must be bytes, got {key!r:.80}")
-        checked = list(map(bytes, checked))  # a subclass may compare in Python, and raise there
-    if not repeats and len(frozenset(checked)) != len(checked):
-        raise LayoutError("keys repeats a key; each key of a store must be given once")
-    return checked
 
 
 def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvoffload.cache.entries import ReservationRecord
 from kvoffload.cache.pools import most_victims
+from kvoffload.cache.proposals import propose
 from kvoffload.cache.state import CacheState
 
 
@@ -12,7 +13,7 @@ def reserve_each(state: CacheState, keys: list[bytes], tenant: str) -> list[Rese
 
     Under the lock, by a thread that no signal handler interrupts: an interrupt would leave keys pending for ever.
     """
-    record = state.propose(keys, tenant)
+    record = propose(state, keys, tenant)
     record.promoted, record.declined = True, []
     if not record.keys:
         return []

@@ -8,6 +8,7 @@ to a queue of the index, and the next call of the index aborts the reservation, 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -76,7 +77,7 @@ class Reservation:
 
     def slots(self, group: int = 0) -> Int64Array:
         """The engine's slots for the keys' blocks of a group: int64, (keys,)."""
-        return _slot_numbers(self.indices, self._index.num_groups, group)
+        return slot_numbers(self.indices, self._index.num_groups, group)
 
     def commit(self, *jobs: Completion) -> None:
         """Declare the slots filled: the keys are hits from now on.
@@ -145,7 +146,7 @@ class Lease:
 
     def slots(self, group: int = 0) -> Int64Array:
         """The engine's slots of the keys' blocks of a group: int64, (keys,)."""
-        return _slot_numbers(self.indices, self._index.num_groups, group)
+        return slot_numbers(self.indices, self._index.num_groups, group)
 
     def order_before(self, stream: CacheStreams) -> None:
         """Work queued on `stream` from now on starts after all entries have been written; the host does not wait.
@@ -281,6 +282,7 @@ def _check_jobs(jobs: tuple[Completion, ...], index: Owner) -> None:
             raise ValueError(f"jobs[{position}] must be of the engine whose slots these are, got {job!r:.80}")
 
 
-def _slot_numbers(indices: tuple[int, ...], num_groups: int, group: int) -> Int64Array:
+def slot_numbers(indices: Sequence[int], num_groups: int, group: int) -> Int64Array:
     """Entry `i` owns slot `i * num_groups + g` for group `g`."""
-    return np.array(indices, dtype=np.int64) * num_groups + group
+    slots = np.array(indices, dtype=np.int64)
+    return slots if num_groups == 1 else slots * num_groups + group

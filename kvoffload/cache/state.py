@@ -18,23 +18,22 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from itertools import filterfalse
 
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, Record, ReservationRecord, Stage, Watch
 from kvoffload.cache.pools import Pool, Pools
 from kvoffload.cache.repair import rebuild
-from kvoffload.cache.space import find_space, shortage
+from kvoffload.cache.requests import RequestRecord
 from kvoffload.cache.statistics import StatisticsRecorder
-from kvoffload.errors import CapacityError, MissingKeyError
 from kvoffload.internal.types import Int64Array
 
 
 class CacheState:
     """The state behind a `CacheIndex`.
 
-    A caller takes the lock, calls `enter`, calls other methods, and releases the lock. `refuse_nested` comes before
-    `enter`. The engine calls `busy` and `check_store` under the same lock; these call `enter` themselves where needed.
+    A caller takes the lock, calls `enter`, calls other methods and functions of `proposals`, and releases the lock.
+    `refuse_nested` comes before `enter`. The engine calls `busy` and `check_store` under the same lock; these call
+    `enter` themselves where needed.
 
     Attributes:
         working: a call has not returned in the thread that holds the lock; see `refuse_nested`.
@@ -75,6 +74,11 @@ class CacheState:
             "the cache was called in the middle of another call of it in the same thread: a policy, a signal handler "
             "or a finalizer must leave it alone"
         )
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether `enter` has nothing to do."""
+        return self.consistent and not (self.abandoned or self.storing or self.loading or self._awaited)
 
     def enter(self) -> None:
         """Bring the state up to date: repair, abort what was abandoned, settle what has ended."""
@@ -146,42 +150,6 @@ class CacheState:
 
     # filling ------------------------------------------------------------------------------------------------------
 
-    def propose(self, keys: list[bytes], tenant: str, all_or_nothing: bool = False) -> ReservationRecord:
-        """A record of what storing these keys would do. Changes nothing.
-
-        Raises:
-            CapacityError: `all_or_nothing`, and a missing key would be declined.
-            ValueError: no tenant of that name; or the policy names keys that must not be evicted.
-        """
-        table = self.table
-        pool = self.pools.by_tenant.get(tenant) or self.pools.of(tenant)
-        resident = table.of.__contains__
-        present = list(filter(resident, keys))
-        missing = list(filterfalse(resident, keys)) if present else keys
-        new = self.filter.passing(missing) if self.filter.store_after else missing
-        if pool.max_blocks is not None:
-            new = pool.within_quota(new, present, self.pool_number)
-        victims: list[tuple[Pool, list[bytes]]] = []
-        free, short = table.num_free, False
-        if new and (len(new) > free or pool.selective):
-            admitted, victims, short = find_space(table, self.pools, pool, new, present)
-            new = new[:admitted]
-        if all_or_nothing and len(new) < len(missing):
-            raise CapacityError(shortage(table, len(missing), len(new), short))
-        if len(new) == len(keys):
-            return self._allocated(ReservationRecord(pool, tenant, new, range(len(keys)), victims, [], present))
-        chosen = set(new)
-        positions = [place for place, key in enumerate(keys) if key in chosen]
-        declined = [key for key in missing if key not in chosen] if len(new) < len(missing) else []
-        record = ReservationRecord(pool, tenant, new, positions, victims, declined, present)
-        record.short = short
-        return self._allocated(record)
-
-    def _allocated(self, record: ReservationRecord) -> ReservationRecord:
-        if record.keys:
-            self.table.allocate(record)
-        return record
-
     def reserve(self, record: ReservationRecord) -> None:
         """Carry a proposal out."""
         self.publish(record)
@@ -205,7 +173,7 @@ class CacheState:
         pool = record.pool
         if record.keys:
             pool.stale = True
-            pool.policy.insert(record.keys)
+            pool.policy_for(record.request).insert(record.keys)
             pool.stale = False
             self.recorder.touched_at[record.indices] = 0  # new keys, which may be touched before they are stored
         if record.declined:
@@ -282,32 +250,6 @@ class CacheState:
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
-        """A record for reading the entries of these keys. Changes nothing.
-
-        Raises:
-            MissingKeyError: a key is absent or not ready.
-        """
-        table = self.table
-        indices = list(map(table.of.get, keys))
-        if None in indices or not table.pending.keys().isdisjoint(keys):
-            awaited = [self._check_readable(position, key, pending) for position, key in enumerate(keys)]
-            sources = tuple(dict.fromkeys(record for record in awaited if record is not None))
-        else:
-            sources = ()
-        return LeaseRecord(keys, indices, sources)  # type: ignore[arg-type]  # every key has an entry
-
-    def _check_readable(self, position: int, key: bytes, pending: bool) -> ReservationRecord | None:
-        """None if the key is ready, or the reservation to wait for."""
-        record, name = self.table.pending.get(key), f"keys[{position}] ({key.hex()[:16]})"
-        if key not in self.table.of:
-            raise MissingKeyError(f"{name} is not in the cache; load only what lookup() found")
-        if record is not None and not pending:
-            raise MissingKeyError(f"{name} is still being stored; load only what lookup() found")
-        if record is not None and not record.jobs:
-            raise MissingKeyError(f"{name} is reserved, and no transfer that fills it is known yet")
-        return record
-
     def begin(self, lease: LeaseRecord) -> None:
         """Hold the entries."""
         self.consistent = False
@@ -335,14 +277,23 @@ class CacheState:
             self._awaited[lease] = None
         self.consistent = True
 
-    def use(self, keys: list[bytes]) -> None:
-        """A request loads these resident keys; no repeats."""
-        used = self.table.originals(keys)
-        pools = self.pools
+    def use(self, keys: list[bytes], request: RequestRecord | None = None) -> None:
+        """A request loads these keys; those that are not resident, or were its own before, are passed over."""
+        of, pools = self.table.of, self.pools
+        loaded = dict.fromkeys(keys)
+        if request is None:
+            used = self.table.originals(filter(of.__contains__, loaded))
+        else:
+            request.check_open()
+            mine_before = request.keys
+            used = self.table.originals(key for key in loaded if key in of and key not in mine_before)
+            request.add(loaded)
+        if not used:
+            return
         for pool, mine in ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number):
             self.consistent = False
             pool.stale = True
-            pool.policy.load(mine)
+            pool.policy_for(request).load(mine)
             pool.stale = False
         self.consistent = True
 
