@@ -6,7 +6,6 @@ chain_keys           keys from token ids                                        
 CacheJob, ...        what calls return: jobs, reservations, leases                reservations.py
 CacheRequest         an open request, whose keys come in pieces                   requests.py
 CacheState           the life of reservations and leases                          state.py, entries.py, repair.py
-proposals            what a reservation or a lease would do                       proposals.py
 Tenant               quotas and priorities; which keys may be stored              admission.py
 Pools, find_space    keys by tenant and priority, and room for new ones           pools.py, space.py
 CacheStatistics      counts, histograms, events                                   statistics.py

@@ -15,22 +15,21 @@ import numpy as np
 
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_queries import BlockQueries
-from kvoffload.cache.blocks import BlockIds, ids_by_group
 from kvoffload.cache.engines import CacheAfter, EngineT
-from kvoffload.cache.entries import LeaseRecord, ReservationRecord
+from kvoffload.cache.entries import LeaseRecord, ReservationRecord, check_keys
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.keys import check_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.proposals import propose, propose_lease
 from kvoffload.cache.requests import CacheRequest, RequestRecord, record_of
-from kvoffload.cache.reservations import CacheJob, Lease, Reservation, slot_numbers
+from kvoffload.cache.reservations import CacheJob, Lease, Reservation, propose_lease, slot_numbers
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
 from kvoffload.internal.representation import HtmlRepresentation
-from kvoffload.internal.types import Int64Array
+from kvoffload.internal.types import Ids, Int64Array
+from kvoffload.layout.ids import as_ids
 from kvoffload.planning.transfer_plan import Direction
 
+BlockIds = Ids | Sequence[Ids]  # with several groups of planes a list for each
 Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
@@ -137,7 +136,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         """
         checked = check_keys(keys, repeats=False)
         per_group = self._block_ids(len(checked), blocks)
-        opened = record_of(request, self._index)
+        opened = None if request is None else record_of(request, self._index)
         state, after = self._state, self.engine.resolve(after)
         self.engine.advance()
         record: ReservationRecord | None = None
@@ -148,7 +147,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
                 try:
                     state.working = True
                     state.enter()
-                    record = propose(state, checked, tenant, all_or_nothing, opened)
+                    record = state.propose(checked, tenant, all_or_nothing, opened)
                     if opened is not None:
                         opened.add(checked)
                     jobs = self._store(record, per_group, after)
@@ -220,7 +219,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         """
         checked = check_keys(keys)
         per_group = self._block_ids(len(checked), blocks)
-        opened = record_of(request, self._index)
+        opened = None if request is None else record_of(request, self._index)
         if parts is not None:
             self._check_parts(parts)
         engine, state, after = self.engine, self._state, self.engine.resolve(after)
@@ -335,7 +334,21 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
 
     def _block_ids(self, num_keys: int, blocks: Any) -> list[Int64Array]:
         """Per group an array of shape (keys, blocks_per_slot)."""
-        return ids_by_group(self.engine.layout, num_keys, blocks)
+        layout = self.engine.layout
+        lists = [blocks] if self._groups == 1 else list(blocks)
+        if len(lists) != self._groups:
+            raise LayoutError(f"blocks must hold one list of ids per group ({self._groups}), got {len(lists)}")
+        per_group = []
+        for group, ids in enumerate(lists):
+            name = "blocks" if self._groups == 1 else f"blocks[{group}]"
+            array = as_ids(name, ids, layout.groups[group].num_blocks)
+            if len(array) != num_keys * layout.blocks_per_slot:
+                raise LayoutError(
+                    f"{name} must hold {layout.blocks_per_slot} ids per key, {num_keys * layout.blocks_per_slot} for "
+                    f"{num_keys} keys, got {len(array)}"
+                )
+            per_group.append(array.reshape(num_keys, layout.blocks_per_slot))
+        return per_group
 
     def _chosen(self, record: ReservationRecord, per_group: list[Int64Array]) -> list[Int64Array]:
         """Of each group the block ids of the record's keys."""

@@ -23,7 +23,7 @@ from itertools import takewhile
 from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvoffload.errors import TransferError
+from kvoffload.errors import LayoutError, TransferError
 
 if TYPE_CHECKING:
     from kvoffload.cache.pools import Pool
@@ -314,18 +314,6 @@ class EntryTable:
         self.pending.update(dict.fromkeys(keys, record))
         self.holds.update(dict.fromkeys(record.indices, 1))
 
-    def split(self, record: ReservationRecord) -> list[ReservationRecord]:
-        """Put a record for each key in the place of an open one."""
-        parts = []
-        for key, position, index in zip(record.keys, record.positions, record.indices, strict=True):
-            part = ReservationRecord(record.pool, record.tenant, [key], (position,), [], [], [])
-            part.indices, part.promoted = [index], record.promoted
-            parts.append(part)
-        self.reservations.update(parts)
-        self.reservations.discard(record)
-        self.pending.update(zip(record.keys, parts, strict=True))
-        return parts
-
     def still_mine(self, record: ReservationRecord) -> list[bytes]:
         """The record's keys that were not removed meanwhile."""
         found = list(map(self.of.get, record.keys))
@@ -373,6 +361,28 @@ class EntryTable:
 
     def __len__(self) -> int:
         return len(self.of)
+
+
+def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
+    """`keys` as a list of the cache's own.
+
+    Raises:
+        LayoutError: no sequence of bytes, or one that repeats a key where that is not legal.
+    """
+    if type(keys) is not list and type(keys) is not tuple:
+        if isinstance(keys, bytes | str):
+            raise LayoutError(f"keys must be a list of keys, got one: {keys!r:.80}")
+        if not isinstance(keys, Sequence):
+            raise LayoutError(f"keys must be a list of bytes, got {keys!r:.80}")
+    checked = list(keys)
+    if not set(map(type, checked)) <= {bytes}:
+        for position, key in enumerate(checked):
+            if not isinstance(key, bytes):
+                raise LayoutError(f"keys[{position}] must be bytes, got {key!r:.80}")
+        checked = list(map(bytes, checked))  # a subclass may compare in Python, and raise there
+    if not repeats and len(frozenset(checked)) != len(checked):
+        raise LayoutError("keys repeats a key; each key of a store must be given once")
+    return checked
 
 
 def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> None:

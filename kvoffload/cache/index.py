@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvoffload.cache import promoting, restoring
 from kvoffload.cache.admission import ReuseFilter, Tenant
-from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, watch
-from kvoffload.cache.keys import check_keys
+from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
-from kvoffload.cache.proposals import propose, propose_lease
 from kvoffload.cache.queries import Queries, entry
 from kvoffload.cache.requests import CacheRequest, RequestRecord, record_of
-from kvoffload.cache.reservations import Lease, Reservation, check_open
+from kvoffload.cache.reservations import Lease, Reservation, check_open, propose_lease
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, StatisticsRecorder
 from kvoffload.internal.checks import at_least
@@ -151,7 +149,7 @@ class CacheIndex(Queries):
                 try:
                     state.working = True
                     state.enter()
-                    record = propose(state, checked, tenant, all_or_nothing, opened)
+                    record = state.propose(checked, tenant, all_or_nothing, opened)
                     if opened is not None:
                         opened.add(checked)
                     handle = Reservation(self, record)

@@ -7,7 +7,6 @@ byte layout, to compute the same keys in another language, and test vectors.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -113,25 +112,3 @@ def _culprit(token_ids: Any) -> str | None:
     except TypeError:
         pass
     return None
-
-
-def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
-    """`keys` as a list of the cache's own.
-
-    Raises:
-        LayoutError: no sequence of bytes, or one that repeats a key where that is not legal.
-    """
-    if type(keys) is not list and type(keys) is not tuple:
-        if isinstance(keys, bytes | str):
-            raise LayoutError(f"keys must be a list of keys, got one: {keys!r:.80}")
-        if not isinstance(keys, Sequence):
-            raise LayoutError(f"keys must be a list of bytes, got {keys!r:.80}")
-    checked = list(keys)
-    if not set(map(type, checked)) <= {bytes}:
-        for position, key in enumerate(checked):
-            if not isinstance(key, bytes):
-                raise LayoutError(f"keys[{position}] must be bytes, got {key!r:.80}")
-        checked = list(map(bytes, checked))  # a subclass may compare in Python, and raise there
-    if not repeats and len(frozenset(checked)) != len(checked):
-        raise LayoutError("keys repeats a key; each key of a store must be given once")
-    return checked

@@ -34,9 +34,9 @@ class Pool:
         self.stale = False
         self.selective = policy.declines_with_room or max_blocks is not None
 
-    def policy_for(self, request: RequestRecord | None) -> RequestPolicy:
-        """What is told, and asked, of the keys of an open request; without one the policy itself."""
-        return self.policy if request is None else self.policy.for_request(request.notes_of(self.number))
+    def policy_for(self, request: RequestRecord) -> RequestPolicy:
+        """What is told, and asked, of the keys of an open request."""
+        return self.policy.for_request(request.notes_of(self.number))
 
     def within_quota(
         self, newcomers: list[bytes], present: Iterable[bytes], number_of: Callable[[bytes], int | None]
@@ -182,7 +182,8 @@ class Pools:
         def make_room() -> Room | None:
             room = free + found
             room = room if pool.max_blocks is None else min(room, pool.max_blocks - len(pool.policy))
-            return pool.policy_for(request).make_room(newcomers, room, protected)
+            policy = pool.policy if request is None else pool.policy_for(request)
+            return policy.make_room(newcomers, room, protected)
 
         own = None
         donors = self._donors(pool) if wanted > free else []

@@ -10,8 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from kvoffload.cache import repair
-from kvoffload.cache.entries import Status
-from kvoffload.cache.keys import check_keys
+from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvoffload.cache.engines import CacheStreams
-from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, Stage
+from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, ReservationRecord, Stage
 from kvoffload.engine.job import Job, TransferResult
-from kvoffload.errors import ClosedError
+from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
@@ -271,6 +271,33 @@ def check_open(record: ReservationRecord) -> None:
         raise ClosedError(
             f"the reservation of {len(record.keys)} keys has been settled before: it is {record.stage.value}"
         )
+
+
+def propose_lease(table: EntryTable, keys: list[bytes], pending: bool) -> LeaseRecord:
+    """A record for reading the entries of these keys. Changes nothing.
+
+    Raises:
+        MissingKeyError: a key is absent or not ready.
+    """
+    indices = list(map(table.of.get, keys))
+    if None in indices or not table.pending.keys().isdisjoint(keys):
+        awaited = [_check_readable(table, position, key, pending) for position, key in enumerate(keys)]
+        sources = tuple(dict.fromkeys(record for record in awaited if record is not None))
+    else:
+        sources = ()
+    return LeaseRecord(keys, indices, sources)  # type: ignore[arg-type]  # every key has an entry
+
+
+def _check_readable(table: EntryTable, position: int, key: bytes, pending: bool) -> ReservationRecord | None:
+    """None if the key is ready, or the reservation to wait for."""
+    record, name = table.pending.get(key), f"keys[{position}] ({key.hex()[:16]})"
+    if key not in table.of:
+        raise MissingKeyError(f"{name} is not in the cache; load only what lookup() found")
+    if record is not None and not pending:
+        raise MissingKeyError(f"{name} is still being stored; load only what lookup() found")
+    if record is not None and not record.jobs:
+        raise MissingKeyError(f"{name} is reserved, and no transfer that fills it is known yet")
+    return record
 
 
 def _check_jobs(jobs: tuple[Completion, ...], index: Owner) -> None:

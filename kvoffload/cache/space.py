@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from kvoffload.cache.entries import EntryTable
 from kvoffload.cache.policies import Protected
-from kvoffload.cache.pools import Pool, Pools
+from kvoffload.cache.pools import Pool, Pools, Space
 from kvoffload.cache.requests import RequestRecord
 
 Victims = list[tuple[Pool, list[bytes]]]
@@ -47,8 +47,10 @@ def find_space(
     free, protected = table.num_free, _protected(table, present, own)
     space = pools.make_space(pool, new, free, protected, request)
     short = space is None
-    if space is None:
-        most = pools.most_newcomers(pool, free, _protected_pools(table, present, own))
+    if space is None and request is not None:
+        new, space = _most(lambda some: pools.make_space(pool, some, free, protected, request), new)
+    elif space is None:
+        most = pools.most_newcomers(pool, free, _protected_pools(table, present))
         if 0 < most < len(new):
             new = new[:most]
             space = pools.make_space(pool, new, free, protected, request)
@@ -62,6 +64,22 @@ def find_space(
             f"{victims} keys to evict; make_room must name enough of them"
         )
     return FoundSpace(space.admitted, space.victims, short)
+
+
+def _most(make_space: Callable[[list[bytes]], Space | None], new: list[bytes]) -> tuple[list[bytes], Space | None]:
+    """As many of `new`, from the first, as find space, and that space; None if the first finds none.
+
+    A bisection, as counting the keys that an open request protects would take longer the longer it is.
+    """
+    found, space, beyond = 0, None, len(new)
+    while beyond - found > 1:
+        middle = 1 if not found else (found + beyond) // 2
+        tried = make_space(new[:middle])
+        if tried is None:
+            beyond = middle
+        else:
+            found, space = middle, tried
+    return new[:found], space
 
 
 def _check_victims(table: EntryTable, victims: Victims, protected: Protected) -> None:
@@ -92,12 +110,10 @@ def _protected(table: EntryTable, present: list[bytes], own: Collection[bytes]) 
     return lambda key: key in named or of.get(key) in held
 
 
-def _protected_pools(table: EntryTable, present: list[bytes], own: Collection[bytes]) -> list[int]:
+def _protected_pools(table: EntryTable, present: list[bytes]) -> list[int]:
     """The pool of each key that has to stay."""
-    of = table.of
     indices = {index for index in table.holds if table.keys[index] is not None}
-    indices.update(map(of.__getitem__, present))
-    indices.update(of[key] for key in own if key in of)
+    indices.update(map(table.of.__getitem__, present))
     return [table.pool_of[index] for index in indices]
 
 

@@ -18,22 +18,24 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from itertools import filterfalse
 
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, Record, ReservationRecord, Stage, Watch
 from kvoffload.cache.pools import Pool, Pools
 from kvoffload.cache.repair import rebuild
 from kvoffload.cache.requests import RequestRecord
+from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
+from kvoffload.errors import CapacityError
 from kvoffload.internal.types import Int64Array
 
 
 class CacheState:
     """The state behind a `CacheIndex`.
 
-    A caller takes the lock, calls `enter`, calls other methods and functions of `proposals`, and releases the lock.
-    `refuse_nested` comes before `enter`. The engine calls `busy` and `check_store` under the same lock; these call
-    `enter` themselves where needed.
+    A caller takes the lock, calls `enter`, calls other methods, and releases the lock. `refuse_nested` comes before
+    `enter`. The engine calls `busy` and `check_store` under the same lock; these call `enter` themselves where needed.
 
     Attributes:
         working: a call has not returned in the thread that holds the lock; see `refuse_nested`.
@@ -150,6 +152,50 @@ class CacheState:
 
     # filling ------------------------------------------------------------------------------------------------------
 
+    def propose(
+        self, keys: list[bytes], tenant: str, all_or_nothing: bool = False, request: RequestRecord | None = None
+    ) -> ReservationRecord:
+        """A record of what storing these keys, of an open request or of one of their own, would do. Changes nothing.
+
+        Raises:
+            CapacityError: `all_or_nothing`, and a missing key would be declined.
+            ValueError: no tenant of that name, or not the request's; or the policy names keys that must not be evicted.
+            ClosedError: the request has ended.
+        """
+        table = self.table
+        if request is not None:
+            tenant = request.tenant_of_call(tenant)
+        pool = self.pools.by_tenant.get(tenant) or self.pools.of(tenant)
+        resident = table.of.__contains__
+        present = list(filter(resident, keys))
+        missing = list(filterfalse(resident, keys)) if present else keys
+        new = self.filter.passing(missing) if self.filter.store_after else missing
+        if pool.max_blocks is not None:
+            new = pool.within_quota(new, present, self.pool_number)
+        victims: list[tuple[Pool, list[bytes]]] = []
+        free, short = table.num_free, False
+        if not table.capacity:
+            new, short = [], bool(missing)
+        elif new and (len(new) > free or pool.selective):
+            admitted, victims, short = find_space(table, self.pools, pool, new, present, request)
+            new = new[:admitted]
+        if all_or_nothing and len(new) < len(missing):
+            raise CapacityError(shortage(table, len(missing), len(new), short))
+        if len(new) == len(keys):
+            record = ReservationRecord(pool, tenant, new, range(len(keys)), victims, [], present, request)
+            return self._allocated(record)
+        chosen = set(new)
+        positions = [place for place, key in enumerate(keys) if key in chosen]
+        declined = [key for key in missing if key not in chosen] if len(new) < len(missing) else []
+        record = ReservationRecord(pool, tenant, new, positions, victims, declined, present, request)
+        record.short = short
+        return self._allocated(record)
+
+    def _allocated(self, record: ReservationRecord) -> ReservationRecord:
+        if record.keys:
+            self.table.allocate(record)
+        return record
+
     def reserve(self, record: ReservationRecord) -> None:
         """Carry a proposal out."""
         self.publish(record)
@@ -173,7 +219,7 @@ class CacheState:
         pool = record.pool
         if record.keys:
             pool.stale = True
-            pool.policy_for(record.request).insert(record.keys)
+            (pool.policy if record.request is None else pool.policy_for(record.request)).insert(record.keys)
             pool.stale = False
             self.recorder.touched_at[record.indices] = 0  # new keys, which may be touched before they are stored
         if record.declined:
@@ -293,7 +339,7 @@ class CacheState:
         for pool, mine in ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number):
             self.consistent = False
             pool.stale = True
-            pool.policy_for(request).load(mine)
+            (pool.policy if request is None else pool.policy_for(request)).load(mine)
             pool.stale = False
         self.consistent = True
 

@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from kvoffload.cache.admission import Tenant
-from kvoffload.cache.block_cache import BlockCache, Parts
-from kvoffload.cache.blocks import BlockIds
+from kvoffload.cache.block_cache import BlockCache, BlockIds, Parts
 from kvoffload.cache.engines import CacheAfter, EngineT
-from kvoffload.cache.entries import Status
-from kvoffload.cache.keys import check_keys
+from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.reservations import CacheJob
