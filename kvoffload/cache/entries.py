@@ -27,6 +27,7 @@ from kvoffload.errors import LayoutError, TransferError
 
 if TYPE_CHECKING:
     from kvoffload.cache.pools import Pool
+    from kvoffload.cache.requests import RequestRecord
 
 _FEW = 8  # adjacent keys; where fewer are, comparing neighbours is not worth it
 _NO_INDICES: list[int] = []
@@ -99,6 +100,7 @@ class ReservationRecord(_WithTransfers):
         indices: the entries; also `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`, how the entries were
             allocated: see `EntryTable.allocate`.
         promoted: whether a tier fills the entries, not a transfer.
+        request: the open request whose keys they are, if the call named one.
         stage: where it stands.
         jobs: transfers that fill the entries; of an aborted record, transfers that may still write them.
         watch: the weak reference to the handle, if there is one and the record is not settled.
@@ -115,6 +117,7 @@ class ReservationRecord(_WithTransfers):
         "positions",
         "present",
         "promoted",
+        "request",
         "short",
         "stage",
         "tenant",
@@ -133,8 +136,10 @@ class ReservationRecord(_WithTransfers):
         victims: list[tuple[Pool, list[bytes]]],
         declined: list[bytes],
         present: list[bytes],
+        request: RequestRecord | None = None,
     ) -> None:
         self.pool = pool
+        self.request = request
         self.tenant = tenant
         self.keys = keys
         self.positions = positions
@@ -308,18 +313,6 @@ class EntryTable:
             known[index] = key
         self.pending.update(dict.fromkeys(keys, record))
         self.holds.update(dict.fromkeys(record.indices, 1))
-
-    def split(self, record: ReservationRecord) -> list[ReservationRecord]:
-        """Put a record for each key in the place of an open one."""
-        parts = []
-        for key, position, index in zip(record.keys, record.positions, record.indices, strict=True):
-            part = ReservationRecord(record.pool, record.tenant, [key], (position,), [], [], [])
-            part.indices, part.promoted = [index], record.promoted
-            parts.append(part)
-        self.reservations.update(parts)
-        self.reservations.discard(record)
-        self.pending.update(zip(record.keys, parts, strict=True))
-        return parts
 
     def still_mine(self, record: ReservationRecord) -> list[bytes]:
         """The record's keys that were not removed meanwhile."""

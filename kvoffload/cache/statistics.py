@@ -183,6 +183,15 @@ class StatisticsRecorder:
             self._announce("hit", keys[:found])
             self._announce("miss", keys[found:])
 
+    def note_lookup_of(self, key: bytes, found: bool) -> None:
+        """The same for one key."""
+        counts = self._counts
+        counts["lookups"] += 1
+        if found:
+            counts["hits"] += 1
+        if self._on_event is not None:
+            self._announce("hit" if found else "miss", (key,))
+
     def note_stored(
         self, keys: Sequence[bytes], entries: list[int], tenant: str, kind: Literal["stored", "promoted"] = "stored"
     ) -> None:

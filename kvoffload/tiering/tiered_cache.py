@@ -12,6 +12,7 @@ from kvoffload.cache.block_cache import BlockCache, BlockIds, Parts
 from kvoffload.cache.engines import CacheAfter, EngineT
 from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.reservations import CacheJob
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.errors import ClosedError, TierError
@@ -216,8 +217,9 @@ class TieredCache(BlockCache[EngineT]):
         tenant: str = "",
         *,
         all_or_nothing: bool = False,
+        request: CacheRequest | None = None,
     ) -> CacheJob:
-        job = super().store(keys, blocks, after, tenant, all_or_nothing=all_or_nothing)
+        job = super().store(keys, blocks, after, tenant, all_or_nothing=all_or_nothing, request=request)
         self._manager.stored()
         return job
 
@@ -228,6 +230,11 @@ class TieredCache(BlockCache[EngineT]):
         self._manager.post(tuple(keys))
 
     touch.__doc__ = BlockCache.touch.__doc__
+
+    def open_request(self, tenant: str = "") -> CacheRequest:
+        return self._index.open_request(tenant, on_end=self._manager.post)
+
+    open_request.__doc__ = BlockCache.open_request.__doc__
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove keys from the slots, and from the tiers: durably, and whatever is going on with them.
