@@ -32,7 +32,7 @@ from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.groups import GroupTransfer
 from kvoffload.engine.job import Job
-from kvoffload.errors import CapacityError, TransferError
+from kvoffload.errors import CapacityError, DriverError, TransferError
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import StreamLike
 from kvoffload.vllm.planes import layout_of
@@ -135,9 +135,10 @@ class KVOffloadWorker(OffloadingWorker):
         return True
 
     def _submit(self, transfer: _Transfer, submit: Callable[[], Job]) -> None:
+        """Submit it; what cannot be submitted has failed: too many are in flight, or the driver refuses it."""
         try:
             transfer.job = submit()
-        except CapacityError as error:  # too many in flight: as if it had failed
+        except (CapacityError, DriverError, TransferError) as error:
             transfer.error = error
         self._transfers[transfer.job_id] = transfer
 
