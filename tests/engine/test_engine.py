@@ -390,7 +390,7 @@ def test_planes_that_are_not_this_devices_memory_are_refused() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_slots": 0},
+        {"num_slots": -1},
         {"num_slots": 2.0},
         {"max_in_flight": 0},
         {"sm_limit": -1},
