@@ -9,8 +9,9 @@ in every worker. Of a store:
 A load holds a lease from `prepare_load` to `complete_load`. After a reset the workers may still touch the slots of
 what was under way; these are free only at `on_reset_flushed`.
 
-vLLM 0.33 offers all chunks of running requests again after a reset, and of groups with a sliding window also those whose
-blocks other requests have by now. So chunks of these groups are not stored for requests that were there before a reset.
+vLLM 0.33 offers all chunks of running requests again after a reset, and of groups with a sliding window also those
+whose blocks other requests have by now. So chunks of these groups are not stored for requests that were there before a
+reset.
 """
 
 from __future__ import annotations
@@ -86,9 +87,7 @@ class KVOffloadManager(OffloadingManager):
         info: dict[str, Any] | None = None,
     ) -> None:
         self._events = EventLog() if enable_events else None
-        self.index = CacheIndex(
-            num_chunks, policy=policy, on_event=None if self._events is None else self._events.note
-        )
+        self.index = CacheIndex(num_chunks, policy=policy, on_event=None if self._events is None else self._events.note)
         self._info = info or {}
         self._windowed = frozenset(windowed_groups)
         self._resets = 0
@@ -167,9 +166,7 @@ class KVOffloadManager(OffloadingManager):
         if self._offers.threshold < 2:
             return keys
         self._offers.note(keys)
-        missing = [
-            key for key, status in zip(keys, self.index.status(keys), strict=True) if status is Status.MISS
-        ]
+        missing = [key for key, status in zip(keys, self.index.status(keys), strict=True) if status is Status.MISS]
         left_out = set(missing).difference(self._offers.passing(missing))
         return [key for key in keys if key not in left_out]
 
@@ -180,9 +177,7 @@ class KVOffloadManager(OffloadingManager):
         stored = [key for key in offered if key in slots]
         return stored, [slots[key] for key in stored]
 
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
-    ) -> None:
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Every worker has ended the store. The keys are hits if none has reported a failure, else missing."""
         for key in keys:
             filling = self._filling.pop(key, None)
@@ -199,8 +194,8 @@ class KVOffloadManager(OffloadingManager):
     def note_failed(self, slots: Collection[int]) -> None:
         """A worker has failed to store into these slots, or to load from them. Called before `complete_store`.
 
-        Keys being stored there will be missing. Those that were to be loaded are missing from now on, so that the request,
-        which vLLM computes again, does not fail in the same way for ever.
+        Keys being stored there will be missing. Those that were to be loaded are missing from now on, so that the
+        request, which vLLM computes again, does not fail in the same way for ever.
         """
         failed = set(slots)
         for filling in set(self._filling.values()):

@@ -28,7 +28,7 @@ class RequestState:
 
 def state_of(index: CacheIndex, context: ReqContext, resets: int) -> RequestState:
     """The state of a context, made if there is none; with an open request of the index."""
-    state = context.get_state(RequestState)
+    state: RequestState | None = context.get_state(RequestState)
     if state is None or state.owner is not index:
         state = RequestState(index, index.open_request(), resets)
         context.set_state(state)

@@ -1,7 +1,7 @@
 """A worker of vLLM's with a simulated GPU: a KV cache, a stream on which a model reads and writes it, a connector.
 
-The model's work is queued on the stream as kernels and runs when the simulated device gets there; so a transfer that does
-not wait for it, or that it does not wait for, moves or meets other bytes.
+The model's work is queued on the stream as kernels and runs when the simulated device gets there; so a transfer that
+does not wait for it, or that it does not wait for, moves or meets other bytes.
 """
 
 from __future__ import annotations

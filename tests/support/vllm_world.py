@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -26,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.forward_context import ForwardContext
+from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -143,10 +143,18 @@ class World:
 
     # steps --------------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """All requests; then every worker's bytes have been compared and nothing is held any more."""
+    def run(self, *, until_wrong: bool = False) -> None:
+        """All requests; then every worker's bytes have been compared.
+
+        Args:
+            until_wrong: end when a model has read wrong bytes, instead of raising AssertionError.
+        """
         waiting = self.prompts()
         while waiting or self.busy:
+            wrong = [each for worker in self.workers for each in worker.wrong]
+            if wrong and until_wrong:
+                return
+            assert not wrong, wrong[:4]
             while waiting and len(self.scheduler.requests) < self.setting.batch:
                 self.add(waiting.pop())
             self.step()
@@ -180,8 +188,6 @@ class World:
             for worker in self.workers:  # the host has the tokens only once the GPU has computed them
                 worker.wait_for_step(self.counts["steps"] - len(self._behind) + 1)
             self.scheduler.update_from_output(*self._behind.popleft())
-        for worker in self.workers:
-            assert not worker.wrong, worker.wrong[:4]
         if self.random.random() < self.setting.reset:
             self.scheduler.connector.reset_cache()
             self.counts["resets"] += 1
@@ -262,6 +268,9 @@ class World:
 
     def check(self) -> None:
         """Nothing is pending or held, and the index agrees with itself."""
+        for worker in self.workers:
+            worker.stream.synchronize()
+            assert not worker.wrong, worker.wrong[:4]
         self.manager.index.check()
         statistics = self.manager.index.statistics()
         self.counts["failed stores"] = statistics.failed
