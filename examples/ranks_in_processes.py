@@ -87,7 +87,7 @@ def main() -> int:
                 print(f"{process.name}: process {process.pid}")
             print(f"{work.blocks_in_all()} blocks in all, room for {work.blocks_at_once()} in each rank", flush=True)
             runs = [serve(group, work, mode, options.corrupt) for mode in (FITS, PREFETCHED, ON_DEMAND)]
-    except RankError as error:
+    except (RankError, kvoffload.TransferError) as error:
         print(error, file=sys.stderr)
         return 1
     if simulated:

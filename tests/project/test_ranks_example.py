@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from decoding import EXAMPLES, FITS, ON_DEMAND, PREFETCHED, TIMES, counts, run, verdicts
+from programs import run_program
 
 import kvoffload
 
@@ -47,6 +48,19 @@ def test_two_simulated_ranks_are_bitwise_equal_and_print_no_times() -> None:
 def test_a_block_spoiled_in_one_rank_is_noticed() -> None:
     said = verdicts(run(NAME, *SIMULATED, "--corrupt", exit_code=1))
     assert said == {PREFETCHED: "DIFFERENT", ON_DEMAND: "DIFFERENT"}
+
+
+def test_steps_that_do_not_wait_for_a_load_are_noticed() -> None:
+    program = f"""
+    import sys
+    sys.path.insert(0, {str(EXAMPLES)!r})
+    import ranks_in_processes
+    ranks_in_processes.RankGroup.follow = lambda self, transfer: None
+    sys.argv = ["", "--device", "simulated"]
+    sys.exit(ranks_in_processes.main())
+    """
+    said = verdicts(run_program(program, dev_mode=False, exit_code=1))
+    assert said[ON_DEMAND] == "DIFFERENT"
 
 
 @pytest.mark.parametrize(
@@ -89,15 +103,15 @@ def decoding(*options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]
                 os.killpg(scheduler.pid, signal.SIGKILL)
 
 
-def processes_of(session: int) -> dict[int, str]:
-    """The processes of a session, and their states; zombies are included."""
-    found = {}
+def processes_of(session: int) -> set[int]:
+    """The processes of a session that have memory, which zombies have not."""
+    found = set()
     for each in Path("/proc").iterdir():
         if each.name.isdigit():
             with contextlib.suppress(OSError):
                 state, _, _, its_session = (each / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(its_session) == session:
-                    found[int(each.name)] = state
+                if int(its_session) == session and state != "Z":
+                    found.add(int(each.name))
     return found
 
 
@@ -123,14 +137,13 @@ def check_killed_rank(*options: str) -> None:
         os.kill(ranks[1], signal.SIGKILL)
         _, errors = scheduler.communicate(timeout=60)
         assert scheduler.returncode == 1
-        assert f"rank 1 (process {ranks[1]}) was killed by SIGKILL; the other ranks are ended" in errors
-        assert "Traceback" not in errors
+        assert errors == f"rank 1 (process {ranks[1]}) was killed by SIGKILL; the other ranks are ended\n"
         wait_for_the_end_of(scheduler.pid)
 
 
 def check_killed_scheduler(*options: str) -> None:
     with decoding(*options) as (scheduler, ranks):
-        assert set(ranks) <= set(processes_of(scheduler.pid))
+        assert set(ranks) <= processes_of(scheduler.pid)
         scheduler.kill()
         scheduler.wait(60)
         wait_for_the_end_of(scheduler.pid)
@@ -263,12 +276,12 @@ def test_a_rank_that_goes_wrong_in_a_step_is_named(ranks: Any, program: str, mes
         group.open(8, 4)
         with pytest.raises(ranks("rank_processes.group").RankError, match=message):
             group.compute(step_of(ranks))
-    assert not any(process.is_alive() for process in group.processes)
+    assert not any(Path(f"/proc/{process.pid}").exists() for process in group.processes), "no process, and no zombie"
 
 
 def test_a_rank_that_does_not_answer_is_named(ranks: Any) -> None:
     with group_of(ranks, "does_not_answer", answer_seconds=5.0) as group:
-        message = r"no answer of rank 1 \(process \d+\) for 5 seconds"
+        message = r"no answer of .*rank 1 \(process \d+\) for 5 seconds"
         with pytest.raises(ranks("rank_processes.group").RankError, match=message):
             group.open(8, 4)
 
