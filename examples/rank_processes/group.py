@@ -124,13 +124,14 @@ class RankGroup:
         """Have every rank make a cache and an engine. Returns the layout of rank 0's cache, for keys.
 
         Raises:
-            RankError: blocks of the ranks do not mean the same: the layouts have different fingerprints or blocks.
+            RankError: blocks of the ranks do not mean the same: the layouts have different fingerprints.
         """
         self._send(Open(num_blocks, num_slots))
         layouts: list[kvoffload.KVLayout] = [answer.layout for answer in self._gather(Opened)]
         for rank, layout in enumerate(layouts):
-            if (layout.fingerprint, layout.groups[0].num_blocks) != (layouts[0].fingerprint, num_blocks):
-                raise RankError(f"rank {rank} has {layout}, rank 0 has {layouts[0]}: all must have the same")
+            if layout.fingerprint != layouts[0].fingerprint:
+                mine, other = (f"{each} of {each.dtype}" for each in (layout, layouts[0]))
+                raise RankError(f"rank {rank} has {mine}, rank 0 has {other}: give all ranks the same")
         return layouts[0]
 
     def submit(

@@ -279,6 +279,13 @@ def test_a_rank_that_goes_wrong_in_a_step_is_named(ranks: Any, program: str, mes
     assert not any(Path(f"/proc/{process.pid}").exists() for process in group.processes), "no process, and no zombie"
 
 
+def test_ranks_whose_blocks_mean_something_else_are_refused(ranks: Any) -> None:
+    message = r"rank 1 has KVLayout.* of int32, rank 0 has KVLayout.* of float32: give all ranks the same"
+    error = pytest.raises(ranks("rank_processes.group").RankError, match=message)
+    with group_of(ranks, "has_another_layout") as group, error:
+        group.open(8, 4)
+
+
 def test_a_rank_that_does_not_answer_is_named(ranks: Any) -> None:
     with group_of(ranks, "does_not_answer", answer_seconds=5.0) as group:
         message = r"no answer of .*rank 1 \(process \d+\) for 5 seconds"

@@ -13,6 +13,8 @@ from typing import Any
 from rank_processes import messages
 from rank_processes.rank import Setup, open_rank, serve
 
+import kvoffload
+
 FAILING_CALL = "cuMemcpyBatchAsync"  # carries every transfer of blocks that are one range
 
 
@@ -72,6 +74,15 @@ class _RaisesAtLogits(_Altered):
         return answer
 
 
+class _OtherLayout(_Altered):
+    def alter(self, answer: Any) -> Any:
+        if not isinstance(answer, messages.Opened):
+            return answer
+        options: dict[str, Any] = {name: getattr(answer.layout, name) for name in ("tokens_per_block", "block_axes")}
+        groups = [group.planes for group in answer.layout.groups]
+        return messages.Opened(kvoffload.KVLayout(groups, dtype="int32", **options))
+
+
 def is_killed(connection: Connection, setup: Setup) -> None:
     serve(_KilledAtProduct(connection) if setup.rank == 1 else connection, setup)  # type: ignore[arg-type]
 
@@ -82,6 +93,10 @@ def has_other_logits(connection: Connection, setup: Setup) -> None:
 
 def raises(connection: Connection, setup: Setup) -> None:
     serve(_RaisesAtLogits(connection) if setup.rank == 1 else connection, setup)  # type: ignore[arg-type]
+
+
+def has_another_layout(connection: Connection, setup: Setup) -> None:
+    serve(_OtherLayout(connection) if setup.rank == 1 else connection, setup)  # type: ignore[arg-type]
 
 
 def does_not_answer(connection: Connection, setup: Setup) -> None:
