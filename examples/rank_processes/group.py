@@ -247,7 +247,7 @@ class RankGroup:
         except (EOFError, OSError):
             raise self._dead(rank) from None
         if isinstance(answer, Raised):
-            raise RankError(f"{self._name(rank)} raised an exception:\n{answer.text}")
+            raise self._raised(rank, answer)
         if not isinstance(answer, Ended):
             return rank, answer
         transfer = self._transfers[answer.number]
@@ -257,7 +257,18 @@ class RankGroup:
             self.blocks[transfer.direction] += 0 if transfer.errors else transfer.num_blocks
         return None
 
+    def _raised(self, rank: int, answer: Raised) -> RankError:
+        return RankError(f"{self._name(rank)} raised an exception:\n{answer.text}")
+
     def _dead(self, rank: int) -> RankError:
+        """Why a rank's pipe is closed: its last message says so, or how its process has ended."""
+        try:
+            while self._connections[rank].poll():
+                answer: Answer = self._connections[rank].recv()
+                if isinstance(answer, Raised):
+                    return self._raised(rank, answer)
+        except (EOFError, OSError):
+            pass
         process = self.processes[rank]
         process.join(END_SECONDS)
         code = process.exitcode

@@ -279,6 +279,14 @@ def test_a_rank_that_goes_wrong_in_a_step_is_named(ranks: Any, program: str, mes
     assert not any(Path(f"/proc/{process.pid}").exists() for process in group.processes), "no process, and no zombie"
 
 
+def test_a_rank_that_raised_before_a_message_was_sent_to_it_is_named_with_its_exception(ranks: Any) -> None:
+    message = r"(?s)rank 1 \(process \d+\) raised an exception:\nTraceback .*ZeroDivisionError: before any message"
+    error = pytest.raises(ranks("rank_processes.group").RankError, match=message)
+    with group_of(ranks, "raises_at_once") as group, error:
+        group.processes[1].join(60)
+        group.open(8, 4)
+
+
 def test_ranks_whose_blocks_mean_something_else_are_refused(ranks: Any) -> None:
     message = r"rank 1 has KVLayout.* of int32, rank 0 has KVLayout.* of float32: give all ranks the same"
     error = pytest.raises(ranks("rank_processes.group").RankError, match=message)

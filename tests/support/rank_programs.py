@@ -99,6 +99,13 @@ def has_another_layout(connection: Connection, setup: Setup) -> None:
     serve(_OtherLayout(connection) if setup.rank == 1 else connection, setup)  # type: ignore[arg-type]
 
 
+def raises_at_once(connection: Connection, setup: Setup) -> None:
+    with open_rank(connection, setup) as rank:
+        if setup.rank == 1:
+            raise ZeroDivisionError("before any message")
+        rank.run()
+
+
 def does_not_answer(connection: Connection, setup: Setup) -> None:
     """Rank 1 reads all messages, and answers none, until the pipe is closed."""
     if setup.rank != 1:
