@@ -23,7 +23,7 @@ from rank_processes.offload import IndexedOffloader
 
 import kvoffload
 
-MEDIUM = workload.Extent(8, 3, 4, 16, 256, first_prompt=(512, 1024), later_prompt=(32, 128))
+MEDIUM = workload.Extent(8, 3, 2, 16, 256, first_prompt=(512, 1024), later_prompt=(32, 128))
 
 
 class GroupComputer:

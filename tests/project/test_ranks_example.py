@@ -45,6 +45,14 @@ def test_two_simulated_ranks_are_bitwise_equal_and_print_no_times() -> None:
     assert TIMES.search(output) is None
 
 
+def test_the_conversations_do_not_fit_into_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example, workload = import_module("ranks_in_processes"), import_module("paged_decode.workload")
+    for extent in (example.MEDIUM, workload.SMALL):
+        work = workload.Workload(extent, 1000)
+        assert work.blocks_at_once() < work.blocks_in_all()
+
+
 def test_a_block_spoiled_in_one_rank_is_noticed() -> None:
     said = verdicts(run(NAME, *SIMULATED, "--corrupt", exit_code=1))
     assert said == {PREFETCHED: "DIFFERENT", ON_DEMAND: "DIFFERENT"}
