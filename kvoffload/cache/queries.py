@@ -134,6 +134,31 @@ class Queries:
         """Record that a request with these keys, found or not, has ended. Once per request: see `BlockCache.touch`."""
         self._touch(list(dict.fromkeys(check_keys(keys))))
 
+    # looking ------------------------------------------------------------------------------------------------------
+
+    @entry
+    def statistics(self) -> CacheStatistics:
+        """Counts now and since the cache was created."""
+        table = self._state.table
+        pinned = {index for lease in table.leases for index in lease.indices}
+        return self._state.recorder.statistics(
+            capacity=self.capacity,
+            resident=len(table) - len(table.pending),
+            pending=len(table.pending),
+            pinned=len(pinned),
+        )
+
+    @entry
+    def check(self) -> None:
+        """Verify that derived state, and what each policy knows, agree with the truth (see GLOSSARY); meant for tests.
+
+        Raises:
+            AssertionError: it does not; the message says where.
+        """
+        state = self._state
+        repair.check(state.table)
+        state.pools.check(list(state.table.of), state.pool_number)
+
     # showing ------------------------------------------------------------------------------------------------------
 
     @property
@@ -173,32 +198,9 @@ class Queries:
         state, table = self._state, self._state.table
         entries = [entry for entry in map(table.of.get, used) if entry is not None]
         state.recorder.note_touched(np.array(entries, dtype=np.int64), len(used))
-        for pool, mine in state.pools.split(table.originals(used), state.pool_number):
+        for pool, mine in state.pools.split(table.originals(used), state.pool_number) if table.capacity else ():
             state.consistent = False
             pool.stale = True
             pool.policy.touch(mine)
             pool.stale = False
         state.consistent = True
-
-    @entry
-    def statistics(self) -> CacheStatistics:
-        """Counts now and since the cache was created."""
-        table = self._state.table
-        pinned = {index for lease in table.leases for index in lease.indices}
-        return self._state.recorder.statistics(
-            capacity=self.capacity,
-            resident=len(table) - len(table.pending),
-            pending=len(table.pending),
-            pinned=len(pinned),
-        )
-
-    @entry
-    def check(self) -> None:
-        """Verify that derived state, and what each policy knows, agree with the truth (see GLOSSARY); meant for tests.
-
-        Raises:
-            AssertionError: it does not; the message says where.
-        """
-        state = self._state
-        repair.check(state.table)
-        state.pools.check(list(state.table.of), state.pool_number)

@@ -752,7 +752,7 @@ def test_bytes_of_every_length_are_keys(index: CacheIndex) -> None:
 
 SHARED = LRU()
 BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"capacity": 0}, ValueError, "capacity must be an integer of at least 1, got 0"),
+    ({"capacity": -1}, ValueError, "capacity must be an integer of at least 0, got -1"),
     ({"capacity": 2.5}, ValueError, "capacity .* got 2.5"),
     ({"capacity": True}, ValueError, "capacity .* got True"),
     ({"store_after": -1}, ValueError, "store_after must be an integer of at least 0, got -1"),

@@ -207,7 +207,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pending-keys-are-hits",
-        "cache/index.py",
+        "cache/queries.py",
         "        if table.pending:\n            found = next(",
         "        if False:\n            found = next(",
         (f"{CACHE}::test_a_key_is_no_hit_before_its_bytes_are_there",),
@@ -222,7 +222,7 @@ MUTATIONS = (
     Mutation(
         "victims-are-not-checked",
         "cache/space.py",
-        "    _check_victims(table, space.victims, set(present))\n",
+        "    _check_victims(table, space.victims, protected)\n",
         "",
         (f"{CACHE}::test_victims_that_may_not_go_are_not_taken",),
     ),
@@ -242,7 +242,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pending-keys-count-as-resident",
-        "cache/index.py",
+        "cache/queries.py",
         "resident=len(table) - len(table.pending),",
         "resident=len(table),",
         (f"{CACHE}::test_a_removed_key_is_not_resident",),
