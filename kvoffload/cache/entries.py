@@ -277,7 +277,8 @@ class EntryTable:
     def publish(self, record: ReservationRecord, *, several_pools: bool) -> None:
         """Change the truth: the victims are gone, the record's keys are pending. `fill` or `withdraw` follows."""
         of, pool_of, number = self.of, self.pool_of, record.pool.number
-        pool_of.extend(array("I", (number,)) * (len(self.keys) + record.num_unused - len(pool_of)))
+        if record.num_unused:
+            pool_of.extend(array("I", (number,)) * (len(self.keys) + record.num_unused - len(pool_of)))
         record.victim_pools = [pool_of[index] for index in record.victim_indices] if several_pools else []
         for key in record.evicted:
             del of[key]

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-
 from kvoffload.cache import repair
 from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.state import CacheState
@@ -197,7 +195,7 @@ class Queries:
         """`used`: no repeats."""
         state, table = self._state, self._state.table
         entries = [entry for entry in map(table.of.get, used) if entry is not None]
-        state.recorder.note_touched(np.array(entries, dtype=np.int64), len(used))
+        state.recorder.note_touched(entries, len(used))
         for pool, mine in state.pools.split(table.originals(used), state.pool_number) if table.capacity else ():
             state.consistent = False
             pool.stale = True

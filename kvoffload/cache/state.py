@@ -221,7 +221,7 @@ class CacheState:
             pool.stale = True
             (pool.policy if record.request is None else pool.policy_for(record.request)).insert(record.keys)
             pool.stale = False
-            self.recorder.touched_at[record.indices] = 0  # new keys, which may be touched before they are stored
+            self.recorder.note_new(record.indices)
         if record.declined:
             self.recorder.note("declined", record.declined, record.tenant)
         self.consistent = True

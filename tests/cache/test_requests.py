@@ -323,7 +323,7 @@ def test_an_exception_ends_it_without_a_touch() -> None:
         raise ZeroDivisionError
     assert request.ended
     assert index.statistics().reuse_distance_blocks.total == 0
-    assert index._state.recorder.touched_at[0] == 0
+    assert index._state.recorder._touched_at[0] == 0
 
 
 def test_a_dropped_request_leaves_nothing_behind(policy: Any) -> None:
