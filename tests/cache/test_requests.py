@@ -111,7 +111,7 @@ def test_other_requests_may_evict_them_unless_they_are_leased(policy: Any) -> No
 
 
 def test_a_policy_that_names_its_keys_is_refused() -> None:
-    class Spiteful(LRU):
+    class Spiteful(Fifo):
         def victims(self, count: int, protected: Protected) -> list[bytes] | None:
             del protected
             return super().victims(count, lambda _: False)
@@ -226,10 +226,11 @@ def test_a_request_in_pieces_is_ordered_like_one_in_one_call(policy: Any, pieces
     assert order(*pieces, handle=True) == order(12, handle=False)
 
 
+@pytest.mark.parametrize("policy", ["prefix", "lru"])
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_prefix_evicts_the_deepest_keys_of_an_open_request_first(size: int) -> None:
+def test_the_deepest_keys_of_an_open_request_are_evicted_first(policy: Any, size: int) -> None:
     """When another request needs their entries."""
-    index = CacheIndex(32)
+    index = CacheIndex(32, policy=policy)
     request = index.open_request()
     for begin in range(0, 32, size):
         stored(index, *range(begin, begin + size), request=request)
@@ -263,6 +264,27 @@ def test_prefix_has_no_key_twice_when_keys_come_back() -> None:
     stored(index, *range(9), request=request)
     order = list(index._state.pools.all[0].policy)
     assert len(order) == len(set(order)) == len(index)
+    index.check()
+
+
+def test_lru_keeps_a_loaded_head_before_the_tail() -> None:
+    index = CacheIndex(8, policy="lru")
+    stored(index, 0, 1)
+    stored(index, 100, 101)
+    request = index.open_request()
+    index.load(keys(0, 1), request)
+    stored(index, 2, 3, request=request)
+    index.load(keys(100))
+    policy = index._state.pools.all[0].policy
+    assert list(policy) == keys(101, 3, 2, 1, 0, 100)
+    index.load(keys(1))
+    index.remove(keys(0, 2, 3))
+    assert list(policy) == keys(101, 100, 1)
+    assert len(policy) == 3
+    stored(index, 4, 5, request=request)
+    assert list(policy) == keys(101, 100, 1, 5, 4)
+    request.end()
+    assert list(policy) == keys(101, 100, 5, 4, 1)
     index.check()
 
 
@@ -412,7 +434,7 @@ def _calls(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("others", [0, 64, 512])
-@pytest.mark.parametrize("policy", ["prefix"])
+@pytest.mark.parametrize("policy", ["prefix", "lru"])
 def test_a_piece_costs_the_same_at_any_depth(policy: Any, others: int) -> None:
     """With room, with keys of others that are used often, and where nothing but the request's keys is left."""
     index = CacheIndex(1024, policy=policy)

@@ -227,6 +227,20 @@ MUTATIONS = (
         (f"{CACHE}::test_victims_that_may_not_go_are_not_taken",),
     ),
     Mutation(
+        "a-request-evicts-its-own-keys",
+        "cache/space.py",
+        "own: Collection[bytes] = () if request is None else request.keys",
+        "own: Collection[bytes] = ()",
+        ("tests/cache/test_requests.py::test_the_tail_of_a_request_does_not_evict_its_head",),
+    ),
+    Mutation(
+        "a-pending-key-is-a-hit-of-status-of",
+        "cache/queries.py",
+        "status = _PENDING if key in table.pending else _HIT",
+        "status = _HIT",
+        ("tests/cache/test_status_of.py::test_it_settles_what_has_ended_and_what_was_abandoned",),
+    ),
+    Mutation(
         "a-slot-is-free-before-its-store-has-ended",
         "cache/entries.py",
         "        if index in self.holds:\n            self.doomed.add(index)",
