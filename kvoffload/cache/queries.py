@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import takewhile
+from operator import eq
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kvoffload.cache import repair
-from kvoffload.cache.entries import Status, check_keys
+from kvoffload.cache.entries import EntryTable, Status, check_keys
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Q = TypeVar("_Q", bound="Queries")
+_FEW = 8  # adjacent keys; where fewer are, comparing neighbours is not worth it
 _MISS, _HIT, _PENDING = Status  # looking them up in the class takes as long as all the rest of a call
 
 
@@ -182,7 +185,7 @@ class Queries:
 
     def _lookup(self, keys: list[bytes]) -> int:
         table, state = self._state.table, self._state
-        found = table.leading(keys)
+        found = leading(table, keys)
         if table.pending:
             found = next((place for place, key in enumerate(keys[:found]) if key in table.pending), found)
         if state.filter.store_after:
@@ -202,3 +205,28 @@ class Queries:
             pool.policy.touch(mine)
             pool.stale = False
         state.consistent = True
+
+
+def leading(table: EntryTable, keys: list[bytes]) -> int:
+    """How many leading keys have entries.
+
+    Keys that were stored together mostly have adjacent entries: comparing them in order costs a fifth of looking up
+    each in a large dictionary (`kvoffload bench cache`), where nearly every step misses the CPU's caches.
+    """
+    found, compared = 0, 2 * _FEW
+    while found < len(keys):
+        index = table.of.get(keys[found])
+        if index is None:
+            return found
+        together = _together(table, index, keys[found : found + compared])
+        found += together
+        if together < _FEW:
+            break
+        compared = 2 * together  # so that many short ranges cost no more than one long one
+    return found + len(list(takewhile(table.of.__contains__, keys[found:])))
+
+
+def _together(table: EntryTable, index: int, keys: list[bytes]) -> int:
+    """How many of these keys, from the first, have the entries from `index` on."""
+    there = table.keys[index : index + len(keys)]
+    return len(keys) if there == keys else len(list(takewhile(bool, map(eq, there, keys))))
