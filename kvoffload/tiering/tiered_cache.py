@@ -15,7 +15,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.reservations import CacheJob
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.errors import ClosedError, TierError
+from kvoffload.errors import CapacityError, ClosedError, TierError
 from kvoffload.tiering.attaching import (
     HOST,
     MISSING,
@@ -98,6 +98,8 @@ class TieredCache(BlockCache[EngineT]):
             raise ValueError(f"write must be one of {', '.join(_CHOICES)}, got {write!r:.80}")
         if isinstance(hung, bool) or not isinstance(hung, int | float) or not hung > 0:
             raise ValueError(f"hung must be seconds above 0, got {hung!r:.80}")
+        if engine.num_slots == 0:
+            raise CapacityError("tiers are read into slots, and this engine has none; raise num_slots")
         key_seconds = seconds_per_key(engine.layout, prefill_tokens_per_second)
         checked = checked_tiers(tiers)
         hook = _Hook(on_event)
