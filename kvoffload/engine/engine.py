@@ -30,7 +30,7 @@ from kvoffload.engine.request import (
     make_request,
 )
 from kvoffload.engine.transfer import Event, Transfer
-from kvoffload.engine.urgent import place_ahead, put_ahead
+from kvoffload.engine.urgent import put_ahead
 from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
 from kvoffload.internal.types import Ids
@@ -311,10 +311,7 @@ class OffloadEngine(TransferPreparation):
         in_flight = self._parts.in_flight
         queue = in_flight.stores if transfer.direction is Direction.STORE else in_flight.loads
         in_flight.consistent = False
-        place = place_ahead(in_flight, transfer, requests) if transfer.urgent else len(queue.waiting)
-        if place < len(queue.waiting):
-            put_ahead(in_flight, transfer, requests, place)
-        else:
+        if not (transfer.urgent and queue.waiting and put_ahead(in_flight, transfer, requests)):
             sequence = queue.submitted + 1
             for request in requests:
                 self._hazards.record(transfer.direction, request.group, request.slots, request.blocks, sequence)
