@@ -2,7 +2,8 @@
 
 Order. A transfer's stream waits for the caller's streams (`after`), for the previous transfer of its direction, and for
 the latest transfer of the other direction that touches its slots or blocks. The waits are on the GPU, and point to work
-submitted earlier, so they cannot form a cycle. What the driver's queues have no room for waits on the host, in order.
+queued earlier, so they cannot form a cycle. What the driver's queues have no room for waits on the host, in order; an
+urgent load goes ahead of what waits there.
 
     caller's stream   ──compute──●after                          ┌─compute (order_before)
     store lane        ───────────┴─wait─[start copy copy end]────┤

@@ -164,7 +164,8 @@ def test_shared_memory_can_be_closed_after_the_engine(device: kvoffload.Device, 
             stored = engine.slots.copy()
             del memory
         gc.collect()
-        assert np.array_equal(np.frombuffer(bytes(shared.buf), np.uint8).reshape(4, PAGE), stored)
+        buffer: Any = shared.buf
+        assert np.array_equal(np.frombuffer(bytes(buffer), np.uint8).reshape(4, PAGE), stored)
         assert engine.slots.shape == (0, PAGE)
     finally:
         shared.close()

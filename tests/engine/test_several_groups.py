@@ -22,6 +22,10 @@ from kvoffload.testing import Mirror, check_clean_close, leak_check, poison, scr
 SLOTS = 12
 
 
+def ids_of(ids: Any) -> list[int]:
+    return [int(each) for each in ids]
+
+
 def as_group(transfer: TransferSpec) -> GroupTransfer:
     return GroupTransfer(transfer.group, transfer.blocks, transfer.slots, transfer.first_sub_block)
 
@@ -117,7 +121,7 @@ def test_copies_of_all_groups_by_one_copier_are_one_call_between_one_pair_of_eve
     assert job.nbytes == 2 * 4 * 64 + 2 * 256 + 2 * 3 * 128
     assert job.reason == "; ".join(f"group {number}: asked for by name" for number in range(3))
     for each in (GroupTransfer(0, [0], [5]), *THREE):
-        mirror.expect("store", list(each.blocks), list(each.slots), group=each.group)
+        mirror.expect("store", ids_of(each.blocks), ids_of(each.slots), group=each.group)
     mirror.check()
 
 
@@ -155,8 +159,8 @@ def test_kernels_of_several_groups_are_of_one_job(device: kvoffload.Device, copi
         engine.load_groups([each._replace(blocks=[5, 6, 7]) for each in several], after=NO_WAIT, copier=copier)
         engine.drain(10)
         for group, _, slots, _ in several:
-            mirror.expect("store", [1, 2, 3], list(slots), group=group)
-            mirror.expect("load", [5, 6, 7], list(slots), group=group)
+            mirror.expect("store", [1, 2, 3], ids_of(slots), group=group)
+            mirror.expect("load", [5, 6, 7], ids_of(slots), group=group)
         mirror.check()
 
 
@@ -244,9 +248,9 @@ def test_a_transfer_of_several_groups_waits_for_the_other_direction_in_each(
         last = GroupTransfer(2, [4], [3]) if of_last else GroupTransfer(2, [6], [7])
         stored = engine.store_groups([GroupTransfer(0, [1], [0]), last], after=NO_WAIT)
         mirror.expect("store", [1], [0], group=0)
-        mirror.expect("store", list(last.blocks), list(last.slots), group=2)
+        mirror.expect("store", ids_of(last.blocks), ids_of(last.slots), group=2)
         loaded = engine.load(last.slots, [5], group=2, after=NO_WAIT)
-        mirror.expect("load", [5], list(last.slots), group=2)
+        mirror.expect("load", [5], ids_of(last.slots), group=2)
         device.simulator.run_all()
         assert not stored.done
         assert not loaded.done
@@ -283,17 +287,18 @@ def test_several_groups_on_several_devices() -> None:
     machine = Machine(groups=2, num_slots=SLOTS)
     engine = machine.engine
     mirrors = machine.mirrors()
-    several = [GroupTransfer(0, iter([1, 2]), (0, 1)), GroupTransfer(1, [3], [2])]
+    anything: Any = iter([1, 2])
+    several = [GroupTransfer(0, anything, (0, 1)), GroupTransfer(1, [3], [2])]
     with pytest.raises(LayoutError, match=r"transfers\[0\]: blocks"):
         engine.store_groups(several, after=NO_WAIT)
     several[0] = GroupTransfer(0, [1, 2], [0, 1])
     job = engine.store_groups(several, after=NO_WAIT)
-    moved = [each._replace(blocks=[block + 4 for block in each.blocks]) for each in several]
+    moved = [each._replace(blocks=[block + 4 for block in ids_of(each.blocks)]) for each in several]
     back = engine.load_groups(moved, after=NO_WAIT, urgent=True)
     assert job.wait(10).nbytes == back.wait(10).nbytes > 0
     for mirror in mirrors:
         for group, blocks, slots, _ in several:
-            mirror.expect("store", list(blocks), list(slots), group=group)
-            mirror.expect("load", [block + 4 for block in blocks], list(slots), group=group)
+            mirror.expect("store", ids_of(blocks), ids_of(slots), group=group)
+            mirror.expect("load", [block + 4 for block in ids_of(blocks)], ids_of(slots), group=group)
         mirror.check()
     machine.close()
