@@ -16,11 +16,11 @@ import numpy as np
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_queries import BlockQueries
 from kvoffload.cache.engines import CacheAfter, EngineT
-from kvoffload.cache.entries import LeaseRecord, ReservationRecord, check_keys
+from kvoffload.cache.entries import LeaseRecord, ReservationRecord, check_keys, slot_numbers
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.requests import CacheRequest, RequestRecord, record_of
-from kvoffload.cache.reservations import CacheJob, Lease, Reservation, propose_lease, slot_numbers
+from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
@@ -234,7 +234,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
                     state.enter()
                     if opened is not None:
                         opened.check_open()
-                    record = propose_lease(state.table, checked, pending)
+                    record = state.propose_lease(checked, pending)
                     engine.check_room(self._groups if checked else 0)
                     jobs = self._load(record, per_group, after, parts, opened) if checked else ()
                 finally:

@@ -19,17 +19,18 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import takewhile
-from operator import attrgetter, eq
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from kvoffload.errors import LayoutError, TransferError
+from kvoffload.internal.types import Int64Array
 
 if TYPE_CHECKING:
     from kvoffload.cache.pools import Pool
     from kvoffload.cache.requests import RequestRecord
 
-_FEW = 8  # adjacent keys; where fewer are, comparing neighbours is not worth it
 _NO_INDICES: list[int] = []
 _finished = attrgetter("finished")
 _error = attrgetter("error")
@@ -233,29 +234,6 @@ class EntryTable:
         of, known = self.of, self.keys
         return [known[of[key]] or key if key in of else key for key in keys]
 
-    def leading(self, keys: list[bytes]) -> int:
-        """How many leading keys have entries.
-
-        Keys that were stored together mostly have adjacent entries: comparing them in order costs a fifth of looking up
-        each in a large dictionary (`kvoffload bench cache`), where nearly every step misses the CPU's caches.
-        """
-        found, compared = 0, 2 * _FEW
-        while found < len(keys):
-            index = self.of.get(keys[found])
-            if index is None:
-                return found
-            together = self._together(index, keys[found : found + compared])
-            found += together
-            if together < _FEW:
-                break
-            compared = 2 * together  # so that many short ranges cost no more than one long one
-        return found + len(list(takewhile(self.of.__contains__, keys[found:])))
-
-    def _together(self, index: int, keys: list[bytes]) -> int:
-        """How many of these keys, from the first, have the entries from `index` on."""
-        there = self.keys[index : index + len(keys)]
-        return len(keys) if there == keys else len(list(takewhile(bool, map(eq, there, keys))))
-
     # reservations -------------------------------------------------------------------------------------------------
 
     def allocate(self, record: ReservationRecord) -> None:
@@ -277,7 +255,8 @@ class EntryTable:
     def publish(self, record: ReservationRecord, *, several_pools: bool) -> None:
         """Change the truth: the victims are gone, the record's keys are pending. `fill` or `withdraw` follows."""
         of, pool_of, number = self.of, self.pool_of, record.pool.number
-        pool_of.extend(array("I", (number,)) * (len(self.keys) + record.num_unused - len(pool_of)))
+        if record.num_unused:
+            pool_of.extend(array("I", (number,)) * (len(self.keys) + record.num_unused - len(pool_of)))
         record.victim_pools = [pool_of[index] for index in record.victim_indices] if several_pools else []
         for key in record.evicted:
             del of[key]
@@ -383,6 +362,12 @@ def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
     if not repeats and len(frozenset(checked)) != len(checked):
         raise LayoutError("keys repeats a key; each key of a store must be given once")
     return checked
+
+
+def slot_numbers(indices: Sequence[int], num_groups: int, group: int) -> Int64Array:
+    """Entry `i` owns slot `i * num_groups + g` for group `g`."""
+    slots = np.array(indices, dtype=np.int64)
+    return slots if num_groups == 1 else slots * num_groups + group
 
 
 def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> None:

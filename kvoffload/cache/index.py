@@ -19,7 +19,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
 from kvoffload.cache.queries import Queries, entry
 from kvoffload.cache.requests import CacheRequest, RequestRecord, record_of
-from kvoffload.cache.reservations import Lease, Reservation, check_open, propose_lease
+from kvoffload.cache.reservations import Lease, Reservation, check_open
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, StatisticsRecorder
 from kvoffload.internal.checks import at_least
@@ -242,7 +242,7 @@ class CacheIndex(Queries):
                 try:
                     state.working = True
                     state.enter()
-                    record = propose_lease(state.table, checked, pending)
+                    record = state.propose_lease(checked, pending)
                     handle = Lease(self, record)
                     watch(handle, record, state.abandoned.append)
                     state.begin(record)

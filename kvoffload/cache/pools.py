@@ -176,6 +176,10 @@ class Pools:
 
         Keys of lower priorities go first, then those of the pool with the most keys among those of the same priority.
         """
+        if len(self.all) == 1 and pool.max_blocks is None:
+            policy = pool.policy if request is None else pool.policy_for(request)
+            room = policy.make_room(newcomers, free, protected)
+            return None if room is None else Space(room.admitted, [(pool, room.victims)] if room.victims else [])
         wanted, found = len(newcomers), 0
         taken: list[tuple[Pool, list[bytes]]] = []
 

@@ -8,15 +8,12 @@ to a queue of the index, and the next call of the index aborts the reservation, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from kvoffload.cache.engines import CacheStreams
-from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, ReservationRecord, Stage
+from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.teardown import run_all
@@ -273,22 +270,7 @@ def check_open(record: ReservationRecord) -> None:
         )
 
 
-def propose_lease(table: EntryTable, keys: list[bytes], pending: bool) -> LeaseRecord:
-    """A record for reading the entries of these keys. Changes nothing.
-
-    Raises:
-        MissingKeyError: a key is absent or not ready.
-    """
-    indices = list(map(table.of.get, keys))
-    if None in indices or not table.pending.keys().isdisjoint(keys):
-        awaited = [_check_readable(table, position, key, pending) for position, key in enumerate(keys)]
-        sources = tuple(dict.fromkeys(record for record in awaited if record is not None))
-    else:
-        sources = ()
-    return LeaseRecord(keys, indices, sources)  # type: ignore[arg-type]  # every key has an entry
-
-
-def _check_readable(table: EntryTable, position: int, key: bytes, pending: bool) -> ReservationRecord | None:
+def check_readable(table: EntryTable, position: int, key: bytes, pending: bool) -> ReservationRecord | None:
     """None if the key is ready, or the reservation to wait for."""
     record, name = table.pending.get(key), f"keys[{position}] ({key.hex()[:16]})"
     if key not in table.of:
@@ -307,9 +289,3 @@ def _check_jobs(jobs: tuple[Completion, ...], index: Owner) -> None:
             raise TypeError(f"jobs[{position}] must be what OffloadEngine.store returned, got {job!r:.80}")
         if lock is not index.lock:
             raise ValueError(f"jobs[{position}] must be of the engine whose slots these are, got {job!r:.80}")
-
-
-def slot_numbers(indices: Sequence[int], num_groups: int, group: int) -> Int64Array:
-    """Entry `i` owns slot `i * num_groups + g` for group `g`."""
-    slots = np.array(indices, dtype=np.int64)
-    return slots if num_groups == 1 else slots * num_groups + group

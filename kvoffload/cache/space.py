@@ -57,8 +57,8 @@ def find_space(
     if space is None or space.admitted == 0:
         return FoundSpace(0, [], short)
     _check_victims(table, space.victims, protected)
-    victims = sum(len(mine) for _, mine in space.victims)
-    if not 0 <= space.admitted <= min(len(new), free + victims):
+    victims = len(space.victims[0][1]) if len(space.victims) == 1 else sum(len(mine) for _, mine in space.victims)
+    if space.admitted < 0 or space.admitted > len(new) or space.admitted > free + victims:
         raise ValueError(
             f"the policy {pool.policy!r:.80} admitted {space.admitted} of {len(new)} keys with {free} entries free and "
             f"{victims} keys to evict; make_room must name enough of them"

@@ -23,8 +23,9 @@ from itertools import filterfalse
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, Record, ReservationRecord, Stage, Watch
 from kvoffload.cache.pools import Pool, Pools
-from kvoffload.cache.repair import rebuild
+from kvoffload.cache.repair import repair
 from kvoffload.cache.requests import RequestRecord
+from kvoffload.cache.reservations import check_readable
 from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError
@@ -106,17 +107,7 @@ class CacheState:
 
     def repair(self) -> None:
         """Make the derived state and the policies agree with the truth. May be interrupted and called again."""
-        table = self.table
-        rebuild(table)
-        known = {*self.storing, *self.loading}
-        unsettled: list[Record] = [*table.reservations, *table.leases]
-        self._awaited = {record: None for record in unsettled if record not in known and record.awaits_transfers}
-        mine: list[list[bytes]] = [[] for _ in self.pools.all]
-        for index, key in enumerate(table.keys):
-            if key is not None:
-                mine[table.pool_of[index]].append(key)
-        for pool, keys in zip(self.pools.all, mine, strict=True):
-            pool.restore(keys)
+        self._awaited = repair(self.table, self.pools, {*self.storing, *self.loading})
         self.consistent = True
 
     def _abort_abandoned(self) -> None:
@@ -221,7 +212,7 @@ class CacheState:
             pool.stale = True
             (pool.policy if record.request is None else pool.policy_for(record.request)).insert(record.keys)
             pool.stale = False
-            self.recorder.touched_at[record.indices] = 0  # new keys, which may be touched before they are stored
+            self.recorder.note_new(record.indices)
         if record.declined:
             self.recorder.note("declined", record.declined, record.tenant)
         self.consistent = True
@@ -295,6 +286,20 @@ class CacheState:
         pool.stale = False
 
     # reading ------------------------------------------------------------------------------------------------------
+
+    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
+        """A record for reading the entries of these keys. Changes nothing.
+
+        Raises:
+            MissingKeyError: a key is absent or not ready.
+        """
+        table = self.table
+        indices = list(map(table.of.get, keys))
+        if None not in indices and table.pending.keys().isdisjoint(keys):
+            return LeaseRecord(keys, indices, ())  # type: ignore[arg-type]  # every key has an entry
+        awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
+        sources = dict.fromkeys(record for record in awaited if record is not None)
+        return LeaseRecord(keys, indices, tuple(sources))  # type: ignore[arg-type]
 
     def begin(self, lease: LeaseRecord) -> None:
         """Hold the entries."""

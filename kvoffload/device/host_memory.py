@@ -91,7 +91,7 @@ class HostMemory:
         except ValueError as error:
             raise ValueError(f"buffer must be C-contiguous and not empty: {error}") from None
         if not array.flags.writeable:
-            raise ValueError(f"buffer must be writable, and a {type(buffer).__name__} that is not was given")
+            raise ValueError(f"buffer must be writable, got a read-only {type(buffer).__name__}")
         if at_least("offset", offset, 0) > array.nbytes:
             raise ValueError(f"offset={offset} is past the end of a buffer of {array.nbytes} bytes")
         return cls(
@@ -175,6 +175,7 @@ class CallerMemory(RegisteredMemory):
             try:
                 self._register(self.address + start, stop - start)
             except DriverError as error:
+                del self._registered[-1]  # it may be its owner's registration, which must stay
                 raise _explained(error, memory, stop - start, start) from error
 
     def _find_registered(self, memory: HostMemory, slot_bytes: int) -> None:

@@ -2,7 +2,8 @@
 
 Order. A transfer's stream waits for the caller's streams (`after`), for the previous transfer of its direction, and for
 the latest transfer of the other direction that touches its slots or blocks. The waits are on the GPU, and point to work
-submitted earlier, so they cannot form a cycle. What the driver's queues have no room for waits on the host, in order.
+queued earlier, so they cannot form a cycle. What the driver's queues have no room for waits on the host, in order; an
+urgent load goes ahead of what waits there.
 
     caller's stream   ──compute──●after                          ┌─compute (order_before)
     store lane        ───────────┴─wait─[start copy copy end]────┤
@@ -30,7 +31,7 @@ from kvoffload.engine.request import (
     make_request,
 )
 from kvoffload.engine.transfer import Event, Transfer
-from kvoffload.engine.urgent import place_ahead, put_ahead
+from kvoffload.engine.urgent import put_ahead
 from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
 from kvoffload.internal.types import Ids
@@ -311,10 +312,7 @@ class OffloadEngine(TransferPreparation):
         in_flight = self._parts.in_flight
         queue = in_flight.stores if transfer.direction is Direction.STORE else in_flight.loads
         in_flight.consistent = False
-        place = place_ahead(in_flight, transfer, requests) if transfer.urgent else len(queue.waiting)
-        if place < len(queue.waiting):
-            put_ahead(in_flight, transfer, requests, place)
-        else:
+        if not (transfer.urgent and queue.waiting and put_ahead(in_flight, transfer, requests)):
             sequence = queue.submitted + 1
             for request in requests:
                 self._hazards.record(transfer.direction, request.group, request.slots, request.blocks, sequence)

@@ -97,11 +97,13 @@ class Launcher:
         if staged is None:
             return False
         previous = transfer.segments[-1] if transfer.segments else None
-        segment = Segment(number, transfer.part, stream, places, nbytes)
+        segment = Segment(number, transfer.part, stream, places)
         segment.table = staged.table
         transfer.segments.append(segment)  # before anything of it is queued
         stream.places += places
-        stream.nbytes += nbytes
+        if nbytes:
+            segment.nbytes = nbytes
+            stream.nbytes += nbytes
         if first:
             self._follow(queue, transfer, stream)
         elif begin == 0:

@@ -39,9 +39,10 @@ class TransferPreparation(EngineLifecycle):
         if self._closed or self._closing or in_flight.lost:
             self.check_usable()
         request = requests[0]
-        for each in requests:
-            refuse_repeated_targets(each, self._scratch)
+        refuse_repeated_targets(request, self._scratch)
         if len(requests) > 1:
+            for each in requests[1:]:
+                refuse_repeated_targets(each, self._scratch)
             refuse_targets_of_several(requests, self.layout, self._hazards)
         if request.direction is Direction.STORE:
             guard = None if self._slot_guard is None else self._slot_guard()

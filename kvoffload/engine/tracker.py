@@ -96,7 +96,8 @@ class Tracker:
     def _release(self, transfer: Transfer, segment: Segment) -> None:
         """A segment has ended: free its places, its event, and its table unless a later segment reads that, too."""
         segment.stream.places -= segment.places
-        segment.stream.nbytes -= segment.nbytes
+        if segment.nbytes:
+            segment.stream.nbytes -= segment.nbytes
         if segment.event is not None and segment.event != transfer.end:
             self._in_flight.markers.idle.append(segment.event)
         if segment.table is not None:

@@ -68,12 +68,12 @@ class Segment:
 
     __slots__ = ("event", "nbytes", "part", "places", "share", "stream", "table")
 
-    def __init__(self, share: int, part: int, stream: LaneStream, places: int, nbytes: int) -> None:
+    def __init__(self, share: int, part: int, stream: LaneStream, places: int) -> None:
         self.share = share
         self.part = part
         self.stream = stream
         self.places = places
-        self.nbytes = nbytes
+        self.nbytes = 0
         self.table: Table | None = None
         self.event: int | None = None
 

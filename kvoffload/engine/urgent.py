@@ -17,7 +17,33 @@ from kvoffload.engine.transfer import Event, Transfer
 from kvoffload.planning.transfer_plan import Direction
 
 
-def place_ahead(in_flight: InFlight, transfer: Transfer, requests: Sequence[Request]) -> int:
+def put_ahead(in_flight: InFlight, transfer: Transfer, requests: Sequence[Request]) -> bool:
+    """Put an urgent load in flight ahead of all that wait, but of what it must follow.
+
+    It is in flight from when it is in its queue. What an interrupt leaves, `restore_order` mends.
+
+    Returns:
+        False if it may go ahead of none: then nothing has changed.
+    """
+    queue, hazards = in_flight.loads, in_flight.hazards
+    place = _place_ahead(in_flight, transfer, requests)
+    if place == len(queue.waiting):
+        return False
+    sequence = queue.waiting[place].sequence
+    queue.reordering = True
+    hazards.make_room(Direction.LOAD, sequence)
+    for request in requests:
+        hazards.record_ahead(Direction.LOAD, request.group, request.slots, request.blocks, sequence)
+    transfer.step(Event.SUBMITTED)
+    queue.transfers.insert(len(queue.transfers) - len(queue.waiting) + place, transfer)
+    queue.submitted += 1
+    queue.renumber()
+    queue.reordering = False
+    queue.waiting.insert(place, transfer)
+    return True
+
+
+def _place_ahead(in_flight: InFlight, transfer: Transfer, requests: Sequence[Request]) -> int:
     """How many of the loads that wait stay ahead of an urgent one. There are four that do, and those ahead of them:
 
     1. One that has begun: some of it is queued on the GPU.
@@ -40,25 +66,6 @@ def place_ahead(in_flight: InFlight, transfer: Transfer, requests: Sequence[Requ
             break
         place -= 1
     return place
-
-
-def put_ahead(in_flight: InFlight, transfer: Transfer, requests: Sequence[Request], place: int) -> None:
-    """Put a load in flight ahead of all that wait but the first `place`.
-
-    It is in flight from when it is in its queue. What an interrupt leaves, `restore_order` mends.
-    """
-    queue, hazards = in_flight.loads, in_flight.hazards
-    sequence = queue.waiting[place].sequence
-    queue.reordering = True
-    hazards.make_room(Direction.LOAD, sequence)
-    for request in requests:
-        hazards.record_ahead(Direction.LOAD, request.group, request.slots, request.blocks, sequence)
-    transfer.step(Event.SUBMITTED)
-    queue.transfers.insert(len(queue.transfers) - len(queue.waiting) + place, transfer)
-    queue.submitted += 1
-    queue.renumber()
-    queue.reordering = False
-    queue.waiting.insert(place, transfer)
 
 
 def restore_order(in_flight: InFlight) -> None:

@@ -14,7 +14,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.reservations import CacheJob
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.errors import ClosedError
+from kvoffload.errors import CapacityError, ClosedError
 from kvoffload.tiering.attaching import admits_all, checked_tiers, digest_of, pools_of, seconds_per_key
 from kvoffload.tiering.below import BelowStatistics
 from kvoffload.tiering.index_tiers import HUNG, Hook, IndexTiers, WriteName, check_options
@@ -69,6 +69,8 @@ class TieredCache(BlockCache[EngineT]):
         on_event: Callable[[CacheEvent], None] | None = None,
     ) -> None:
         check_options(write, hung)
+        if engine.num_slots == 0:
+            raise CapacityError("tiers are read into slots, and this engine has none; raise num_slots")
         key_seconds = seconds_per_key(engine.layout, prefill_tokens_per_second)
         checked = checked_tiers(tiers)
         hook = Hook(on_event)

@@ -1,7 +1,7 @@
 """KVOffloadConnector: vLLM's OffloadingConnector, which also reports transfers that have failed.
 
-A worker's failed slots travel to the scheduler in the metadata that vLLM sends back after each step, and requests whose loads
-failed in `failed_recving`, which vLLM computes again or fails, as kv_load_failure_policy says.
+A worker's failed slots travel to the scheduler in the metadata that vLLM sends back after each step, and requests
+whose loads failed in `failed_recving`, which vLLM computes again or fails, as kv_load_failure_policy says.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ in every worker. Of a store:
 
 A load holds a lease from `prepare_load` to `complete_load`. After a reset the workers may still touch the slots of
 what was under way; these are free only at `on_reset_flushed`.
+
+vLLM 0.33 offers all chunks of running requests again after a reset, and of groups with a sliding window also those
+whose blocks other requests have by now. So chunks of these groups are not stored for requests that were there before a
+reset.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -36,7 +41,7 @@ from kvoffload.cache.reservations import Lease, Reservation
 from kvoffload.vllm.events import EventLog
 from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.offers import Offers
-from kvoffload.vllm.requests import end_request, has_order, in_order, request_of
+from kvoffload.vllm.requests import RequestState, end_request, has_order, in_order, state_of
 
 _RESULTS = {Status.MISS: LookupResult.MISS, Status.HIT: LookupResult.HIT, Status.PENDING: LookupResult.HIT_PENDING}
 
@@ -63,6 +68,7 @@ class KVOffloadManager(OffloadingManager):
         policy: what is evicted, see `CacheIndex`.
         enable_events: keep events for `take_events`.
         store_threshold, max_tracker_size: see `Options`.
+        windowed_groups: vLLM's numbers of the groups whose blocks are freed while a request runs.
         info: labels for vLLM's metric of the configuration.
 
     Attributes:
@@ -77,13 +83,14 @@ class KVOffloadManager(OffloadingManager):
         enable_events: bool = False,
         store_threshold: int = 0,
         max_tracker_size: int = 64_000,
+        windowed_groups: Collection[int] = (),
         info: dict[str, Any] | None = None,
     ) -> None:
         self._events = EventLog() if enable_events else None
-        self.index = CacheIndex(
-            num_chunks, policy=policy, on_event=None if self._events is None else self._events.note
-        )
+        self.index = CacheIndex(num_chunks, policy=policy, on_event=None if self._events is None else self._events.note)
         self._info = info or {}
+        self._windowed = frozenset(windowed_groups)
+        self._resets = 0
         self._offers = Offers(store_threshold, max_tracker_size)
         self._reporter = Reporter(counts_skipped=store_threshold >= 2)
         self._filling: dict[bytes, _Filling] = {}
@@ -93,6 +100,7 @@ class KVOffloadManager(OffloadingManager):
     # loading ------------------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        state_of(self.index, req_context, self._resets)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -106,7 +114,7 @@ class KVOffloadManager(OffloadingManager):
         wanted = list(keys)
         lease = self.index.acquire(wanted)
         self._reading.setdefault(frozenset(wanted), []).append(lease)
-        request = request_of(self.index, req_context) if has_order(wanted, req_context) else None
+        request = self._state(req_context).request if has_order(wanted, req_context) else None
         self.index.load(in_order(wanted, req_context), request=request)
         return CPULoadStoreSpec(list(lease.indices))
 
@@ -131,8 +139,10 @@ class KVOffloadManager(OffloadingManager):
         If too few are free or can be evicted, the first keys of the request get them. None, upon which vLLM offers the
         keys again at its next step, only if none got one while transfers hold slots that will be free later.
         """
-        offered = list(dict.fromkeys(keys))
-        request = request_of(self.index, req_context) if has_order(offered, req_context) else None
+        offered, state = list(dict.fromkeys(keys)), self._state(req_context)
+        if self._windowed and state.resets < self._resets:
+            offered = [key for key in offered if get_offload_group_idx(key) not in self._windowed]
+        request = state.request if has_order(offered, req_context) else None
         wanted = self._passing(in_order(offered, req_context))
         reservation = self.index.reserve(wanted, request=request)
         asked = len(reservation.keys) + len(reservation.declined)
@@ -148,14 +158,15 @@ class KVOffloadManager(OffloadingManager):
         stored, slots = self._as_offered(offered, reservation)
         return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), [OffloadKey(key) for key in reservation.evicted])
 
+    def _state(self, context: ReqContext) -> RequestState:
+        return state_of(self.index, context, self._resets)
+
     def _passing(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Without missing keys that have not been offered often enough."""
         if self._offers.threshold < 2:
             return keys
         self._offers.note(keys)
-        missing = [
-            key for key, status in zip(keys, self.index.status(keys), strict=True) if status is Status.MISS
-        ]
+        missing = [key for key, status in zip(keys, self.index.status(keys), strict=True) if status is Status.MISS]
         left_out = set(missing).difference(self._offers.passing(missing))
         return [key for key in keys if key not in left_out]
 
@@ -166,9 +177,7 @@ class KVOffloadManager(OffloadingManager):
         stored = [key for key in offered if key in slots]
         return stored, [slots[key] for key in stored]
 
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
-    ) -> None:
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Every worker has ended the store. The keys are hits if none has reported a failure, else missing."""
         for key in keys:
             filling = self._filling.pop(key, None)
@@ -185,8 +194,8 @@ class KVOffloadManager(OffloadingManager):
     def note_failed(self, slots: Collection[int]) -> None:
         """A worker has failed to store into these slots, or to load from them. Called before `complete_store`.
 
-        Keys being stored there will be missing. Those that were to be loaded are missing from now on, so that the request,
-        which vLLM computes again, does not fail in the same way for ever.
+        Keys being stored there will be missing. Those that were to be loaded are missing from now on, so that the
+        request, which vLLM computes again, does not fail in the same way for ever.
         """
         failed = set(slots)
         for filling in set(self._filling.values()):
@@ -200,6 +209,7 @@ class KVOffloadManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """Make all keys missing. Slots of transfers under way are free at `on_reset_flushed`."""
+        self._resets += 1
         told = 0 if self._events is None else len(self._events)
         self.index.clear()
         if self._events is not None:  # vLLM reports a reset by an event of its own

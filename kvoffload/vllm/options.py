@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
 from kvoffload.errors import CapabilityError
@@ -35,7 +35,8 @@ class Options:
         kvoffload_prefer: how copies are made, see `OffloadEngine`: "overlap" or "latency".
         kvoffload_sm_limit: multiprocessors that a copy kernel may use; 0: the copy engines alone.
         kvoffload_max_in_flight: transfers of a worker that may be unfinished at a time, at least 1.
-        kvoffload_most_queued_bytes: bytes of one direction that the driver is given at a time; None: see `OffloadEngine`.
+        kvoffload_most_queued_bytes: bytes of one direction that the driver is given at a time, at least 1; None: see
+            `OffloadEngine`.
     """
 
     cpu_bytes_to_use: int
@@ -60,8 +61,8 @@ class Options:
         for name in config:
             if name == "kvoffload_tiers":
                 raise CapabilityError(
-                    f"kvoffload_tiers is not supported yet, got {shown(config[name])}: vLLM's scheduler, which decides, "
-                    "and its workers, which have the host memory, are different processes; leave it out"
+                    f"kvoffload_tiers is not supported yet, got {shown(config[name])}: vLLM's scheduler, which decides "
+                    "what is promoted, has none of the host memory, which is its workers'; leave it out"
                 )
             if name.startswith(PREFIX) and name not in known:
                 near = difflib.get_close_matches(name, known, 1)
@@ -73,22 +74,20 @@ class Options:
             raise ValueError(
                 "kv_connector_extra_config needs cpu_bytes_to_use: host memory for all workers together, bytes"
             )
-        checks = {
-            name: (lambda value, name=name: _choice(name, value)) if name in _CHOICES else _number(name)
-            for name in known
-        }
-        return cls(**{name: checks[name](config[name]) for name in known & config.keys()})
+        given: dict[str, Any] = {name: _checked(name, config[name]) for name in known & config.keys()}
+        return cls(**given)
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {"kvoffload_policy": get_args(PolicyName), "kvoffload_prefer": get_args(Preference)}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "kvoffload_policy": get_args(PolicyName),
+    "kvoffload_prefer": get_args(Preference),
+}
 _LOWEST = {"store_threshold": 0, "kvoffload_sm_limit": 0}
 
 
-def _choice(name: str, value: Any) -> str:
+def _checked(name: str, value: Any) -> Any:
+    if name not in _CHOICES:
+        return at_least(name, value, _LOWEST.get(name, 1))
     if value not in _CHOICES[name]:
         raise ValueError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {shown(value)}")
-    return cast(str, value)
-
-
-def _number(name: str) -> Any:
-    return lambda value: at_least(name, value, _LOWEST.get(name, 1))
+    return value

@@ -13,8 +13,8 @@ from kvoffload.layout.planes import Plane
 def layout_of(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
     """A layout with vLLM's groups; a slot holds `blocks_per_chunk` blocks of one of them.
 
-    The tensors are `(num_blocks, page bytes)`, with any stride between blocks. Groups may lie over each other, as blocks
-    of all of them have numbers of one block table. The layout keeps the tensors alive.
+    The tensors are `(num_blocks, page bytes)`, with any stride between blocks. Groups may lie over each other: no block
+    number is of two groups. The layout keeps the tensors alive.
     """
     groups = [_planes(kv_caches, refs) for refs in kv_caches.group_data_refs]
     return KVLayout(groups, blocks_per_slot=blocks_per_chunk)

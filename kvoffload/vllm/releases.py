@@ -23,10 +23,11 @@ def check_release(variables: Mapping[str, str] = os.environ) -> None:
         raise CapabilityError(
             f"kvoffload.vllm needs vLLM, which cannot be imported ({error}); install it: pip install vllm=={TESTED[-1]}"
         ) from error
-    release = str(vllm.__version__).partition("+")[0]
+    version: str = getattr(vllm, "__version__", "unknown")
+    release = version.partition("+")[0]
     if release not in TESTED and variables.get(VARIABLE) != "1":
         raise CapabilityError(
-            f"kvoffload.vllm was tested with vLLM {', '.join(TESTED)}, and this is {vllm.__version__}: its offloading "
+            f"kvoffload.vllm was tested with vLLM {', '.join(TESTED)}, and this is {version}: its offloading "
             f"interface may differ; install a tested release, or set {VARIABLE}=1 and compare outputs with and without "
             "offloading first"
         )

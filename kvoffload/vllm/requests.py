@@ -18,19 +18,23 @@ class RequestState:
     Attributes:
         owner: the index that `request` is of; several managers may see one context.
         request: its keys are not evicted by later ones of the same request.
+        resets: how often the manager had been reset when the request came.
     """
 
     owner: CacheIndex
     request: CacheRequest
+    resets: int
 
 
-def request_of(index: CacheIndex, context: ReqContext) -> CacheRequest:
-    """The request of the index for a context, opened if there is none, or if it has ended."""
-    state = context.get_state(RequestState)
-    if state is None or state.owner is not index or state.request.ended:
-        state = RequestState(index, index.open_request())
+def state_of(index: CacheIndex, context: ReqContext, resets: int) -> RequestState:
+    """The state of a context, made if there is none; with an open request of the index."""
+    state: RequestState | None = context.get_state(RequestState)
+    if state is None or state.owner is not index:
+        state = RequestState(index, index.open_request(), resets)
         context.set_state(state)
-    return state.request
+    elif state.request.ended:
+        state.request = index.open_request()
+    return state
 
 
 def end_request(index: CacheIndex, context: ReqContext) -> None:

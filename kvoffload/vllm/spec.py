@@ -65,6 +65,9 @@ class KVOffloadSpec(OffloadingSpec):
                 enable_events=self.kv_events_config.enable_kv_cache_events,
                 store_threshold=options.store_threshold,
                 max_tracker_size=options.max_tracker_size,
+                windowed_groups=[
+                    group.group_id for group in self.config.groups if group.sliding_window_size_in_chunks is not None
+                ],
                 info={**info.as_config_info(), "kvoffload_policy": options.kvoffload_policy},
             )
         return self._manager

@@ -5,8 +5,8 @@ written, a load overwrites what it has read or zeroed. vLLM's host waits for loa
 `get_finished` has reported its load, or `wait` has returned) and for stores whose blocks it is about to give away.
 
 Failures. vLLM 0.33 asserts that every transfer succeeds. So none is reported as failed by `get_finished`:
-    1. A store: its slots are bad until another store into them succeeds. KVOffloadConnector tells the scheduler, which then
-       has no key for them. Without that connector, a load from a bad slot fails.
+    1. A store: its slots are bad until another store into them succeeds. KVOffloadConnector tells the scheduler, which
+       then has no key for them. Without that connector, a load from a bad slot fails.
     2. A load: KVOffloadConnector tells the scheduler, which computes the request again, or fails it, as
        kv_load_failure_policy says. Without that connector `get_finished` raises, which ends the worker.
     3. A load that vLLM awaits within its step (`expedited`): `wait` raises.
@@ -120,7 +120,7 @@ class KVOffloadWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Copy slots to blocks, after what vLLM has queued so far; `expedited`: ahead of loads that wait on the host."""
+        """Copy slots to blocks, after what vLLM has queued so far; `expedited`: ahead of loads held on the host."""
         assert isinstance(src_spec, BlockIDsLoadStoreSpec)
         transfers = self._by_group(dst_spec, src_spec)
         transfer = _Transfer(job_id, True, expedited, frozenset(src_spec.block_ids.tolist()))

@@ -488,10 +488,11 @@ def test_completion_shows_users_what_is_theirs(device: kvoffload.Device) -> None
                 "drain",
                 "layout",
                 "load",
+                "load_groups",
                 "max_in_flight",
                 "missing_copiers",
                 "num_slots",
                 "plan",
             ),
-            *("poll", "prefer", "profile", "slots", "sm_limit", "statistics", "store", "submit"),
+            *("poll", "prefer", "profile", "slots", "sm_limit", "statistics", "store", "store_groups", "submit"),
         }

@@ -17,7 +17,8 @@ JOB = (
     "result wait"
 )
 ENGINE = (
-    "close closed drain layout load max_in_flight missing_copiers num_slots plan poll slots statistics store submit"
+    "close closed drain layout load load_groups max_in_flight missing_copiers num_slots plan poll slots statistics "
+    "store store_groups submit"
 )
 SHOWN = {
     "Device": (
@@ -35,14 +36,16 @@ SHOWN = {
     "ShardedJob": JOB,
     "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds",
     "BlockCache": (
-        "acquire capacity check clear engine load lookup lookup_many remove reserve statistics status store touch"
+        "acquire capacity check clear engine load lookup lookup_many open_request remove reserve statistics status "
+        "status_of store touch"
     ),
     "TieredCache": (
-        "acquire capacity check clear close drain engine load locate lookup lookup_many promote remove "
-        "reserve statistics status store tier_statistics touch"
+        "acquire capacity check clear close drain engine load locate lookup lookup_many open_request promote remove "
+        "reserve statistics status status_of store tier_statistics touch"
     ),
     "Promotion": "cancel done keys load ready release wait",
     "ChainedLoad": "error job submitted wait",
+    "CacheRequest": "end ended keys tenant",
     "CacheJob": "done jobs keys num_parts order_before result wait",
     "TierJob": "begin cancel cancelled deadline done entries keys outcomes settle settle_waiting wait",
     "MemoryTier": (
@@ -85,6 +88,7 @@ def objects() -> Iterator[dict[str, Any]]:
                 sharded,
                 cache,
                 stored,
+                cache.open_request(),
                 stored.jobs[0],
                 both,
             )

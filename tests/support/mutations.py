@@ -63,9 +63,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a-conflict-by-slot-and-by-block-counts-only-once",
-        "engine/engine.py",
-        "return queue.unfinished(max(on_slots,",
-        "return queue.unfinished(min(on_slots,",
+        "engine/preparation.py",
+        "latest = max(latest, on_slots, hazards",
+        "latest = latest or min(on_slots, hazards",
         (f"{ENGINE}::test_every_slot_and_block_of_a_transfer_is_remembered",),
     ),
     Mutation(
@@ -98,14 +98,14 @@ MUTATIONS = (
     ),
     Mutation(
         "stores-read-their-source-at-any-time",
-        "engine/engine.py",
+        "engine/preparation.py",
         "if direction is Direction.LOAD:\n            transfer.source_order",
         "if True:\n            transfer.source_order",
         (ORDERING, "tests/engine/test_ordering_segments.py"),
     ),
     Mutation(
         "loads-read-slots-that-are-being-stored",
-        "engine/engine.py",
+        "engine/preparation.py",
         "if stores.unfinished(latest) is None:",
         "if True:",
         (ORDERING, "tests/engine/test_ordering_segments.py"),
@@ -207,7 +207,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pending-keys-are-hits",
-        "cache/index.py",
+        "cache/queries.py",
         "        if table.pending:\n            found = next(",
         "        if False:\n            found = next(",
         (f"{CACHE}::test_a_key_is_no_hit_before_its_bytes_are_there",),
@@ -222,9 +222,23 @@ MUTATIONS = (
     Mutation(
         "victims-are-not-checked",
         "cache/space.py",
-        "    _check_victims(table, space.victims, set(present))\n",
+        "    _check_victims(table, space.victims, protected)\n",
         "",
         (f"{CACHE}::test_victims_that_may_not_go_are_not_taken",),
+    ),
+    Mutation(
+        "a-request-evicts-its-own-keys",
+        "cache/space.py",
+        "own: Collection[bytes] = () if request is None else request.keys",
+        "own: Collection[bytes] = ()",
+        ("tests/cache/test_requests.py::test_the_tail_of_a_request_does_not_evict_its_head",),
+    ),
+    Mutation(
+        "a-pending-key-is-a-hit-of-status-of",
+        "cache/queries.py",
+        "status = _PENDING if key in table.pending else _HIT",
+        "status = _HIT",
+        ("tests/cache/test_status_of.py::test_it_settles_what_has_ended_and_what_was_abandoned",),
     ),
     Mutation(
         "a-slot-is-free-before-its-store-has-ended",
@@ -242,7 +256,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pending-keys-count-as-resident",
-        "cache/index.py",
+        "cache/queries.py",
         "resident=len(table) - len(table.pending),",
         "resident=len(table),",
         (f"{CACHE}::test_a_removed_key_is_not_resident",),

@@ -1,7 +1,7 @@
 """What a model would write into a KV cache, so that every byte that it reads can be compared; under vLLM's scheduler.
 
-The bytes of a token depend on all tokens up to it, on the layer, and on the worker. A sampled token depends on all tokens
-before it, so a request that is computed again samples the same.
+The bytes of a token depend on all tokens up to it, on the layer, and on the worker. A sampled token depends on all
+tokens before it, so a request that is computed again samples the same.
 """
 
 from __future__ import annotations
@@ -59,5 +59,5 @@ def content(prefixes: Prefixes, layers: int, token_bytes: int, salt: int) -> Byt
     """uint8, (tokens, layers, token_bytes): what the model writes for tokens with these prefixes."""
     with np.errstate(over="ignore"):
         places = np.arange(layers * token_bytes // 8, dtype=np.uint64) * _STEP + np.uint64(salt)
-        words = _mixed(prefixes[:, np.newaxis] + places[np.newaxis, :])
+        words: Prefixes = _mixed(prefixes[:, np.newaxis] + places[np.newaxis, :])
     return words.view(np.uint8).reshape(len(prefixes), layers, token_bytes)

@@ -1,7 +1,7 @@
 """A worker of vLLM's with a simulated GPU: a KV cache, a stream on which a model reads and writes it, a connector.
 
-The model's work is queued on the stream as kernels and runs when the simulated device gets there; so a transfer that does
-not wait for it, or that it does not wait for, moves or meets other bytes.
+The model's work is queued on the stream as kernels and runs when the simulated device gets there; so a transfer that
+does not wait for it, or that it does not wait for, moves or meets other bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm_model import Bytes, Sequence, content
 
 import kvoffload
+from kvoffload.internal.waiting import wait_until
 from kvoffload.vllm import KVOffloadSpec
 
 
@@ -73,6 +74,7 @@ class GpuWorker:
         self.wrong: list[str] = []
         self.checked = 0
         self.connector: Any = None
+        self._ended = [0]
 
     def tensors(self, layer_names: list[list[str]]) -> dict[str, torch.Tensor]:
         """vLLM's name of each layer, and its part of the KV cache."""
@@ -98,6 +100,15 @@ class GpuWorker:
 
         with self.device.current():
             self.device.simulator.enqueue(self.stream.handle, step, reads=spans, writes=spans)
+
+    def queue_end(self, step: int) -> None:
+        """Queue the note that a step has ended."""
+        with self.device.current():
+            self.device.simulator.enqueue(self.stream.handle, lambda: self._ended.append(step))
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a step has ended; later ones may go on."""
+        wait_until(lambda: self._ended[-1] >= step or self.stream.done, None, f"step {step}")
 
     def _read(self, name: str, group: GroupShape, table: list[int], right: Bytes, first: int, end: int) -> None:
         size = self.shape.block_size

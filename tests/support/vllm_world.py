@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -26,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.forward_context import ForwardContext
+from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -65,7 +65,7 @@ class Setting:
     blocks_per_chunk: int = 1
     workers: int = 1
     asynchronous: bool = False
-    requests: int = 60
+    requests: int = 40
     batch: int = 4
     policy: str = "prefix"
     extra: tuple[tuple[str, Any], ...] = ()
@@ -118,11 +118,15 @@ class World:
     # requests -----------------------------------------------------------------------------------------------------
 
     def prompts(self) -> list[list[int]]:
-        """Prompts that share beginnings."""
+        """Prompts that share beginnings; some go on where another one has ended."""
         random, size = self.random, self.setting.shape.block_size
-        bodies = [[random.randrange(5, 900) for _ in range(random.randrange(3, 40) * size)] for _ in range(8)]
-        tails = [[random.randrange(5, 900) for _ in range(random.randrange(1, 14))] for _ in range(self.setting.requests)]
-        return [self.random.choice(bodies) + tail for tail in tails]
+        made = [[random.randrange(5, 900) for _ in range(random.randrange(3, 40) * size)] for _ in range(8)]
+        bodies = len(made)
+        while len(made) < bodies + self.setting.requests:
+            before = random.choice(made[bodies:] if len(made) > bodies and random.random() < 0.3 else made[:bodies])
+            if len(before) < 60 * size:
+                made.append(before + [random.randrange(5, 900) for _ in range(random.randrange(1, 14))])
+        return made[bodies:][::-1]
 
     def add(self, prompt: list[int]) -> None:
         parameters = SamplingParams(max_tokens=self.random.randrange(1, 12), ignore_eos=True)
@@ -139,10 +143,18 @@ class World:
 
     # steps --------------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """All requests; then every worker's bytes have been compared and nothing is held any more."""
+    def run(self, *, until_wrong: bool = False) -> None:
+        """All requests; then every worker's bytes have been compared.
+
+        Args:
+            until_wrong: end when a model has read wrong bytes, instead of raising AssertionError.
+        """
         waiting = self.prompts()
         while waiting or self.busy:
+            wrong = [each for worker in self.workers for each in worker.wrong]
+            if wrong and until_wrong:
+                return
+            assert not wrong, wrong[:4]
             while waiting and len(self.scheduler.requests) < self.setting.batch:
                 self.add(waiting.pop())
             self.step()
@@ -174,10 +186,8 @@ class World:
         self._behind.append((output, runner))
         while len(self._behind) > (1 if self.setting.asynchronous and output.num_scheduled_tokens else 0):
             for worker in self.workers:  # the host has the tokens only once the GPU has computed them
-                worker.stream.synchronize()
+                worker.wait_for_step(self.counts["steps"] - len(self._behind) + 1)
             self.scheduler.update_from_output(*self._behind.popleft())
-        for worker in self.workers:
-            assert not worker.wrong, worker.wrong[:4]
         if self.random.random() < self.setting.reset:
             self.scheduler.connector.reset_cache()
             self.counts["resets"] += 1
@@ -210,16 +220,16 @@ class World:
     def _run_worker(self, worker: GpuWorker, output: Any, work: list[tuple[str, int, int]]) -> KVConnectorOutput:
         """What vLLM's model runner does around a forward pass. Metadata are pickled, as between processes."""
         connector, metadata = worker.connector, pickle.loads(pickle.dumps(output.kv_connector_metadata))
-        connector.handle_preemptions(metadata)
-        connector.bind_connector_metadata(metadata)
         if self.random.random() < self.setting.fail:
             name = self.random.choice(("cuMemcpy3DBatchAsync", "cuMemcpyBatchAsync", "cuEventRecord"))
-            worker.device.simulator.faults.fail_call(name, 1)
-            self.counts["faults planned"] += 1
+            worker.device.simulator.faults.fail_call(name, self.random.randrange(1, 4))
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
         if output.has_sync_kv_loads:
             connector.start_load_kv(_CONTEXT)
         for name, start, end in work:
             worker.queue_model(name, self._sequences[name], [list(t) for t in self._tables[name]], start, end)
+        worker.queue_end(self.counts["steps"])
         if not output.has_sync_kv_loads:
             connector.start_load_kv(_CONTEXT)
         worker.device.simulator.faults.clear()
@@ -258,8 +268,13 @@ class World:
 
     def check(self) -> None:
         """Nothing is pending or held, and the index agrees with itself."""
+        for worker in self.workers:
+            worker.stream.synchronize()
+            assert not worker.wrong, worker.wrong[:4]
         self.manager.index.check()
         statistics = self.manager.index.statistics()
+        self.counts["failed stores"] = statistics.failed
+        self.counts["compared blocks"] = sum(worker.checked for worker in self.workers)
         assert (statistics.pending, statistics.pinned) == (0, 0), statistics
 
     def close(self) -> None:

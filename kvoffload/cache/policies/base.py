@@ -108,7 +108,8 @@ class Policy(ABC):
         """What is called in place of this policy while a request stores and loads its keys in pieces.
 
         `touch` follows with all of its keys once it has ended, or never. The last key of a piece need not be the last
-        of the request. This default is the policy itself, which takes each piece for a request of its own.
+        of the request. This default is the policy itself, which takes each piece for a request of its own. A class that
+        overrides `insert`, `load` or `make_room` of another policy has to override this, too.
 
         Args:
             notes: for what the policy remembers of the request: the same dict in every call for it, empty at first.

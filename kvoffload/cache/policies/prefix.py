@@ -133,6 +133,8 @@ class Prefix(Policy):
             stays = resident or counted
             ended = last >= 0 and part[-1] is keys[last]
             for is_end, same in ((False, part[:-1] if ended else part), (True, part[-1:] if ended else [])):
+                if not same:
+                    continue
                 kind = KIND_OF[uses][is_end]
                 run = fresh.get((uses, kind, stays)) or fresh.setdefault(
                     (uses, kind, stays),
