@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvoffload.cache.admission import Tenant
-from kvoffload.cache.entries import check_keys
+from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.requests import CacheRequest
@@ -88,6 +88,15 @@ class TieredIndex(CacheIndex):
     def locate(self, keys: Sequence[bytes]) -> list[str]:
         """Where each key is: see `TieredCache.locate`."""
         return self._tiers.locate(keys)
+
+    def status_below(self, key: bytes) -> Status:
+        """Whether a tier has a key that has no entry: HIT; PENDING if one would have to be asked, which `promote` does;
+        MISS if none has it, or none that may have it is used now. Never blocks; a hint.
+        """
+        askable = [below for below in self._tiers.manager.tiers if below.may_be_asked(key)]
+        if any(below.local_index for below in askable):
+            return Status.HIT
+        return Status.PENDING if askable else Status.MISS
 
     def promote(self, keys: Sequence[bytes], *, deadline: float | None = 10.0, tenant: str = "") -> IndexPromotion:
         """Bring leading keys into entries, as many as come in time. Returns at once; see `TieredCache.promote`.
