@@ -31,7 +31,7 @@ SETTINGS = {
     "back": Setting(ONE, chunks=40, policy="lru", extra=with_tiers(MEMORY, write="back")),
     "a window": Setting(WINDOW, chunks=60, extra=with_tiers(MEMORY)),
     "two workers, asynchronous": Setting(ONE, chunks=40, workers=2, asynchronous=True, extra=with_tiers(MEMORY)),
-    "resets": Setting(ONE, chunks=40, reset=0.1, extra=with_tiers(MEMORY)),
+    "resets": Setting(ONE, chunks=40, reset=0.02, requests=150, extra=with_tiers(MEMORY)),
     "failing transfers": Setting(ONE, chunks=40, fail=0.3, extra=with_tiers(MEMORY)),
 }
 
