@@ -145,7 +145,7 @@ def test_an_engine_over_them(device: kvoffload.Device) -> None:
             stored = slots.array[1, : 2 * 64].copy()
             scramble(buffer, 2)
             slots.array[2] = slots.array[1]
-            engine.load([5], [2], after=NO_WAIT).wait(20)
+            engine.load([2], [5], after=NO_WAIT).wait(20)
             engine.store([5], [0], after=NO_WAIT).wait(20)
         assert stored.any()
         assert slots.array[0, : 2 * 64].tolist() == stored.tolist()

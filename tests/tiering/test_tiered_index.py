@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tier_classes import DictTier
-from tiering import SECONDS, key, keys, until
+from tiering import SECONDS, aligned, key, keys, until
 
 from kvoffload import CacheEvent, CacheIndex, CapacityError, ClosedError, LayoutError, Status, TierError
 from kvoffload.internal.types import UInt8Array
@@ -22,13 +22,6 @@ from kvoffload.tiering import TieredIndex
 from kvoffload.tiers import DiskTier, Tier
 
 DIGEST = b"d" * 16
-
-
-def aligned(entries: int, nbytes: int = 4096) -> UInt8Array:
-    """Memory of slots, as shared memory has it: from a multiple of 4096 on."""
-    raw = np.zeros(entries * nbytes + 4096, np.uint8)
-    start = -raw.__array_interface__["data"][0] % 4096
-    return raw[start : start + entries * nbytes].reshape(entries, nbytes)
 
 
 class Ranks:
