@@ -35,13 +35,16 @@ class TiersOfWorkers:
         config: vLLM's.
         options: with at least one tier.
         num_chunks: slots of each worker.
+        wait: seconds for workers' memory.
 
     Raises:
         CapabilityError: the connector being made is not a KVOffloadConnector.
         CapacityError: there are no slots.
     """
 
-    def __init__(self, config: OffloadingConfig, options: Options, num_chunks: int) -> None:
+    def __init__(
+        self, config: OffloadingConfig, options: Options, num_chunks: int, *, wait: float = _LONGEST_WAIT
+    ) -> None:
         connector = config_of_connector()
         if connector is None:
             raise CapabilityError(
@@ -55,6 +58,7 @@ class TiersOfWorkers:
             )
         self._config, self._options, self._num_chunks = config, options, num_chunks
         self._connector: VllmConfig = connector
+        self._wait = wait
 
     def name_of(self, rank: int) -> str:
         """Under which a worker offers its slots: vLLM's engine has a unique identifier, which all its processes know."""
@@ -120,13 +124,13 @@ class TiersOfWorkers:
         pools, notes = [], []
         for rank in range(self._config.parallel.world_size):
             try:
-                with SharedSlots.receive(self.name_of(rank), _LONGEST_WAIT) as slots:
+                with SharedSlots.receive(self.name_of(rank), self._wait) as slots:
                     pools.append(slots.array)
                     notes.append(slots.note)
             except TimeoutError as error:
                 raise CapabilityError(
                     f"kvoffload_tiers needs all {self._config.parallel.world_size} workers on the scheduler's machine and "
-                    f"in its network namespace; worker {rank} has offered no memory there for {_LONGEST_WAIT:g} seconds. "
+                    f"in its network namespace; worker {rank} has offered no memory there for {self._wait:g} seconds. "
                     "Leave out kvoffload_tiers where workers are on several machines"
                 ) from error
         return pools, notes
