@@ -81,9 +81,7 @@ class SharedSlots:
     @property
     def host_memory(self) -> HostMemory:
         """For `OffloadEngine(host_memory=)`, which registers the memory with the driver."""
-        return HostMemory.of_buffer(
-            self.array.reshape(-1), num_slots=len(self.array), slot_stride=self.array.shape[1]
-        )
+        return HostMemory.of_buffer(self.array.reshape(-1), num_slots=len(self.array), slot_stride=self.array.shape[1])
 
     # handing over -------------------------------------------------------------------------------------------------
 
@@ -202,7 +200,9 @@ def _allocate(descriptor: int, nbytes: int) -> None:
             os.posix_fallocate(descriptor, start, min(RANGE_BYTES, nbytes - start))
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, OverflowError) as error:
-        raise CapacityError(f"{nbytes} bytes of shared memory cannot be allocated ({error}); give fewer slots") from error
+        raise CapacityError(
+            f"{nbytes} bytes of shared memory cannot be allocated ({error}); give fewer slots"
+        ) from error
 
 
 def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:

@@ -54,7 +54,10 @@ def tier_definitions() -> dict[str, OffloadingMetricMetadata]:
     labels = ("tier",)
     return {
         _TIER_USABLE: OffloadingGaugeMetadata("1 while a tier is used, 0 while it is left alone.", labelnames=labels),
-        **{_tier_name(each): OffloadingCounterMetadata(text, labelnames=labels) for each, text in _TIER_COUNTERS.items()},
+        **{
+            _tier_name(each): OffloadingCounterMetadata(text, labelnames=labels)
+            for each, text in _TIER_COUNTERS.items()
+        },
     }
 
 
