@@ -210,10 +210,10 @@ class KVOffloadManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Make all keys missing. Slots of transfers under way are free at `on_reset_flushed`."""
         self._resets += 1
-        told = 0 if self._events is None else len(self._events)
+        kept = 0 if self._events is None else len(self._events)
         self.index.clear()
         if self._events is not None:  # vLLM reports a reset by an event of its own
-            self._events.cut_back(told)
+            self._events.cut_back(kept)
         self._before_reset += [lease.release for leases in self._reading.values() for lease in leases]
         self._before_reset += [filling.reservation.abort for filling in set(self._filling.values())]
         self._reading.clear()
