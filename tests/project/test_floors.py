@@ -147,7 +147,9 @@ def test_modules_with_kernels_hold_nothing_else() -> None:
 
 def test_no_torch_and_no_ctypes_anywhere() -> None:
     wrong = [str(each) for each in imports() if each.module.split(".")[0] in NEVER or "ctypeslib" in each.module]
-    [torch] = [each for each in wrong if each.startswith("kvoffload/vllm/spec.py") and each.endswith("torch (function)")]
+    [torch] = [
+        each for each in wrong if each.startswith("kvoffload/vllm/spec.py") and each.endswith("torch (function)")
+    ]
     wrong.remove(torch)  # vLLM's current stream
     for path in sources():
         for node in ast.walk(tree(path)):
