@@ -124,13 +124,14 @@ def test_a_failed_load_that_is_awaited_raises() -> None:
             rig.worker.wait({2})
 
 
-def test_too_many_transfers_are_failures() -> None:
+def test_too_many_transfers_wait_for_each_other() -> None:
     with Rig(max_in_flight=1) as rig:
-        rig.worker.reports_failures = True
         rig.worker.submit_store(1, gpu((0, [0])), host(0))
         rig.worker.submit_store(2, gpu((0, [1])), host(1))
-        assert sorted(result.job_id for result in rig.finish()) == [1, 2]
-        assert rig.worker.take_failed_slots() == {1}
+        assert [(result.job_id, result.transfer_size) for result in rig.finish()] == [(1, 2 * PAGE), (2, 2 * PAGE)]
+        rig.worker.submit_load(3, host(0, 1), gpu((0, [4, 5])))
+        rig.finish()
+        assert (rig.blocks[:, 4:6] == rig.blocks[:, :2]).all()
 
 
 def test_a_worker_is_shut_down_with_transfers_in_flight_and_twice() -> None:
