@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvoffload.bench.field import repeats_now
 from kvoffload.bench.field_compute import ConcurrentCompute, Situation
 from kvoffload.bench.field_measure import ALONE, DIRECTIONS, Directions, Recorded, figures
 from kvoffload.bench.lab import Lab
@@ -31,7 +32,6 @@ from kvoffload.terminal.console import Advance, CommandError
 _SERIES_BYTES = 128 << 20
 _MOST_TRANSFERS = 32
 _LONGEST_SECONDS = 30.0  # of a transfer; a thread of vLLM's that has failed never ends one
-_HURRIED = 1
 
 
 class VllmPlan(NamedTuple):
@@ -112,8 +112,7 @@ class VllmRun:
 
     def _repeats(self) -> int:
         elapsed, plan = time.perf_counter() - self._begin, self._plan
-        behind = plan.seconds is not None and elapsed * plan.places > plan.seconds * self._done
-        return min(self._lab.repeats, _HURRIED) if behind and self._done else self._lab.repeats
+        return repeats_now(self._lab.repeats, plan.seconds, elapsed, self._done, plan.places)
 
     def _measure(
         self,

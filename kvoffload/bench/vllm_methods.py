@@ -53,21 +53,19 @@ class EngineMethod:
     """An `OffloadEngine`.
 
     Args:
-        sm_limit: as the engine's; -1: its default.
+        options: of the engine.
 
     Attributes:
         chosen: jobs by the label of their copy method.
     """
 
-    def __init__(self, lab: Lab, setup: TensorSetup, sm_limit: int, undo: ExitStack) -> None:
+    def __init__(self, lab: Lab, setup: TensorSetup, undo: ExitStack, **options: Any) -> None:
         self._setup, geometry = setup, setup.geometry
         planes = [
             Plane(plane.data_ptr(), block_bytes=geometry.block_bytes, num_blocks=plane.shape[0], owner=setup.cache)
             for plane in setup.cache
         ]
-        options = {} if sm_limit < 0 else {"sm_limit": sm_limit}
-        layout = KVLayout([planes])
-        engine = OffloadEngine(layout, device=lab.device, num_slots=setup.num_slots, **options)
+        engine = OffloadEngine(KVLayout([planes]), device=lab.device, num_slots=setup.num_slots, **options)
         self.engine = undo.enter_context(engine)
         self._slots = setup.torch.from_numpy(engine.slots.view("int8"))
         self._unfinished: list[Job] = []
@@ -275,8 +273,8 @@ class VllmMethods:
         with ExitStack() as undo:
             worker = WorkerMethod(classes, setup, undo)
             self.by_name: dict[str, VllmMethod] = {
-                ENGINE: EngineMethod(lab, setup, -1, undo),
-                ENGINE_COPIES: EngineMethod(lab, setup, 0, undo),
+                ENGINE: EngineMethod(lab, setup, undo),
+                ENGINE_COPIES: EngineMethod(lab, setup, undo, sm_limit=0),
                 WORKER: worker,
                 BACKEND: BackendMethod(classes, setup, worker.host, undo),
             }

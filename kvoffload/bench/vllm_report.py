@@ -62,14 +62,14 @@ def _lost(cell: Record) -> float | None:
     slow = cell.get("compute_slowdown")
     if slow is None:
         return None
-    seconds_per_mib = (1 << 20) / (cell["gb_per_s"] * 1e9)
-    return max(0.0, 1 - 1 / slow) * seconds_per_mib * 1e6
+    lost: float = max(0.0, 1 - 1 / slow) * (1 << 20) / (cell["gb_per_s"] * 1e3)
+    return lost
 
 
 def _over(ours: Record, theirs: Record) -> dict[str, Any]:
-    slow = [each.get("compute_slowdown") for each in (ours, theirs)]
+    slow = [each["compute_slowdown"] for each in (ours, theirs) if each.get("compute_slowdown") is not None]
     record: dict[str, Any] = {"ratio": ours["gb_per_s"] / theirs["gb_per_s"]}
-    if slow[0] is not None and slow[1] is not None:
+    if len(slow) == 2:
         loss = [max(each - 1, 0.0) for each in slow]
         record["loses_more"] = loss[0] > loss[1] + _LEAST_LOSS
         record["loss_ratio"] = max(loss[0], _LEAST_LOSS) / max(loss[1], _LEAST_LOSS)
@@ -214,13 +214,17 @@ def _show_place(allocator: str, situation: Situation, comparisons: Iterable[Reco
         output.table(f"{situation.text}, {allocator} allocator", columns, lines)
 
 
+def _microseconds(value: float | None) -> str:
+    return number(value, 1 if value is not None and value < 100 else 0)
+
+
 def show_scheduler(fields: Fields, output: Output) -> None:
     """Microseconds of the scheduler's calls; these are real on every machine."""
     records: Sequence[Record] = fields["scheduler"]
     if not records:
         return
     columns = ("keys", "cache", "lookup", "prep store", "compl store", "prep load", "compl load", "touch")
-    lines = [(each["keys"], each["name"], *(number(each["us"][call]) for call in CALLS)) for each in records]
+    lines = [(each["keys"], each["name"], *(_microseconds(each["us"][call]) for call in CALLS)) for each in records]
     title = f"host time of the scheduler's calls, {fields['scheduler_capacity']:,} keys held, microseconds, medians"
     output.table(title, columns, lines, left=("cache",))
     ratios = fields["scheduler_ratios"]

@@ -7,6 +7,7 @@ Times are of the calls alone, on this machine's CPU; a GPU takes no part.
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +19,13 @@ from kvoffload.bench.vllm_classes import ManagerClasses
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
+from kvoffload.errors import CapabilityError
 from kvoffload.terminal.console import Advance
 
 CAPACITY = 65_536
 COUNTS = (1, 32, 512)
 CALLS = ("lookup", "prepare_store", "complete_store", "prepare_load", "complete_load", "touch")
-INDEX, INDEX_LRU = "CacheIndex", "CacheIndex, lru"
-LRU, ARC = "CPUOffloadingManager, lru", "CPUOffloadingManager, arc"
+THEIRS = ("CPUOffloadingManager, lru", "CPUOffloadingManager, arc")
 _KEY_BYTES = 36  # a hash of 32 bytes and the number of the group
 _FILL = 512
 
@@ -106,14 +107,16 @@ class IndexCalls:
         return len(self._reservation.indices)
 
     def complete_store(self, keys: Sequence[bytes]) -> object:  # noqa: ARG002
-        return self._reservation.commit()
+        self._reservation.commit()
+        return None
 
     def prepare_load(self, keys: Sequence[bytes]) -> object:
         self._lease = self._index.acquire(keys)
         return list(self._lease.indices)
 
     def complete_load(self, keys: Sequence[bytes]) -> object:  # noqa: ARG002
-        return self._lease.release()
+        self._lease.release()
+        return None
 
     def touch(self, keys: Sequence[bytes]) -> object:
         return self._index.touch(keys)
@@ -123,12 +126,26 @@ class IndexCalls:
 
 
 def managers(classes: ManagerClasses, capacity: int) -> dict[str, Calls]:
-    """By name; this library's first."""
-    make = classes.manager.CPUOffloadingManager
-    found: dict[str, Calls] = {INDEX: IndexCalls(capacity, DEFAULT_POLICY), INDEX_LRU: IndexCalls(capacity, "lru")}
-    for name, policy in ((LRU, "lru"), (ARC, "arc")):
-        found[name] = ManagerCalls(classes.base, make(capacity, cache_policy=policy))
+    """By name; this library's by its default policy first."""
+    ours, theirs = _own_manager(), classes.manager.CPUOffloadingManager
+    policies: tuple[PolicyName, ...] = (DEFAULT_POLICY, "lru")
+    found: dict[str, Calls] = {}
+    for policy in policies:
+        if ours is None:
+            found[f"CacheIndex, {policy}"] = IndexCalls(capacity, policy)
+        else:
+            found[f"{ours.__name__}, {policy}"] = ManagerCalls(classes.base, ours(capacity, policy=policy))
+    for name in THEIRS:
+        found[name] = ManagerCalls(classes.base, theirs(capacity, cache_policy=name[-3:]))
     return found
+
+
+def _own_manager() -> Any:
+    """This library's offloading manager; None if this vLLM cannot have it."""
+    try:
+        return importlib.import_module("kvoffload.vllm").KVOffloadManager
+    except (ImportError, CapabilityError):
+        return None
 
 
 def measure(
@@ -148,8 +165,7 @@ def measure(
         progress(place + 1, len(counts))
         for name, by_call in samples.items():
             medians = {call: statistics.median(values) if values else None for call, values in by_call.items()}
-            vllm = isinstance(callers[name], ManagerCalls)
-            records.append({"name": name, "vllm": vllm, "keys": count, "stored": stored[name], "us": medians})
+            records.append({"name": name, "vllm": name in THEIRS, "keys": count, "stored": stored[name], "us": medians})
     return records
 
 
