@@ -37,7 +37,8 @@ _REPEATS = 5
 _SECONDS = 90.0  # of the cells of one allocator, without --repeats
 _SCHEDULER_REPEATS = 200
 _SIMULATED_BLOCKS = 4
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_OPTIONS = "PYTORCH_CUDA_ALLOC_CONF"  # of PyTorch's allocator
+_NEW_OPTIONS = "PYTORCH_ALLOC_CONF"  # what newer releases call it
 _EXPANDABLE = "expandable_segments:True"
 _TEXT = """\
 Times this library and vLLM's CPUOffloadingWorker and DmaCopyBackend on the same GPU memory, and the calls of vLLM's \
@@ -138,7 +139,8 @@ def _transfers(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Fi
 
 def _current_allocator() -> str:
     """What PyTorch's allocator is in this process."""
-    return ALLOCATORS[any(_EXPANDABLE in os.environ.get(name, "") for name in _VARIABLES)]
+    options = os.environ.get(_OPTIONS, "") + os.environ.get(_NEW_OPTIONS, "")
+    return ALLOCATORS[_EXPANDABLE in options]
 
 
 def _in_processes(arguments: argparse.Namespace, output: Output) -> Fields:
@@ -153,9 +155,11 @@ def _in_processes(arguments: argparse.Namespace, output: Output) -> Fields:
 
 
 def _of_process(arguments: argparse.Namespace, allocator: str) -> Fields:
-    environment = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
+    environment = dict(os.environ)
+    for name in (_OPTIONS, _NEW_OPTIONS):
+        environment.pop(name, None)
     if allocator != ALLOCATORS[0]:
-        environment[_VARIABLES[0]] = _EXPANDABLE
+        environment[_OPTIONS] = _EXPANDABLE
     command = [sys.executable, "-m", "kvoffload", "bench", "vllm", *_options(arguments), "--allocators", allocator]
     ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     try:

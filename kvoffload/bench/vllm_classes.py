@@ -9,7 +9,6 @@ Two parts of vLLM are compiled where these classes use them, and are replaced wh
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
@@ -18,6 +17,9 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from kvoffload.driver import address_of
 from kvoffload.errors import CapabilityError
 
 TESTED = "0.33."
@@ -76,9 +78,6 @@ def transfer_classes() -> TransferClasses:
         CapabilityError: a package is missing, or PyTorch has no GPU.
     """
     version()
-    torch = _import("torch")
-    if not torch.cuda.is_available():
-        raise CapabilityError("bench vllm needs a PyTorch that can use the GPU; this one has no CUDA")
     _replace_kernels()
     base, common, worker, backend, operations = map(
         _import,
@@ -90,6 +89,9 @@ def transfer_classes() -> TransferClasses:
             "vllm._custom_ops",
         ),
     )
+    torch = worker.torch
+    if not torch.cuda.is_available():
+        raise CapabilityError("bench vllm needs a PyTorch that can use the GPU; this one has no CUDA")
     batch_copy = COMPILED
     if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
         batch_copy = REBUILT
@@ -127,8 +129,9 @@ def batch_copy_of(memory: Any, torch: Any) -> Callable[..., None]:
         memory: vLLM's module `cuda_mem_ops`.
     """
     function, _ = memory._resolve_batch_memcpy()
-    attributes = {order: memory._CUmemcpyAttributes(srcAccessOrder=order) for order in (_STREAM_ORDER, _ANY_ORDER)}
-    first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    attributes = np.zeros((2, 6), dtype=np.uint32)  # CUmemcpyAttributes: order, 2 location hints, flags
+    attributes[:, 0] = _STREAM_ORDER, _ANY_ORDER
+    first, failed = np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64)
 
     def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_order_any: bool = False) -> None:
         count = len(sizes)
@@ -139,13 +142,13 @@ def batch_copy_of(memory: Any, torch: Any) -> Callable[..., None]:
             src_ptrs.data_ptr(),
             sizes.data_ptr(),
             count,
-            ctypes.addressof(attributes[_ANY_ORDER if is_src_access_order_any else _STREAM_ORDER]),
-            ctypes.byref(first),
+            address_of(attributes[int(is_src_access_order_any)]),
+            address_of(first),
             1,
-            ctypes.byref(failed),
+            address_of(failed),
             torch.cuda.current_stream().cuda_stream,
         )
         if status:
-            raise RuntimeError(f"cuMemcpyBatchAsync failed with error {status} at copy {failed.value}")
+            raise RuntimeError(f"cuMemcpyBatchAsync failed with error {status} at copy {failed[0]}")
 
     return swap_blocks_batch

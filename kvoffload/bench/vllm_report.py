@@ -120,20 +120,17 @@ def _medians(comparisons: Iterable[Record], name: str) -> dict[str, dict[str, fl
 
 
 def scheduler_ratios(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """For each number of keys and call: microseconds of this library and of vLLM's faster policy, and their ratio."""
+    """For each number of keys and call: this library's microseconds by its default policy over those of vLLM's."""
     by_keys: dict[int, list[Record]] = {}
     for record in records:
         by_keys.setdefault(record["keys"], []).append(record)
     found = []
-    for keys, mine in by_keys.items():
-        ours, *others = mine
-        theirs = [each for each in others if each["vllm"]]
+    for keys, (ours, *others) in by_keys.items():
         for call in CALLS:
-            values = [each["us"][call] for each in theirs if each["us"][call] is not None]
-            value = ours["us"][call]
-            if value is not None and values:
-                ratios = {"to_faster": value / min(values), "to_slower": value / max(values)}
-                found.append({"keys": keys, "call": call, "us": value, "vllm_us": min(values), **ratios})
+            for theirs in (each for each in others if each["vllm"]):
+                if ours["us"][call] is not None and theirs["us"][call] is not None:
+                    ratio = ours["us"][call] / theirs["us"][call]
+                    found.append({"keys": keys, "call": call, "over": theirs["name"], "ratio": ratio})
     return found
 
 
@@ -227,6 +224,9 @@ def show_scheduler(fields: Fields, output: Output) -> None:
     lines = [(each["keys"], each["name"], *(_microseconds(each["us"][call]) for call in CALLS)) for each in records]
     title = f"host time of the scheduler's calls, {fields['scheduler_capacity']:,} keys held, microseconds, medians"
     output.table(title, columns, lines, left=("cache",))
-    ratios = fields["scheduler_ratios"]
-    slower = [each for each in ratios if each["to_faster"] > (1.5 if each["keys"] == 1 else 1.0)]
-    output.line(f"calls above vLLM's faster policy (above 1.5 times with 1 key): {len(slower)} of {len(ratios)}")
+    for name in dict.fromkeys(each["over"] for each in fields["scheduler_ratios"]):
+        ratios = [each for each in fields["scheduler_ratios"] if each["over"] == name]
+        slower = [f"{each['call']} of {each['keys']} ({each['ratio']:.1f})" for each in ratios if each["ratio"] > 1]
+        output.line(
+            f"{records[0]['name']} is slower than {name} in {len(slower)} of {len(ratios)}: {', '.join(slower)}"
+        )

@@ -206,7 +206,9 @@ def test_every_call_of_every_manager_is_timed() -> None:
     assert {each["keys"]: each["stored"] for each in records} == {1: 4, 4: 16}
     assert all(set(each["us"]) == set(vllm_scheduler.CALLS) for each in records)
     ratios = vllm_report.scheduler_ratios(records)
-    assert [(each["keys"], each["call"]) for each in ratios] == [(n, c) for n in (1, 4) for c in vllm_scheduler.CALLS]
+    assert [(each["keys"], each["call"], each["over"]) for each in ratios] == [
+        (keys, call, name) for keys in (1, 4) for call in vllm_scheduler.CALLS for name in vllm_scheduler.THEIRS
+    ]
 
 
 def test_loads_of_keys_that_were_declined_are_not_timed() -> None:
