@@ -60,6 +60,9 @@ def add_parser(benches: Any) -> None:
     _add_choices(parser, "--situations", tuple(map(str, SITUATIONS)))
     _add_choices(parser, "--allocators", ALLOCATORS)
     _add_choices(parser, "--parts", PARTS)
+    parser.add_argument(
+        "--apart", action="store_true", help="this library copies a tensor of its own, of the same kind"
+    )
     add_bench_options(parser, _REPEATS, drawn=False)
     parser.set_defaults(run=run)
 
@@ -98,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace, lab: Lab, output: Output) -> Fields:
     """All figures. From the simulated device: this library's bytes, and the scheduler's calls."""
     fields: Fields = {"vllm": vllm_classes.version(), "cells": [], "not_run": {}, "batch_copy": "", "scheduler": []}
+    fields["apart"] = arguments.apart
     if "transfers" in arguments.parts:
         if lab.device.simulated:
             fields["cells"] = _simulated_cells(lab, arguments)
@@ -126,6 +130,7 @@ def _plan(arguments: argparse.Namespace) -> VllmPlan:
         [Situation(name) for name in dict.fromkeys(arguments.situations)],
         arguments.allocators[0],
         None if arguments.repeats else _SECONDS,
+        arguments.apart,
     )
 
 
@@ -175,6 +180,7 @@ def _options(arguments: argparse.Namespace) -> Sequence[str]:
     options += ["--seed", str(arguments.seed), "--blocks", ",".join(map(str, arguments.blocks))]
     for name in ("geometries", "directions", "situations"):
         options += [f"--{name}", *getattr(arguments, name)]
+    options += ["--apart"] if arguments.apart else []
     return [*options, "--repeats", str(arguments.repeats)] if arguments.repeats else options
 
 

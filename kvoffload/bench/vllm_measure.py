@@ -35,7 +35,12 @@ _LONGEST_SECONDS = 30.0  # of a transfer; a thread of vLLM's that has failed nev
 
 
 class VllmPlan(NamedTuple):
-    """What is measured of transfers; `seconds`: fewer rounds once the run is behind that schedule, None for never."""
+    """What is measured of transfers.
+
+    Attributes:
+        seconds: fewer rounds once the run is behind that schedule; None: never.
+        apart: this library copies a tensor of its own, of the same kind, with the same blocks.
+    """
 
     geometries: Sequence[Geometry]
     blocks: Sequence[int]
@@ -43,6 +48,7 @@ class VllmPlan(NamedTuple):
     situations: Sequence[Situation]
     allocator: str
     seconds: float | None
+    apart: bool = False
 
     @property
     def places(self) -> int:
@@ -82,11 +88,13 @@ class VllmRun:
             for geometry in plan.geometries:
                 most = max(series_of(geometry, blocks).places for blocks in plan.blocks)
                 with ExitStack() as stack:
-                    setup = TensorSetup(torch, where, geometry, most, self._lab.seed)
-                    stack.callback(setup.close)
-                    self._check_allocator(setup)
-                    methods = stack.enter_context(VllmMethods(self._lab, self._classes, setup))
-                    yield from self._of_setup(setup, methods.by_name)
+                    setups = []
+                    for _ in range(1 + plan.apart):
+                        setups.append(TensorSetup(torch, where, geometry, most, self._lab.seed))
+                        stack.callback(setups[-1].close)
+                        self._check_allocator(setups[-1])
+                    methods = stack.enter_context(VllmMethods(self._lab, self._classes, setups[0], setups[-1]))
+                    yield from self._of_setups(setups, methods.by_name)
 
     def _check_allocator(self, setup: TensorSetup) -> None:
         if setup.expandable() != (self._plan.allocator != "default"):
@@ -95,17 +103,18 @@ class VllmRun:
                 "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
             )
 
-    def _of_setup(self, setup: TensorSetup, methods: Mapping[str, VllmMethod]) -> Iterator[dict[str, Any]]:
+    def _of_setups(self, setups: Sequence[TensorSetup], methods: Mapping[str, VllmMethod]) -> Iterator[dict[str, Any]]:
         for method in methods.values():
             if isinstance(method, EngineMethod):
                 self.profile = method.engine.profile.source
         for blocks in self._plan.blocks:
-            setup.take(series_of(setup.geometry, blocks))
+            for setup in setups:
+                setup.take(series_of(setup.geometry, blocks))
             for method in methods.values():
                 method.take()
             for situation, compute in self._computes.items():
                 for directions in self._plan.directions:
-                    for record in self._measure(setup, methods, directions, compute):
+                    for record in self._measure(methods, directions, compute):
                         yield {"situation": str(situation), **record}
                     self._done += 1
                     self._progress(self._done, self._plan.places)
@@ -116,7 +125,6 @@ class VllmRun:
 
     def _measure(
         self,
-        setup: TensorSetup,
         methods: Mapping[str, VllmMethod],
         directions: Directions,
         compute: ConcurrentCompute | None,
@@ -124,13 +132,14 @@ class VllmRun:
         """A record for each method; they are measured in interleaved rounds, with the computation alone."""
         recorded = {name: Recorded() for name in methods}
         moved = DIRECTIONS[directions]
+        setup = next(iter(methods.values())).setup
         geometry, series = setup.geometry, setup.series
         nbytes = series.blocks * geometry.planes * geometry.block_bytes
         scenarios = {
             name: Scenario(
-                partial(self._execute, setup, method, moved, compute, recorded[name]),
-                partial(_poison, setup, method, moved),
-                partial(_wrong, setup, method, moved),
+                partial(self._execute, method, moved, compute, recorded[name]),
+                partial(_poison, method, moved),
+                partial(_wrong, method, moved),
                 nbytes * series.transfers * len(moved),
             )
             for name, method in methods.items()
@@ -163,7 +172,6 @@ class VllmRun:
 
     def _execute(
         self,
-        setup: TensorSetup,
         method: VllmMethod,
         directions: Sequence[Direction],
         compute: ConcurrentCompute | None,
@@ -172,11 +180,11 @@ class VllmRun:
         """One series; seconds from the first call until the last transfer is reported to have ended."""
         with self._lab.device.current():
             if compute is None:
-                seconds, calls = run_series(setup.series.transfers, method, directions, None)
+                seconds, calls = run_series(method, directions, None)
             else:
                 try:
                     compute.begin()
-                    seconds, calls = run_series(setup.series.transfers, method, directions, compute)
+                    seconds, calls = run_series(method, directions, compute)
                     recorded.compute.append(compute.end(seconds))
                 except BaseException:
                     compute.abandon()
@@ -193,20 +201,20 @@ class VllmRun:
         self._undo.close()
 
 
-def _poison(setup: TensorSetup, method: VllmMethod, directions: Sequence[Direction]) -> None:
+def _poison(method: VllmMethod, directions: Sequence[Direction]) -> None:
     if Direction.STORE in directions:
         method.poison_slots()
     if Direction.LOAD in directions:
-        setup.poison_blocks()
+        method.setup.poison_blocks()
 
 
-def _wrong(setup: TensorSetup, method: VllmMethod, directions: Sequence[Direction]) -> int:
+def _wrong(method: VllmMethod, directions: Sequence[Direction]) -> int:
     wrong = method.wrong_slots() if Direction.STORE in directions else 0
-    return wrong + (setup.wrong_blocks() if Direction.LOAD in directions else 0)
+    return wrong + (method.setup.wrong_blocks() if Direction.LOAD in directions else 0)
 
 
 def run_series(
-    transfers: int, method: VllmMethod, directions: Sequence[Direction], compute: ConcurrentCompute | None
+    method: VllmMethod, directions: Sequence[Direction], compute: ConcurrentCompute | None
 ) -> tuple[float, list[float]]:
     """Transfer after transfer. Returns the seconds of all, and those of each call that submits one.
 
@@ -215,7 +223,7 @@ def run_series(
     """
     clock, calls = time.perf_counter, []
     begin = clock()
-    for index in range(transfers):
+    for index in range(method.setup.series.transfers):
         for direction in directions:
             called = clock()
             method.submit(direction, index)

@@ -28,7 +28,13 @@ OURS, THEIRS = (ENGINE, ENGINE_COPIES), (WORKER, BACKEND)
 
 
 class VllmMethod(Protocol):
-    """Submits the transfers of a series. PyTorch's current stream and the device's context must be current."""
+    """Submits the transfers of a series. PyTorch's current stream and the device's context must be current.
+
+    Attributes:
+        setup: whose blocks it copies.
+    """
+
+    setup: TensorSetup
 
     def take(self) -> None:
         """Prepare the transfers of the series that the setup has taken, and write what loads read."""
@@ -60,7 +66,7 @@ class EngineMethod:
     """
 
     def __init__(self, lab: Lab, setup: TensorSetup, undo: ExitStack, **options: Any) -> None:
-        self._setup, geometry = setup, setup.geometry
+        self.setup, geometry = setup, setup.geometry
         planes = [
             Plane(plane.data_ptr(), block_bytes=geometry.block_bytes, num_blocks=plane.shape[0], owner=setup.cache)
             for plane in setup.cache
@@ -73,7 +79,7 @@ class EngineMethod:
         self.chosen: Counter[str] = Counter()
 
     def take(self) -> None:
-        setup = self._setup
+        setup = self.setup
         self._stream = setup.torch.cuda.current_stream().cuda_stream
         self._ids = {
             direction: [
@@ -89,8 +95,8 @@ class EngineMethod:
 
     def _of(self, direction: Direction) -> Any:
         """The slots of a direction, whole rows."""
-        first = self._setup.first_slot(direction)
-        return self._slots[first : first + self._setup.series.places]
+        first = self.setup.first_slot(direction)
+        return self._slots[first : first + self.setup.series.places]
 
     def submit(self, direction: Direction, index: int) -> None:
         blocks, slots = self._ids[direction][index]
@@ -115,11 +121,11 @@ class EngineMethod:
 
     def poison_slots(self) -> None:
         rows = self._of(Direction.STORE)
-        rows.copy_(self._setup.torch.full(rows.shape, POISON, dtype=rows.dtype, device=self._setup.where))
-        self._setup.synchronize()
+        rows.copy_(self.setup.torch.full(rows.shape, POISON, dtype=rows.dtype, device=self.setup.where))
+        self.setup.synchronize()
 
     def wrong_slots(self) -> int:
-        setup, geometry = self._setup, self._setup.geometry
+        setup, geometry = self.setup, self.setup.geometry
         found = self._of(Direction.STORE).to(setup.where)[:, : geometry.planes * geometry.block_bytes]
         found = found.reshape(-1, geometry.planes, geometry.block_bytes).transpose(0, 1)
         return setup.differing(found, setup.by_slot(Direction.STORE))
@@ -129,20 +135,20 @@ class PinnedTensors:
     """The host memory that vLLM's classes share: a tensor for each plane, (slots, block_bytes)."""
 
     def __init__(self, setup: TensorSetup, tensors: Sequence[Any]) -> None:
-        self._setup, self.tensors = setup, tensors
+        self.setup, self.tensors = setup, tensors
 
     def _of(self, direction: Direction) -> Iterator[Any]:
-        first = self._setup.first_slot(direction)
-        return (tensor[first : first + self._setup.series.places] for tensor in self.tensors)
+        first = self.setup.first_slot(direction)
+        return (tensor[first : first + self.setup.series.places] for tensor in self.tensors)
 
     def prepare(self) -> None:
         """Write what loads read."""
-        for rows, right in zip(self._of(Direction.LOAD), self._setup.by_slot(Direction.LOAD), strict=True):
+        for rows, right in zip(self._of(Direction.LOAD), self.setup.by_slot(Direction.LOAD), strict=True):
             rows.copy_(right, non_blocking=True)
-        self._setup.synchronize()
+        self.setup.synchronize()
 
     def poison(self) -> None:
-        setup, geometry = self._setup, self._setup.geometry
+        setup, geometry = self.setup, self.setup.geometry
         shape = (setup.series.places, geometry.block_bytes)
         poison = setup.torch.full(shape, POISON, dtype=setup.torch.int8, device=setup.where)
         for rows in self._of(Direction.STORE):
@@ -150,7 +156,7 @@ class PinnedTensors:
         setup.synchronize()
 
     def wrong(self) -> int:
-        setup = self._setup
+        setup = self.setup
         found = setup.torch.stack([rows.to(setup.where, non_blocking=True) for rows in self._of(Direction.STORE)])
         return setup.differing(found, setup.by_slot(Direction.STORE))
 
@@ -159,7 +165,7 @@ class WorkerMethod:
     """vLLM's `CPUOffloadingWorker`, with one group and one block a chunk. It polls `get_finished`, as vLLM does."""
 
     def __init__(self, classes: TransferClasses, setup: TensorSetup, undo: ExitStack) -> None:
-        self._setup, self._classes, base = setup, classes, classes.base
+        self.setup, self._classes, base = setup, classes, classes.base
         size = setup.geometry.block_bytes
         caches = base.CanonicalKVCaches(
             tensors=[base.CanonicalKVCacheTensor(plane, size) for plane in setup.cache],
@@ -172,7 +178,7 @@ class WorkerMethod:
         self._failed: list[Any] = []
 
     def take(self) -> None:
-        setup, base, common = self._setup, self._classes.base, self._classes.common
+        setup, base, common = self.setup, self._classes.base, self._classes.common
         self._specs = {
             direction: [
                 (
@@ -216,7 +222,7 @@ class BackendMethod:
     """vLLM's `DmaCopyBackend`: a thread submits the copies; the end is seen as vLLM's own worker sees it, by events."""
 
     def __init__(self, classes: TransferClasses, setup: TensorSetup, host: PinnedTensors, undo: ExitStack) -> None:
-        self._setup, self.host, torch = setup, host, setup.torch
+        self.setup, self.host, torch = setup, host, setup.torch
         lowest = max(torch.cuda.Stream.priority_range())
         load, store = (torch.cuda.Stream(setup.where, priority=lowest) for _ in range(2))
         self.backend = classes.backend.DmaCopyBackend()
@@ -229,7 +235,7 @@ class BackendMethod:
         self._submitted = self._seen = 0
 
     def take(self) -> None:
-        setup = self._setup
+        setup = self.setup
         self._ids = {
             direction: [
                 (setup.blocks[direction][places].tolist(), setup.slots[direction][places].tolist())
@@ -244,7 +250,7 @@ class BackendMethod:
         self._submitted += 1
         launch = partial(self.backend.launch_copy, event_idx=self._submitted)
         if direction is Direction.STORE:
-            self._computed.record(self._setup.torch.cuda.current_stream())
+            self._computed.record(self.setup.torch.cuda.current_stream())
             launch(blocks, slots, is_store=True, events_list=self._events[True], wait_event=self._computed)
         else:
             launch(slots, blocks, is_store=False, events_list=self._events[False])
@@ -267,14 +273,19 @@ class BackendMethod:
 
 
 class VllmMethods:
-    """All methods on one setup, by name. A context manager, which ends what they have started."""
+    """All methods by name. A context manager, which ends what they have started.
 
-    def __init__(self, lab: Lab, classes: TransferClasses, setup: TensorSetup) -> None:
+    Args:
+        setup: of vLLM's.
+        ours: of this library's; the same one, or one of its own.
+    """
+
+    def __init__(self, lab: Lab, classes: TransferClasses, setup: TensorSetup, ours: TensorSetup) -> None:
         with ExitStack() as undo:
             worker = WorkerMethod(classes, setup, undo)
             self.by_name: dict[str, VllmMethod] = {
-                ENGINE: EngineMethod(lab, setup, undo),
-                ENGINE_COPIES: EngineMethod(lab, setup, undo, sm_limit=0),
+                ENGINE: EngineMethod(lab, ours, undo),
+                ENGINE_COPIES: EngineMethod(lab, ours, undo, sm_limit=0),
                 WORKER: worker,
                 BACKEND: BackendMethod(classes, setup, worker.host, undo),
             }

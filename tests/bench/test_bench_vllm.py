@@ -42,8 +42,9 @@ def cells(lab: Lab, plan: VllmPlan, **options: Any) -> list[dict[str, Any]]:
 # transfers ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_method_moves_the_right_blocks_in_every_direction(lab: Lab) -> None:
-    found = cells(lab, plan())
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_method_moves_the_right_blocks_in_every_direction(lab: Lab, apart: bool) -> None:
+    found = cells(lab, plan(apart=apart))
     assert [(each["direction"], each["method"]) for each in found] == [
         (direction, method)
         for direction in ("store", "load", "both")
@@ -72,6 +73,16 @@ def test_blocks_that_a_method_leaves_out_are_counted(lab: Lab, options: dict[str
     for each in cells(lab, plan(), **options):
         both = 2 if each["direction"] == "both" else 1
         assert each["wrong"] == (rounds * rows * both if each["method"] == method else 0)
+
+
+@pytest.mark.parametrize(("apart", "tensors"), [(False, 1), (True, 2)])
+def test_this_library_copies_the_same_tensor_or_one_of_its_own(lab: Lab, apart: bool, tensors: int) -> None:
+    with (
+        fake_classes(lab.device) as classes,
+        VllmRun(plan(apart=apart, directions=["load"]), lab, classes, lambda *_: None) as run,
+    ):
+        assert all(each["wrong"] == 0 for each in run.cells())
+        assert len(classes.torch.cuda.memory_snapshot()) == tensors
 
 
 def test_a_failed_transfer_of_the_worker_ends_the_run(lab: Lab) -> None:
@@ -276,7 +287,7 @@ def test_each_allocator_is_measured_in_a_process_of_its_own(monkeypatch: pytest.
     monkeypatch.setattr(subprocess, "run", execute)
     arguments = SimpleNamespace(
         allocators=list(vllm.ALLOCATORS), device=1, seed=3, blocks=[4], repeats=2, geometries=["32x64K"],
-        directions=["both"], situations=["idle"],
+        directions=["both"], situations=["idle"], apart=True,
     )  # fmt: skip
     fields = vllm._in_processes(arguments, Output(True))  # type: ignore[arg-type]
     assert [each["allocator"] for each in fields["cells"]] == list(vllm.ALLOCATORS)
@@ -285,7 +296,7 @@ def test_each_allocator_is_measured_in_a_process_of_its_own(monkeypatch: pytest.
     command = " ".join(processes[0][0][3:])
     assert command == (
         "bench vllm --json --parts transfers --backend cuda --device 1 --seed 3 --blocks 4 --geometries 32x64K "
-        "--directions both --situations idle --repeats 2 --allocators default"
+        "--directions both --situations idle --apart --repeats 2 --allocators default"
     )
 
 
