@@ -112,7 +112,7 @@ def _measure(arguments: argparse.Namespace, lab: Lab, output: Output) -> Fields:
             fields |= _in_processes(arguments, output)
     if "scheduler" in arguments.parts:
         with output.progress("calls of the scheduler") as progress:
-            fields |= _scheduler(arguments, progress)
+            fields |= _scheduler(arguments, fields["not_run"], progress)
     comparisons = [] if lab.device.simulated else vllm_report.compare(fields["cells"])
     fields |= {"comparisons": comparisons, "summary": vllm_report.summarize(comparisons)}
     fields["wrong_rows"] = sum(cell["wrong"] for cell in fields["cells"])
@@ -150,27 +150,35 @@ def _current_allocator() -> str:
 
 def _in_processes(arguments: argparse.Namespace, output: Output) -> Fields:
     """The cells of each allocator, which a process chooses once: in a process of its own."""
-    merged: Fields = {"cells": []}
+    merged: Fields = {"cells": [], "not_run": {}}
     for allocator in dict.fromkeys(arguments.allocators):
         output.note(f"kvoffload: measuring with PyTorch's {allocator} allocator")
-        fields = _of_process(arguments, allocator)
-        merged["cells"] += fields.pop("cells")
-        merged |= {name: fields[name] for name in ("batch_copy", "profile")}
+        try:
+            fields = _of_process(arguments, allocator)
+        except CommandError as error:  # keep what the other process has measured
+            merged["not_run"][f"{allocator} allocator"] = str(error)
+        else:
+            merged["cells"] += fields.pop("cells")
+            merged |= {name: fields[name] for name in ("batch_copy", "profile")}
+    if not merged["cells"]:
+        raise CommandError("; ".join(merged["not_run"].values()))
     return merged
 
 
 def _of_process(arguments: argparse.Namespace, allocator: str) -> Fields:
+    """Raises CommandError, with the end of its standard error, if the process printed no figures."""
     environment = dict(os.environ)
     for name in (_OPTIONS, _NEW_OPTIONS):
         environment.pop(name, None)
     if allocator != ALLOCATORS[0]:
         environment[_OPTIONS] = _EXPANDABLE
     command = [sys.executable, "-m", "kvoffload", "bench", "vllm", *_options(arguments), "--allocators", allocator]
-    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     try:
         fields: Fields = json.loads(ended.stdout)
     except ValueError as error:
-        raise CommandError(f"the process with the {allocator} allocator ended with {ended.returncode}") from error
+        last = (ended.stderr.strip().splitlines() or [""])[-1]
+        raise CommandError(f"its process ended with {ended.returncode}: {last}") from error
     return fields
 
 
@@ -207,11 +215,12 @@ def _simulated_cells(lab: Lab, arguments: argparse.Namespace) -> list[dict[str, 
 # the scheduler --------------------------------------------------------------------------------------------------------
 
 
-def _scheduler(arguments: argparse.Namespace, progress: Advance) -> Fields:
+def _scheduler(arguments: argparse.Namespace, not_run: dict[str, str], progress: Advance) -> Fields:
     try:
         classes = vllm_classes.manager_classes()
     except CapabilityError as error:
-        return {"not_run": {"calls of the scheduler": str(error)}}
+        not_run["calls of the scheduler"] = str(error)
+        return {}
     capacity = vllm_scheduler.CAPACITY
     callers = vllm_scheduler.managers(classes, capacity)
     repeats = arguments.repeats or _SCHEDULER_REPEATS

@@ -300,11 +300,19 @@ def test_each_allocator_is_measured_in_a_process_of_its_own(monkeypatch: pytest.
     )
 
 
-def test_a_process_that_ends_without_figures_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="", returncode=2))
+def test_a_process_that_ends_without_figures_leaves_those_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [json.dumps({"cells": [{"wrong": 0}], "batch_copy": "x", "profile": "y"}), "", "", ""]
+    error = "a line\nkvoffload: error: no room\n"
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=answers.pop(0), returncode=2, stderr=error)
+    )
     monkeypatch.setattr(vllm, "_options", lambda _: [])
-    with pytest.raises(CommandError, match="the process with the default allocator ended with 2"):
-        vllm._of_process(SimpleNamespace(), "default")  # type: ignore[arg-type]
+    arguments: Any = SimpleNamespace(allocators=list(vllm.ALLOCATORS))
+    fields = vllm._in_processes(arguments, Output(True))
+    assert fields["cells"] == [{"wrong": 0}]
+    assert fields["not_run"] == {"expandable-segments allocator": "its process ended with 2: kvoffload: error: no room"}
+    with pytest.raises(CommandError, match="ended with 2"):
+        vllm._in_processes(arguments, Output(True))
 
 
 # the report -----------------------------------------------------------------------------------------------------------
