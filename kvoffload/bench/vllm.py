@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace, lab: Lab, output: Output) -> Fields:
     """All figures. From the simulated device: this library's bytes, and the scheduler's calls."""
     fields: Fields = {"vllm": vllm_classes.version(), "cells": [], "not_run": {}, "batch_copy": "", "scheduler": []}
-    fields["apart"] = arguments.apart
+    fields |= {"apart": arguments.apart, "triton": False}
     if "transfers" in arguments.parts:
         if lab.device.simulated:
             fields["cells"] = _simulated_cells(lab, arguments)
@@ -139,7 +139,8 @@ def _transfers(arguments: argparse.Namespace, lab: Lab, progress: Advance) -> Fi
     classes = vllm_classes.transfer_classes()
     with VllmRun(_plan(arguments), lab, classes, progress) as measured:
         cells = list(measured.cells())
-    return {"cells": cells, "batch_copy": classes.batch_copy, "profile": measured.profile}
+    triton = bool(classes.worker.HAS_TRITON)
+    return {"cells": cells, "batch_copy": classes.batch_copy, "triton": triton, "profile": measured.profile}
 
 
 def _current_allocator() -> str:
@@ -159,7 +160,7 @@ def _in_processes(arguments: argparse.Namespace, output: Output) -> Fields:
             merged["not_run"][f"{allocator} allocator"] = str(error)
         else:
             merged["cells"] += fields.pop("cells")
-            merged |= {name: fields[name] for name in ("batch_copy", "profile")}
+            merged |= {name: fields[name] for name in ("batch_copy", "triton", "profile")}
     if not merged["cells"]:
         raise CommandError("; ".join(merged["not_run"].values()))
     return merged

@@ -17,6 +17,7 @@ PLACE = ("allocator", "situation", "model", "blocks", "direction")  # what the r
 _LEAST_LOSS = 0.005  # of a product's time; less is not told from none
 _SHORT = {WORKER: "worker", BACKEND: "dma"}
 _LEGEND = (
+    "wall clock, from the call that submits a transfer until it is reported to have ended",
     "ours: GB/s of an engine with default options; sm 0: of one with sm_limit=0",
     "vLLM, by: GB/s of the faster of CPUOffloadingWorker (worker) and DmaCopyBackend (dma); x: ours over it",
     "us: median host time of the call that submits a transfer, ours / vLLM's (dma: a thread does the work)",
@@ -144,7 +145,10 @@ def show(fields: Fields, output: Output) -> None:
         for text in _summary_lines(name, each):
             output.line(text)
     if fields["comparisons"]:
-        output.line(f"vLLM {fields['vllm']}; swap_blocks_batch: {fields['batch_copy']}; wall clock, call to report")
+        kernel = "used" if fields["triton"] else "not used: its Triton finds no GPU"
+        output.line(
+            f"vLLM {fields['vllm']}; swap_blocks_batch: {fields['batch_copy']}; Triton kernel for small loads: {kernel}"
+        )
         for text in _LEGEND:
             output.line(text)
     for allocator in dict.fromkeys(each["allocator"] for each in fields["comparisons"]):

@@ -281,7 +281,7 @@ def test_each_allocator_is_measured_in_a_process_of_its_own(monkeypatch: pytest.
         assert "PYTORCH_ALLOC_CONF" not in env
         processes.append((command, env.get("PYTORCH_CUDA_ALLOC_CONF")))
         cell = {"allocator": command[-1], "wrong": 0}
-        text = json.dumps({"cells": [cell], "batch_copy": "x", "profile": "y", "device": "z"})
+        text = json.dumps({"cells": [cell], "batch_copy": "x", "triton": True, "profile": "y", "device": "z"})
         return SimpleNamespace(stdout=text, returncode=0)
 
     monkeypatch.setattr(subprocess, "run", execute)
@@ -301,7 +301,7 @@ def test_each_allocator_is_measured_in_a_process_of_its_own(monkeypatch: pytest.
 
 
 def test_a_process_that_ends_without_figures_leaves_those_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [json.dumps({"cells": [{"wrong": 0}], "batch_copy": "x", "profile": "y"}), "", "", ""]
+    answers = [json.dumps({"cells": [{"wrong": 0}], "batch_copy": "x", "triton": True, "profile": "y"}), "", "", ""]
     error = "a line\nkvoffload: error: no room\n"
     monkeypatch.setattr(
         subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=answers.pop(0), returncode=2, stderr=error)
@@ -367,7 +367,7 @@ def test_the_report_names_the_worst_cell_and_fits_80_columns(capsys: pytest.Capt
     ]
     fields = {
         "cells": found, "comparisons": comparisons, "summary": vllm_report.summarize(comparisons), "vllm": "0.33.0",
-        "batch_copy": vllm_classes.REBUILT, "scheduler": records, "scheduler_capacity": 65536,
+        "batch_copy": vllm_classes.REBUILT, "triton": True, "scheduler": records, "scheduler_capacity": 65536,
         "scheduler_ratios": vllm_report.scheduler_ratios(records),
     }  # fmt: skip
     vllm_report.show(fields, Output(False))
