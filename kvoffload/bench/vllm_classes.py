@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from kvoffload.errors import CapabilityError
 
 TESTED = "0.33."
 COMPILED, REBUILT = "vLLM's compiled function", "the same driver call, from Python"
+_LOG_STREAM = "VLLM_LOGGING_STREAM"  # read when vLLM is imported
 _KERNELS = "vllm._C_stable_libtorch"
 _STREAM_ORDER, _ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder
 _REMEDY = (
@@ -78,7 +80,7 @@ def transfer_classes() -> TransferClasses:
         CapabilityError: a package is missing, or PyTorch has no GPU.
     """
     version()
-    _replace_kernels()
+    _prepare_import()
     base, common, worker, backend, operations = map(
         _import,
         (
@@ -106,11 +108,13 @@ def manager_classes() -> ManagerClasses:
         CapabilityError: a package is missing; they are more than for transfers.
     """
     version()
-    _replace_kernels()
+    _prepare_import()
     return ManagerClasses(_import("vllm.v1.kv_offload.base"), _import("vllm.v1.kv_offload.cpu.manager"))
 
 
-def _replace_kernels() -> None:
+def _prepare_import() -> None:
+    """Send vLLM's log to standard error, as standard output is for results; replace what is compiled and missing."""
+    os.environ.setdefault(_LOG_STREAM, "ext://sys.stderr")
     if _KERNELS not in sys.modules and importlib.util.find_spec(_KERNELS) is None:
         sys.modules[_KERNELS] = types.ModuleType(_KERNELS)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.metadata
+import importlib.util
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +134,26 @@ def test_other_releases_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.34.1")
     with pytest.raises(CapabilityError, match=r"found 0\.34\.1"):
         vllm_classes.version()
+
+
+def test_what_is_compiled_is_replaced_and_the_log_is_kept_from_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = "vllm._C_stable_libtorch"
+    monkeypatch.setitem(sys.modules, kernels, None)  # restored at the end
+    del sys.modules[kernels]
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "")  # the same
+    del os.environ["VLLM_LOGGING_STREAM"]
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.33.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    seen: list[tuple[str, bool]] = []
+
+    def module(name: str) -> Any:
+        seen.append((os.environ["VLLM_LOGGING_STREAM"], kernels in sys.modules))
+        return SimpleNamespace(name=name)
+
+    monkeypatch.setattr(importlib, "import_module", module)
+    found = vllm_classes.manager_classes()
+    assert (found.base.name, found.manager.name) == ("vllm.v1.kv_offload.base", "vllm.v1.kv_offload.cpu.manager")
+    assert seen == [("ext://sys.stderr", True)] * 2
 
 
 def test_the_batch_copy_is_one_call_with_vllms_arguments() -> None:
@@ -389,7 +412,7 @@ def test_nothing_measured_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("allocator", vllm.ALLOCATORS)
 def test_on_a_gpu_every_byte_is_right(capsys: pytest.CaptureFixture[str], allocator: str) -> None:
     for name in ("vllm", "torch", "msgspec"):
-        if find_spec(name) is None:
+        if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
     options = ("--geometries", "160x8K", "61x18K", "--blocks", "4", "--repeats", "1", "--parts", "transfers")
     assert main(("bench", "vllm", *options, "--allocators", allocator, "--json")) == 0
