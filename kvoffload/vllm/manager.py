@@ -44,6 +44,7 @@ from kvoffload.vllm.offers import Offers
 from kvoffload.vllm.requests import RequestState, end_request, has_order, in_order, state_of
 
 _MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
+_IS_MISS, _IS_HIT, _ = Status  # looking them up in the class takes as long as the rest of `lookup`
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +107,7 @@ class KVOffloadManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         status = self._status_of(key)
-        return _HIT if status is Status.HIT else _MISS if status is Status.MISS else _PENDING
+        return _HIT if status is _IS_HIT else _MISS if status is _IS_MISS else _PENDING
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.HOST

@@ -75,6 +75,23 @@ def test_wait_returns_once_the_transfers_have_ended() -> None:
         rig.worker.wait({1})
 
 
+def test_an_expedited_load_goes_ahead_of_those_held_on_the_host() -> None:
+    with Rig(most_queued_bytes=1) as rig:
+        for slot in range(4):
+            rig.worker.submit_store(slot, gpu((0, [slot])), host(slot))
+        rig.worker.wait(set(range(4)))
+        rig.worker.get_finished()
+        for slot in range(3):
+            rig.worker.submit_load(10 + slot, host(slot), gpu((0, [8 + slot])))
+        rig.worker.submit_load(20, host(3), gpu((0, [11])), expedited=True)
+        rig.worker.wait({20})
+        ended = [result.job_id for result in rig.worker.get_finished()]
+        assert 20 in ended
+        assert 12 not in ended
+        rig.worker.wait({10, 11, 12})
+        assert (rig.blocks[:, 8:12] == rig.blocks[:, :4]).all()
+
+
 def failing(rig: Rig) -> None:
     rig.device.simulator.faults.fail_call("cuEventRecord")
 
