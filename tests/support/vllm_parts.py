@@ -59,8 +59,10 @@ class FakeTensor:
 class Rig:
     """A worker with two layers in each of `num_groups` groups, which lie over each other."""
 
-    def __init__(self, num_groups: int = 1, num_blocks: int = 16, num_chunks: int = 8, **options: Any) -> None:
-        self.device = kvoffload.open_device(backend="simulated")
+    def __init__(
+        self, num_groups: int = 1, num_blocks: int = 16, num_chunks: int = 8, seed: int = 0, **options: Any
+    ) -> None:
+        self.device = kvoffload.open_device(backend="simulated", seed=seed)
         self.memory = self.device.allocate(2 * PAGE * num_blocks)
         self.blocks = self.device.simulator.view(self.memory.address, self.memory.nbytes).reshape(2, num_blocks, PAGE)
         self.blocks[:] = np.random.default_rng(5).integers(0, 256, self.blocks.shape)

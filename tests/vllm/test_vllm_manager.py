@@ -80,6 +80,16 @@ def test_the_tail_of_a_request_does_not_evict_its_head(policy: Any) -> None:
     assert stored(manager, A, context).keys_to_store == []  # and vLLM does not offer them at each step for nothing
 
 
+def test_a_context_may_come_again_after_its_request_has_ended() -> None:
+    """As that of a request of which vLLM did not keep track."""
+    manager, context = KVOffloadManager(4), request("1", A)
+    manager.on_request_finished(context)
+    manager.on_new_request(context)
+    manager.on_request_finished(context)
+    manager.on_request_finished(context)
+    assert stored(manager, A[:2], context).keys_to_store == A[:2]
+
+
 def test_groups_are_stored_in_the_order_of_their_tokens() -> None:
     """vLLM offers group after group; where not all fit, the heads of all groups are stored."""
     one, two = keys(1, 2, 3, group=0), keys(1, 2, 3, group=1)
