@@ -40,8 +40,8 @@ class TieredIndex(CacheIndex):
         layout: 16 bytes that say what the rows of all pools mean; see `Tier.attach`.
         seconds_per_key: what computing the blocks of a key takes: nothing is promoted that is expected to take longer,
             going by the tier's speed as measured lately. None: everything is promoted.
-        policy, tenants, store_after, max_load_blocks, on_event: as for `CacheIndex`; "prefix" declines nothing here, and
-            `on_event` is also called by a thread of the tiers.
+        policy, tenants, store_after, max_load_blocks, on_event: as for `CacheIndex`; "prefix" declines nothing here,
+            and `on_event` is also called by a thread of the tiers.
 
     Raises:
         What `CacheIndex` raises; LayoutError, CapacityError and others that `Tier.attach` raises.

@@ -1,4 +1,4 @@
-"""What the bytes of a KV cache depend on, as far as vLLM's configuration says. Records of another identity are not read."""
+"""What the bytes of a KV cache depend on, as far as vLLM's configuration says; records of another identity are no hits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def identity_of(config: VllmConfig, offloading: OffloadingConfig) -> str:
             "overrides": _text(getattr(model, "hf_overrides", None)),
             "dtype": str(model.dtype).removeprefix("torch."),
             "cache dtype": offloading.model.dtype,
-            "vllm": str(vllm.__version__).partition("+")[0],
+            "vllm": str(getattr(vllm, "__version__", "unknown")).partition("+")[0],
         }
     )
 

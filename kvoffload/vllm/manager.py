@@ -45,7 +45,8 @@ from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.offers import Offers
 from kvoffload.vllm.requests import RequestState, end_request, has_order, in_order, state_of
 
-_RESULTS = {Status.MISS: LookupResult.MISS, Status.HIT: LookupResult.HIT, Status.PENDING: LookupResult.HIT_PENDING}
+_MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
+_IS_MISS, _IS_HIT, _ = Status  # looking them up in the class takes as long as the rest of `lookup`
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +102,10 @@ class KVOffloadManager(OffloadingManager):
         """The keys."""
         return self._make_index(None if self._events is None else self._events.note)
 
+    @cached_property
+    def _status_of(self) -> Callable[[bytes], Status]:
+        return self.index.status_of
+
     def _make_index(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
         return CacheIndex(self._num_chunks, policy=self._policy, on_event=on_event)
 
@@ -111,7 +116,8 @@ class KVOffloadManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return _RESULTS[self.index.status_of(key)]
+        status = self._status_of(key)
+        return _HIT if status is _IS_HIT else _MISS if status is _IS_MISS else _PENDING
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.HOST
@@ -162,8 +168,10 @@ class KVOffloadManager(OffloadingManager):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         filling = _Filling(reservation, len(reservation.keys))
         self._filling.update(dict.fromkeys(reservation.keys, filling))
-        stored, slots = self._as_offered(offered, reservation)
-        return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), [OffloadKey(key) for key in reservation.evicted])
+        stored, slots = list(reservation.keys), list(reservation.indices)
+        if wanted is not offered:
+            stored, slots = self._as_offered(offered, reservation)
+        return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), list(reservation.evicted))
 
     def _state(self, context: ReqContext) -> RequestState:
         return state_of(self.index, context, self._resets)
@@ -220,10 +228,10 @@ class KVOffloadManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Make all keys missing. Slots of transfers under way are free at `on_reset_flushed`."""
         self._resets += 1
-        told = 0 if self._events is None else len(self._events)
+        kept = 0 if self._events is None else len(self._events)
         self._clear()
         if self._events is not None:  # vLLM reports a reset by an event of its own
-            self._events.cut_back(told)
+            self._events.cut_back(kept)
         self._before_reset += [lease.release for leases in self._reading.values() for lease in leases]
         self._before_reset += [filling.reservation.abort for filling in set(self._filling.values())]
         self._reading.clear()

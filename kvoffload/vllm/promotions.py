@@ -51,8 +51,8 @@ class Promotions:
     Args:
         index: where keys are promoted to.
         seconds: that a request waits at most.
-        windows: chunks of the window of each group that has one: of these the last ones of a request are asked for first,
-            and no more than these where a tier cannot say what it has.
+        windows: chunks of the window of each group that has one: of a request's chunks in such a group no more than
+            the last ones are promoted where a tier cannot say what it has.
     """
 
     def __init__(self, index: TieredIndex, seconds: float, windows: Mapping[int, int]) -> None:
@@ -141,7 +141,7 @@ class Promotions:
         self._active.discard(state)
 
     def _state(self, context: ReqContext) -> PromotionState:
-        state = context.get_state(PromotionState)
+        state: PromotionState | None = context.get_state(PromotionState)
         if state is None or state.owner is not self:
             state = PromotionState(self)
             context.set_state(state)

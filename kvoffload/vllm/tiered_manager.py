@@ -24,8 +24,8 @@ OpenTieredIndex = Callable[[Callable[[CacheEvent], None] | None], TieredIndex]
 class TieredKVOffloadManager(KVOffloadManager):
     """A `KVOffloadManager` whose index has tiers below: keys that are missing in slots are promoted from them.
 
-    A thread of the tiers evicts keys for what it promotes. So a key that `lookup` has called a hit is held until the end
-    of the step, in which vLLM begins to load it.
+    A thread of the tiers evicts keys for what it promotes. So a key that `lookup` has called a hit is held until the
+    end of the step, in which vLLM begins to load it.
 
     Args:
         num_chunks, options: as for `KVOffloadManager`.
@@ -67,7 +67,7 @@ class TieredKVOffloadManager(KVOffloadManager):
     # loading ------------------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """HIT: it can be loaded. HIT_PENDING, RETRY: it is being stored, or promoted from a tier, or may be promoted."""
+        """HIT: it can be loaded. HIT_PENDING, RETRY: it is being stored or promoted, or may be promoted."""
         promotions, status = self._promotions, self.index.status_of(key)
         if status is Status.HIT:
             try:

@@ -1,8 +1,8 @@
 """Tiers below the host memory of vLLM's workers, in the scheduler's process.
 
-Each worker has its slots in memory that it offers by a name of its own; the scheduler's process maps those of all workers,
-and gives them to the tiers: a record is one chunk of all workers. vLLM makes the workers first. Where it does not, the
-manager looks for them at its first use.
+Each worker has its slots in memory that it offers by a name of its own; the scheduler's process maps those of all
+workers, and gives them to the tiers: a record is one chunk of all workers. vLLM makes the workers first. Where it does
+not, the manager looks for them at its first use.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TiersOfWorkers:
         connector = config_of_connector()
         if connector is None:
             raise CapabilityError(
-                'kvoffload_tiers needs kv_connector="KVOffloadConnector" and kv_connector_module_path="kvoffload.vllm": '
-                "vLLM's own connector reports no failed store, whose bytes would get into the tiers"
+                'kvoffload_tiers needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": with '
+                "vLLM's own connector the bytes of a store that failed would get into the tiers"
             )
         if num_chunks == 0:
             raise CapacityError(
@@ -61,7 +61,7 @@ class TiersOfWorkers:
         self._wait = wait
 
     def name_of(self, rank: int) -> str:
-        """Under which a worker offers its slots: vLLM's engine has a unique identifier, which all its processes know."""
+        """Under which a worker offers its slots: all processes of an engine know its unique identifier."""
         return f"{self._config.engine_id}/{rank}"
 
     @property
@@ -118,7 +118,8 @@ class TiersOfWorkers:
     @property
     def _tokens_per_chunk(self) -> int:
         """Of the group whose chunks take the most: those of several groups are computed together."""
-        return max(group.tokens_per_block for group in self._config.groups) * self._config.cache.blocks_per_chunk
+        tokens: int = max(group.tokens_per_block for group in self._config.groups)
+        return tokens * self._config.cache.blocks_per_chunk
 
     def _pools(self) -> tuple[list[UInt8Array], list[str]]:
         pools, notes = [], []
@@ -129,7 +130,7 @@ class TiersOfWorkers:
                     notes.append(slots.note)
             except TimeoutError as error:
                 raise CapabilityError(
-                    f"kvoffload_tiers needs all {self._config.parallel.world_size} workers on the scheduler's machine and "
+                    f"kvoffload_tiers needs all {self._config.parallel.world_size} workers on the scheduler's machine, "
                     f"in its network namespace; worker {rank} has offered no memory there for {self._wait:g} seconds. "
                     "Leave out kvoffload_tiers where workers are on several machines"
                 ) from error

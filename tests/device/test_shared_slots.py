@@ -63,7 +63,8 @@ def test_two_processes_write_the_same_bytes(name: str, offering: subprocess.Pope
         assert slots.array.shape == (4, PAGE)
         assert slots.array.tolist() == [[number] * PAGE for number in range(1, 5)]
         slots.array[2, 7] = 77
-        assert offering.stdin is not None and offering.stdout is not None
+        assert offering.stdin is not None
+        assert offering.stdout is not None
         offering.stdin.write("\n")
         offering.stdin.flush()
         assert offering.stdout.readline() == "77\n"

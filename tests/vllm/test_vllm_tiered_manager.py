@@ -50,7 +50,7 @@ class Host:
         context = self.context(numbers)
         output = self.manager.prepare_store(keys(numbers), context)
         assert output is not None
-        for key, slot in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):  # type: ignore[attr-defined]
+        for key, slot in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
             self.pool[slot] = int.from_bytes(key[:4], "big")
         self.manager.complete_store(output.keys_to_store, context)
         self.manager.on_request_finished(context)
@@ -90,7 +90,7 @@ class Host:
         """Begin and end a load of keys; whether the slots hold their bytes."""
         spec = self.manager.prepare_load(keys(numbers), context)
         self.end_step()
-        right = [bool((self.pool[slot] == n % 256).all()) for n, slot in zip(numbers, spec.block_ids, strict=True)]  # type: ignore[attr-defined]
+        right = [bool((self.pool[slot] == n % 256).all()) for n, slot in zip(numbers, spec.block_ids, strict=True)]
         self.manager.complete_load(keys(numbers), context)
         return all(right)
 
@@ -208,7 +208,12 @@ def test_what_is_not_loaded_is_held_until_the_deadline() -> None:
         bench.look(range(3), context)
         bench.end_step()
         until(lambda: bench.index.status(keys(range(3))) == [Status.HIT] * 3)
-        until(lambda: bench.end_step() or bench.index.statistics().pinned == 0)
+
+        def released() -> bool:
+            bench.end_step()
+            return bench.index.statistics().pinned == 0
+
+        until(released)
 
 
 def test_a_reset_reaches_the_tiers() -> None:
@@ -244,7 +249,7 @@ def test_a_load_that_failed_is_not_repeated_from_the_tier_for_ever() -> None:
         context = bench.context(range(2))
         bench.look_until(range(2), context, [HIT, HIT])
         spec = bench.manager.prepare_load(keys(range(2)), context)
-        bench.manager.note_failed(spec.block_ids.tolist())  # type: ignore[attr-defined]
+        bench.manager.note_failed(spec.block_ids.tolist())
         bench.manager.complete_load(keys(range(2)), context)
         bench.end_step()
         assert len(tier.store) == 2, "its bytes are not at fault"
@@ -260,7 +265,12 @@ def test_events_and_statistics() -> None:
         context = bench.context(range(2))
         bench.look_until(range(2), context, [HIT, HIT])
         found: list[Any] = []
-        until(lambda: found.extend(bench.manager.take_events()) or found)
+
+        def told() -> bool:
+            found.extend(bench.manager.take_events())
+            return bool(found)
+
+        until(told)
         assert [event.removed for event in found] == [False] * len(found)
         assert {key for event in found for key in event.keys} == set(keys(range(2)))
         stats = bench.manager.get_stats()
