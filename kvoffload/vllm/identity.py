@@ -1,4 +1,4 @@
-"""What the bytes of a KV cache depend on, as far as vLLM's configuration says; records of another identity are no hits."""
+"""What the bytes of a KV cache depend on, as far as vLLM's configuration says. Other records are no hits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.config import VllmConfig
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvoffload.layout.layout import KVLayout
 from kvoffload.tiers.tier import LAYOUT_BYTES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _MAKING: ContextVar[VllmConfig | None] = ContextVar("_MAKING", default=None)
 

@@ -23,11 +23,6 @@ class TierChoice:
     kind: str
     arguments: Mapping[str, Any]
 
-    @property
-    def name(self) -> str:
-        """For metrics: that of the tier, if the kind is one of kvoffload's."""
-        return str(self.arguments.get("name", self.kind))
-
 
 def tier_choices(name: str, value: Any) -> tuple[TierChoice, ...]:
     if not isinstance(value, list | tuple):

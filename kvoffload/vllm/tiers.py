@@ -8,9 +8,8 @@ not, the manager looks for them at its first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.config import VllmConfig
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -24,6 +23,9 @@ from kvoffload.tiers.tier import Tier
 from kvoffload.vllm.identity import config_of_connector, identity_of, layout_digest
 from kvoffload.vllm.options import Options
 from kvoffload.vllm.tier_options import TierChoice
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _LONGEST_WAIT = 30.0  # seconds, for workers' memory
 
@@ -48,8 +50,8 @@ class TiersOfWorkers:
         connector = config_of_connector()
         if connector is None:
             raise CapabilityError(
-                'kvoffload_tiers needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": with '
-                "vLLM's own connector the bytes of a store that failed would get into the tiers"
+                'kvoffload_tiers needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": '
+                "with vLLM's own connector the bytes of a store that failed would get into the tiers"
             )
         if num_chunks == 0:
             raise CapacityError(
@@ -118,8 +120,8 @@ class TiersOfWorkers:
     @property
     def _tokens_per_chunk(self) -> int:
         """Of the group whose chunks take the most: those of several groups are computed together."""
-        tokens: int = max(group.tokens_per_block for group in self._config.groups)
-        return tokens * self._config.cache.blocks_per_chunk
+        cache = self._config.cache
+        return max(int(group.tokens_per_block) for group in self._config.groups) * int(cache.blocks_per_chunk)
 
     def _pools(self) -> tuple[list[UInt8Array], list[str]]:
         pools, notes = [], []

@@ -8,29 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 from tier_classes import DictTier
 from tiering import SECONDS, aligned, until
-from vllm_environment import need_vllm
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm_parts import request
 
-need_vllm()
-
-from vllm.v1.kv_offload.base import (  # noqa: E402
-    LookupResult,
-    OffloadKey,
-    ReqContext,
-    ScheduleEndContext,
-    make_offload_key,
-)
-from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
-
-from kvoffload import CacheIndex, Status  # noqa: E402
-from kvoffload.testing import FaultyTier  # noqa: E402
-from kvoffload.tiering import TieredIndex  # noqa: E402
-from kvoffload.tiers import Tier  # noqa: E402
-from kvoffload.vllm.tiered_manager import TieredKVOffloadManager  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore")
+from kvoffload import CacheIndex, Status  # isort: split  # vllm_parts comes first
+from kvoffload.testing import FaultyTier
+from kvoffload.tiering import TieredIndex
+from kvoffload.tiers import Tier
+from kvoffload.vllm.tiered_manager import TieredKVOffloadManager
 
 HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
 
@@ -63,9 +51,7 @@ class Host:
         CacheIndex.clear(self.index)
 
     def context(self, numbers: Sequence[int]) -> ReqContext:
-        context = ReqContext("request")
-        for place, key in enumerate(keys(numbers)):
-            context.set_offload_key_position(key, 16 * (place + 1))
+        context: ReqContext = request("request", keys(numbers))
         self.manager.on_new_request(context)
         return context
 
