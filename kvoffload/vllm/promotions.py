@@ -65,7 +65,7 @@ class Promotions:
         self._state(context).seen.setdefault(get_offload_group_idx(key), {})[key] = None
 
     def ask(self, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """What a request is told of a key that has no slot."""
+        """The answer to a request that has looked up a key without a slot."""
         state = self._state(context)
         promotion = state.asked.get(key)
         if promotion is not None:

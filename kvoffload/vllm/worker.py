@@ -219,7 +219,7 @@ class KVOffloadWorker(OffloadingWorker):
         LOGGER.warning("%s %d of vLLM has failed, its chunks are missing: %s", kind, transfer.job_id, failure)
         if transfer.is_load:
             self._failed_loads.add(transfer.job_id)
-        elif self._slots is None:  # else a tier may fill them, and the scheduler is told of failures
+        elif self._slots is None:  # else a tier may fill them, and the connector reports failures
             self._bad_slots |= transfer.slots
         if self.reports_failures:
             self._failed_slots |= transfer.slots
