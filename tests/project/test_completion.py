@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvoffload
-from kvoffload import BlockCache, KVLayout, OffloadEngine, SharedSlots, ShardedEngine, TieredCache
+from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine, SharedSlots, TieredCache
 from kvoffload.observability.router_events import RouterEvents
 from kvoffload.tiering import TieredIndex
 from kvoffload.tiers import MemoryTier
