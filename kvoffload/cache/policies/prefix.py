@@ -20,7 +20,7 @@ that.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse, groupby, islice
 from math import inf
 from typing import Any, TypeAlias
@@ -92,7 +92,7 @@ class Prefix(Policy):
         if evicted:
             for run, same in _neighbours(runs, keys):
                 self._remember(same, run)
-        self._leave(Counter(runs))
+        self._leave(Counter(runs) if len(runs) > 1 else dict.fromkeys(runs, 1))
 
     def for_request(self, notes: _Notes) -> RequestPolicy:
         return _ForRequest(self, notes)
@@ -119,8 +119,8 @@ class Prefix(Policy):
         an open request move to the runs of its earlier keys.
         """
         fresh: dict[tuple[int, int, bool], _Run] = {}
-        left: Counter[_Run] = Counter()
-        reused: Counter[_Run] = Counter()
+        left: dict[_Run, int] = {}
+        reused: dict[_Run, int] = {}
         asked, last = 0, len(keys) - 1 if ends else -1
         for resident, old, part in list(self._by_run(keys)):
             renews = old is not None and old.counted and resident and not counted
@@ -128,8 +128,8 @@ class Prefix(Policy):
             if not renews:
                 asked += len(part)
             if old is not None:
-                reused[old] += 0 if renews else len(part)
-                left[old] += len(part) if resident else 0
+                reused[old] = reused.get(old, 0) + (0 if renews else len(part))
+                left[old] = left.get(old, 0) + (len(part) if resident else 0)
             stays = resident or counted
             ended = last >= 0 and part[-1] is keys[last]
             for is_end, same in ((False, part[:-1] if ended else part), (True, part[-1:] if ended else [])):
@@ -185,7 +185,7 @@ class Prefix(Policy):
                 if run.request is not None:
                     queue.move_to_end(run)
 
-    def _leave(self, left: Counter[_Run]) -> None:
+    def _leave(self, left: Mapping[_Run, int]) -> None:
         """So many keys have left these runs."""
         for run, count in left.items():
             run.live -= count
