@@ -31,7 +31,7 @@ from kvoffload.cache.policies.reuse import KIND_OF, KINDS, MOST_USES, ReuseModel
 _FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # in a large cache: the capacity divided by this
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
-_BATCH = 128  # keys that are looked at together
+_FIRST_BATCH, _BATCH = 8, 128  # keys that are looked at together: the first, and the most
 _SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
 
 
@@ -355,11 +355,15 @@ class _Head:
     def _walk(
         queue: _Queue, run_of: dict[bytes, _Run], protected: Protected, request: _Notes | None
     ) -> Iterator[tuple[_Run, list[bytes]]]:
+        size = _FIRST_BATCH
         for run in queue:
             if request is not None and run.request is request:
                 continue  # without looking at its keys, which are all protected
-            for end in range(len(run.keys), 0, -_BATCH):
-                live = [key for key in reversed(run.keys[max(0, end - _BATCH) : end]) if run_of.get(key) is run]
+            end = len(run.keys)
+            while end > 0:
+                begin = max(0, end - size)
+                live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
+                end, size = begin, min(2 * size, _BATCH)
                 found = list(filterfalse(protected, live))
                 if found:
                     yield run, found
