@@ -35,14 +35,16 @@ SHOWN = {
     "ShardedJob": JOB,
     "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds",
     "BlockCache": (
-        "acquire capacity check clear engine load lookup lookup_many remove reserve statistics status store touch"
+        "acquire capacity check clear engine load lookup lookup_many open_request remove reserve statistics status "
+        "status_of store touch"
     ),
     "TieredCache": (
-        "acquire capacity check clear close drain engine load locate lookup lookup_many promote remove "
-        "reserve statistics status store tier_statistics touch"
+        "acquire capacity check clear close drain engine load locate lookup lookup_many open_request promote remove "
+        "reserve statistics status status_of store tier_statistics touch"
     ),
     "Promotion": "cancel done keys load ready release wait",
     "ChainedLoad": "error job submitted wait",
+    "CacheRequest": "end ended keys tenant",
     "CacheJob": "done jobs keys num_parts order_before result wait",
     "TierJob": "begin cancel cancelled deadline done entries keys outcomes settle settle_waiting wait",
     "MemoryTier": (
@@ -85,6 +87,7 @@ def objects() -> Iterator[dict[str, Any]]:
                 sharded,
                 cache,
                 stored,
+                cache.open_request(),
                 stored.jobs[0],
                 both,
             )
