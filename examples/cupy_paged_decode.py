@@ -18,23 +18,27 @@ from typing import Any
 
 from paged_decode import model, report
 from paged_decode.arrays import ArrayModel, NumpyBackend
-from paged_decode.backend import Backend, Logits
+from paged_decode.backend import Backend, Followed, Logits
 
 import kvoffload
 
 
 class CupyBackend:
-    """CuPy on a stream of its own. Transfers follow it, and it follows them; the host waits for logits only."""
+    """CuPy on a stream of its own. Transfers follow it, and it follows them; the host waits for logits only.
 
-    def __init__(self, device: kvoffload.Device, size: model.ModelSize) -> None:
+    `division`: see `ArrayModel`; the host then waits for each product that ranks add up.
+    """
+
+    def __init__(self, device: kvoffload.Device, size: model.ModelSize, division: model.Division | None = None) -> None:
         import cupy
 
-        self.size, self._cupy = size, cupy
+        self._cupy = cupy
         self.devices: Sequence[kvoffload.Device] = [device]
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.stream: int | None = int(self._stream.ptr)
         with self._stream:
-            self._model = ArrayModel(cupy, size, "float16")
+            self._model = ArrayModel(cupy, size, "float16", division)
+        self.size = self._model.size
         self._cache: Any = None
         self._load: kvoffload.CacheJob | None = None  # which the layers of the next step follow one by one
 
@@ -53,7 +57,7 @@ class CupyBackend:
     def after(self) -> Any:
         return self._stream
 
-    def follow(self, job: kvoffload.CacheJob) -> None:
+    def follow(self, job: Followed) -> None:
         job.order_before(self._stream)
 
     def follow_by_layer(self, job: kvoffload.CacheJob) -> None:

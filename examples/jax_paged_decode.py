@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from paged_decode import model, report
 from paged_decode.arrays import NumpyBackend
-from paged_decode.backend import Backend, Logits
+from paged_decode.backend import Backend, Followed, Logits
 
 import kvoffload
 from kvoffload.testing import SimulatedDriver
@@ -109,7 +109,7 @@ class JaxBackend:
     def after(self) -> Any:
         return self._cache
 
-    def follow(self, _: kvoffload.CacheJob) -> None:
+    def follow(self, _: Followed) -> None:
         self._follows = True  # all that was submitted so far: JAX cannot be told of one job
 
     def follow_by_layer(self, job: kvoffload.CacheJob) -> None:

@@ -36,6 +36,7 @@ from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.keys import chain_keys
+from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
@@ -78,6 +79,7 @@ __all__ = [
     "CacheEvent",
     "CacheIndex",
     "CacheJob",
+    "CacheRequest",
     "CacheStatistics",
     "CapabilityError",
     "CapacityError",

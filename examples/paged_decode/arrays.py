@@ -9,19 +9,28 @@ import numpy as np
 
 import kvoffload
 from paged_decode import model
-from paged_decode.backend import Logits
+from paged_decode.backend import Followed, Logits
 
 
 class ArrayModel:
-    """The model in code for CuPy and numpy (`xp`): a loop over the layers; the cache is written in place."""
+    """The model in code for CuPy and numpy (`xp`): a loop over the layers; the cache is written in place.
 
-    def __init__(self, xp: Any, size: model.ModelSize, dtype: str) -> None:
-        self.xp, self.size = xp, size
+    Args:
+        size: of the whole model.
+        division: compute a rank's share of it; the attribute `size` is that of the share.
+    """
+
+    def __init__(self, xp: Any, size: model.ModelSize, dtype: str, division: model.Division | None = None) -> None:
+        self.xp, self.size, self._division = xp, size, division
         random = xp.random.default_rng(0)
-        self.weights = {
-            name: (random.standard_normal(shape, dtype="float32") * shape[-2] ** -0.5).astype(dtype)
-            for name, shape in size.weight_shapes.items()
-        }
+        self.weights = {}
+        for name, shape in size.weight_shapes.items():
+            weight = (random.standard_normal(shape, dtype="float32") * shape[-2] ** -0.5).astype(dtype)
+            if division is not None:
+                weight = model.divide(xp, size, name, weight, division.rank, division.ranks)
+            self.weights[name] = weight
+        if division is not None:
+            self.size = size.shard(division.ranks)
 
     def logits(self, cache: Any, step: model.Step, before_layer: Callable[[int], None]) -> Any:
         """Compute a step.
@@ -42,9 +51,16 @@ class ArrayModel:
             pages.write(2 * number, keys)
             pages.write(2 * number + 1, values)
             seen = pages.read(2 * number), pages.read(2 * number + 1)
-            x = model.attend(xp, size, layer, x, step, queries, *seen)
-            x = model.feed_forward(xp, layer, x)
+            x = model.attend(xp, size, layer, x, step, queries, *seen, self._add_up)
+            x = model.feed_forward(xp, layer, x, self._add_up)
         return model.unembed(xp, self.weights, x, step)
+
+    def _add_up(self, product: Any) -> Any:
+        """The sum of the products of all ranks: by way of the host, where the ranks' processes exchange them."""
+        if self._division is None:
+            return product
+        on_host = self.xp.asnumpy if hasattr(self.xp, "asnumpy") else np.asarray
+        return self.xp.asarray(self._division.add_up(on_host(product.astype("float32"))))
 
 
 class Pages:
@@ -73,15 +89,16 @@ class Pages:
 class NumpyBackend:
     """numpy on memory of the simulated device, which is ordinary memory.
 
-    What numpy computes is on no stream, so the host waits for transfers.
+    What numpy computes is on no stream, so the host waits for transfers. `division`: see `ArrayModel`.
     """
 
     stream: int | None = None
 
-    def __init__(self, device: kvoffload.Device, size: model.ModelSize) -> None:
-        self.device, self.size = device, size
+    def __init__(self, device: kvoffload.Device, size: model.ModelSize, division: model.Division | None = None) -> None:
+        self.device = device
         self.devices: Sequence[kvoffload.Device] = [device]
-        self._model = ArrayModel(np, size, "float32")
+        self._model = ArrayModel(np, size, "float32", division)
+        self.size = self._model.size
         self._load: kvoffload.CacheJob | None = None  # which the layers of the next step follow one by one
 
     def new_cache(self, num_blocks: int) -> kvoffload.KVLayout:
@@ -98,7 +115,7 @@ class NumpyBackend:
     def after(self) -> Any:
         return kvoffload.NO_WAIT  # what numpy has computed is there
 
-    def follow(self, job: kvoffload.CacheJob) -> None:
+    def follow(self, job: Followed) -> None:
         job.wait()
 
     def follow_by_layer(self, job: kvoffload.CacheJob) -> None:

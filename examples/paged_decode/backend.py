@@ -12,6 +12,31 @@ import kvoffload
 from paged_decode.model import ModelSize, Step
 
 Logits = npt.NDArray[np.float32]
+Followed = kvoffload.CacheJob | kvoffload.Job
+
+
+class Computes(Protocol):
+    """What computes steps; `stream` and `step` as in `Backend`."""
+
+    stream: int | None
+
+    def step(self, step: Step) -> Logits: ...
+
+
+class KeepsBlocks(Protocol):
+    """What keeps the complete blocks of conversations on the host; the methods are described in `Offloader`."""
+
+    def store(self, conversation: int, tokens: list[int], blocks: list[int]) -> None: ...
+
+    def follow_store(self, conversation: int) -> None: ...
+
+    def load(self, conversation: int, tokens: list[int], blocks: list[int]) -> None: ...
+
+    def follow_load(self, conversation: int) -> None: ...
+
+    def end_load(self, conversation: int) -> None: ...
+
+    def count_blocks(self) -> tuple[int, int]: ...
 
 
 class Backend(Protocol):
@@ -35,7 +60,7 @@ class Backend(Protocol):
     def after(self) -> Any:
         """What a transfer gets as `after`, so that it follows all steps so far."""
 
-    def follow(self, job: kvoffload.CacheJob) -> None:
+    def follow(self, job: Followed) -> None:
         """Have all steps from now on follow a job."""
 
     def follow_by_layer(self, job: kvoffload.CacheJob) -> None:

@@ -125,6 +125,30 @@ class Step(NamedTuple):
         self.last[index] += len(given) - 1
 
 
+class Division(NamedTuple):
+    """What one rank computes of a model that is divided among ranks in processes of their own.
+
+    Attributes:
+        rank, ranks: this one, and how many there are; each has as many heads and hidden units as `shard` says.
+        add_up: takes a product of this rank, float32 on the host; returns the sum of those of all ranks, likewise.
+    """
+
+    rank: int
+    ranks: int
+    add_up: Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+
+
+def divide(xp: Any, size: ModelSize, name: str, weight: Any, rank: int, ranks: int) -> Any:
+    """A rank's share of a weight: columns of its heads or hidden units, or rows; those of no layer whole."""
+    head_counts = (size.query_heads, size.kv_heads, size.kv_heads)
+    columns = {"query_key_value": [count * size.head_size for count in head_counts], "gate_up": [size.hidden] * 2}
+    if name in columns:
+        ends = np.cumsum(columns[name])[:-1].tolist()
+        shares = [xp.split(part, ranks, axis=-1)[rank] for part in xp.split(weight, ends, axis=-1)]
+        return xp.concatenate(shares, axis=-1)
+    return xp.ascontiguousarray(xp.split(weight, ranks, axis=-2)[rank]) if name in LAYER_WEIGHTS else weight
+
+
 def embed(weights: Weights, step: Step) -> Any:
     """The residual stream before the first layer: float32, (batch * length, width)."""
     return weights["embedding"][step.tokens.reshape(-1)].astype("float32")

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
-from paged_decode.backend import Backend, Logits
+from paged_decode.backend import Computes, KeepsBlocks, Logits
 from paged_decode.model import BLOCK_TOKENS, Step
-from paged_decode.offload import Offloader, complete_tokens
+from paged_decode.offload import complete_tokens
 from paged_decode.timeline import Timeline
 from paged_decode.workload import BlockPool, Workload
 
@@ -86,11 +86,11 @@ class Server:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Computes,
         workload: Workload,
         mode: Mode,
         num_blocks: int,
-        offloader: Offloader | None,
+        offloader: KeepsBlocks | None,
         timeline: Timeline | None,
         begun: Sequence[list[int]] = (),
     ) -> None:

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 
 from kvoffload.cache.admission import Tenant
+from kvoffload.cache.block_queries import BlockQueries
 from kvoffload.cache.engines import CacheAfter, EngineT
-from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status, check_keys
+from kvoffload.cache.entries import LeaseRecord, ReservationRecord, check_keys, slot_numbers
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.reservations import CacheJob, Lease, Reservation
-from kvoffload.cache.statistics import CacheEvent, CacheStatistics
+from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
-from kvoffload.errors import CapacityError, ClosedError, KVOffloadError, LayoutError, TransferError
+from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
@@ -32,7 +34,7 @@ Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
 
-class BlockCache(HtmlRepresentation, Generic[EngineT]):
+class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
     """A prefix cache over the slots of an engine, which it owns. Usable from any thread.
 
     A key stands for `blocks_per_slot` blocks of every group of the layout; see `kvoffload.chain_keys`. With several
@@ -50,7 +52,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
     Args:
         engine: an OffloadEngine; or a ShardedEngine: then `after` and `order_before` take a list with one element for
             each device. The cache owns its slots: `engine.store` refuses them, except those of an open reservation of
-            this cache.
+            this cache. With 0 slots every lookup misses and every store is declined.
         policy: what is evicted when the cache is full: "prefix", "lru", "arc", "s3fifo", a `policies.Policy`, or a
             function that takes the capacity in keys and returns one.
         tenants: quotas and priorities by name; see `Tenant`. Calls may name these tenants and "", and no others.
@@ -60,7 +62,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
             call of the cache, or of `wait` or `done` of one of its jobs, by the thread that makes that call.
 
     Raises:
-        CapacityError: the engine has fewer slots than groups, or another cache owns its slots.
+        CapacityError: the engine has fewer slots than groups, but some; or another cache owns its slots.
         ValueError, TypeError: bad arguments.
     """
 
@@ -77,7 +79,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         self.engine = engine
         self._groups = engine.layout.num_groups
         self.capacity = engine.num_slots // self._groups
-        if self.capacity == 0:
+        if self.capacity == 0 < engine.num_slots:
             raise CapacityError(f"{engine.num_slots} slots hold no key of {self._groups} groups; raise num_slots")
         if self._groups > engine.max_in_flight:
             raise CapacityError(
@@ -100,37 +102,6 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         self._tenants = dict(tenants or {})
         engine.guard_slots(self._state)
 
-    # asking -------------------------------------------------------------------------------------------------------
-
-    def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys can be loaded, at most `max_load_blocks`. Counted as a request; not a use, see `touch`.
-
-        Raises ClosedError if the engine is closed.
-        """
-        self._look()
-        return self._index.lookup(keys)
-
-    def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
-        """`lookup` for each of several requests; the cache does not change in between."""
-        self._look()
-        return self._index.lookup_many(requests)
-
-    def status(self, keys: Sequence[bytes]) -> list[Status]:
-        """For each key, whether it is missing, a hit or pending. Not counted; works with a closed engine, too."""
-        self.engine.advance()
-        return self._index.status(keys)
-
-    def _look(self) -> None:
-        if self.engine.closed:
-            raise ClosedError("the engine of the cache is closed, so nothing can be loaded: make an engine and a cache")
-        self.engine.advance()
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Record that a request with these keys has ended: once per request, with all of its keys in their order, found
-        or not. So recency and frequency follow requests, not the order in which copies happened to complete.
-        """
-        self._index.touch(keys)
-
     # moving bytes -------------------------------------------------------------------------------------------------
 
     def store(
@@ -141,6 +112,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         tenant: str = "",
         *,
         all_or_nothing: bool = False,
+        request: CacheRequest | None = None,
     ) -> CacheJob:
         """Store those keys that are neither present nor pending: the job's `keys`, ready to load once it has ended.
 
@@ -154,6 +126,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
             after: as for `OffloadEngine.store`.
             tenant: whose quota and priority the keys have.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
+            request: the open request that these are keys of, the new ones or more; the tenant is the request's.
 
         Raises:
             CapacityError: `all_or_nothing`, and a key would be declined; or the engine has no room for the transfer.
@@ -162,9 +135,8 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         """
         checked = check_keys(keys, repeats=False)
         per_group = self._block_ids(len(checked), blocks)
-        state, after = self._state, self.engine.resolve(after)
+        state, after, record = self._state, self.engine.resolve(after), None
         self.engine.advance()
-        record: ReservationRecord | None = None
         try:
             with state.lock:
                 if state.working:
@@ -172,7 +144,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
                 try:
                     state.working = True
                     state.enter()
-                    record = state.propose(checked, tenant, all_or_nothing)
+                    record = state.propose(checked, tenant, all_or_nothing, request)
                     jobs = self._store(record, per_group, after)
                 finally:
                     state.working = False
@@ -202,7 +174,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         state.publish(record)
         try:
             for group, ids in enumerate(self._chosen(record, per_group)):
-                slots = self._slots(record.indices, group)
+                slots = slot_numbers(record.indices, self._groups, group)
                 jobs = (*jobs, self.engine.submit(Direction.STORE, ids, slots, group=group, after=after))
         except _REFUSALS as error:
             if jobs:
@@ -222,6 +194,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         *,
         pending: bool = False,
         parts: Parts = None,
+        request: CacheRequest | None = None,
     ) -> CacheJob:
         """Load the blocks of keys that are all present and ready. The keys are not evicted until the load has ended.
 
@@ -233,6 +206,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
                 does not. If such a store fails, so does the job's `wait`, and the loaded blocks must not be used.
             parts: as for `OffloadEngine.load`; with several groups only a number, which holds for each of them. Groups
                 are copied one after the other: to wait for one, `job.jobs[group].order_before(stream, part=k)`.
+            request: the open request that loads them: they are its own from now on.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
@@ -242,9 +216,8 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         per_group = self._block_ids(len(checked), blocks)
         if parts is not None:
             self._check_parts(parts)
-        engine, state, after = self.engine, self._state, self.engine.resolve(after)
+        engine, state, after, record = self.engine, self._state, self.engine.resolve(after), None
         engine.advance()
-        record: LeaseRecord | None = None
         try:
             with state.lock:
                 if state.working:
@@ -252,9 +225,9 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
                 try:
                     state.working = True
                     state.enter()
-                    record = state.propose_lease(checked, pending)
+                    record = state.propose_lease(checked, pending, request)
                     engine.check_room(self._groups if checked else 0)
-                    jobs = self._load(record, per_group, after, parts) if checked else ()
+                    jobs = self._load(record, per_group, after, parts, request) if checked else ()
                 finally:
                     state.working = False
             if state.recorder.unreported:
@@ -265,14 +238,19 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         return CacheJob(tuple(checked), jobs, self._index, record)
 
     def _load(
-        self, record: LeaseRecord, per_group: list[Int64Array], after: CacheAfter, parts: Parts
+        self,
+        record: LeaseRecord,
+        per_group: list[Int64Array],
+        after: CacheAfter,
+        parts: Parts,
+        request: CacheRequest | None,
     ) -> tuple[Job, ...]:
         """Hold the entries and submit the transfer, under the lock; the cases are those of `_store`."""
         state, jobs, submitted = self._state, tuple[Job, ...](), self.engine.submitted
         state.begin(record)
         try:
             for group, ids in enumerate(per_group):
-                slots = self._slots(record.indices, group)
+                slots = slot_numbers(record.indices, self._groups, group)
                 ids = ids.reshape(-1)
                 jobs = (*jobs, self.engine.submit(Direction.LOAD, ids, slots, group=group, after=after, parts=parts))
         except _REFUSALS as error:
@@ -281,27 +259,36 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
             raise
         record.jobs = jobs
         state.loading.append(record)
-        state.use(list(dict.fromkeys(record.keys)))
+        state.use(record.keys, request)
         return jobs
 
     # entries for other copies -------------------------------------------------------------------------------------
 
-    def reserve(self, keys: Sequence[bytes], tenant: str = "", *, all_or_nothing: bool = False) -> Reservation:
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        tenant: str = "",
+        *,
+        all_or_nothing: bool = False,
+        request: CacheRequest | None = None,
+    ) -> Reservation:
         """Reserve slots for those keys that are neither present nor pending; see `store`, which also copies.
 
         The caller fills the slots `reservation.slots(group)` of every group, by `engine.store`, through `engine.slots`
-        or otherwise, then calls `reservation.commit(job)` or `abort()`. `tenant` and `all_or_nothing`: as for `store`.
+        or otherwise, then calls `reservation.commit(job)` or `abort()`. `tenant`, `all_or_nothing` and
+        `request`: as for `store`.
 
         Raises:
             CapacityError: `all_or_nothing`, and a missing key would be declined.
             LayoutError: `keys` repeats a key, or is not a list of bytes.
-            ValueError: the cache has no such tenant; or its policy chose keys that must not be evicted.
-            ClosedError: the engine is closed.
+            ValueError: the cache has no such tenant; or its policy chose keys that must not be evicted; or `request` is
+                of another cache, or of another tenant than `tenant`.
+            ClosedError: the engine is closed, or `request` has ended.
             Nothing has changed in any of these cases.
         """
         self.engine.advance()
         self.engine.check_room(0)
-        return self._index.reserve(keys, tenant, all_or_nothing=all_or_nothing)
+        return self._index.reserve(keys, tenant, all_or_nothing=all_or_nothing, request=request)
 
     def acquire(self, keys: Sequence[bytes], *, pending: bool = False) -> Lease:
         """Hold the slots of keys that are all present and ready, until the lease is released; `pending` as for `load`.
@@ -327,24 +314,7 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
         self.engine.advance()
         return self._index.clear()
 
-    # looking ------------------------------------------------------------------------------------------------------
-
-    def statistics(self) -> CacheStatistics:
-        """Counts now and since the cache was created."""
-        self.engine.advance()
-        return self._index.statistics()
-
-    def check(self) -> None:
-        """Verify the cache's invariants; AssertionError says which does not hold. Meant for tests."""
-        self.engine.advance()
-        with self.engine.lock:
-            idle = self.engine.statistics().in_flight == 0
-            self._index.check()
-            waiting = [*self._state.storing, *self._state.loading]
-            assert not idle or not waiting, "reservations and loads wait for transfers that are in flight"
-
-    def __len__(self) -> int:
-        return len(self._index)
+    # inner workings -----------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"BlockCache({self._index.describe()})"
@@ -352,8 +322,6 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
     def _html_options(self) -> dict[str, Any]:
         statistics = None if self.engine.devices[0].foreign else self._index.statistics()
         return {"statistics": statistics, "described": self._index.describe(), "tenants": self._tenants}
-
-    # inner workings -----------------------------------------------------------------------------------------------
 
     def _block_ids(self, num_keys: int, blocks: Any) -> list[Int64Array]:
         """Per group an array of shape (keys, blocks_per_slot)."""
@@ -382,13 +350,6 @@ class BlockCache(HtmlRepresentation, Generic[EngineT]):
     def _refused(self, error: Exception, submitted: int) -> bool:
         """Whether nothing has been queued: neither before the context was lost, nor before a signal handler raised."""
         return not isinstance(error, TransferError) and self.engine.submitted == submitted
-
-    def _slots(self, indices: list[int], group: int) -> Int64Array:
-        slots = np.array(indices, dtype=np.int64)
-        if self._groups > 1:
-            slots *= self._groups
-            slots += group
-        return slots
 
     def _check_parts(self, parts: Any) -> None:
         """Raise what loads of all groups would raise, before there is one of any."""

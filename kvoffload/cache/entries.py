@@ -19,16 +19,18 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import takewhile
-from operator import attrgetter, eq
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from kvoffload.errors import LayoutError, TransferError
+from kvoffload.internal.types import Int64Array
 
 if TYPE_CHECKING:
     from kvoffload.cache.pools import Pool
+    from kvoffload.cache.requests import RequestRecord
 
-_FEW = 8  # adjacent keys; where fewer are, comparing neighbours is not worth it
 _NO_INDICES: list[int] = []
 _finished = attrgetter("finished")
 _error = attrgetter("error")
@@ -99,6 +101,7 @@ class ReservationRecord(_WithTransfers):
         indices: the entries; also `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`, how the entries were
             allocated: see `EntryTable.allocate`.
         promoted: whether a tier fills the entries, not a transfer.
+        request: the open request whose keys they are, if the call named one.
         stage: where it stands.
         jobs: transfers that fill the entries; of an aborted record, transfers that may still write them.
         watch: the weak reference to the handle, if there is one and the record is not settled.
@@ -115,6 +118,7 @@ class ReservationRecord(_WithTransfers):
         "positions",
         "present",
         "promoted",
+        "request",
         "short",
         "stage",
         "tenant",
@@ -133,8 +137,10 @@ class ReservationRecord(_WithTransfers):
         victims: list[tuple[Pool, list[bytes]]],
         declined: list[bytes],
         present: list[bytes],
+        request: RequestRecord | None = None,
     ) -> None:
         self.pool = pool
+        self.request = request
         self.tenant = tenant
         self.keys = keys
         self.positions = positions
@@ -228,29 +234,6 @@ class EntryTable:
         of, known = self.of, self.keys
         return [known[of[key]] or key if key in of else key for key in keys]
 
-    def leading(self, keys: list[bytes]) -> int:
-        """How many leading keys have entries.
-
-        Keys that were stored together mostly have adjacent entries: comparing them in order costs a fifth of looking up
-        each in a large dictionary (`kvoffload bench cache`), where nearly every step misses the CPU's caches.
-        """
-        found, compared = 0, 2 * _FEW
-        while found < len(keys):
-            index = self.of.get(keys[found])
-            if index is None:
-                return found
-            together = self._together(index, keys[found : found + compared])
-            found += together
-            if together < _FEW:
-                break
-            compared = 2 * together  # so that many short ranges cost no more than one long one
-        return found + len(list(takewhile(self.of.__contains__, keys[found:])))
-
-    def _together(self, index: int, keys: list[bytes]) -> int:
-        """How many of these keys, from the first, have the entries from `index` on."""
-        there = self.keys[index : index + len(keys)]
-        return len(keys) if there == keys else len(list(takewhile(bool, map(eq, there, keys))))
-
     # reservations -------------------------------------------------------------------------------------------------
 
     def allocate(self, record: ReservationRecord) -> None:
@@ -272,7 +255,8 @@ class EntryTable:
     def publish(self, record: ReservationRecord, *, several_pools: bool) -> None:
         """Change the truth: the victims are gone, the record's keys are pending. `fill` or `withdraw` follows."""
         of, pool_of, number = self.of, self.pool_of, record.pool.number
-        pool_of.extend(array("I", (number,)) * (len(self.keys) + record.num_unused - len(pool_of)))
+        if record.num_unused:
+            pool_of.extend(array("I", (number,)) * (len(self.keys) + record.num_unused - len(pool_of)))
         record.victim_pools = [pool_of[index] for index in record.victim_indices] if several_pools else []
         for key in record.evicted:
             del of[key]
@@ -308,18 +292,6 @@ class EntryTable:
             known[index] = key
         self.pending.update(dict.fromkeys(keys, record))
         self.holds.update(dict.fromkeys(record.indices, 1))
-
-    def split(self, record: ReservationRecord) -> list[ReservationRecord]:
-        """Put a record for each key in the place of an open one."""
-        parts = []
-        for key, position, index in zip(record.keys, record.positions, record.indices, strict=True):
-            part = ReservationRecord(record.pool, record.tenant, [key], (position,), [], [], [])
-            part.indices, part.promoted = [index], record.promoted
-            parts.append(part)
-        self.reservations.update(parts)
-        self.reservations.discard(record)
-        self.pending.update(zip(record.keys, parts, strict=True))
-        return parts
 
     def still_mine(self, record: ReservationRecord) -> list[bytes]:
         """The record's keys that were not removed meanwhile."""
@@ -390,6 +362,12 @@ def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
     if not repeats and len(frozenset(checked)) != len(checked):
         raise LayoutError("keys repeats a key; each key of a store must be given once")
     return checked
+
+
+def slot_numbers(indices: Sequence[int], num_groups: int, group: int) -> Int64Array:
+    """Entry `i` owns slot `i * num_groups + g` for group `g`."""
+    slots = np.array(indices, dtype=np.int64)
+    return slots if num_groups == 1 else slots * num_groups + group
 
 
 def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> None:

@@ -8,7 +8,8 @@ from functools import partial
 from typing import NamedTuple
 
 from kvoffload.cache.admission import Tenant
-from kvoffload.cache.policies import LRU, Policy, PolicyChoice, Protected, Room, make_policy
+from kvoffload.cache.policies import LRU, Policy, PolicyChoice, Protected, RequestPolicy, Room, make_policy
+from kvoffload.cache.requests import RequestRecord
 from kvoffload.errors import KVOffloadWarning
 
 
@@ -32,6 +33,10 @@ class Pool:
         self.max_blocks = max_blocks
         self.stale = False
         self.selective = policy.declines_with_room or max_blocks is not None
+
+    def policy_for(self, request: RequestRecord) -> RequestPolicy:
+        """What is called for the keys of an open request."""
+        return self.policy.for_request(request.notes_of(self.number))
 
     def within_quota(
         self, newcomers: list[bytes], present: Iterable[bytes], number_of: Callable[[bytes], int | None]
@@ -164,18 +169,25 @@ class Pools:
             mine.setdefault(latest, []).append(key)
         return [(self.all[number], each) for number, each in mine.items()]
 
-    def make_space(self, pool: Pool, newcomers: Sequence[bytes], free: int, protected: Protected) -> Space | None:
+    def make_space(
+        self, pool: Pool, newcomers: Sequence[bytes], free: int, protected: Protected, request: RequestRecord | None
+    ) -> Space | None:
         """Find entries for new keys of a pool where `free` hold nothing; None if too few can be had. Changes nothing.
 
         Keys of lower priorities go first, then those of the pool with the most keys among those of the same priority.
         """
+        if len(self.all) == 1 and pool.max_blocks is None:
+            policy = pool.policy if request is None else pool.policy_for(request)
+            room = policy.make_room(newcomers, free, protected)
+            return None if room is None else Space(room.admitted, [(pool, room.victims)] if room.victims else [])
         wanted, found = len(newcomers), 0
         taken: list[tuple[Pool, list[bytes]]] = []
 
         def make_room() -> Room | None:
             room = free + found
             room = room if pool.max_blocks is None else min(room, pool.max_blocks - len(pool.policy))
-            return pool.policy.make_room(newcomers, room, protected)
+            policy = pool.policy if request is None else pool.policy_for(request)
+            return policy.make_room(newcomers, room, protected)
 
         own = None
         donors = self._donors(pool) if wanted > free else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvoffload.cache.entries import ReservationRecord
+from kvoffload.cache.entries import EntryTable, ReservationRecord
 from kvoffload.cache.pools import most_victims
 from kvoffload.cache.state import CacheState
 
@@ -19,7 +19,7 @@ def reserve_each(state: CacheState, keys: list[bytes], tenant: str) -> list[Rese
     try:
         state.reserve(record)
         state.consistent = False
-        parts = state.table.split(record)
+        parts = _split(state.table, record)
         state.consistent = True
     except BaseException:
         state.abandoned.append(record)
@@ -36,3 +36,16 @@ def next_to_go(state: CacheState, count: int) -> list[bytes]:
         if len(found) < wanted and len(pool.policy):
             found += most_victims(pool.policy, wanted - len(found), lambda key: table.of.get(key) in table.holds)
     return found
+
+
+def _split(table: EntryTable, record: ReservationRecord) -> list[ReservationRecord]:
+    """Put a record for each key in the place of an open one."""
+    parts = []
+    for key, position, index in zip(record.keys, record.positions, record.indices, strict=True):
+        part = ReservationRecord(record.pool, record.tenant, [key], (position,), [], [], [])
+        part.indices, part.promoted = [index], record.promoted
+        parts.append(part)
+    table.reservations.update(parts)
+    table.reservations.discard(record)
+    table.pending.update(zip(record.keys, parts, strict=True))
+    return parts

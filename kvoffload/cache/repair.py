@@ -4,7 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvoffload.cache.entries import EntryTable, Stage
+from kvoffload.cache.entries import EntryTable, Record, Stage
+from kvoffload.cache.pools import Pools
+
+
+def repair(table: EntryTable, pools: Pools, in_order: set[Record]) -> dict[Record, None]:
+    """Make what is derived, and the policies, agree with the truth. May be interrupted and called again.
+
+    Args:
+        in_order: records that are settled in the order of their transfers.
+
+    Returns:
+        Those of the others that wait for transfers.
+    """
+    rebuild(table)
+    unsettled: list[Record] = [*table.reservations, *table.leases]
+    mine: list[list[bytes]] = [[] for _ in pools.all]
+    for index, key in enumerate(table.keys):
+        if key is not None:
+            mine[table.pool_of[index]].append(key)
+    for pool, keys in zip(pools.all, mine, strict=True):
+        pool.restore(keys)
+    return {record: None for record in unsettled if record not in in_order and record.awaits_transfers}
 
 
 def rebuild(table: EntryTable) -> None:

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from kvoffload.cache.engines import CacheStreams
-from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, Stage
+from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
 from kvoffload.engine.job import Job, TransferResult
-from kvoffload.errors import ClosedError
+from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
@@ -76,7 +74,7 @@ class Reservation:
 
     def slots(self, group: int = 0) -> Int64Array:
         """The engine's slots for the keys' blocks of a group: int64, (keys,)."""
-        return _slot_numbers(self.indices, self._index.num_groups, group)
+        return slot_numbers(self.indices, self._index.num_groups, group)
 
     def commit(self, *jobs: Completion) -> None:
         """Declare the slots filled: the keys are hits from now on.
@@ -145,7 +143,7 @@ class Lease:
 
     def slots(self, group: int = 0) -> Int64Array:
         """The engine's slots of the keys' blocks of a group: int64, (keys,)."""
-        return _slot_numbers(self.indices, self._index.num_groups, group)
+        return slot_numbers(self.indices, self._index.num_groups, group)
 
     def order_before(self, stream: CacheStreams) -> None:
         """Work queued on `stream` from now on starts after all entries have been written; the host does not wait.
@@ -272,6 +270,18 @@ def check_open(record: ReservationRecord) -> None:
         )
 
 
+def check_readable(table: EntryTable, position: int, key: bytes, pending: bool) -> ReservationRecord | None:
+    """None if the key is ready, or the reservation to wait for."""
+    record, name = table.pending.get(key), f"keys[{position}] ({key.hex()[:16]})"
+    if key not in table.of:
+        raise MissingKeyError(f"{name} is not in the cache; load only what lookup() found")
+    if record is not None and not pending:
+        raise MissingKeyError(f"{name} is still being stored; load only what lookup() found")
+    if record is not None and not record.jobs:
+        raise MissingKeyError(f"{name} is reserved, and no transfer that fills it is known yet")
+    return record
+
+
 def _check_jobs(jobs: tuple[Completion, ...], index: Owner) -> None:
     for position, job in enumerate(jobs):
         lock = getattr(job, "lock", None)
@@ -279,8 +289,3 @@ def _check_jobs(jobs: tuple[Completion, ...], index: Owner) -> None:
             raise TypeError(f"jobs[{position}] must be what OffloadEngine.store returned, got {job!r:.80}")
         if lock is not index.lock:
             raise ValueError(f"jobs[{position}] must be of the engine whose slots these are, got {job!r:.80}")
-
-
-def _slot_numbers(indices: tuple[int, ...], num_groups: int, group: int) -> Int64Array:
-    """Entry `i` owns slot `i * num_groups + g` for group `g`."""
-    return np.array(indices, dtype=np.int64) * num_groups + group

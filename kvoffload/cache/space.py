@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from kvoffload.cache.entries import EntryTable
 from kvoffload.cache.policies import Protected
-from kvoffload.cache.pools import Pool, Pools
+from kvoffload.cache.pools import Pool, Pools, Space
+from kvoffload.cache.requests import RequestRecord
 
 Victims = list[tuple[Pool, list[bytes]]]
 
@@ -25,27 +27,38 @@ class FoundSpace(NamedTuple):
     short: bool
 
 
-def find_space(table: EntryTable, pools: Pools, pool: Pool, new: list[bytes], present: list[bytes]) -> FoundSpace:
-    """Find entries for new keys of a pool, whose request has the keys `present`, too. Changes nothing.
+def find_space(
+    table: EntryTable,
+    pools: Pools,
+    pool: Pool,
+    new: list[bytes],
+    present: list[bytes],
+    request: RequestRecord | None = None,
+) -> FoundSpace:
+    """Find entries for new keys of a pool, whose request has the keys `present`, too, and all of `request`, if that is
+    open. Changes nothing.
 
     If there are not enough for all, for as many of the first as there can be.
 
     Raises:
         ValueError: the policy names keys that must not be evicted, or admits more keys than find entries.
     """
-    free, protected = table.num_free, _protected(table, present)
-    space = pools.make_space(pool, new, free, protected)
+    own: Collection[bytes] = () if request is None else request.keys
+    free, protected = table.num_free, _protected(table, present, own)
+    space = pools.make_space(pool, new, free, protected, request)
     short = space is None
-    if space is None:
+    if space is None and request is not None:
+        new, space = _most(lambda some: pools.make_space(pool, some, free, protected, request), new)
+    elif space is None:
         most = pools.most_newcomers(pool, free, _protected_pools(table, present))
         if 0 < most < len(new):
             new = new[:most]
-            space = pools.make_space(pool, new, free, protected)
+            space = pools.make_space(pool, new, free, protected, request)
     if space is None or space.admitted == 0:
         return FoundSpace(0, [], short)
-    _check_victims(table, space.victims, set(present))
-    victims = sum(len(mine) for _, mine in space.victims)
-    if not 0 <= space.admitted <= min(len(new), free + victims):
+    _check_victims(table, space.victims, protected)
+    victims = len(space.victims[0][1]) if len(space.victims) == 1 else sum(len(mine) for _, mine in space.victims)
+    if space.admitted < 0 or space.admitted > len(new) or space.admitted > free + victims:
         raise ValueError(
             f"the policy {pool.policy!r:.80} admitted {space.admitted} of {len(new)} keys with {free} entries free and "
             f"{victims} keys to evict; make_room must name enough of them"
@@ -53,7 +66,23 @@ def find_space(table: EntryTable, pools: Pools, pool: Pool, new: list[bytes], pr
     return FoundSpace(space.admitted, space.victims, short)
 
 
-def _check_victims(table: EntryTable, victims: Victims, present: set[bytes]) -> None:
+def _most(make_space: Callable[[list[bytes]], Space | None], new: list[bytes]) -> tuple[list[bytes], Space | None]:
+    """As many of `new`, from the first, as find space, and that space; None if the first finds none.
+
+    A bisection, as counting the keys that an open request protects would take longer the longer it is.
+    """
+    found, space, beyond = 0, None, len(new)
+    while beyond - found > 1:
+        middle = 1 if not found else (found + beyond) // 2
+        tried = make_space(new[:middle])
+        if tried is None:
+            beyond = middle
+        else:
+            found, space = middle, tried
+    return new[:found], space
+
+
+def _check_victims(table: EntryTable, victims: Victims, protected: Protected) -> None:
     """Raise ValueError unless these are different resident keys, of these pools, none of which has to stay."""
     seen = set[bytes]()
     for pool, keys in victims:
@@ -61,7 +90,7 @@ def _check_victims(table: EntryTable, victims: Victims, present: set[bytes]) -> 
             index = table.of.get(key)
             if index is None or table.pool_of[index] != pool.number:
                 wrong = "is not among its resident keys"
-            elif key in present or index in table.holds:
+            elif protected(key):
                 wrong = "has to stay: `protected` says so"
             elif key in seen:
                 wrong = "was named before"
@@ -71,12 +100,14 @@ def _check_victims(table: EntryTable, victims: Victims, present: set[bytes]) -> 
             raise ValueError(f"the policy {pool.policy!r:.80} named {key!r:.80} to be evicted, which {wrong}")
 
 
-def _protected(table: EntryTable, present: list[bytes]) -> Protected:
-    """A function: whether a resident key has to stay for a request with these resident keys."""
-    of, held, request = table.of, table.holds, set(present)
-    if not request and not held:
+def _protected(table: EntryTable, present: list[bytes], own: Collection[bytes]) -> Protected:
+    """A function: whether a resident key has to stay for a request with these resident keys, and its `own`."""
+    of, held, named = table.of, table.holds, set(present)
+    if own:
+        return lambda key: key in own or key in named or of.get(key) in held
+    if not named and not held:
         return lambda _: False
-    return lambda key: key in request or of.get(key) in held
+    return lambda key: key in named or of.get(key) in held
 
 
 def _protected_pools(table: EntryTable, present: list[bytes]) -> list[int]:

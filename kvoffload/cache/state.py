@@ -23,10 +23,12 @@ from itertools import filterfalse
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, Record, ReservationRecord, Stage, Watch
 from kvoffload.cache.pools import Pool, Pools
-from kvoffload.cache.repair import rebuild
+from kvoffload.cache.repair import repair
+from kvoffload.cache.requests import CacheRequest, record_of
+from kvoffload.cache.reservations import check_readable
 from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
-from kvoffload.errors import CapacityError, MissingKeyError
+from kvoffload.errors import CapacityError
 from kvoffload.internal.types import Int64Array
 
 
@@ -76,6 +78,11 @@ class CacheState:
             "or a finalizer must leave it alone"
         )
 
+    @property
+    def up_to_date(self) -> bool:
+        """Whether `enter` has nothing to do."""
+        return self.consistent and not (self.abandoned or self.storing or self.loading or self._awaited)
+
     def enter(self) -> None:
         """Bring the state up to date: repair, abort what was abandoned, settle what has ended."""
         if not self.consistent:
@@ -100,17 +107,7 @@ class CacheState:
 
     def repair(self) -> None:
         """Make the derived state and the policies agree with the truth. May be interrupted and called again."""
-        table = self.table
-        rebuild(table)
-        known = {*self.storing, *self.loading}
-        unsettled: list[Record] = [*table.reservations, *table.leases]
-        self._awaited = {record: None for record in unsettled if record not in known and record.awaits_transfers}
-        mine: list[list[bytes]] = [[] for _ in self.pools.all]
-        for index, key in enumerate(table.keys):
-            if key is not None:
-                mine[table.pool_of[index]].append(key)
-        for pool, keys in zip(self.pools.all, mine, strict=True):
-            pool.restore(keys)
+        self._awaited = repair(self.table, self.pools, {*self.storing, *self.loading})
         self.consistent = True
 
     def _abort_abandoned(self) -> None:
@@ -146,14 +143,20 @@ class CacheState:
 
     # filling ------------------------------------------------------------------------------------------------------
 
-    def propose(self, keys: list[bytes], tenant: str, all_or_nothing: bool = False) -> ReservationRecord:
-        """A record of what storing these keys would do. Changes nothing.
+    def propose(
+        self, keys: list[bytes], tenant: str, all_or_nothing: bool = False, request: CacheRequest | None = None
+    ) -> ReservationRecord:
+        """A record of what storing these keys would do. Changes nothing, but that an open request has the keys.
 
         Raises:
             CapacityError: `all_or_nothing`, and a missing key would be declined.
-            ValueError: no tenant of that name; or the policy names keys that must not be evicted.
+            ValueError: no tenant of that name, or not the request's; or the policy names keys that must not be evicted.
+            ClosedError, TypeError: the request has ended, or is none.
         """
-        table = self.table
+        table, opened = self.table, None
+        if request is not None:
+            opened = record_of(request, self)
+            tenant = opened.tenant_of_call(tenant)
         pool = self.pools.by_tenant.get(tenant) or self.pools.of(tenant)
         resident = table.of.__contains__
         present = list(filter(resident, keys))
@@ -163,17 +166,22 @@ class CacheState:
             new = pool.within_quota(new, present, self.pool_number)
         victims: list[tuple[Pool, list[bytes]]] = []
         free, short = table.num_free, False
-        if new and (len(new) > free or pool.selective):
-            admitted, victims, short = find_space(table, self.pools, pool, new, present)
+        if not table.capacity:
+            new, short = [], bool(missing)
+        elif new and (len(new) > free or pool.selective):
+            admitted, victims, short = find_space(table, self.pools, pool, new, present, opened)
             new = new[:admitted]
         if all_or_nothing and len(new) < len(missing):
             raise CapacityError(shortage(table, len(missing), len(new), short))
+        if opened is not None:
+            opened.add(keys)
         if len(new) == len(keys):
-            return self._allocated(ReservationRecord(pool, tenant, new, range(len(keys)), victims, [], present))
+            record = ReservationRecord(pool, tenant, new, range(len(keys)), victims, [], present, opened)
+            return self._allocated(record)
         chosen = set(new)
         positions = [place for place, key in enumerate(keys) if key in chosen]
         declined = [key for key in missing if key not in chosen] if len(new) < len(missing) else []
-        record = ReservationRecord(pool, tenant, new, positions, victims, declined, present)
+        record = ReservationRecord(pool, tenant, new, positions, victims, declined, present, opened)
         record.short = short
         return self._allocated(record)
 
@@ -205,9 +213,9 @@ class CacheState:
         pool = record.pool
         if record.keys:
             pool.stale = True
-            pool.policy.insert(record.keys)
+            (pool.policy if record.request is None else pool.policy_for(record.request)).insert(record.keys)
             pool.stale = False
-            self.recorder.touched_at[record.indices] = 0  # new keys, which may be touched before they are stored
+            self.recorder.note_new(record.indices)
         if record.declined:
             self.recorder.note("declined", record.declined, record.tenant)
         self.consistent = True
@@ -282,31 +290,21 @@ class CacheState:
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
+    def propose_lease(self, keys: list[bytes], pending: bool, request: CacheRequest | None = None) -> LeaseRecord:
         """A record for reading the entries of these keys. Changes nothing.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
+            ClosedError, ValueError, TypeError: the open request has ended, is another cache's, or none.
         """
         table = self.table
+        if request is not None:
+            record_of(request, self)
         indices = list(map(table.of.get, keys))
-        if None in indices or not table.pending.keys().isdisjoint(keys):
-            awaited = [self._check_readable(position, key, pending) for position, key in enumerate(keys)]
-            sources = tuple(dict.fromkeys(record for record in awaited if record is not None))
-        else:
-            sources = ()
-        return LeaseRecord(keys, indices, sources)  # type: ignore[arg-type]  # every key has an entry
-
-    def _check_readable(self, position: int, key: bytes, pending: bool) -> ReservationRecord | None:
-        """None if the key is ready, or the reservation to wait for."""
-        record, name = self.table.pending.get(key), f"keys[{position}] ({key.hex()[:16]})"
-        if key not in self.table.of:
-            raise MissingKeyError(f"{name} is not in the cache; load only what lookup() found")
-        if record is not None and not pending:
-            raise MissingKeyError(f"{name} is still being stored; load only what lookup() found")
-        if record is not None and not record.jobs:
-            raise MissingKeyError(f"{name} is reserved, and no transfer that fills it is known yet")
-        return record
+        if None not in indices and table.pending.keys().isdisjoint(keys):
+            return LeaseRecord(keys, indices, ())  # type: ignore[arg-type]  # every key has an entry
+        awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
+        return LeaseRecord(keys, indices, tuple(dict.fromkeys(filter(None, awaited))))  # type: ignore[arg-type]
 
     def begin(self, lease: LeaseRecord) -> None:
         """Hold the entries."""
@@ -335,14 +333,20 @@ class CacheState:
             self._awaited[lease] = None
         self.consistent = True
 
-    def use(self, keys: list[bytes]) -> None:
-        """A request loads these resident keys; no repeats."""
-        used = self.table.originals(keys)
-        pools = self.pools
+    def use(self, keys: list[bytes], request: CacheRequest | None = None) -> None:
+        """A request loads these keys; those that are not resident, or were its own before, are passed over."""
+        of, pools = self.table.of, self.pools
+        used, opened = self.table.originals(filter(of.__contains__, dict.fromkeys(keys))), None
+        if request is not None:
+            opened = record_of(request, self)
+            used = list(filterfalse(opened.keys.__contains__, used))
+            opened.add(keys)
+        if not used:
+            return
         for pool, mine in ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number):
             self.consistent = False
             pool.stale = True
-            pool.policy.load(mine)
+            (pool.policy if opened is None else pool.policy_for(opened)).load(mine)
             pool.stale = False
         self.consistent = True
 

@@ -6,8 +6,9 @@ import math
 import threading
 import time
 import warnings
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ _RESIDENCY_SECONDS = tuple(float(4**power) for power in range(-5, 12))  # 1 ms t
 _REUSE_DISTANCES = tuple(float(2**power) for power in range(6, 31))
 _COUNTED = ("lookups", "hits", "stored", "promoted", "evicted", "failed", "declined", "removed")
 _BY_TENANT = ("stored", "failed", "declined")
+_FEW = 6  # keys of one call: where there are no more, Python's own numbers take less time than numpy's
 _SHOWN_WHERE_NOT_0 = ("pending", "pinned", "stored", "loaded", "evicted", "declined", "failed", "removed", "promoted")
 
 
@@ -124,6 +126,7 @@ class Tally:
     """A histogram while it grows: values by ranges whose upper bounds rise; each range includes its bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
+        self._edges = bounds
         self._bounds = np.array(bounds, dtype=np.float64)
         self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
         self._total = 0.0
@@ -131,6 +134,12 @@ class Tally:
     def add(self, values: npt.NDArray[Any]) -> None:
         self._counts += np.bincount(self._bounds.searchsorted(values), minlength=len(self._counts))
         self._total += float(values.sum())
+
+    def add_each(self, values: Iterable[float]) -> None:
+        """The same for a few numbers."""
+        for value in values:
+            self._counts[bisect_left(self._edges, value)] += 1
+            self._total += value
 
     def snapshot(self) -> Histogram:
         return Histogram(tuple(self._bounds.tolist()), tuple(self._counts.tolist()), self._total)
@@ -156,7 +165,7 @@ class StatisticsRecorder:
         self._touched_blocks = 0
         try:
             self._stored_at = np.zeros(capacity)  # by entry, seconds
-            self.touched_at = np.zeros(capacity, dtype=np.int64)  # by entry: `_touched_blocks` at its last touch, or 0
+            self._touched_at = np.zeros(capacity, dtype=np.int64)  # by entry: `_touched_blocks` at its last touch, or 0
         except (MemoryError, ValueError) as error:
             raise CapacityError(
                 f"capacity={capacity} keys need {16 * capacity} bytes for their statistics, which cannot be allocated "
@@ -183,10 +192,19 @@ class StatisticsRecorder:
             self._announce("hit", keys[:found])
             self._announce("miss", keys[found:])
 
+    def note_lookup_of(self, key: bytes, found: bool) -> None:
+        """The same for one key."""
+        counts = self._counts
+        counts["lookups"] += 1
+        if found:
+            counts["hits"] += 1
+        if self._on_event is not None:
+            self._announce("hit" if found else "miss", (key,))
+
     def note_stored(
         self, keys: Sequence[bytes], entries: list[int], tenant: str, kind: Literal["stored", "promoted"] = "stored"
     ) -> None:
-        self._stored_at[entries] = time.monotonic()
+        self._stored_at[entries[0] if len(entries) == 1 else entries] = time.monotonic()
         self.note(kind, keys, tenant)
 
     def note_restored(self, entries: Int64Array) -> None:
@@ -195,15 +213,32 @@ class StatisticsRecorder:
         self._stored_at[entries] = now
 
     def note_evicted(self, keys: Sequence[bytes], entries: list[int]) -> None:
-        self._residency.add(time.monotonic() - self._stored_at[entries])
+        now = time.monotonic()
+        if len(entries) <= _FEW:
+            self._residency.add_each([now - float(self._stored_at[entry]) for entry in entries])
+        else:
+            self._residency.add(now - self._stored_at[entries])
         self.note("evicted", keys)
 
-    def note_touched(self, entries: Int64Array, blocks: int) -> None:
+    def note_new(self, entries: list[int]) -> None:
+        """These entries have got new keys, which may be touched before they are stored."""
+        self._touched_at[entries[0] if len(entries) == 1 else entries] = 0
+
+    def note_touched(self, entries: list[int], blocks: int) -> None:
         """A request for so many blocks has ended, of which these entries are here."""
-        before = self.touched_at[entries]
-        self._distances.add(self._touched_blocks - before[before > 0])
+        touched_at = self._touched_at
+        if len(entries) <= _FEW:
+            before = [int(touched_at[entry]) for entry in entries]
+            self._distances.add_each([self._touched_blocks - each for each in before if each > 0])
+            self._touched_blocks += blocks
+            for entry in entries:
+                touched_at[entry] = self._touched_blocks
+            return
+        several = np.array(entries, dtype=np.int64)
+        earlier = touched_at[several]
+        self._distances.add(self._touched_blocks - earlier[earlier > 0])
         self._touched_blocks += blocks
-        self.touched_at[entries] = self._touched_blocks
+        touched_at[several] = self._touched_blocks
 
     def statistics(self, *, capacity: int, resident: int, pending: int, pinned: int) -> CacheStatistics:
         return CacheStatistics(

@@ -12,9 +12,10 @@ from kvoffload.cache.block_cache import BlockCache, BlockIds, Parts
 from kvoffload.cache.engines import CacheAfter, EngineT
 from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.reservations import CacheJob
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.errors import ClosedError, TierError
+from kvoffload.errors import CapacityError, ClosedError, TierError
 from kvoffload.tiering.attaching import (
     HOST,
     MISSING,
@@ -97,6 +98,8 @@ class TieredCache(BlockCache[EngineT]):
             raise ValueError(f"write must be one of {', '.join(_CHOICES)}, got {write!r:.80}")
         if isinstance(hung, bool) or not isinstance(hung, int | float) or not hung > 0:
             raise ValueError(f"hung must be seconds above 0, got {hung!r:.80}")
+        if engine.num_slots == 0:
+            raise CapacityError("tiers are read into slots, and this engine has none; raise num_slots")
         key_seconds = seconds_per_key(engine.layout, prefill_tokens_per_second)
         checked = checked_tiers(tiers)
         hook = _Hook(on_event)
@@ -216,8 +219,9 @@ class TieredCache(BlockCache[EngineT]):
         tenant: str = "",
         *,
         all_or_nothing: bool = False,
+        request: CacheRequest | None = None,
     ) -> CacheJob:
-        job = super().store(keys, blocks, after, tenant, all_or_nothing=all_or_nothing)
+        job = super().store(keys, blocks, after, tenant, all_or_nothing=all_or_nothing, request=request)
         self._manager.stored()
         return job
 
@@ -228,6 +232,11 @@ class TieredCache(BlockCache[EngineT]):
         self._manager.post(tuple(keys))
 
     touch.__doc__ = BlockCache.touch.__doc__
+
+    def open_request(self, tenant: str = "") -> CacheRequest:
+        return self._index.open_request(tenant, on_end=self._manager.post)
+
+    open_request.__doc__ = BlockCache.open_request.__doc__
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove keys from the slots, and from the tiers: durably, and whatever is going on with them.

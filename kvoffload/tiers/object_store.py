@@ -39,6 +39,8 @@ class ObjectStoreTier(RemoteTier):
         TypeError, ValueError, obstore.exceptions.BaseError: a bad argument, or a folder that does not exist.
     """
 
+    asks_for_all_keys = False  # a request for each
+
     def __init__(
         self,
         store: Any,

@@ -21,7 +21,8 @@ from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.format import check_identity
-from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.job import Outcome, TierJob
+from kvoffload.tiers.questions import Questions
 from kvoffload.tiers.remote_format import HEADER_BYTES, RecordFormat, check_prefix, make_format
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 from kvoffload.tiers.tier import TierCapabilities
@@ -62,6 +63,8 @@ class RemoteTier(ThreadedTier):
     """
 
     format: RecordFormat
+    asks_for_all_keys = True
+    """Whether `have_names` is one call of the client for several names: then a put asks once, before it writes."""
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class RemoteTier(ThreadedTier):
             durable=durable, shared=True, local_index=False, preferred_bytes=preferred_bytes
         )
         self._checksum = make_checksum(key)
+        self._questions = Questions(self.have_records)
 
     # what a subclass does -----------------------------------------------------------------------------------------
 
@@ -157,7 +161,7 @@ class RemoteTier(ThreadedTier):
         self.count_corrupt()
         LOGGER.warning("%r: the record %s is not what was put; it is deleted", self, name)
         try:
-            self.delete_names([name])
+            self._delete_and_forget([name])
         except Exception as error:  # the store is read-only for this client, or gone: it stays a miss
             LOGGER.warning("%r: the record %s was not deleted: %s", self, name, shown(error))
         return Outcome.MISSING
@@ -183,10 +187,11 @@ class RemoteTier(ThreadedTier):
                 outcomes[at] = self.reject(names[at])
         return outcomes
 
-    def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> list[Outcome]:  # noqa: ARG002
+    def write_records(self, keys: Sequence[bytes], rows: Sequence[Rows], origin: Origin) -> list[Outcome]:
         names = self._names(keys)
         outcomes = [Outcome.DONE] * len(keys)
-        missing = [at for at, there in enumerate(self.have_names(names)) if not there]
+        found = self._questions.has(keys, origin.job) if self.asks_for_all_keys else self.have_names(names)
+        missing = [at for at, there in enumerate(found) if not there]
         if not missing:
             return outcomes
         headers = self.new_headers(len(missing))
@@ -201,10 +206,22 @@ class RemoteTier(ThreadedTier):
         return self.have_names(self._names(keys))
 
     def remove_records(self, keys: Sequence[bytes]) -> list[bool]:
-        return self.delete_names(self._names(keys))
+        return self._delete_and_forget(self._names(keys))
 
     def remove_all(self) -> None:
-        self.delete_folder(self.format.folder)
+        try:
+            self.delete_folder(self.format.folder)
+        finally:
+            self._questions.forget_all()
+
+    def put_ended(self, job: TierJob) -> None:
+        self._questions.forget(job)
+
+    def _delete_and_forget(self, names: Sequence[str]) -> list[bool]:
+        try:
+            return self.delete_names(names)
+        finally:
+            self._questions.forget_all()
 
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [self.format.name(key) for key in keys]

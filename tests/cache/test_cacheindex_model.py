@@ -22,6 +22,7 @@ from kvoffload import (
     CacheEvent,
     CacheIndex,
     CacheJob,
+    CacheRequest,
     CapacityError,
     ClosedError,
     DriverError,
@@ -100,17 +101,19 @@ class Books:
     def missing(self, request: Sequence[bytes]) -> list[bytes]:
         return [name for name in request if name not in self.here]
 
-    def refuses(self, request: Sequence[bytes]) -> bool:
-        """Whether the request finds no room, if none of it is declined."""
-        return len(self.missing(request)) - self.free > len(self.may_go(request))
+    def refuses(self, request: Sequence[bytes], own: Sequence[bytes] = ()) -> bool:
+        """Whether the request, which has the keys `own` already, finds no room, if none of it is declined."""
+        return len(self.missing(request)) - self.free > len(self.may_go([*request, *own]))
 
-    def store(self, request: Sequence[bytes], stored: Sequence[bytes], evicted: Sequence[bytes]) -> None:
+    def store(
+        self, request: Sequence[bytes], stored: Sequence[bytes], evicted: Sequence[bytes], own: Sequence[bytes] = ()
+    ) -> None:
         """What a cache that was asked to store has answered must have been possible."""
-        missing = self.missing(request)
-        most = min(len(missing), self.free + len(self.may_go(request)))
+        missing, may_go = self.missing(request), self.may_go([*request, *own])
+        most = min(len(missing), self.free + len(may_go))
         assert list(stored) == missing[: len(stored)]
         assert len(stored) <= most if self.may_decline else len(stored) == most
-        assert set(evicted) <= set(self.may_go(request)), "nothing in use was given up"
+        assert set(evicted) <= set(may_go), "nothing in use was given up, and nothing of the request's own"
         assert len(set(evicted)) == len(evicted) == max(0, len(stored) - self.free), "as few as necessary"
         for name in evicted:
             del self.here[name]
@@ -181,6 +184,46 @@ class Mirror:
             self.keys -= mine
 
 
+class Requests:
+    """Open requests of a cache, and the keys that each should have."""
+
+    def __init__(self, cache: CacheIndex | BlockCache) -> None:
+        self.cache = cache
+        self.all: list[tuple[CacheRequest, list[bytes]]] = []
+
+    def open(self) -> None:
+        if len(self.all) < 4:
+            self.all.append((self.cache.open_request(), []))
+
+    def pick(self, member: int | None) -> tuple[CacheRequest | None, list[bytes]]:
+        """One of them, and its keys; or none."""
+        return (None, []) if member is None or not self.all else self.all[member % len(self.all)]
+
+    def end(self, which: int, how: str, refused: Callable[[CacheRequest], object]) -> None:
+        """End one, or drop it. `refused`: a call that an ended request must not be named in."""
+        request, own = self.all.pop(which % len(self.all))
+        assert list(request.keys) == own
+        if how == "drop":
+            return
+        if how == "raise":
+            with pytest.raises(InterruptedError), request:
+                raise InterruptedError
+        else:
+            for _ in range(2):
+                request.end()
+        assert request.ended
+        with pytest.raises(ClosedError):
+            refused(request)
+
+
+def add(own: list[bytes], given: Sequence[bytes]) -> None:
+    own[:] = dict.fromkeys([*own, *given])
+
+
+member = st.none() | st.integers(0, 5)
+ends = st.sampled_from(["end", "drop", "raise"])
+
+
 # CacheIndex
 
 
@@ -197,6 +240,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.open: list[Fill] = []
         self.settled: list[Reservation] = []
         self.leases: list[Lease] = []
+        self.requests = Requests(self.index)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -204,13 +248,25 @@ class IndexMachine(RuleBasedStateMachine):
         stub: Any = SimpleNamespace(_index=self.index, engine=idle)
         return cache_state(stub)
 
-    @rule(numbers=numbers, whole=st.booleans())
-    def reserve(self, numbers: list[int], whole: bool) -> None:
+    @rule()
+    def open_request(self) -> None:
+        self.requests.open()
+
+    @precondition(lambda self: self.requests.all)
+    @rule(which=which, how=ends)
+    def end_request(self, which: int, how: str) -> None:
+        before = self.state
+        self.requests.end(which, how, lambda ended: self.index.reserve(keys(0), request=ended))
+        assert how == "end" or self.state == before
+
+    @rule(numbers=numbers, whole=st.booleans(), member=member)
+    def reserve(self, numbers: list[int], whole: bool, member: int | None) -> None:
         request, before = keys(*numbers), self.state
-        refuses = self.books.refuses(request)
+        opened, own = self.requests.pick(member)
+        refuses = self.books.refuses(request, own)
         if whole:
             try:
-                reservation = self.index.reserve(request, all_or_nothing=True)
+                reservation = self.index.reserve(request, all_or_nothing=True, request=opened)
             except CapacityError:
                 assert refuses or self.books.may_decline
                 assert self.state == before
@@ -218,11 +274,12 @@ class IndexMachine(RuleBasedStateMachine):
             assert not refuses
             assert not reservation.declined
         else:
-            reservation = self.index.reserve(request)
+            reservation = self.index.reserve(request, request=opened)
         assert list(reservation.present) == [name for name in request if name in self.books.here]
         assert reservation.keys == tuple(request[position] for position in reservation.positions)
         assert sorted((*reservation.keys, *reservation.declined, *reservation.present)) == sorted(request)
-        self.books.store(request, reservation.keys, reservation.evicted)
+        self.books.store(request, reservation.keys, reservation.evicted, own)
+        add(own, request)
         fill = Fill(reservation)
         places = dict(zip(reservation.keys, reservation.indices, strict=True))
         self.books.begin(fill, places, dict.fromkeys(places, 0))
@@ -277,9 +334,19 @@ class IndexMachine(RuleBasedStateMachine):
     def touch(self, numbers: list[int]) -> None:
         self.index.touch(keys(*numbers))
 
-    @rule(numbers=few)
-    def load(self, numbers: list[int]) -> None:
-        self.index.load(keys(*numbers))
+    @rule(numbers=few, member=member)
+    def load(self, numbers: list[int], member: int | None) -> None:
+        opened, own = self.requests.pick(member)
+        self.index.load(keys(*numbers), opened)
+        add(own, keys(*numbers))
+
+    @rule(number=st.integers(0, 11))
+    def status_of(self, number: int) -> None:
+        before = self.index.statistics()
+        status = self.index.status_of(key(number))
+        assert status is self.books.status(key(number))
+        after = self.index.statistics()
+        assert (after.lookups - before.lookups, after.hits - before.hits) == (1, int(status is Status.HIT))
 
     @rule(numbers=numbers)
     def lookup(self, numbers: list[int]) -> None:
@@ -296,6 +363,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.mirror.keys == {name for name, place in self.books.here.items() if place.fill is None}
         held = {index for lease in self.leases for index in lease.indices}
         assert self.index.statistics().pinned == len(held)
+        assert all(list(request.keys) == own for request, own in self.requests.all)
 
 
 # BlockCache
@@ -327,6 +395,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.loads: list[tuple[CacheJob, set[int], list[Fill], list[tuple[int, int]]]] = []  # targets and values
         self.targets = 32
         self.written = 100
+        self.requests = Requests(self.cache)
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
@@ -408,11 +477,17 @@ class CacheMachine(RuleBasedStateMachine):
         midway=st.integers(0, 5),
         fault=faults,
         whole=st.booleans(),
+        member=member,
     )
-    def store(self, numbers: list[int], base: int, which: int, midway: int, fault: Any, whole: bool) -> None:
+    def store(
+        self, numbers: list[int], base: int, which: int, midway: int, fault: Any, whole: bool, member: int | None
+    ) -> None:
         request, blocks = keys(*numbers), [(base + place) % 32 for place in range(len(numbers))]
-        refuses, before, ready = self.books.refuses(request), cache_state(self.cache), set(self.books.may_go(request))
-        call = partial(self.cache.store, request, blocks, after=self.stream(which), all_or_nothing=whole)
+        opened, own = self.requests.pick(member)
+        refuses, before = self.books.refuses(request, own), cache_state(self.cache)
+        ready = set(self.books.may_go(request))
+        options = {"after": self.stream(which), "all_or_nothing": whole, "request": opened}
+        call = partial(self.cache.store, request, blocks, **options)
         try:
             job = self.submit(midway, fault, call)
         except CapacityError:
@@ -422,30 +497,43 @@ class CacheMachine(RuleBasedStateMachine):
             return
         except DriverError:
             assert midway < 3 or cache_state(self.cache) == before
+            add(own, request)
             return
         assert not (whole and refuses)
         there = self.cache._index._state.table.of
-        self.books.store(request, job.keys, [name for name in ready if name not in there])
+        self.books.store(request, job.keys, [name for name in ready if name not in there], own)
+        add(own, request)
         fill = Fill(None, job.jobs)
         values = {name: block + 1 for name, block in zip(request, blocks, strict=True)}
         self.books.begin(fill, {name: there[name] for name in job.keys}, values)
         if job.jobs:
             self.fills.append(fill)
 
-    @rule(numbers=numbers, whole=st.booleans())
-    def reserve(self, numbers: list[int], whole: bool) -> None:
+    @rule()
+    def open_request(self) -> None:
+        self.requests.open()
+
+    @precondition(lambda self: self.requests.all)
+    @rule(which=which, how=ends)
+    def end_request(self, which: int, how: str) -> None:
+        self.requests.end(which, how, lambda ended: self.cache.store([], [], request=ended))
+
+    @rule(numbers=numbers, whole=st.booleans(), member=member)
+    def reserve(self, numbers: list[int], whole: bool, member: int | None) -> None:
         """Reserve and write the slots by hand."""
         request, before = keys(*numbers), cache_state(self.cache)
-        refuses = self.books.refuses(request)
+        opened, own = self.requests.pick(member)
+        refuses = self.books.refuses(request, own)
         try:
-            reservation = self.cache.reserve(request, all_or_nothing=whole)
+            reservation = self.cache.reserve(request, all_or_nothing=whole, request=opened)
         except CapacityError:
             assert whole
             assert refuses or self.books.may_decline
             assert cache_state(self.cache) == before
             return
         assert not (whole and refuses)
-        self.books.store(request, reservation.keys, reservation.evicted)
+        self.books.store(request, reservation.keys, reservation.evicted, own)
+        add(own, request)
         fill = Fill(reservation)
         values = dict[bytes, int]()
         for name, slot in zip(reservation.keys, reservation.slots(), strict=True):
@@ -509,15 +597,25 @@ class CacheMachine(RuleBasedStateMachine):
         return [(self.books.here[name].fill, self.books.here[name].value) for name in request]
 
     @rule(
-        numbers=few, known=st.integers(0, 3), which=which, pending=st.booleans(), midway=st.integers(0, 5), fault=faults
+        numbers=few,
+        known=st.integers(0, 3),
+        which=which,
+        pending=st.booleans(),
+        midway=st.integers(0, 5),
+        fault=faults,
+        member=member,
     )
-    def load(self, numbers: list[int], known: int, which: int, pending: bool, midway: int, fault: Any) -> None:
+    def load(
+        self, numbers: list[int], known: int, which: int, pending: bool, midway: int, fault: Any, member: int | None
+    ) -> None:
         request = self.pick(numbers, known)
         if self.targets + len(request) > 64:
             self.finish()
         targets = range(self.targets, self.targets + len(request))
         before = cache_state(self.cache)
-        call = partial(self.cache.load, request, targets, after=self.stream(which), pending=pending)
+        opened, own = self.requests.pick(member)
+        options = {"after": self.stream(which), "pending": pending, "request": opened}
+        call = partial(self.cache.load, request, targets, **options)
         if not self.readable(request, pending):
             with pytest.raises(MissingKeyError):
                 call()
@@ -530,6 +628,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert midway < 3 or cache_state(self.cache) == before
             return
         self.targets = targets.stop
+        add(own, request)
         self.books.holds.update(indices)
         sources = [fill for fill, _ in promises if fill is not None]
         values = [(target, value) for target, (_, value) in zip(targets, promises, strict=True)]
@@ -601,6 +700,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.settle()
         self.books.agree(self.cache._index)
         self.cache.check()
+        assert all(list(request.keys) == own for request, own in self.requests.all)
         names = keys(*range(12))
         ready = [self.books.status(name) is Status.HIT for name in names]
         assert self.cache.lookup_many([[name] for name in names]) == [int(each) for each in ready]
@@ -631,14 +731,14 @@ def machine(base: type[RuleBasedStateMachine], policy: Any, examples: int, steps
     return made
 
 
-TestIndexWithARC = machine(IndexMachine, "arc", 40, 50)
-TestIndexWithLRU = machine(IndexMachine, "lru", 40, 50)
-TestIndexWithPrefix = machine(IndexMachine, "prefix", 40, 50)
-TestIndexWithS3FIFO = machine(IndexMachine, "s3fifo", 40, 50)
-TestCacheWithARC = machine(CacheMachine, "arc", 55, 50)
-TestCacheWithLRU = machine(CacheMachine, "lru", 55, 50)
-TestCacheWithPrefix = machine(CacheMachine, "prefix", 55, 50)
-TestCacheWithS3FIFO = machine(CacheMachine, "s3fifo", 55, 50)
+TestIndexWithARC = machine(IndexMachine, "arc", 25, 50)
+TestIndexWithLRU = machine(IndexMachine, "lru", 25, 50)
+TestIndexWithPrefix = machine(IndexMachine, "prefix", 25, 50)
+TestIndexWithS3FIFO = machine(IndexMachine, "s3fifo", 25, 50)
+TestCacheWithARC = machine(CacheMachine, "arc", 30, 50)
+TestCacheWithLRU = machine(CacheMachine, "lru", 30, 50)
+TestCacheWithPrefix = machine(CacheMachine, "prefix", 30, 50)
+TestCacheWithS3FIFO = machine(CacheMachine, "s3fifo", 30, 50)
 
 
 # threads

@@ -207,7 +207,7 @@ def test_no_more_than_the_bound_is_queued(device: kvoffload.Device, bound: int, 
 
 
 def test_a_split_under_a_bound_copies_every_block_once() -> None:
-    with simulated() as device, rig(device, sm_limit=2, most_queued_bytes=2 * 256) as bench:
+    with simulated() as device, rig(device, sm_limit=2, most_queued_bytes=8 * 256) as bench:
         device.simulator.faults.calls = []
         bench.engine.store(range(8), range(8), after=NO_WAIT, copier=CopyMethod("split", 1, 0.5)).wait(10)
         copies = copies_by_call(device.simulator)

@@ -36,14 +36,16 @@ SHOWN = {
     "ShardedJob": JOB,
     "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds",
     "BlockCache": (
-        "acquire capacity check clear engine load lookup lookup_many remove reserve statistics status store touch"
+        "acquire capacity check clear engine load lookup lookup_many open_request remove reserve statistics status "
+        "status_of store touch"
     ),
     "TieredCache": (
-        "acquire capacity check clear close drain engine load locate lookup lookup_many promote remove "
-        "reserve statistics status store tier_statistics touch"
+        "acquire capacity check clear close drain engine load locate lookup lookup_many open_request promote remove "
+        "reserve statistics status status_of store tier_statistics touch"
     ),
     "Promotion": "cancel done keys load ready release wait",
     "ChainedLoad": "error job submitted wait",
+    "CacheRequest": "end ended keys tenant",
     "CacheJob": "done jobs keys num_parts order_before result wait",
     "TierJob": "begin cancel cancelled deadline done entries keys outcomes settle settle_waiting wait",
     "MemoryTier": (
@@ -86,6 +88,7 @@ def objects() -> Iterator[dict[str, Any]]:
                 sharded,
                 cache,
                 stored,
+                cache.open_request(),
                 stored.jobs[0],
                 both,
             )
@@ -110,8 +113,9 @@ def test_completion_of_a_remote_tier() -> None:
     tier = ObjectStoreTier("memory:///", identity="x")
     more = {each for each in dir(tier) if not each.startswith("_")} - set(dir(ThreadedTier))
     shown = (
-        "bytes_per_call capabilities connect delete_folder delete_names describe disconnect fetch_parts have_names "
-        "identity max_queued name new_headers pools prefix record_bytes reject store_parts threads"
+        "asks_for_all_keys bytes_per_call capabilities connect delete_folder delete_names describe disconnect "
+        "fetch_parts have_names identity max_queued name new_headers pools prefix record_bytes reject store_parts "
+        "threads"
     )
     assert more == set(shown.split())
     assert tier.close()

@@ -193,6 +193,21 @@ def _reserve_abandoned(world: CacheWorld) -> Call:
     return call
 
 
+@_cache("request")
+def _request(world: CacheWorld) -> Call:
+    """A request that loads its head and stores the rest in two pieces."""
+    request = world.full.open_request()
+
+    def call() -> None:
+        with request:
+            world.full.load(keys([0, 1]), TARGETS[:2], after=NO_WAIT, request=request)
+            world.full.status_of(key(4))
+            for piece in ([4], [5, 6]):
+                world.full.store(keys(piece), piece, after=NO_WAIT, request=request).wait(SECONDS)
+
+    return call
+
+
 @_cache("acquire")
 def _acquire(world: CacheWorld) -> Call:
     def call() -> None:

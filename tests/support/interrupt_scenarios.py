@@ -447,6 +447,27 @@ def _index_status(world: IndexWorld) -> Call:
     return lambda: (world.full.status(keys(range(6))), world.full.statistics(), len(world.full), repr(world.full))
 
 
+@_index_scenario("status_of")
+def _index_status_of(world: IndexWorld) -> Call:
+    return lambda: [world.full.status_of(each) for each in keys([0, 9])]
+
+
+@_index_scenario("request")
+def _index_request(world: IndexWorld) -> Call:
+    """The cache is full: the second piece evicts what is not the request's, the third finds nothing to evict."""
+    request = world.full.open_request()
+
+    def call() -> None:
+        with request:
+            world.full.load(keys([0, 1]), request)
+            for piece in ([4], [5, 6]):
+                reservation = world.full.reserve(keys(piece), request=request)
+                world.write(reservation)
+                reservation.commit()
+
+    return call
+
+
 @_index_scenario("touch")
 def _index_touch(world: IndexWorld) -> Call:
     return lambda: world.full.touch(keys([1, 0, 9]))

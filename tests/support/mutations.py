@@ -207,7 +207,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pending-keys-are-hits",
-        "cache/index.py",
+        "cache/queries.py",
         "        if table.pending:\n            found = next(",
         "        if False:\n            found = next(",
         (f"{CACHE}::test_a_key_is_no_hit_before_its_bytes_are_there",),
@@ -222,9 +222,23 @@ MUTATIONS = (
     Mutation(
         "victims-are-not-checked",
         "cache/space.py",
-        "    _check_victims(table, space.victims, set(present))\n",
+        "    _check_victims(table, space.victims, protected)\n",
         "",
         (f"{CACHE}::test_victims_that_may_not_go_are_not_taken",),
+    ),
+    Mutation(
+        "a-request-evicts-its-own-keys",
+        "cache/space.py",
+        "own: Collection[bytes] = () if request is None else request.keys",
+        "own: Collection[bytes] = ()",
+        ("tests/cache/test_requests.py::test_the_tail_of_a_request_does_not_evict_its_head",),
+    ),
+    Mutation(
+        "a-pending-key-is-a-hit-of-status-of",
+        "cache/queries.py",
+        "status = _PENDING if key in table.pending else _HIT",
+        "status = _HIT",
+        ("tests/cache/test_status_of.py::test_it_settles_what_has_ended_and_what_was_abandoned",),
     ),
     Mutation(
         "a-slot-is-free-before-its-store-has-ended",
@@ -242,7 +256,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pending-keys-count-as-resident",
-        "cache/index.py",
+        "cache/queries.py",
         "resident=len(table) - len(table.pending),",
         "resident=len(table),",
         (f"{CACHE}::test_a_removed_key_is_not_resident",),

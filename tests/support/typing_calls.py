@@ -14,6 +14,7 @@ from kvoffload import (
     CacheEvent,
     CacheIndex,
     CacheJob,
+    CacheRequest,
     CacheStatistics,
     CapacityError,
     Device,
@@ -138,6 +139,13 @@ def caches(layout: KVLayout, device: Device) -> int:
             assert_type(lease, Lease)
             assert_type(engine.slots[lease.slots()], npt.NDArray[np.uint8])
         assert_type(cache.status([b"three"]), list[Status])
+        assert_type(cache.status_of(b"three"), Status)
+        with cache.open_request() as request:
+            assert_type(request, CacheRequest)
+            assert_type(cache.store([b"four"], [0, 1], request=request).keys, tuple[bytes, ...])
+            cache.load([b"one"], [5, 6], request=request).wait(timeout=10.0)
+            cache.reserve([b"five"], request=request).abort()
+            assert_type(request.keys, tuple[bytes, ...])
         cache.touch([b"one", b"two", b"three"])
         assert_type(cache.lookup_many([[b"one"], [b"three"]]), list[int])
         assert_type(cache.remove([b"two"]) + cache.clear(), int)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from kvoffload.cache.policies.arc import ARC
-from kvoffload.cache.policies.base import Policy, Protected, Room
+from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
 from kvoffload.cache.policies.lru import LRU
 from kvoffload.cache.policies.prefix import Prefix
 from kvoffload.cache.policies.s3fifo import S3FIFO
@@ -37,6 +37,7 @@ __all__ = [
     "PolicyName",
     "Prefix",
     "Protected",
+    "RequestPolicy",
     "Room",
     "make_policy",
 ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, filterfalse, repeat
+from typing import Any
 
-from kvoffload.cache.policies.base import Policy, Protected, Room
+from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
+from kvoffload.cache.policies.open_keys import Opened, OpenKeys, Queue
 
 
 class ARC(Policy):
@@ -18,7 +20,8 @@ class ARC(Policy):
     new keys goes through T1 and leaves T2 as it is.
 
     Where a request brings many keys at once, `make_room` evicts what the paper would, had they come one by one. p is
-    kept in whole keys, and keys that have to stay are passed over. O(1) amortised, plus the keys passed over.
+    kept in whole keys, and keys that have to stay are passed over. O(1) amortised, plus the keys passed over. In each
+    of T1 and T2 the keys of an open request are as recent as the latest of them.
 
     Args:
         capacity: keys of the cache, the paper's c. At most as many evicted ones are remembered.
@@ -29,8 +32,9 @@ class ARC(Policy):
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         # the oldest first; T1's values: whether the request that brought the key has still to end
-        self._t1: OrderedDict[bytes, bool] = OrderedDict()
-        self._t2: OrderedDict[bytes, None] = OrderedDict()
+        self._t1: Queue[bool] = OrderedDict()
+        self._t2: Queue[None] = OrderedDict()
+        self._open1, self._open2 = OpenKeys(self._t1, True), OpenKeys(self._t2, None)
         self._b1: OrderedDict[bytes, None] = OrderedDict()
         self._b2: OrderedDict[bytes, None] = OrderedDict()
         self._target = 0  # p
@@ -47,10 +51,12 @@ class ARC(Policy):
             self._forget()
 
     def load(self, keys: Sequence[bytes]) -> None:
+        self._leave(keys)
         for key in reversed(keys):
             self._use(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:
+        self._leave(keys)
         for key in reversed(keys):
             if self._t1.get(key):
                 self._t1[key] = False
@@ -59,6 +65,7 @@ class ARC(Policy):
                 self._use(key)
 
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
+        self._leave(keys)
         for key in keys:
             ghosts = self._b1 if key in self._t1 else self._b2
             self._take(key)
@@ -68,24 +75,45 @@ class ARC(Policy):
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
         return self._choose(repeat(self._target, count), protected)
 
-    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+    def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
+        return _ForRequest(self, self._open1.of_request(notes, "T1"), self._open2.of_request(notes, "T2"))
+
+    def make_room(
+        self,
+        newcomers: Sequence[bytes],
+        room: int,
+        protected: Protected,
+        opened1: Opened | None = None,
+        opened2: Opened | None = None,
+    ) -> Room | None:
+        """As `Policy.make_room`; the keys in `opened1` and `opened2` are passed over."""
         target, arrived, limits = self._target, 0, list[int]()
         for key in reversed(newcomers):
             target = self._adapted(target, key)
             limits.append(target - arrived - (key in self._b2))
             arrived += key not in self._b1 and key not in self._b2
-        victims = self._choose(limits[room:], protected)
+        victims = self._choose(limits[room:], protected, opened1, opened2)
         return None if victims is None else Room(len(newcomers), victims)
 
     def __iter__(self) -> Iterator[bytes]:
-        return chain(self._t1, self._t2)
+        return chain(self._open1.oldest_first(), self._open2.oldest_first())
 
     def __len__(self) -> int:
-        return len(self._t1) + len(self._t2)
+        return len(self._t1) + self._open1.extra + len(self._t2) + self._open2.extra
+
+    @property
+    def _size1(self) -> int:
+        return len(self._t1) + self._open1.extra
 
     def __repr__(self) -> str:
-        sizes = f"T1 {len(self._t1)}, T2 {len(self._t2)}, B1 {len(self._b1)}, B2 {len(self._b2)}, p {self._target}"
+        sizes = (
+            f"T1 {self._size1}, T2 {len(self) - self._size1}, B1 {len(self._b1)}, B2 {len(self._b2)}, p {self._target}"
+        )
         return f"ARC({len(self)} of {self._capacity} keys: {sizes})"
+
+    def _leave(self, keys: Sequence[bytes]) -> None:
+        self._open1.leave(keys)
+        self._open2.leave(keys)
 
     def _use(self, key: bytes) -> None:
         self._take(key)
@@ -105,22 +133,60 @@ class ARC(Policy):
 
     def _forget(self) -> None:
         """Keep T1 and B1 within the capacity, and all four lists within twice as much."""
-        while self._b1 and len(self._t1) + len(self._b1) > self._capacity:
+        while self._b1 and len(self._t1) + self._open1.extra + len(self._b1) > self._capacity:
             self._b1.popitem(last=False)
         while self._b2 and len(self) + len(self._b1) + len(self._b2) > 2 * self._capacity:
             self._b2.popitem(last=False)
 
-    def _choose(self, limits: Iterable[int], protected: Protected) -> list[bytes] | None:
+    def _choose(
+        self,
+        limits: Iterable[int],
+        protected: Protected,
+        opened1: Opened | None = None,
+        opened2: Opened | None = None,
+    ) -> list[bytes] | None:
         """One key for each limit: T1's oldest while T1 has more keys than that, else T2's, else the other's.
 
         This is the paper's REPLACE.
         """
-        once, often = filterfalse(protected, self._t1), filterfalse(protected, self._t2)
-        left, victims = len(self._t1), list[bytes]()
+        once = filterfalse(protected, self._open1.oldest_first(opened1))
+        often = filterfalse(protected, self._open2.oldest_first(opened2))
+        first, opened = self._t1, self._open1.opened_of
+        left, victims = self._size1, list[bytes]()
         for limit in limits:
             key = next(chain(once, often) if left > limit else chain(often, once), None)
             if key is None:
                 return None
-            left -= key in self._t1
+            left -= key in first or key in opened
             victims.append(key)
         return victims
+
+
+class _ForRequest:
+    """The policy for an open request, with its places in T1 and T2."""
+
+    def __init__(self, policy: ARC, opened1: Opened, opened2: Opened) -> None:
+        self._policy = policy
+        self._opened1, self._opened2 = opened1, opened2
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        policy = self._policy
+        policy.insert(keys)
+        first = [key for key in keys if policy._t1.pop(key, None) is not None]
+        second = [key for key in keys if key in policy._t2]
+        self._join(first, second)
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        self._policy.load(keys)
+        self._join([], keys)
+
+    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+        return self._policy.make_room(newcomers, room, protected, self._opened1, self._opened2)
+
+    def _join(self, first: Sequence[bytes], second: Sequence[bytes]) -> None:
+        """`first` are in no queue, `second` in T2."""
+        policy = self._policy
+        for key in second:
+            del policy._t2[key]
+        policy._open1.join(self._opened1, first)
+        policy._open2.join(self._opened2, second)

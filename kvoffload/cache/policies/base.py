@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 Protected = Callable[[bytes], bool]
 
@@ -19,6 +19,19 @@ class Room(NamedTuple):
 
     admitted: int
     victims: list[bytes]
+
+
+class RequestPolicy(Protocol):
+    """The calls for an open request; see `Policy.for_request`."""
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        """The request has stored these keys, which come after those that it has inserted or loaded before."""
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        """The request has loaded these keys, none of which it has inserted or loaded before."""
+
+    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+        """As `Policy.make_room`; `protected` is True for all keys of the request."""
 
 
 class Policy(ABC):
@@ -90,6 +103,20 @@ class Policy(ABC):
         """
         victims = self.victims(max(0, len(newcomers) - room), protected)
         return None if victims is None else Room(len(newcomers), victims)
+
+    def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
+        """What is called in place of this policy while a request stores and loads its keys in pieces.
+
+        `touch` follows with all of its keys once it has ended, or never. The last key of a piece need not be the last
+        of the request. This default is the policy itself, which takes each piece for a request of its own. A class that
+        overrides `insert`, `load` or `make_room` of another policy has to override this, too.
+
+        Args:
+            notes: for what the policy remembers of the request: the same dict in every call for it, empty at first.
+                After an exception it may hold what was written before the policy was created again or reset.
+        """
+        del notes
+        return self
 
     def reset(self, keys: Sequence[bytes]) -> None:
         """Make `keys` the resident keys, after a call was interrupted or has raised. What was learned may be lost."""

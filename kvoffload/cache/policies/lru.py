@@ -5,46 +5,80 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import filterfalse, islice
+from typing import Any
 
-from kvoffload.cache.policies.base import Policy, Protected
+from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
+from kvoffload.cache.policies.open_keys import Opened, OpenKeys, Queue
 
 
 class LRU(Policy):
-    """Evicts the least recently used key, in O(1) plus the keys passed over because they are protected."""
+    """Evicts the least recently used key, in O(1) plus the keys passed over because they are protected.
+
+    An open request is as recent as its latest piece, with all its keys.
+    """
 
     declines_with_room = False
 
     def __init__(self, capacity: int = 0) -> None:
         del capacity  # any number of keys
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._keys: Queue[None] = OrderedDict()
+        self._open = OpenKeys(self._keys, None)
 
     def insert(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):
             self._keys[key] = None
 
     def load(self, keys: Sequence[bytes]) -> None:
+        self._open.leave(keys)
         for key in reversed(keys):
             self._keys.move_to_end(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:
+        self._open.leave(keys)
         for key in reversed(keys):
             if key in self._keys:
                 self._keys.move_to_end(key)
 
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
         del evicted
+        self._open.leave(keys)
         for key in keys:
             del self._keys[key]
 
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
-        found = list(islice(filterfalse(protected, self._keys), count))
-        return found if len(found) == count else None
+        return self._oldest(count, protected, None)
+
+    def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
+        return _ForRequest(self, self._open.of_request(notes, "keys"))
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._keys)
+        return self._open.oldest_first()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._keys) + self._open.extra
 
     def __repr__(self) -> str:
         return f"LRU({len(self)} keys)"
+
+    def _oldest(self, count: int, protected: Protected, but: Opened | None) -> list[bytes] | None:
+        found = list(islice(filterfalse(protected, self._open.oldest_first(but)), count))
+        return found if len(found) == count else None
+
+
+class _ForRequest:
+    """The policy for an open request."""
+
+    def __init__(self, policy: LRU, opened: Opened) -> None:
+        self._policy = policy
+        self._opened = opened
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        self._policy._open.join(self._opened, keys)
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        self._policy.remove(keys, evicted=False)
+        self._policy._open.join(self._opened, keys)
+
+    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+        victims = self._policy._oldest(max(0, len(newcomers) - room), protected, self._opened)
+        return None if victims is None else Room(len(newcomers), victims)

@@ -1,8 +1,9 @@
 """The default policy: keeps what is worth most, prefixes before what needs them, and stores nothing for nothing.
 
 Keys of one request that have been used equally often form a *run*; it knows when they were used, and lies in the queue
-of its kind (see `reuse.py`) in the order of time. So the oldest of each kind stand at the heads of eleven queues,
-what is evicted comes from the head with the lowest chain worth, and within a run the deepest key goes first:
+of its kind (see `reuse.py`) in the order of time. A request that stores its keys in pieces adds to its runs, which
+move to the end of their queues. So the oldest of each kind stand at the heads of eleven queues, what is evicted comes
+from the head with the lowest chain worth, and within a run the deepest key goes first:
 
     kind 0   run(t=310: e) run(t=402: j) ...        used once, the end of a request
     kind 1   run(t=310: b c d) run(t=402: g h i)    used once           <- goes from d to b
@@ -18,34 +19,41 @@ that.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse, groupby, islice
 from math import inf
-from typing import Any
+from typing import Any, TypeAlias
 
-from kvoffload.cache.policies.base import Policy, Protected, Room
+from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
 from kvoffload.cache.policies.reuse import KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
 _FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # in a large cache: the capacity divided by this
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
-_BATCH = 128  # keys that are looked at together
+_FIRST_BATCH, _BATCH = 8, 128  # keys that are looked at together: the first, and the most
 _SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
+
+
+_Notes: TypeAlias = dict[Any, Any]  # of an open request: its latest run of each number of uses
 
 
 class _Run:
     """Keys of one request with one number of uses; the deepest last."""
 
-    __slots__ = ("counted", "keys", "kind", "live", "time", "uses")
+    __slots__ = ("counted", "keys", "kind", "live", "request", "time", "uses")
 
-    def __init__(self, uses: int, kind: int, time: int, counted: bool) -> None:
+    def __init__(self, uses: int, kind: int, time: int, counted: bool, request: _Notes | None = None) -> None:
         self.uses = uses
         self.kind = kind
         self.time = time
         self.counted = counted  # whether the use by the unfinished request is among `uses`
         self.keys: list[bytes] = []
         self.live = 0  # those of `keys` that are resident and have not moved on
+        self.request = request  # the notes of the open request that has inserted or loaded them
+
+
+_Queue: TypeAlias = OrderedDict[_Run, None]
 
 
 class Prefix(Policy):
@@ -63,7 +71,7 @@ class Prefix(Policy):
     def __init__(self, capacity: int, *, declines: bool = True) -> None:
         self._declines = declines
         self._model = ReuseModel()
-        self._queues: list[deque[_Run]] = [deque() for _ in range(KINDS)]
+        self._queues: list[_Queue] = [OrderedDict() for _ in range(KINDS)]
         self._run_of: dict[bytes, _Run] = {}
         self._gone = _Ghosts(max(_FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
         self._round = max(_SHORTEST_ROUND, capacity)
@@ -84,7 +92,10 @@ class Prefix(Policy):
         if evicted:
             for run, same in _neighbours(runs, keys):
                 self._remember(same, run)
-        self._leave(Counter(runs))
+        self._leave(Counter(runs) if len(runs) > 1 else dict.fromkeys(runs, 1))
+
+    def for_request(self, notes: _Notes) -> RequestPolicy:
+        return _ForRequest(self, notes)
 
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
         space = self.make_room((), -count, protected)
@@ -101,14 +112,15 @@ class Prefix(Policy):
 
     # uses ---------------------------------------------------------------------------------------------------------
 
-    def _use(self, keys: Sequence[bytes], *, counted: bool, ends: bool) -> None:
+    def _use(self, keys: Sequence[bytes], *, counted: bool, ends: bool, request: _Notes | None = None) -> None:
         """Move keys to runs of this moment. `counted`: an unfinished request uses them; else one has ended.
 
-        With `ends` the last key is the end of a request. Keys that are not resident become so if `counted`.
+        With `ends` the last key is the end of a request. Keys that are not resident become so if `counted`. The keys of
+        an open request move to the runs of its earlier keys.
         """
         fresh: dict[tuple[int, int, bool], _Run] = {}
-        left: Counter[_Run] = Counter()
-        reused: Counter[_Run] = Counter()
+        left: dict[_Run, int] = {}
+        reused: dict[_Run, int] = {}
         asked, last = 0, len(keys) - 1 if ends else -1
         for resident, old, part in list(self._by_run(keys)):
             renews = old is not None and old.counted and resident and not counted
@@ -116,14 +128,17 @@ class Prefix(Policy):
             if not renews:
                 asked += len(part)
             if old is not None:
-                reused[old] += 0 if renews else len(part)
-                left[old] += len(part) if resident else 0
+                reused[old] = reused.get(old, 0) + (0 if renews else len(part))
+                left[old] = left.get(old, 0) + (len(part) if resident else 0)
             stays = resident or counted
             ended = last >= 0 and part[-1] is keys[last]
             for is_end, same in ((False, part[:-1] if ended else part), (True, part[-1:] if ended else [])):
+                if not same:
+                    continue
                 kind = KIND_OF[uses][is_end]
                 run = fresh.get((uses, kind, stays)) or fresh.setdefault(
-                    (uses, kind, stays), _Run(uses, kind, self._now, counted)
+                    (uses, kind, stays),
+                    _Run(uses, kind, self._now, counted) if request is None else self._run_of_request(request, uses),
                 )
                 if stays:
                     for key in same:
@@ -150,13 +165,27 @@ class Prefix(Policy):
                     for old, absent in _neighbours(gone, same):
                         yield False, old, absent
 
+    def _run_of_request(self, request: _Notes, uses: int) -> _Run:
+        """The run that the keys of an open request with so many uses join: that of those before, if none has left it.
+
+        If some have, one of them may come back, and a run must not have it twice.
+        """
+        run = request.get(uses)
+        if run is None or run.live != len(run.keys) or run not in self._queues[run.kind]:
+            run = request[uses] = _Run(uses, KIND_OF[uses][False], self._now, True, request)
+        run.time = self._now
+        return run
+
     def _queue(self, runs: Iterable[_Run]) -> None:
         for run in runs:
             if run.keys:
                 run.live = len(run.keys)
-                self._queues[run.kind].append(run)
+                queue = self._queues[run.kind]
+                queue[run] = None
+                if run.request is not None:
+                    queue.move_to_end(run)
 
-    def _leave(self, left: Counter[_Run]) -> None:
+    def _leave(self, left: Mapping[_Run, int]) -> None:
         """So many keys have left these runs."""
         for run, count in left.items():
             run.live -= count
@@ -166,8 +195,8 @@ class Prefix(Policy):
                 run.keys.pop()
         for kind in {run.kind for run in left}:
             queue = self._queues[kind]
-            while queue and not queue[0].live:
-                queue.popleft()
+            while queue and not next(iter(queue)).live:
+                queue.popitem(last=False)
 
     def _remember(self, keys: list[bytes], run: _Run) -> None:
         for old, count in self._gone.remember(keys, run):
@@ -178,7 +207,7 @@ class Prefix(Policy):
         if self._now >= self._next_round:
             self._next_round = self._now + self._round
             for kind, queue in enumerate(self._queues):
-                self._queues[kind] = deque(run for run in queue if run.live)
+                self._queues[kind] = OrderedDict.fromkeys(run for run in queue if run.live)
                 for run in self._queues[kind]:
                     if 2 * run.live < len(run.keys):
                         run.keys = [key for key in run.keys if self._run_of.get(key) is run]
@@ -195,11 +224,13 @@ class Prefix(Policy):
 
     # evicting -----------------------------------------------------------------------------------------------------
 
-    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+    def make_room(
+        self, newcomers: Sequence[bytes], room: int, protected: Protected, request: _Notes | None = None
+    ) -> Room | None:
         """As `Policy.make_room`; if `room` is negative, `-room` more keys are evicted."""
         admitted, victims = len(newcomers), list[bytes]()
-        worths = self._worths(newcomers)
-        heads = self._heads(protected)
+        worths = self._worths(newcomers, ends=request is None)
+        heads = self._heads(protected, request)
         while admitted - room > len(victims):
             head = min(heads, key=self._chain_worth, default=None)
             displaced_worth = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
@@ -214,22 +245,42 @@ class Prefix(Policy):
                 heads.remove(head)
         return Room(admitted, victims)
 
-    def _worths(self, newcomers: Sequence[bytes]) -> list[float]:
-        """What newcomers are worth on arrival; the last is the end of its request."""
+    def _worths(self, newcomers: Sequence[bytes], ends: bool) -> list[float]:
+        """What newcomers are worth on arrival; with `ends` the last is the end of its request."""
         if not newcomers or not self._declines:
             return [inf] * len(newcomers)
         known = self._gone.glance(newcomers)
         uses = [0] * len(newcomers) if known is None else [0 if run is None else run.uses for run in known]
         worth = [self._model.promise(kind_of(1 + before, False)) for before in range(MOST_USES + 1)]
-        return [*map(worth.__getitem__, uses[:-1]), self._model.promise(kind_of(1 + uses[-1], True))]
+        worths = list(map(worth.__getitem__, uses))
+        if ends:
+            worths[-1] = self._model.promise(kind_of(1 + uses[-1], True))
+        return worths
 
-    def _heads(self, protected: Protected) -> list[_Head]:
-        heads = [_Head(queue, self._run_of, protected) for queue in self._queues if queue]
+    def _heads(self, protected: Protected, request: _Notes | None) -> list[_Head]:
+        heads = [_Head(queue, self._run_of, protected, request) for queue in self._queues if queue]
         return [head for head in heads if head.advance()]
 
     def _chain_worth(self, head: _Head) -> tuple[float, int]:
         run = head.run
         return self._model.chain_worth(run.kind, self._now - run.time), run.kind
+
+
+class _ForRequest:
+    """The policy for an open request: no key is its end until `touch` says so."""
+
+    def __init__(self, policy: Prefix, notes: _Notes) -> None:
+        self._policy = policy
+        self._notes = notes
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        self._policy._use(keys, counted=True, ends=False, request=self._notes)
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        self._policy._use(keys, counted=True, ends=False, request=self._notes)
+
+    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+        return self._policy.make_room(newcomers, room, protected, self._notes)
 
 
 class _Ghosts:
@@ -281,8 +332,8 @@ class _Ghosts:
 class _Head:
     """Iterates over the keys of one queue that may be evicted: run by run, the deepest key first. Changes nothing."""
 
-    def __init__(self, queue: deque[_Run], run_of: dict[bytes, _Run], protected: Protected) -> None:
-        self._batches = self._walk(queue, run_of, protected)
+    def __init__(self, queue: _Queue, run_of: dict[bytes, _Run], protected: Protected, request: _Notes | None) -> None:
+        self._batches = self._walk(queue, run_of, protected, request)
         self._keys: list[bytes] = []
         self.run: _Run
 
@@ -302,11 +353,17 @@ class _Head:
 
     @staticmethod
     def _walk(
-        queue: deque[_Run], run_of: dict[bytes, _Run], protected: Protected
+        queue: _Queue, run_of: dict[bytes, _Run], protected: Protected, request: _Notes | None
     ) -> Iterator[tuple[_Run, list[bytes]]]:
+        size = _FIRST_BATCH
         for run in queue:
-            for end in range(len(run.keys), 0, -_BATCH):
-                live = [key for key in reversed(run.keys[max(0, end - _BATCH) : end]) if run_of.get(key) is run]
+            if request is not None and run.request is request:
+                continue  # without looking at its keys, which are all protected
+            end = len(run.keys)
+            while end > 0:
+                begin = max(0, end - size)
+                live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
+                end, size = begin, min(2 * size, _BATCH)
                 found = list(filterfalse(protected, live))
                 if found:
                     yield run, found

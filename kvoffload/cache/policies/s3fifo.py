@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, filterfalse, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvoffload.cache.policies.base import Policy, Protected, Room
+from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
+from kvoffload.cache.policies.open_keys import Opened, OpenKeys, Queue
 
 _SMALL_SHARE = 10  # the small queue has the capacity divided by this
 _MOST_USES = 3
@@ -33,7 +34,8 @@ class S3FIFO(Policy):
     Looking for victims moves keys from queue to queue, but `victims` and `make_room` must not. So the search works on
     the queues as they are, and puts what it would move into a queue of its own, which follows the main queue. These
     moves are carried out when exactly those victims are evicted before anything else has changed; otherwise they are
-    dropped. Keys that have to stay are passed over and keep their places. O(1) amortised, plus the keys passed over.
+    dropped. Keys that have to stay are passed over and keep their places. O(1) amortised, plus the keys passed over. In
+    each queue the keys that an open request has stored move to the recent end with the latest of them.
 
     Args:
         capacity: keys of the cache. Up to nine tenths as many evicted ones are remembered.
@@ -45,8 +47,9 @@ class S3FIFO(Policy):
         self._capacity = capacity
         self._small_size = max(1, capacity // _SMALL_SHARE)
         # the oldest first; the value: uses since the key came here, and _COUNTED
-        self._small: OrderedDict[bytes, int] = OrderedDict()
-        self._main: OrderedDict[bytes, int] = OrderedDict()
+        self._small: Queue[int] = OrderedDict()
+        self._main: Queue[int] = OrderedDict()
+        self._open_small, self._open_main = OpenKeys(self._small, _COUNTED), OpenKeys(self._main, _COUNTED)
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._plan: _Plan | None = None  # of the latest answer, unless anything has changed since
 
@@ -59,12 +62,14 @@ class S3FIFO(Policy):
 
     def load(self, keys: Sequence[bytes]) -> None:
         self._plan = None
+        self._leave(keys)
         for key in keys:
             queue = self._small if key in self._small else self._main
             queue[key] = _used(queue[key]) | _COUNTED
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._plan = None
+        self._leave(keys)
         for key in keys:
             queue = self._small if key in self._small else self._main
             value = queue.get(key)
@@ -73,6 +78,7 @@ class S3FIFO(Policy):
 
     def remove(self, keys: Sequence[bytes], evicted: bool) -> None:
         plan, self._plan = self._plan, None
+        self._leave(keys)
         if evicted and plan is not None and plan.victims == tuple(keys):
             for key, value in plan.moved.items():
                 self._take(key)
@@ -89,32 +95,56 @@ class S3FIFO(Policy):
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
         return self._choose(repeat(self._small_size, count), protected)
 
-    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
-        """As if the keys were inserted one by one: those inserted so far count as keys of the small queue."""
+    def for_request(self, notes: dict[Any, Any]) -> RequestPolicy:
+        small, main = self._open_small.of_request(notes, "small"), self._open_main.of_request(notes, "main")
+        return _ForRequest(self, small, main)
+
+    def make_room(
+        self,
+        newcomers: Sequence[bytes],
+        room: int,
+        protected: Protected,
+        small: Opened | None = None,
+        main: Opened | None = None,
+    ) -> Room | None:
+        """As if the keys were inserted one by one: those inserted so far count as keys of the small queue.
+
+        The keys in `small` and `main` are passed over.
+        """
         arrived, limits = 0, list[int]()
         for key in reversed(newcomers):
             limits.append(self._small_size - arrived)
             arrived += key not in self._ghosts
-        victims = self._choose(limits[room:], protected)
+        victims = self._choose(limits[room:], protected, small, main)
         return None if victims is None else Room(len(newcomers), victims)
 
     def __iter__(self) -> Iterator[bytes]:
-        return chain(self._small, self._main)
+        return chain(self._open_small.oldest_first(), self._open_main.oldest_first())
 
     def __len__(self) -> int:
-        return len(self._small) + len(self._main)
+        return self._small_count + len(self._main) + self._open_main.extra
+
+    @property
+    def _small_count(self) -> int:
+        return len(self._small) + self._open_small.extra
 
     def __repr__(self) -> str:
-        sizes = f"small {len(self._small)}, main {len(self._main)}, ghosts {len(self._ghosts)}"
+        sizes = f"small {self._small_count}, main {len(self) - self._small_count}, ghosts {len(self._ghosts)}"
         return f"S3FIFO({len(self)} of {self._capacity} keys: {sizes})"
+
+    def _leave(self, keys: Sequence[bytes]) -> None:
+        self._open_small.leave(keys)
+        self._open_main.leave(keys)
 
     def _take(self, key: bytes) -> None:
         if self._small.pop(key, None) is None:
             del self._main[key]
 
-    def _choose(self, limits: Iterable[int], protected: Protected) -> list[bytes] | None:
+    def _choose(
+        self, limits: Iterable[int], protected: Protected, small: Opened | None = None, main: Opened | None = None
+    ) -> list[bytes] | None:
         """One key for each limit: of the small queue while that has at least so many keys, else of the main queue."""
-        search = _Search(self._small, self._main, protected)
+        search = _Search(self, protected, small, main)
         victims = list[bytes]()
         for limit in limits:
             key = search.find(limit)
@@ -128,18 +158,22 @@ class S3FIFO(Policy):
 class _Search:
     """Eviction from the two queues, without changing them."""
 
-    def __init__(self, small: OrderedDict[bytes, int], main: OrderedDict[bytes, int], protected: Protected) -> None:
-        self._small = small
-        self._main = main
-        self._small_keys = filterfalse(protected, small)
-        self._main_keys = filterfalse(protected, main)
-        self._left = len(small)
+    def __init__(self, policy: S3FIFO, protected: Protected, small: Opened | None, main: Opened | None) -> None:
+        self._small, self._open_small = policy._small, policy._open_small.opened_of
+        self._main = policy._main
+        self._small_keys = filterfalse(protected, policy._open_small.oldest_first(small))
+        self._main_keys = filterfalse(protected, policy._open_main.oldest_first(main))
+        self._left = policy._small_count
         self.ghosts: list[bytes] = []
         self.moved: OrderedDict[bytes, int] = OrderedDict()
 
     def find(self, limit: int) -> bytes | None:
         """The next key to go; None if no other may."""
         while (key := self._next(limit)) is not None:
+            if key in self._open_small:  # not used since it was inserted
+                self._left -= 1
+                self.ghosts.append(key)
+                return key
             if key in self._small and key not in self.moved:
                 self._left -= 1
                 if _uses(self._small[key]) <= 1:
@@ -147,7 +181,7 @@ class _Search:
                     return key
                 self.moved[key] = self._small[key] & _COUNTED
             else:
-                value = self.moved.pop(key) if key in self.moved else self._main[key]
+                value = self.moved.pop(key) if key in self.moved else self._main.get(key, 0)  # 0: of an open request
                 if not _uses(value):
                     return key
                 self.moved[key] = value - 1
@@ -164,6 +198,28 @@ class _Search:
     def _next_of_main(self) -> bytes | None:
         key = next(self._main_keys, None)
         return next(iter(self.moved), None) if key is None else key
+
+
+class _ForRequest:
+    """The policy for an open request, with its places in both queues."""
+
+    def __init__(self, policy: S3FIFO, small: Opened, main: Opened) -> None:
+        self._policy = policy
+        self._small_place, self._main_place = small, main
+
+    def insert(self, keys: Sequence[bytes]) -> None:
+        policy = self._policy
+        policy.insert(keys)
+        small = [key for key in keys if policy._small.pop(key, None) is not None]
+        main = [key for key in keys if policy._main.pop(key, None) is not None]
+        policy._open_small.join(self._small_place, small)
+        policy._open_main.join(self._main_place, main)
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        self._policy.load(keys)
+
+    def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Room | None:
+        return self._policy.make_room(newcomers, room, protected, self._small_place, self._main_place)
 
 
 def _uses(value: int) -> int:

@@ -1,0 +1,89 @@
+"""Keys of open requests in a policy's queue: those of one request take one place, and are passed over as one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
+
+V = TypeVar("V")
+
+
+class Opened:
+    """The keys of one open request that are in one queue, in its order: the deepest is the next to be evicted."""
+
+    __slots__ = ("keys",)
+
+    def __init__(self) -> None:
+        self.keys: dict[bytes, None] = {}
+
+
+Queue: TypeAlias = OrderedDict[bytes | Opened, V]
+
+
+class OpenKeys(Generic[V]):
+    """The part of a queue that belongs to open requests.
+
+    The policy works on `queue` itself with single keys, and calls `leave` before it looks for keys that may be here.
+
+    Args:
+        queue: the oldest first. While there is an open request, some of its keys are `Opened`.
+        value: of a key that leaves, in `queue`.
+
+    Attributes:
+        opened_of: of each key that is here, its request's.
+        extra: how many more keys the queue has than `len(queue)`.
+    """
+
+    def __init__(self, queue: Queue[V], value: V) -> None:
+        self._queue = queue
+        self._value = value
+        self.opened_of: dict[bytes, Opened] = {}
+        self.extra = 0
+
+    def of_request(self, notes: dict[Any, Any], name: str) -> Opened:
+        """The place of an open request in this queue; `notes` has it by this name once it has keys."""
+        found: Opened | None = notes.get(name)
+        if found is None or found not in self._queue:
+            found = notes[name] = Opened()
+        return found
+
+    def join(self, opened: Opened, keys: Sequence[bytes]) -> None:
+        """Keys that are in no queue become the latest of an open request, whose place moves to the recent end."""
+        if not keys:
+            return
+        if opened not in self._queue:
+            self._queue[opened] = self._value
+            self.extra -= 1
+        opened.keys.update(dict.fromkeys(keys))
+        self.opened_of.update(dict.fromkeys(keys, opened))
+        self.extra += len(keys)
+        self._queue.move_to_end(opened)
+
+    def leave(self, keys: Sequence[bytes]) -> None:
+        """Those of the keys that are here become single keys at the recent end, the first the most recent."""
+        if not self.opened_of:
+            return
+        for key in reversed(keys):
+            opened = self.opened_of.pop(key, None)
+            if opened is None:
+                continue
+            del opened.keys[key]
+            self._queue[key] = self._value
+            self.extra -= 1
+            if not opened.keys:
+                del self._queue[opened]
+                self.extra += 1
+
+    def oldest_first(self, but: Opened | None = None) -> Iterator[bytes]:
+        """All keys of the queue, but for those of one open request."""
+        if not self.opened_of:
+            return iter(self._queue)  # type: ignore[arg-type]  # all of it is keys
+        return self._with_opened(but)
+
+    def _with_opened(self, but: Opened | None) -> Iterator[bytes]:
+        for each in self._queue:
+            if not isinstance(each, Opened):
+                yield each
+            elif each is not but:
+                yield from reversed(each.keys)
