@@ -4,6 +4,8 @@
     KVLayout, Plane  where the blocks of the KV cache lie        layout/
     DeviceArray      GPU memory that other libraries import      device/buffers.py
     OffloadEngine    store, load, plan, poll                     engine/
+    GroupTransfer    one transfer of several groups              engine/groups.py
+    HostMemory       slots in memory that the caller brings      device/host_memory.py
     Stream           for callers without streams of their own    device/caller_stream.py
     Job              a transfer: done, wait, order_before        engine/job.py
     ShardedEngine    the same over several GPUs                  sharded/
@@ -40,8 +42,10 @@ from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.caller_stream import Stream
 from kvoffload.device.device import Device, open_device
+from kvoffload.device.host_memory import HostMemory
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.groups import GroupTransfer
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.tracing import Tracer, set_tracer
@@ -85,6 +89,8 @@ __all__ = [
     "DeviceBuffer",
     "Direction",
     "DriverError",
+    "GroupTransfer",
+    "HostMemory",
     "Job",
     "KVLayout",
     "KVOffloadError",

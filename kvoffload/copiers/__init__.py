@@ -14,6 +14,7 @@ from kvoffload.copiers.batch import BatchCopier
 from kvoffload.copiers.copier_set import NAMES, CopierSet, check_carries_parts, check_copier, shape_of, why_not
 from kvoffload.copiers.gather import FragmentShape, GatherCopier, GatherKernels, kernel_spec
 from kvoffload.copiers.loop import LoopCopier
+from kvoffload.copiers.several import shares_together
 from kvoffload.copiers.strided import StridedCopier
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "check_copier",
     "kernel_spec",
     "shape_of",
+    "shares_together",
     "why_not",
 ]

@@ -77,8 +77,10 @@ class Share(NamedTuple):
 
     Attributes:
         size: how many operations the work has.
+        nbytes: payload of the work.
     """
 
     work: Work
     copier: Copier
     size: int
+    nbytes: int

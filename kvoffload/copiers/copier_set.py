@@ -13,7 +13,7 @@ from kvoffload.copiers.loop import LoopCopier
 from kvoffload.copiers.selection import choose
 from kvoffload.copiers.strided import StridedCopier
 from kvoffload.copiers.table_arena import Table
-from kvoffload.device.pinned import PinnedMemory
+from kvoffload.device.pinned import RegisteredMemory
 from kvoffload.driver import Capabilities, Driver
 from kvoffload.errors import CapabilityError, DriverError
 from kvoffload.internal.cachefiles import warn_once
@@ -106,7 +106,7 @@ class CopierSet:
         self._selected: dict[tuple[object, ...], Selection] = {}
         self._selected_by: tuple[Profile | None, str] = (None, "")
 
-    def open(self, layout: KVLayout, memory: PinnedMemory) -> None:
+    def open(self, layout: KVLayout, memory: RegisteredMemory) -> None:
         """Allocate what the copiers need. Kernels that cannot be loaded are noted in `missing`.
 
         Args:
@@ -253,7 +253,7 @@ class CopierSet:
 
 def _share(copier: Copier, plan: BlockPlan) -> Share:
     work = copier.prepare(plan)
-    return Share(work, copier, len(work))
+    return Share(work, copier, len(work), plan.nbytes)
 
 
 def _without_kernels(names: tuple[str, ...]) -> tuple[str, ...]:

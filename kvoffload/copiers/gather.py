@@ -21,7 +21,7 @@ import numpy as np
 from kvoffload.copiers.base import Staged, Submit, Work
 from kvoffload.copiers.part_fragments import BlocksInParts, BlocksOfPart, Fragments, PartFragments
 from kvoffload.copiers.table_arena import Table, TableArena
-from kvoffload.device.pinned import PinnedMemory
+from kvoffload.device.pinned import PinnedMemory, RegisteredMemory
 from kvoffload.driver import Capabilities, Driver, SourceOrder, address_of
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.internal.teardown import run_all
@@ -160,7 +160,7 @@ class GatherKernels:
         arenas: pinned memory for tables of blocks: of stores, of loads.
     """
 
-    def __init__(self, driver: Driver, memory: PinnedMemory) -> None:
+    def __init__(self, driver: Driver, memory: RegisteredMemory) -> None:
         self.driver = driver
         self._memory = memory
         self._kernels: list[LoadedKernel] = []

@@ -4,6 +4,7 @@ open_device, Device         a GPU, or a simulated one                           
 DeviceContext, Current      its context, and the context current in a `with`             context.py, current.py
 DeviceBuffer, DeviceArray   GPU memory that the device frees                             buffers.py
 PinnedMemory                pinned host memory as numpy arrays                           pinned.py
+HostMemory                  slots in host memory that the caller brings                  host_memory.py
 Resource, DeviceResources   driver objects, freed exactly once                           ownership.py
 Lane, EventPool             streams of a lane, pools of events, other programs' streams  streams.py
 device_of                   on which GPU a pointer's memory is                           placement.py

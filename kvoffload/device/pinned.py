@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,68 +29,28 @@ _NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
 _SPARE_BYTES = 256 << 20  # left to the rest of the machine
 
 
-_still_registered: list[PinnedMemory] = []  # kept mapped, because the driver did not unregister it
+_still_registered: list[RegisteredMemory] = []  # kept mapped, because the driver did not unregister it
 
 
-class PinnedMemory:
-    """`nbytes` of host memory, page-aligned and pinned, exactly as many as asked for.
-
-    RLIMIT_MEMLOCK does not bound it: on Linux with driver 580, with a limit of 64 KiB, registering and allocating 1 GiB
-    worked for root and for another user alike. It is bounded by the machine's memory, or the cgroup's share of it.
-
-    Args:
-        driver: its context must be current.
-        nbytes: a multiple of the page size.
-        unit_bytes: the ranges registered apart end on multiples of this, so that no copy of one unit spans two of them:
-            the driver refuses a copy that does.
-        numa_cpus: where to run the threads that touch the pages, so that Linux places them on that node. Empty:
-            anywhere.
-        progress: called with (bytes done, bytes in all) after each range.
-        holder: the new object is appended to this list before anything is registered. A caller that must free the
-            memory although an interrupt has lost the result of the constructor calls `release` on what is in the list.
+class RegisteredMemory:
+    """Host memory in ranges that are registered with the driver one by one.
 
     Attributes:
-        array: uint8, (nbytes,), zeros. Valid as long as it is referenced, also after `release`.
-
-    Raises:
-        CapacityError: memory is short, or the driver cannot pin that much; what was registered is unregistered again.
+        address: of its first byte.
+        array: a view of it.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        nbytes: int,
-        *,
-        unit_bytes: int = PAGE_BYTES,
-        numa_cpus: frozenset[int] = frozenset(),
-        progress: Progress | None = None,
-        holder: list[PinnedMemory] | None = None,
-    ) -> None:
+    address: int
+    array: UInt8Array
+
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._registered: list[int] = []  # addresses of ranges that are or may be registered
         self._device_offsets: npt.NDArray[np.int64] | None = None
-        self.array = _map(nbytes)
-        self.address = address_of(self.array)
-        if holder is not None:
-            holder.append(self)
-        try:
-            self._register(nbytes, unit_bytes, numa_cpus, progress)
-        except DriverError as error:
-            done = self._registered[-1] - self.address
-            self.release()
-            raise CapacityError(_explain(nbytes, done, f"the driver said: {error}")) from error
-        except BaseException:  # an interrupt, or the progress callback, too
-            self.release()
-            raise
 
-    def _register(self, nbytes: int, unit_bytes: int, numa_cpus: frozenset[int], progress: Progress | None) -> None:
-        for start, stop in _ranges(nbytes, unit_bytes):
-            _check_available(stop - start, nbytes, start)
-            touch(self.array[start:stop], numa_cpus)
-            self._registered += (self.address + start,)  # before the call, whose result an interrupt can lose
-            self._driver.host_register(self.address + start, stop - start)
-            if progress is not None:
-                progress(stop, nbytes)
+    def _register(self, address: int, nbytes: int) -> None:
+        self._registered += (address,)  # before the call, whose result an interrupt can lose
+        self._driver.host_register(address, nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -101,15 +61,22 @@ class PinnedMemory:
         """`nbytes`, and 0 once it is released."""
         return self.nbytes if self._registered else 0
 
+    def _mapped_apart(self) -> Sequence[int]:
+        """Addresses, ascending, from each of which on a driver may map the memory elsewhere."""
+        return self._registered
+
     def device_addresses(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Host addresses in this memory as a kernel sees them, int64; a driver may map registered memory elsewhere."""
+        starts = self._mapped_apart()
+        if not starts:  # memory of no bytes
+            return addresses
         if self._device_offsets is None:
-            mapped = [self._driver.host_device_address(start) - start for start in self._registered]
+            mapped = [self._driver.host_device_address(start) - start for start in starts]
             self._device_offsets = np.array(mapped[:1] if len(set(mapped)) == 1 else mapped, dtype=np.int64)
         offsets = self._device_offsets
         if len(offsets) == 1:
             return addresses + offsets if offsets[0] else addresses
-        index = np.searchsorted(np.array(self._registered), addresses, side="right") - 1
+        index = np.searchsorted(np.array(starts), addresses, side="right") - 1
         return addresses + offsets[index]
 
     def release(self) -> None:
@@ -149,12 +116,73 @@ class PinnedMemory:
                     raise
 
 
-def _ranges(nbytes: int, unit_bytes: int) -> Iterator[tuple[int, int]]:
+class PinnedMemory(RegisteredMemory):
+    """`nbytes` of host memory, page-aligned and pinned, exactly as many as asked for.
+
+    RLIMIT_MEMLOCK does not bound it: on Linux with driver 580, with a limit of 64 KiB, registering and allocating 1 GiB
+    worked for root and for another user alike. It is bounded by the machine's memory, or the cgroup's share of it.
+
+    Args:
+        driver: its context must be current.
+        nbytes: a multiple of the page size; 0 pins nothing.
+        unit_bytes: the ranges registered apart end on multiples of this, so that no copy of one unit spans two of them:
+            the driver refuses a copy that does.
+        numa_cpus: where to run the threads that touch the pages, so that Linux places them on that node. Empty:
+            anywhere.
+        progress: called with (bytes done, bytes in all) after each range.
+        holder: the new object is appended to this list before anything is registered. A caller that must free the
+            memory although an interrupt has lost the result of the constructor calls `release` on what is in the list.
+
+    Attributes:
+        array: uint8, (nbytes,), zeros. Valid as long as it is referenced, also after `release`.
+
+    Raises:
+        CapacityError: memory is short, or the driver cannot pin that much; what was registered is unregistered again.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        nbytes: int,
+        *,
+        unit_bytes: int = PAGE_BYTES,
+        numa_cpus: frozenset[int] = frozenset(),
+        progress: Progress | None = None,
+        holder: list[PinnedMemory] | None = None,
+    ) -> None:
+        super().__init__(driver)
+        self.array = _map(nbytes)
+        self.address = address_of(self.array)
+        if holder is not None:
+            holder.append(self)
+        try:
+            self._pin(nbytes, unit_bytes, numa_cpus, progress)
+        except DriverError as error:
+            done = self._registered[-1] - self.address
+            self.release()
+            raise CapacityError(_explain(nbytes, done, f"the driver said: {error}")) from error
+        except BaseException:  # an interrupt, or the progress callback, too
+            self.release()
+            raise
+
+    def _pin(self, nbytes: int, unit_bytes: int, numa_cpus: frozenset[int], progress: Progress | None) -> None:
+        for start, stop in ranges(nbytes, unit_bytes):
+            _check_available(stop - start, nbytes, start)
+            touch(self.array[start:stop], numa_cpus)
+            self._register(self.address + start, stop - start)
+            if progress is not None:
+                progress(stop, nbytes)
+
+
+def ranges(nbytes: int, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    """The ranges in which `nbytes` are registered: begin and end of each, from 0 on, at multiples of `unit_bytes`."""
     step = max(1, RANGE_BYTES // unit_bytes) * unit_bytes
     return ((start, min(start + step, nbytes)) for start in range(0, nbytes, step))
 
 
 def _map(nbytes: int) -> UInt8Array:
+    if nbytes == 0:  # Linux maps no empty range
+        return np.empty(0, dtype=np.uint8)
     try:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:

@@ -91,13 +91,15 @@ class LaneStream:
     Attributes:
         handle: the stream.
         places: how many places of the driver's queue the work on it takes.
+        nbytes: payload bytes of that work, where they are bounded; else 0.
     """
 
-    __slots__ = ("handle", "places")
+    __slots__ = ("handle", "nbytes", "places")
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
         self.places = 0
+        self.nbytes = 0
 
 
 class Lane:
@@ -127,6 +129,11 @@ class Lane:
     def in_use(self) -> int:
         """Streams with work on them."""
         return sum(stream.places > 0 for stream in self.streams)
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of the work on them, where they are bounded."""
+        return sum([stream.nbytes for stream in self.streams])
 
     def close(self) -> None:
         """Destroy the streams; nothing may be queued on them. If it is interrupted, call it again."""

@@ -2,7 +2,8 @@
 
 Order. A transfer's stream waits for the caller's streams (`after`), for the previous transfer of its direction, and for
 the latest transfer of the other direction that touches its slots or blocks. The waits are on the GPU, and point to work
-submitted earlier, so they cannot form a cycle. What the driver's queues have no room for waits on the host, in order.
+queued earlier, so they cannot form a cycle. What the driver's queues have no room for waits on the host, in order; an
+urgent load goes ahead of what waits there.
 
     caller's stream   ──compute──●after                          ┌─compute (order_before)
     store lane        ───────────┴─wait─[start copy copy end]────┤
@@ -19,29 +20,26 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvoffload.device.current import make_current
-from kvoffload.device.streams import NO_WAIT, NoWait, raise_for_stream, refuse_capturing
-from kvoffload.driver import SourceOrder
+from kvoffload.device.streams import raise_for_stream
 from kvoffload.engine import tracing
+from kvoffload.engine.groups import GroupTransfer, make_group_requests
 from kvoffload.engine.job import Job
-from kvoffload.engine.lifecycle import EngineLifecycle
-from kvoffload.engine.queues import TransferQueue
-from kvoffload.engine.report import PlanReport, make_report
+from kvoffload.engine.preparation import Requests, TransferPreparation
 from kvoffload.engine.request import (
     Request,
     SourceOrderName,
     make_request,
-    refuse_repeated_targets,
-    sources_of,
 )
 from kvoffload.engine.transfer import Event, Transfer
-from kvoffload.engine.wait_streams import After, Followed, Source
+from kvoffload.engine.urgent import put_ahead
+from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
 from kvoffload.internal.types import Ids
-from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
+from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierName, CopyMethod
 
 
-class OffloadEngine(EngineLifecycle):
+class OffloadEngine(TransferPreparation):
     """Moves blocks between the planes of `layout` and a pool of pinned slots.
 
     Usable from any thread; a context manager.
@@ -49,7 +47,9 @@ class OffloadEngine(EngineLifecycle):
     Args:
         layout: the KV cache. Its memory must stay allocated until the engine is closed.
         device: the device that holds the planes.
-        num_slots: slots of the pinned pool, `layout.slot_bytes` bytes each.
+        num_slots: slots of the pinned pool, `layout.slot_bytes` bytes each; None: 1024. An engine of 0 slots pins
+            nothing, and refuses every slot.
+        host_memory: memory of the caller's for the slots, see `HostMemory`; then `num_slots` is left out.
         sm_limit: how many multiprocessors a copy kernel may use; 0 forbids kernels, and compiles none. (The simulated
             device interprets them, slowly, so it selects none by itself.)
         prefer: "overlap", for a GPU that computes during transfers: the copy method whose cost (its time, and what the
@@ -58,6 +58,11 @@ class OffloadEngine(EngineLifecycle):
         profile: what transfers cost here, see `kvoffload.tuning`; None: what `kvoffload tune` measured for this GPU,
             driver, link and bindings, else one that comes with the package.
         max_in_flight: jobs that may be unfinished at a time.
+        most_queued_bytes: what the driver is given at a time of each direction, in bytes, or one operation if that has
+            more; the rest waits on the host. An urgent load waits for so much at most, and for the rest of a load that
+            has begun. What waits is queued by later calls (`poll`, `drain`, a submission, `done` or `wait` of a job, or
+            the thread of a done callback): give it only if the program calls one of these all the time. None: as much
+            as the driver's queues hold.
         stream_priority: of the engine's streams, within `device.stream_priorities`. It orders kernels, not copies.
         progress: called with (bytes done, bytes in all) while the pool is pinned.
 
@@ -69,6 +74,8 @@ class OffloadEngine(EngineLifecycle):
     Raises:
         LayoutError: a plane is not inside one allocation of this device's memory.
         CapacityError: the pool cannot be pinned; the message says what is free.
+        ValueError: `host_memory` does not fit the layout, overlaps registered memory, or is not registered although it
+            is said to be.
         ClosedError: the device is closed.
         ValueError, TypeError: bad arguments.
     """
@@ -120,7 +127,10 @@ class OffloadEngine(EngineLifecycle):
             Nothing has happened in any of these cases. After a KeyboardInterrupt the transfer may have begun, and fails
             as soon as nothing of it is left on the GPU: `drain` before the blocks are used for something else.
         """
-        return self._submit(Direction.STORE, blocks, slots, group, first_sub_block, after, copier, "auto", None)
+        request = make_request(
+            self._limits, Direction.STORE, blocks, slots, group, first_sub_block, after, copier, "auto", None
+        )
+        return self._submit((request,))
 
     def load(
         self,
@@ -132,6 +142,7 @@ class OffloadEngine(EngineLifecycle):
         copier: CopierName | CopyMethod | None = None,
         source_order: SourceOrderName = "auto",
         parts: int | Sequence[Sequence[int]] | None = None,
+        urgent: bool = False,
     ) -> Job:
         """Copy slots to blocks on the device: the inverse of `store`, with the same correspondence and errors.
 
@@ -146,11 +157,27 @@ class OffloadEngine(EngineLifecycle):
             parts: copy the planes in parts, one after the other, so that a layer's computation need not wait for later
                 layers: `job.order_before(stream, part=k)`. A number: equal parts, in the order of the planes. Or for
                 each part the indices of its planes, every plane once. The copier "split" cannot copy parts.
+            urgent: go ahead of the loads that wait on the host, but not of one that has begun, of other urgent ones, or
+                of what this load must follow. How long it waits for what is queued on the GPU, `most_queued_bytes`
+                bounds.
 
         Raises:
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
         """
-        return self._submit(Direction.LOAD, blocks, slots, group, first_sub_block, after, copier, source_order, parts)
+        request = make_request(
+            self._limits,
+            Direction.LOAD,
+            blocks,
+            slots,
+            group,
+            first_sub_block,
+            after,
+            copier,
+            source_order,
+            parts,
+            urgent,
+        )
+        return self._submit((request,))
 
     def submit(
         self,
@@ -163,28 +190,70 @@ class OffloadEngine(EngineLifecycle):
         copier: CopierName | CopyMethod | None = None,
         source_order: SourceOrderName = "auto",
         parts: int | Sequence[Sequence[int]] | None = None,
+        urgent: bool = False,
     ) -> Job:
         """`store` and `load` in one; arguments and errors as there."""
+        request = make_request(
+            self._limits,
+            Direction(direction),
+            blocks,
+            slots,
+            group,
+            first_sub_block,
+            after,
+            copier,
+            source_order,
+            parts,
+            urgent,
+        )
+        return self._submit((request,))
+
+    def store_groups(
+        self,
+        transfers: Sequence[GroupTransfer],
+        after: After = None,
+        copier: CopierName | CopyMethod | None = None,
+    ) -> Job:
+        """Store blocks of several groups as one transfer: one job, checked all together before anything happens.
+
+        The copies of all groups by one copier of the copy engine are submitted together. `job.nbytes` is of all groups,
+        `method` and `copier` are those of most bytes, and `reason` has one text for each group.
+
+        Args:
+            transfers: what is stored of each group. A group may be in it several times, for instance for pieces that
+                begin at other sub-blocks. The slots of all must be distinct. What has no blocks counts for nothing.
+            after, copier: as for `store`; for all groups.
+
+        Raises:
+            As `store`. The message names the element of `transfers`.
+        """
+        return self._submit(make_group_requests(self._limits, Direction.STORE, transfers, after, copier, "auto", False))
+
+    def load_groups(
+        self,
+        transfers: Sequence[GroupTransfer],
+        after: After = None,
+        copier: CopierName | CopyMethod | None = None,
+        source_order: SourceOrderName = "auto",
+        urgent: bool = False,
+    ) -> Job:
+        """Load blocks of several groups as one transfer: the inverse of `store_groups`. It has no parts.
+
+        Args:
+            transfers: as for `store_groups`. Slots may repeat. No two blocks may share memory: not within a group, nor
+                in groups over the same planes.
+            after, copier, source_order, urgent: as for `load`; for all groups.
+
+        Raises:
+            As `load`. The message names the element of `transfers`.
+        """
         return self._submit(
-            Direction(direction), blocks, slots, group, first_sub_block, after, copier, source_order, parts
+            make_group_requests(self._limits, Direction.LOAD, transfers, after, copier, source_order, urgent)
         )
 
-    def _submit(
-        self,
-        direction: Direction,
-        blocks: Ids,
-        slots: Ids,
-        group: int,
-        first_sub_block: int,
-        after: After,
-        copier: CopierName | CopyMethod | None,
-        source_order: SourceOrderName,
-        parts: int | Sequence[Sequence[int]] | None,
-    ) -> Job:
+    def _submit(self, requests: Requests) -> Job:
         """A transfer in its five steps."""
-        request = make_request(
-            self._limits, direction, blocks, slots, group, first_sub_block, after, copier, source_order, parts
-        )
+        request = requests[0]
         if self._closed or os.getpid() != self._process:  # what follows needs the device's context
             self.device.check_process()
             self.check_usable()
@@ -194,112 +263,18 @@ class OffloadEngine(EngineLifecycle):
                 streams: tuple[int, ...] = request.sources if followed is None else followed.streams
                 with self.lock:
                     # 1. check: what depends on the moment
-                    self._check_submission(request, streams)
+                    self._check_submission(requests, streams)
                     if len(request.blocks) == 0:
                         return self._complete_empty(request)
                     # 2. plan, 3. select, 4. order
-                    transfer = self._new_transfer(next(self._ids), request)
+                    transfer = self._new_transfer(next(self._ids), requests)
                     # 5. enqueue: as much as there is room for; the rest waits on the host
                     self._record_markers(transfer, streams)
-                    self._enqueue(request, transfer)
+                    self._enqueue(requests, transfer)
                     job = Job(self, transfer)
                     if tracing.current is not None:
                         tracing.start(tracing.current, job, transfer, self._parts.tracker.notices)
                     return job
-        except DriverError as error:
-            self._mark_lost(error)
-            raise
-
-    def _check_submission(self, request: Request, streams: tuple[int, ...]) -> None:
-        """Refuse what cannot be submitted now; then take note of what has ended, where that can matter here."""
-        in_flight = self._parts.in_flight
-        if not in_flight.consistent:
-            self._parts.tracker.repair()
-        if self._closed or self._closing or in_flight.lost:
-            self.check_usable()
-        refuse_repeated_targets(request, self._scratch)
-        if request.direction is Direction.STORE:
-            guard = None if self._slot_guard is None else self._slot_guard()
-            if guard is not None:
-                guard.check_store(request.slots)
-        for stream in streams:
-            try:
-                if self._driver.stream_is_capturing(stream):
-                    refuse_capturing(self._driver, stream, "after")
-            except DriverError as error:
-                raise_for_stream(error, stream, "after")
-        same = in_flight.stores if request.direction is Direction.STORE else in_flight.loads
-        unasked = len(same.transfers) >= in_flight.most_unasked
-        if unasked or same.waiting or same.opposite.transfers:
-            with make_current(self._driver, self._context):
-                self._parts.tracker.advance()
-            self.check_usable()
-            self._parts.tracker.check_room(1 if len(request.blocks) else 0)
-
-    def _new_transfer(self, number: int, request: Request) -> Transfer:
-        """The record of a checked transfer, which is not in flight yet. Changes nothing."""
-        copiers, in_flight, direction = self._parts.copiers, self._parts.in_flight, request.direction
-        # 2. plan: what is copied, per block
-        plan = self._plan(request)
-        # 3. select: the copy method, by the profile
-        opposite = in_flight.loads if direction is Direction.STORE else in_flight.stores
-        opposed = len(opposite.transfers) > 0
-        method, reason = copiers.select(plan, request.copier, self.profile, self.prefer, opposed)
-        # 4. order: what it must follow
-        transfer = Transfer(number, direction, plan.nbytes, 1 if request.parts is None else len(request.parts))
-        transfer.engine, transfer.simulated = self, self._driver.simulated
-        if direction is Direction.LOAD:
-            transfer.source_order = self._source_order(request)
-        transfer.conflict = self._conflict(request, opposite) if opposed else None
-        transfer.method, transfer.reason = method, reason
-        transfer.shares = copiers.shares(method, plan)
-        return transfer
-
-    def _plan(self, request: Request) -> BlockPlan:
-        group, parts = request.group, request.parts
-        return build(
-            self._folds.groups[group] if parts is None else self._folds.of(group, parts),
-            self.layout,
-            request.direction,
-            group_index=group,
-            slot_addresses=self._parts.slot_addresses,
-            slots=request.slots,
-            blocks=request.blocks,
-            first_sub_block=request.first_sub_block,
-        )
-
-    def _follow(self, sources: tuple[Source, ...]) -> Followed:
-        """Streams that stand for what a transfer is to follow. The lock must not be held: arrays run code of theirs.
-
-        The wait stream of arrays is reserved as long as the result is referred to.
-        """
-        token = object()
-        try:
-            with self.lock:
-                self.check_usable()
-                self._following.add(token)
-            return self._parts.wait_streams.follow(sources)
-        finally:
-            self._following.discard(token)
-
-    def resolve(self, after: After) -> Followed | NoWait | None:
-        """What stands for `after` in several transfers, so that its arrays are asked for their producers once.
-
-        Call it before taking the lock. Raises what `store` raises for `after`.
-        """
-        if after is NO_WAIT or (after is None and self.layout.on_default_stream):
-            return after
-        sources = sources_of(after, self.layout)
-        if not sources:
-            return NO_WAIT
-        self.device.check_process()
-        return self._follow_here(sources)
-
-    def _follow_here(self, sources: tuple[Source, ...]) -> Followed:
-        """`_follow` with the device's context current."""
-        try:
-            with self.device.current():
-                return self._follow(sources)
         except DriverError as error:
             self._mark_lost(error)
             raise
@@ -310,34 +285,6 @@ class OffloadEngine(EngineLifecycle):
         transfer.simulated = self._driver.simulated
         self._parts.tracker.complete_empty(transfer)
         return Job(self, transfer)
-
-    def _source_order(self, request: Request) -> SourceOrder:
-        """Of a load: ANY where it is safe. (Of stores STREAM always: reads of device memory would overtake the stream.)
-
-        Raises:
-            ValueError: "any" is asked for while a store to one of the slots is unfinished.
-        """
-        stores = self._parts.in_flight.stores
-        if request.source_order == "stream":
-            return SourceOrder.STREAM
-        if not stores.transfers:
-            return SourceOrder.ANY
-        latest = self._hazards.latest_on_slots(Direction.STORE, request.slots)
-        if stores.unfinished(latest) is None:
-            return SourceOrder.ANY
-        if request.source_order == "any":
-            raise ValueError(
-                'source_order="any" while a store to one of the slots is unfinished; use "auto" or "stream"'
-            )
-        return SourceOrder.STREAM
-
-    def _conflict(self, request: Request, queue: TransferQueue) -> Transfer | None:
-        """The unfinished transfer of the other direction, whose queue this is, that this one must follow; earlier ones
-        end before it.
-        """
-        hazards, other = self._hazards, request.direction.opposite
-        on_slots = hazards.latest_on_slots(other, request.slots)
-        return queue.unfinished(max(on_slots, hazards.latest_on_blocks(other, request.group, request.blocks)))
 
     def _record_markers(self, transfer: Transfer, streams: tuple[int, ...]) -> None:
         """Record its markers and take its events: the last that may refuse it. What is not used is found idle again
@@ -356,7 +303,7 @@ class OffloadEngine(EngineLifecycle):
         transfer.start = timers.idle.pop() if timers.idle else timers.make()
         transfer.end = timers.idle.pop() if timers.idle else timers.make()
 
-    def _enqueue(self, request: Request, transfer: Transfer) -> None:
+    def _enqueue(self, requests: Requests, transfer: Transfer) -> None:
         """Put a transfer in flight and queue what has room of it. A driver error fails it from here on.
 
         It is in flight from when it is in its queue. An interrupt before that leaves events, which the next call finds
@@ -365,36 +312,19 @@ class OffloadEngine(EngineLifecycle):
         in_flight = self._parts.in_flight
         queue = in_flight.stores if transfer.direction is Direction.STORE else in_flight.loads
         in_flight.consistent = False
-        transfer.sequence = queue.submitted + 1
-        self._hazards.record(transfer.direction, request.group, request.slots, request.blocks, transfer.sequence)
-        transfer.step(Event.SUBMITTED)
-        queue.transfers.append(transfer)
-        queue.submitted = transfer.sequence
-        queue.waiting.append(transfer)
+        if not (transfer.urgent and queue.waiting and put_ahead(in_flight, transfer, requests)):
+            sequence = queue.submitted + 1
+            for request in requests:
+                self._hazards.record(transfer.direction, request.group, request.slots, request.blocks, sequence)
+            transfer.sequence = sequence
+            transfer.step(Event.SUBMITTED)
+            queue.transfers.append(transfer)
+            queue.submitted = sequence
+            queue.waiting.append(transfer)
         try:
-            if len(queue.waiting) == 1 and self._parts.launcher.enqueue(queue, transfer):
-                queue.waiting.clear()
+            if queue.waiting[0] is transfer and self._parts.launcher.enqueue(queue, transfer):
+                queue.waiting.popleft()
         except DriverError as error:  # the context is lost, and every transfer has failed
             self._parts.tracker.mark_lost(error)
         transfer.submitting = False
         in_flight.consistent = True
-
-    def plan(
-        self,
-        direction: Direction | Literal["store", "load"],
-        blocks: Ids,
-        slots: Ids,
-        group: int = 0,
-        first_sub_block: int = 0,
-        copier: CopierName | CopyMethod | None = None,
-    ) -> PlanReport:
-        """The operations, copy method and expected time of such a transfer. Submits nothing. Raises as `store`."""
-        copiers = self._parts.copiers
-        request = make_request(
-            self._limits, Direction(direction), blocks, slots, group, first_sub_block, NO_WAIT, copier, "auto", None
-        )
-        self.device.check_process()
-        with self.lock:
-            self.check_usable()
-            refuse_repeated_targets(request, self._scratch)
-            return make_report(self, self._plan(request), request.copier, copiers, simulated=self._driver.simulated)

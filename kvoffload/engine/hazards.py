@@ -7,6 +7,8 @@ its blocks; a store waits for the latest load that read its slots or wrote its b
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvoffload.internal.types import Int64Array
@@ -26,8 +28,12 @@ class HazardTable:
         self._stores = _Latest(num_slots, layout.num_groups)
         self._loads = _Latest(num_slots, layout.num_groups)
         self._divisors = [1] * layout.num_groups  # block id // divisor is the index of its entry
+        self._clusters: list[frozenset[int]] = []
+        self._alike: set[int] = set()
         for members in _overlapping(layout.groups):
             fine = len({_geometry(layout.groups[index]) for index in members}) == 1
+            self._clusters.append(frozenset(members))
+            self._alike.update(members if fine else ())
             entries = max(layout.groups[index].num_blocks for index in members) if fine else 1
             for latest in (self._stores, self._loads):
                 shared = np.zeros(entries, dtype=np.int64)
@@ -35,6 +41,15 @@ class HazardTable:
                     latest.on_blocks[index] = shared
             for index in members:
                 self._divisors[index] = 1 if fine else layout.groups[index].num_blocks
+
+    def sharing_memory(self, groups: Iterable[int]) -> list[frozenset[int]]:
+        """The sets of groups that share memory, each with one of `groups` at least; a group alone is such a set."""
+        wanted = set(groups)
+        return [members for members in self._clusters if members & wanted]
+
+    def alike(self, group: int) -> bool:
+        """Whether all groups that share memory with this one have the same planes: equal ids are the same bytes."""
+        return group in self._alike
 
     def latest_on_slots(self, direction: Direction, slots: Int64Array) -> int:
         """Sequence number of the latest transfer of `direction` that touched one of `slots`."""
@@ -53,6 +68,30 @@ class HazardTable:
         divisor = self._divisors[group]
         latest.on_slots[slots] = sequence
         latest.on_blocks[group][blocks if divisor == 1 else blocks // divisor] = sequence
+
+    def make_room(self, direction: Direction, sequence: int) -> None:
+        """Transfers of `direction` from that sequence number on have a number higher by one from now on."""
+        for entries in self._entries(direction):
+            np.add(entries, 1, out=entries, where=entries >= sequence)
+
+    def record_ahead(
+        self, direction: Direction, group: int, slots: Int64Array, blocks: Int64Array, sequence: int
+    ) -> None:
+        """`record` for a transfer that is not the latest: entries of later ones stay."""
+        latest, divisor = self._stores if direction is Direction.STORE else self._loads, self._divisors[group]
+        indices = blocks if divisor == 1 else blocks // divisor
+        for entries, ids in ((latest.on_slots, slots), (latest.on_blocks[group], indices)):
+            entries[ids] = np.maximum(entries[ids], sequence)
+
+    def forget_order(self, direction: Direction, ended: int, latest: int) -> None:
+        """Transfers after number `ended` may have any numbers up to `latest`: all that they touch is the latest's."""
+        for entries in self._entries(direction):
+            np.copyto(entries, latest, where=entries > ended)
+
+    def _entries(self, direction: Direction) -> list[Int64Array]:
+        """The tables of a direction, each once."""
+        latest = self._stores if direction is Direction.STORE else self._loads
+        return list({id(entries): entries for entries in (latest.on_slots, *latest.on_blocks)}.values())
 
 
 class _Latest:

@@ -1,7 +1,7 @@
 """Queues the segments of transfers on the streams of their lanes, behind everything that they must follow.
 
-A transfer has one share of its blocks, or two that run at the same time. Segments of a share follow each other, on one
-stream or on several.
+A transfer has one share of its blocks, or several that run at the same time, as far as they are on different streams.
+Segments of a share follow each other, on one stream or on several.
 
     lane's stream for kernels   ─markers, previous, conflict─●start─[kernel's share]──────●
     lane's stream for copies                         wait start ─[segment]─●─[segment]─ wait ●─●end
@@ -15,12 +15,14 @@ Everything here is called under the engine's lock, with the context current and 
 
 from __future__ import annotations
 
-from kvoffload.copiers import Staged
+from kvoffload.copiers import Share, Staged
 from kvoffload.device.streams import EVENT_COST, KERNEL_STREAM, QUEUE_LIMIT, STREAMS_PER_LANE, Lane, LaneStream
 from kvoffload.driver import Driver
 from kvoffload.engine.queues import InFlight, TransferQueue
 from kvoffload.engine.transfer import Segment, Transfer
 from kvoffload.errors import DriverError, KVOffloadError
+
+_SEGMENTS_OF_BOUND = 4  # that fill `most_queued_bytes`
 
 
 class Launcher:
@@ -30,6 +32,7 @@ class Launcher:
         self._driver = driver
         self._in_flight = in_flight
         self._markers = in_flight.markers
+        self._most_bytes = in_flight.most_queued_bytes
 
     def launch(self) -> None:
         """Queue what the streams have room for, in order within each direction.
@@ -72,14 +75,20 @@ class Launcher:
     def _enqueue_segment(self, queue: TransferQueue, transfer: Transfer, ahead: dict[int, Staged]) -> bool:
         """Queue the next segment: behind what it must follow, before an event. False if there is no room for it."""
         number, begin = transfer.share, transfer.queued
-        work, copier, size = transfer.shares[number]
+        share = transfer.shares[number]
+        work, copier, size, _ = share
         stop = min(begin + copier.segment_operations, work.part_ends[transfer.part] if work.part_ends else size)
+        nbytes = 0
+        if self._most_bytes is not None:
+            stop, nbytes = self._bounded(queue, share, begin, stop)
+            if stop == begin:
+                return False
         places = copier.queue_cost(stop - begin) + EVENT_COST
         stream = stream_with_room(queue.lane, places, copier.is_kernel)
         if stream is None:
             return False
         first = number == 0 and begin == 0
-        if first and len(transfer.shares) > 1:
+        if first and len(transfer.shares) > 1 and self._most_bytes is None:
             self._stage_ahead(transfer, ahead)
         if ahead and number in ahead:
             staged: Staged | None = ahead.pop(number)
@@ -92,17 +101,35 @@ class Launcher:
         segment.table = staged.table
         transfer.segments.append(segment)  # before anything of it is queued
         stream.places += places
+        if nbytes:
+            segment.nbytes = nbytes
+            stream.nbytes += nbytes
         if first:
             self._follow(queue, transfer, stream)
         elif begin == 0:
-            assert transfer.start is not None
-            self._driver.stream_wait_event(stream.handle, transfer.start)
+            if previous is None or previous.stream is not stream:
+                assert transfer.start is not None
+                self._driver.stream_wait_event(stream.handle, transfer.start)
         elif previous is not None and previous.stream is not stream:
             assert previous.event is not None
             self._driver.stream_wait_event(stream.handle, previous.event)
         staged.submit(stream.handle, transfer.start if first else None)
         self._end_segment(transfer, segment, stop)
         return True
+
+    def _bounded(self, queue: TransferQueue, share: Share, begin: int, stop: int) -> tuple[int, int]:
+        """Where a segment from `begin` on ends, `stop` at most, and its bytes, under `most_queued_bytes`. Ends at
+        `begin` while there is no room.
+
+        Segments have a quarter of the bound at most, or one operation, so that the stream has work while one is queued.
+        All parts of a load are cut at the same blocks, as they share the tables of these.
+        """
+        assert self._most_bytes is not None
+        of_each = max(1, share.nbytes // share.size)
+        stop = min(stop, begin + max(1, self._most_bytes // (_SEGMENTS_OF_BOUND * of_each)))
+        nbytes = (stop - begin) * of_each
+        queued = queue.lane.nbytes
+        return (begin, 0) if queued and queued + nbytes > self._most_bytes else (stop, nbytes)
 
     def _end_segment(self, transfer: Transfer, segment: Segment, stop: int) -> None:
         """Record the event behind a segment that ends with operation `stop` of its share, and go on to the next one."""
@@ -126,9 +153,12 @@ class Launcher:
     def _stage_ahead(self, transfer: Transfer, ahead: dict[int, Staged]) -> None:
         """Stage the first segment of the shares behind the first one, so that it is ready while that one runs.
 
-        Kernels come first: what is staged here has no table, so that it may be discarded.
+        Kernels come first, and are staged when they are queued: what is staged here has no table, so that it may be
+        discarded.
         """
-        for number, (work, copier, _) in enumerate(transfer.shares[1:], start=1):
+        for number, (work, copier, _, _) in enumerate(transfer.shares[1:], start=1):
+            if copier.is_kernel:
+                continue
             staged = copier.stage(work.cut(0, copier.segment_operations), transfer.source_order)
             assert staged is not None
             assert staged.table is None
@@ -136,7 +166,8 @@ class Launcher:
 
     def _join(self, transfer: Transfer, final: Segment) -> None:
         """Have the stream of the final segment wait for the end of the transfer's other shares."""
-        ends = {segment.share: segment.event for segment in transfer.segments if segment.share != final.share}
+        others = [each for each in transfer.segments if each.share != final.share and each.stream is not final.stream]
+        ends = {segment.stream.handle: segment.event for segment in others}
         for event in ends.values():
             assert event is not None
             self._driver.stream_wait_event(final.stream.handle, event)

@@ -14,15 +14,18 @@ import numpy as np
 from kvoffload.copiers.selection import check_prefer
 from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
+from kvoffload.device.host_memory import HostMemory
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import stream_handle
-from kvoffload.engine.arguments import check_types, checked_slots
+from kvoffload.engine.arguments import check_types, checked_bound, checked_slots
 from kvoffload.engine.callbacks import Callbacks
 from kvoffload.engine.hazards import HazardTable
+from kvoffload.engine.integration import EngineForIntegrations
 from kvoffload.engine.job import Job, TransferResult
+from kvoffload.engine.queues import InFlight
 from kvoffload.engine.request import Limits
 from kvoffload.engine.resources import EngineResources
-from kvoffload.engine.slot_guard import SlotGuard, replaced_guard
+from kvoffload.engine.slot_guard import SlotGuard
 from kvoffload.engine.statistics import EngineStatistics
 from kvoffload.engine.stream_order import as_part, await_queueing
 from kvoffload.engine.tracing import deliver
@@ -30,12 +33,11 @@ from kvoffload.engine.transfer import Transfer
 from kvoffload.errors import ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.fold import describe_fold
 from kvoffload.layout.layout import KVLayout, describe_groups
-from kvoffload.planning.layer_groups import Folds, PartsLike, as_parts
+from kvoffload.planning.layer_groups import Folds
 from kvoffload.tuning import Profile, profile_for
 
 Prefer = Literal["overlap", "latency"]
@@ -49,7 +51,7 @@ _FOR_INTEGRATIONS = frozenset(
 )
 
 
-class EngineLifecycle(HtmlRepresentation):
+class EngineLifecycle(EngineForIntegrations):
     """What `OffloadEngine` is besides submitting transfers; its docstring has the arguments.
 
     For caches and integrations: `lock`, `number`, `advance`, `submitted`, `touches`, `check_room`, `guard_slots`,
@@ -66,17 +68,19 @@ class EngineLifecycle(HtmlRepresentation):
         layout: KVLayout,
         *,
         device: Device,
-        num_slots: int = 1024,
+        num_slots: int | None = None,
+        host_memory: HostMemory | None = None,
         sm_limit: int = 4,
         prefer: Prefer = "overlap",
         profile: Profile | None = None,
         max_in_flight: int = 4096,
+        most_queued_bytes: int | None = None,
         stream_priority: int = 0,
         progress: Progress | None = None,
     ) -> None:
         check_types(layout, device, profile)
         self.layout, self.device = layout, device
-        self.num_slots = checked_slots(num_slots, layout)
+        self.num_slots = checked_slots(num_slots, host_memory, layout)
         device.check_process()
         device.check_stream_priority(stream_priority)
         device.reclaim()
@@ -86,10 +90,8 @@ class EngineLifecycle(HtmlRepresentation):
         self.number = next(_numbers)
         self.max_in_flight = at_least("max_in_flight", max_in_flight, 1)
         self.lock = threading.RLock()
-        self._driver = device.driver
-        self._context = device.context
-        self._process = os.getpid()
-        self._closed = False
+        self._driver, self._context = device.driver, device.context
+        self._closed, self._process = False, os.getpid()
         self._closing: set[object] = set()  # a token for each call of close()
         self._following: set[object] = set()  # a token for each call that asks arrays for their producers
         self._slot_guard: weakref.ref[SlotGuard] | None = None
@@ -100,15 +102,15 @@ class EngineLifecycle(HtmlRepresentation):
         self._scratch: Int64Array = np.empty(longest, dtype=np.int64)
         with device.lifecycle, device.current():
             self._folds = Folds(layout, device.allocations(layout))
-            self._parts = EngineResources(device, self.num_slots, self.sm_limit, self.max_in_flight, stream_priority)
+            in_flight = InFlight(device.driver, self.max_in_flight, self._hazards, checked_bound(most_queued_bytes))
+            self._parts = EngineResources(device, in_flight, self.num_slots, self.sm_limit, stream_priority)
             self._resource = device.adopt(self, self._parts.release, "an OffloadEngine")
             try:
-                self._parts.open(layout, progress)
+                self._parts.open(layout, host_memory, progress)
             except BaseException:
                 self._resource.free()
                 raise
             self._limits = Limits(layout, self.num_slots, self._parts.copiers.missing)
-            self._slots = self._parts.memory.array.reshape(self.num_slots, layout.slot_bytes)
             device.register_engine(self)
         self._log_opening()
 
@@ -185,6 +187,30 @@ class EngineLifecycle(HtmlRepresentation):
         self.device.check_process()
         self._callbacks.add(job, callback)
 
+    def check_usable(self) -> None:
+        """Raise ClosedError or TransferError unless transfers can be submitted."""
+        if self._closed or self._closing:
+            raise ClosedError("the engine is closed" if self._closed else "the engine is being closed")
+        if self._parts.in_flight.lost is not None:
+            self._parts.tracker.check_alive()
+
+    def check_room(self, jobs: int) -> None:
+        """Raise CapacityError if `jobs` more would exceed `max_in_flight`, and ClosedError if the engine is closed."""
+        if os.getpid() != self._process:
+            self.device.check_process()
+        with self.lock:
+            self.check_usable()
+            in_flight = self._parts.in_flight
+            if len(in_flight.stores.transfers) + len(in_flight.loads.transfers) + jobs > in_flight.max_in_flight:
+                self._parts.tracker.check_room(jobs)
+
+    def jobs_in_flight(self) -> tuple[Job, ...]:
+        """A job for each transfer that has not ended."""
+        self.device.check_process()
+        with self.lock:
+            in_flight = self._parts.in_flight.both
+            return tuple(Job(self, transfer) for queue in in_flight for transfer in queue.transfers)
+
     @property
     def in_flight(self) -> int:
         """How many transfers have not ended."""
@@ -239,69 +265,6 @@ class EngineLifecycle(HtmlRepresentation):
         except DriverError as error:
             self._mark_lost(error)
             raise
-
-    def wait_stream(self) -> int:
-        """The handle of the export stream: importers of device memory wait for it, and it waits for transfers alone."""
-        with self.device.current():
-            return self._parts.wait_streams.exported()
-
-    def touches(self, address: int, nbytes: int) -> bool:
-        """Whether a plane lies, in part at least, in a range of device memory."""
-        planes = (plane for group in self.layout.groups for plane in group.planes)
-        return any(plane.address < address + nbytes and address < plane.end for plane in planes)
-
-    # for caches ---------------------------------------------------------------------------------------------------
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The devices that its transfers run on."""
-        return (self.device,)
-
-    def check_process(self) -> None:
-        """Raise ClosedError in a forked child of the process that opened the device."""
-        self.device.check_process()
-
-    def check_parts(self, parts: PartsLike) -> None:
-        """Raise what a load of some group would raise for these `parts`."""
-        for group in self.layout.groups:
-            as_parts(parts, len(group.planes))
-
-    def check_usable(self) -> None:
-        """Raise ClosedError or TransferError unless transfers can be submitted."""
-        if self._closed or self._closing:
-            raise ClosedError("the engine is closed" if self._closed else "the engine is being closed")
-        if self._parts.in_flight.lost is not None:
-            self._parts.tracker.check_alive()
-
-    def check_room(self, jobs: int) -> None:
-        """Raise CapacityError if `jobs` more would exceed `max_in_flight`, and ClosedError if the engine is closed."""
-        if os.getpid() != self._process:
-            self.device.check_process()
-        with self.lock:
-            self.check_usable()
-            in_flight = self._parts.in_flight
-            if len(in_flight.stores.transfers) + len(in_flight.loads.transfers) + jobs > in_flight.max_in_flight:
-                self._parts.tracker.check_room(jobs)
-
-    def jobs_in_flight(self) -> tuple[Job, ...]:
-        """A job for each transfer that has not ended."""
-        self.device.check_process()
-        with self.lock:
-            in_flight = self._parts.in_flight.both
-            return tuple(Job(self, transfer) for queue in in_flight for transfer in queue.transfers)
-
-    def guard_slots(self, guard: SlotGuard) -> None:
-        """Make `guard` the owner of the slots: each store calls `guard.check_store(slots)` first, which may refuse it.
-
-        The engine keeps a weak reference to it.
-
-        Raises:
-            CapacityError: the slots have another owner, which is `busy`; or it has been garbage collected, and
-                transfers are in flight that may be its own.
-        """
-        self.device.check_process()
-        with self.lock:
-            self._slot_guard = replaced_guard(self._slot_guard, guard, self.in_flight)
 
     # the end ------------------------------------------------------------------------------------------------------
 
@@ -383,9 +346,9 @@ class EngineLifecycle(HtmlRepresentation):
 
         Row `s` holds `blocks_per_slot` blocks, in the order that the group's `slot_order` says (see `KVLayout`); the
         rest of the row is padding. A row may be read once the store into it has ended, and written when no transfer
-        that uses it is unfinished.
+        that uses it is unfinished. In `host_memory` rows are as far apart as its stride; after `close` there are none.
         """
-        return self._slots
+        return self._parts.slots
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._parts.in_flight.count} in flight"

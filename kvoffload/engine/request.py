@@ -36,6 +36,7 @@ class Request(NamedTuple):
         slots, blocks: ids, int64, (n,) each, copies of what the caller gave.
         sources: handles of streams that it is to follow; `Array`s, too, if `arrays` is true.
         parts: planes of each part of a load; None where all are in one.
+        urgent: whether a load goes ahead of those that wait on the host.
     """
 
     direction: Direction
@@ -48,6 +49,7 @@ class Request(NamedTuple):
     copier: CopierName | CopyMethod | None
     source_order: SourceOrderName
     parts: Parts | None
+    urgent: bool
 
     @property
     def num_parts(self) -> int:
@@ -73,6 +75,7 @@ def make_request(
     copier: CopierName | CopyMethod | None,
     source_order: SourceOrderName,
     parts: int | Sequence[Sequence[int]] | None,
+    urgent: bool = False,
 ) -> Request:
     """Check the arguments of `OffloadEngine.store` and `load`.
 
@@ -83,6 +86,7 @@ def make_request(
     layout, num_slots, missing_copiers = limits
     if source_order not in SOURCE_ORDERS:
         raise ValueError(f"source_order must be one of {', '.join(SOURCE_ORDERS)}, got {source_order!r:.80}")
+    urgent = urgent is not False and _checked_urgency(urgent, direction)
     if group.__class__ is not int or not 0 <= group < len(layout.groups):
         group = _in_range("group", group, len(layout.groups))
     if first_sub_block != 0 or first_sub_block.__class__ is not int:
@@ -108,7 +112,7 @@ def make_request(
         sources = sources_of(after, layout)
         arrays = not _INT.issuperset(map(type, sources))
     return Request(
-        direction, group, slot_ids, block_ids, first_sub_block, sources, arrays, copier, source_order, planes
+        direction, group, slot_ids, block_ids, first_sub_block, sources, arrays, copier, source_order, planes, urgent
     )
 
 
@@ -121,6 +125,14 @@ def _checked_parts(
     if planes is not None:
         check_carries_parts(copier)
     return planes
+
+
+def _checked_urgency(urgent: Any, direction: Direction) -> bool:
+    if urgent is not True:
+        raise ValueError(f"urgent must be True or False, got {urgent!r:.80}")
+    if direction is Direction.STORE:
+        raise ValueError("urgent=True is for loads, which a request waits for: leave it out of a store")
+    return urgent
 
 
 def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:

@@ -16,6 +16,7 @@ from kvoffload.engine.launcher import Launcher
 from kvoffload.engine.queues import InFlight, TransferQueue
 from kvoffload.engine.tracing import new_notices, note_failure, note_loss
 from kvoffload.engine.transfer import Event, Segment, State, Transfer
+from kvoffload.engine.urgent import restore_order
 from kvoffload.errors import CapacityError, DriverError, KVOffloadError, TransferError
 
 MOST_REPORTS = 1 << 16
@@ -95,6 +96,8 @@ class Tracker:
     def _release(self, transfer: Transfer, segment: Segment) -> None:
         """A segment has ended: free its places, its event, and its table unless a later segment reads that, too."""
         segment.stream.places -= segment.places
+        if segment.nbytes:
+            segment.stream.nbytes -= segment.nbytes
         if segment.event is not None and segment.event != transfer.end:
             self._in_flight.markers.idle.append(segment.event)
         if segment.table is not None:
@@ -180,8 +183,9 @@ class Tracker:
         """A call was interrupted: compute everything again from the transfers in flight. May be interrupted itself.
 
         1. A transfer that is finished and still in its queue has been completed but for leaving it.
-        2. Places, idle events and tables are computed from what the remaining transfers refer to.
-        3. A transfer that a call was submitting, or whose segments it was queueing, fails. Its segments say what the
+        2. Where a transfer was being put ahead of others, their numbers and what they touch are brought in order.
+        3. Places, idle events and tables are computed from what the remaining transfers refer to.
+        4. A transfer that a call was submitting, or whose segments it was queueing, fails. Its segments say what the
            GPU may still be doing for it.
         """
         in_flight = self._in_flight
@@ -197,9 +201,12 @@ class Tracker:
                 self._report(queue, transfers[0])
                 transfers[0].conflict = transfers[0].engine = None
                 transfers.popleft()
+            if queue.reordering:
+                restore_order(in_flight)
             for stream in queue.lane.streams:
-                segments = (segment for transfer in transfers for segment in transfer.segments)
-                stream.places = sum(segment.places for segment in segments if segment.stream is stream)
+                segments = [each for transfer in transfers for each in transfer.segments if each.stream is stream]
+                stream.places = sum(segment.places for segment in segments)
+                stream.nbytes = sum(segment.nbytes for segment in segments)
             for transfer in transfers:
                 used.update(transfer.events())
                 tables += [segment.table for segment in transfer.segments if segment.table is not None]

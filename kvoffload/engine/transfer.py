@@ -61,17 +61,19 @@ class Segment:
         share, part: which.
         stream: where they are queued.
         places: of the driver's queue that they take.
+        nbytes: payload bytes, where they are bounded; else 0.
         table: the pinned table that the GPU reads while they run, if there is one.
         event: recorded behind them; None until then.
     """
 
-    __slots__ = ("event", "part", "places", "share", "stream", "table")
+    __slots__ = ("event", "nbytes", "part", "places", "share", "stream", "table")
 
     def __init__(self, share: int, part: int, stream: LaneStream, places: int) -> None:
         self.share = share
         self.part = part
         self.stream = stream
         self.places = places
+        self.nbytes = 0
         self.table: Table | None = None
         self.event: int | None = None
 
@@ -87,6 +89,7 @@ class Transfer:
         shares: of its blocks, in the order in which they are queued; they run at the same time.
         engine: its engine, which is kept alive as long as the transfer is in flight.
         source_order: when the driver may read the sources.
+        urgent: whether it goes ahead of loads that wait on the host.
         conflict: the latest transfer of the other direction that touches the same slots or blocks, if it was in flight.
         markers: events on the caller's streams, which it waits for.
         start, end: timing events.
@@ -116,6 +119,7 @@ class Transfer:
     share = part = queued = 0
     ordered = enqueued = False
     submitting = True
+    urgent = False
     query_failures = 0
     seconds = 0.0
     error: TransferError | None = None

@@ -17,8 +17,10 @@ from typing import Literal
 
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine import tracing
+from kvoffload.engine.groups import GroupTransfer, make_group_requests
+from kvoffload.engine.preparation import Requests, slots_of
 from kvoffload.engine.report import PlanReport
-from kvoffload.engine.request import Request, SourceOrderName, make_request
+from kvoffload.engine.request import SourceOrderName, make_request
 from kvoffload.engine.wait_streams import After
 from kvoffload.internal.types import Ids
 from kvoffload.planning.transfer_plan import Direction
@@ -43,9 +45,9 @@ class ShardedEngine(ShardedLifecycle):
     Args:
         layouts: a `ShardedLayout`, or the layout of each device's planes, in the order of `devices`.
         devices: those that hold the planes, all opened by this process.
-        num_slots: slots, of `layout.slot_bytes` bytes in each device's pool.
-        sm_limit, prefer, profile, max_in_flight, stream_priority: as for `OffloadEngine`, for each device. `profile`
-            None: that of each device's GPU.
+        num_slots: slots, of `layout.slot_bytes` bytes in each device's pool. (It takes no `host_memory`.)
+        sm_limit, prefer, profile, max_in_flight, most_queued_bytes, stream_priority: as for `OffloadEngine`, for
+            each device. `profile` None: that of each device's GPU.
         progress: called while the pools are pinned, one device after the other, with (bytes done, bytes in all) of
             that device's pool.
 
@@ -84,7 +86,7 @@ class ShardedEngine(ShardedLifecycle):
             As `OffloadEngine.store`. Nothing is in flight on any device then; a note on the exception names the device.
             A driver error on one device after that fails the job, which ends when all devices have ended theirs.
         """
-        return self._submit(Direction.STORE, blocks, slots, group, first_sub_block, after, copier, "auto", None)
+        return self.submit(Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
 
     def load(
         self,
@@ -96,6 +98,7 @@ class ShardedEngine(ShardedLifecycle):
         copier: CopierName | CopyMethod | None = None,
         source_order: SourceOrderName = "auto",
         parts: int | Sequence[Sequence[int]] | None = None,
+        urgent: bool = False,
     ) -> ShardedJob:
         """Copy slots to blocks on every device. As `OffloadEngine.load`, on each device.
 
@@ -103,13 +106,16 @@ class ShardedEngine(ShardedLifecycle):
             slots, blocks, group, first_sub_block, copier, source_order: as for `OffloadEngine.load`; the same on every
                 device.
             after: as for `store`.
+            urgent: as for `OffloadEngine.load`, on each device.
             parts: as for `OffloadEngine.load`. A number: each device's planes are divided into that many parts. Lists
                 of planes: all devices must have the same number of planes in the group.
 
         Raises:
             As `OffloadEngine.load`, and as `store` says.
         """
-        return self._submit(Direction.LOAD, blocks, slots, group, first_sub_block, after, copier, source_order, parts)
+        return self.submit(
+            Direction.LOAD, blocks, slots, group, first_sub_block, after, copier, source_order, parts, urgent
+        )
 
     def submit(
         self,
@@ -122,34 +128,96 @@ class ShardedEngine(ShardedLifecycle):
         copier: CopierName | CopyMethod | None = None,
         source_order: SourceOrderName = "auto",
         parts: int | Sequence[Sequence[int]] | None = None,
+        urgent: bool = False,
     ) -> ShardedJob:
         """`store` and `load` in one; arguments and errors as there."""
-        return self._submit(
-            Direction(direction), blocks, slots, group, first_sub_block, after, copier, source_order, parts
-        )
+        towards, read = Direction(direction), (blocks, slots)
 
-    def _submit(
+        def check(shard: Shard, following: After) -> Requests:
+            nonlocal read
+            request = make_request(
+                shard.limits,
+                towards,
+                *read,
+                group,
+                first_sub_block,
+                following,
+                copier,
+                source_order,
+                parts,
+                urgent,
+            )
+            read = request.blocks, request.slots  # once, so that all devices have the same
+            return (request,)
+
+        return self._submit(self._for_each(check, self._per_device("after", after, "value")))
+
+    def store_groups(
+        self,
+        transfers: Sequence[GroupTransfer],
+        after: ShardedAfter = None,
+        copier: CopierName | CopyMethod | None = None,
+    ) -> ShardedJob:
+        """Store blocks of several groups as one transfer. As `OffloadEngine.store_groups`, on each device.
+
+        Args:
+            transfers, copier: as for `OffloadEngine.store_groups`; the same on every device.
+            after: as for `store`.
+
+        Raises:
+            As `OffloadEngine.store_groups`, and as `store` says.
+        """
+        return self._submit_groups(Direction.STORE, transfers, after, copier, "auto", False)
+
+    def load_groups(
+        self,
+        transfers: Sequence[GroupTransfer],
+        after: ShardedAfter = None,
+        copier: CopierName | CopyMethod | None = None,
+        source_order: SourceOrderName = "auto",
+        urgent: bool = False,
+    ) -> ShardedJob:
+        """Load blocks of several groups as one transfer. As `OffloadEngine.load_groups`, on each device.
+
+        Args:
+            transfers, copier, source_order, urgent: as for `OffloadEngine.load_groups`; the same on every device.
+            after: as for `store`.
+
+        Raises:
+            As `OffloadEngine.load_groups`, and as `store` says.
+        """
+        return self._submit_groups(Direction.LOAD, transfers, after, copier, source_order, urgent)
+
+    def _submit_groups(
         self,
         direction: Direction,
-        blocks: Ids,
-        slots: Ids,
-        group: int,
-        first_sub_block: int,
+        transfers: Sequence[GroupTransfer],
         after: ShardedAfter,
         copier: CopierName | CopyMethod | None,
         source_order: SourceOrderName,
-        parts: int | Sequence[Sequence[int]] | None,
+        urgent: bool,
     ) -> ShardedJob:
-        """A transfer in the steps of this file's head."""
-        requests = self._requests(direction, blocks, slots, group, first_sub_block, after, copier, source_order, parts)
-        first = requests[0]
+        read = transfers
+
+        def check(shard: Shard, following: After) -> Requests:
+            nonlocal read
+            requests = make_group_requests(shard.limits, direction, read, following, copier, source_order, urgent)
+            read = [GroupTransfer(each.group, each.blocks, each.slots, each.first_sub_block) for each in requests]
+            return requests
+
+        return self._submit(self._for_each(check, self._per_device("after", after, "value")))
+
+    def _submit(self, requests: list[Requests]) -> ShardedJob:
+        """A transfer, given for each device, in the steps of this file's head."""
+        first = requests[0][0]
+        direction = first.direction
         self.check_process()
         self.check_usable()
         followed = self._for_each(Shard.follow, requests)  # while referred to, reserved
         streams = [each.streams for each in followed]
         with self.lock:
             # 1. check, on every device
-            self._check_submission(first)
+            self._check_submission(requests[0])
             self._for_each(Shard.check, requests, streams)
             number, names = next(self._ids), self._names
             if len(first.blocks) == 0:
@@ -161,51 +229,17 @@ class ShardedEngine(ShardedLifecycle):
             # 3. launch: nothing is refused from here on
             record = ShardedTransfer(number, direction, first.num_parts, tuple(transfers), names, self._simulated)
             self._tracker.publish(record)
-            for shard, request, transfer in zip(self._shards, requests, transfers, strict=True):
-                shard.launch(request, transfer)
+            for shard, each, transfer in zip(self._shards, requests, transfers, strict=True):
+                shard.launch(each, transfer)
             self._tracker.consistent = True
             job = ShardedJob(self, record)
             if tracing.current is not None:
                 tracing.start(tracing.current, job, record, self._tracker.notices)
             return job
 
-    def _requests(
-        self,
-        direction: Direction,
-        blocks: Ids,
-        slots: Ids,
-        group: int,
-        first_sub_block: int,
-        after: ShardedAfter,
-        copier: CopierName | CopyMethod | None,
-        source_order: SourceOrderName,
-        parts: int | Sequence[Sequence[int]] | None,
-    ) -> list[Request]:
-        """The checked arguments, for each device. Ids are read once, so that all devices have the same."""
-        requests: list[Request] = []
-
-        def check(shard: Shard, following: After) -> None:
-            block_ids: Ids = requests[0].blocks if requests else blocks
-            slot_ids: Ids = requests[0].slots if requests else slots
-            request = make_request(
-                shard.limits,
-                direction,
-                block_ids,
-                slot_ids,
-                group,
-                first_sub_block,
-                following,
-                copier,
-                source_order,
-                parts,
-            )
-            requests.append(request)
-
-        self._for_each(check, self._per_device("after", after, "value"))
-        return requests
-
-    def _check_submission(self, request: Request) -> None:
+    def _check_submission(self, requests: Requests) -> None:
         """Refuse what does not depend on a device."""
+        request = requests[0]
         self.check_usable()
         self._tracker.repair()
         self._tracker.settle()
@@ -213,7 +247,7 @@ class ShardedEngine(ShardedLifecycle):
         if request.direction is Direction.STORE:
             guard = None if self._slot_guard is None else self._slot_guard()
             if guard is not None:
-                guard.check_store(request.slots)
+                guard.check_store(slots_of(requests))
 
     def resolve(self, after: ShardedAfter) -> ShardedAfter:
         """What stands for `after` in several transfers, so that its arrays are asked for their producers once.

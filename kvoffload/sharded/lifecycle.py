@@ -64,6 +64,7 @@ class ShardedLifecycle:
         prefer: Prefer = "overlap",
         profile: Profile | None = None,
         max_in_flight: int = 4096,
+        most_queued_bytes: int | None = None,
         stream_priority: int = 0,
         progress: Progress | None = None,
     ) -> None:
@@ -89,6 +90,7 @@ class ShardedLifecycle:
                         prefer=prefer,
                         profile=profile,
                         max_in_flight=max_in_flight,
+                        most_queued_bytes=most_queued_bytes,
                         stream_priority=stream_priority,
                         progress=progress,
                     )

@@ -9,7 +9,8 @@ from kvoffload.device.current import make_current
 from kvoffload.device.device import Device
 from kvoffload.device.streams import raise_for_stream, refuse_capturing
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.engine.request import Limits, Request
+from kvoffload.engine.preparation import Requests
+from kvoffload.engine.request import Limits
 from kvoffload.engine.transfer import Transfer
 from kvoffload.engine.wait_streams import Followed
 from kvoffload.errors import DriverError
@@ -34,9 +35,10 @@ class Shard(OffloadEngine):
         """What the arguments of transfers are checked against."""
         return self._limits
 
-    def follow(self, request: Request) -> Followed:
-        """The streams that a request follows, while it is referred to. The lock must not be held."""
-        return self._follow_here(request.sources) if request.arrays else Followed(request.sources)
+    def follow(self, requests: Requests) -> Followed:
+        """The streams that a transfer follows, while it is referred to. The lock must not be held."""
+        sources = requests[0].sources
+        return self._follow_here(sources) if requests[0].arrays else Followed(sources)
 
     def check_stream(self, stream: int, name: str) -> None:
         """Refuse a stream of another device: it could be made to wait for this one's transfers, but then the stream of
@@ -61,34 +63,34 @@ class Shard(OffloadEngine):
                 markers.idle.append(marker)
                 in_flight.consistent = True
 
-    def check(self, request: Request, streams: tuple[int, ...]) -> None:
+    def check(self, requests: Requests, streams: tuple[int, ...]) -> None:
         """Refuse what cannot be submitted now. Raises what `store` raises."""
         try:
             with make_current(self._driver, self._context, False):
-                self._check_submission(request, streams)
+                self._check_submission(requests, streams)
         except DriverError as error:
             self._mark_lost(error)
             raise
 
-    def prepare(self, request: Request, streams: tuple[int, ...], number: int) -> Transfer:
+    def prepare(self, requests: Requests, streams: tuple[int, ...], number: int) -> Transfer:
         """A transfer with that id that is ready to be put in flight, with its markers recorded.
 
         It may still be refused: CUDA does not know a stream, or the driver fails. Nothing is in flight then.
         """
         try:
             with make_current(self._driver, self._context, False):
-                transfer = self._new_transfer(number, request)
+                transfer = self._new_transfer(number, requests)
                 self._record_markers(transfer, streams)
                 return transfer
         except DriverError as error:
             self._mark_lost(error)
             raise
 
-    def launch(self, request: Request, transfer: Transfer) -> None:
+    def launch(self, requests: Requests, transfer: Transfer) -> None:
         """Put a prepared transfer in flight. A driver error fails it, and does not raise."""
         try:
             with make_current(self._driver, self._context, False):
-                self._enqueue(request, transfer)
+                self._enqueue(requests, transfer)
         except DriverError as error:  # the context could not be made current: it is in no queue
             fail_unqueued(transfer, error)
             if error.sticky:

@@ -477,8 +477,8 @@ def test_numbers_may_be_numpy_integers() -> None:
 @pytest.mark.parametrize(
     ("option", "least"),
     [
-        ({"num_slots": 0}, 1),
-        ({"num_slots": 4.0}, 1),
+        ({"num_slots": -1}, 0),
+        ({"num_slots": 4.0}, 0),
         ({"max_in_flight": "8"}, 1),
         ({"max_in_flight": np.int64(0)}, 1),
         ({"sm_limit": -1}, 0),

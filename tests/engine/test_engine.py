@@ -390,7 +390,7 @@ def test_planes_that_are_not_this_devices_memory_are_refused() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_slots": 0},
+        {"num_slots": -1},
         {"num_slots": 2.0},
         {"max_in_flight": 0},
         {"sm_limit": -1},
@@ -488,10 +488,11 @@ def test_completion_shows_users_what_is_theirs(device: kvoffload.Device) -> None
                 "drain",
                 "layout",
                 "load",
+                "load_groups",
                 "max_in_flight",
                 "missing_copiers",
                 "num_slots",
                 "plan",
             ),
-            *("poll", "prefer", "profile", "slots", "sm_limit", "statistics", "store", "submit"),
+            *("poll", "prefer", "profile", "slots", "sm_limit", "statistics", "store", "store_groups", "submit"),
         }

@@ -17,7 +17,8 @@ JOB = (
     "result wait"
 )
 ENGINE = (
-    "close closed drain layout load max_in_flight missing_copiers num_slots plan poll slots statistics store submit"
+    "close closed drain layout load load_groups max_in_flight missing_copiers num_slots plan poll slots statistics "
+    "store store_groups submit"
 )
 SHOWN = {
     "Device": (

@@ -63,9 +63,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a-conflict-by-slot-and-by-block-counts-only-once",
-        "engine/engine.py",
-        "return queue.unfinished(max(on_slots,",
-        "return queue.unfinished(min(on_slots,",
+        "engine/preparation.py",
+        "latest = max(latest, on_slots, hazards",
+        "latest = latest or min(on_slots, hazards",
         (f"{ENGINE}::test_every_slot_and_block_of_a_transfer_is_remembered",),
     ),
     Mutation(
@@ -98,14 +98,14 @@ MUTATIONS = (
     ),
     Mutation(
         "stores-read-their-source-at-any-time",
-        "engine/engine.py",
+        "engine/preparation.py",
         "if direction is Direction.LOAD:\n            transfer.source_order",
         "if True:\n            transfer.source_order",
         (ORDERING, "tests/engine/test_ordering_segments.py"),
     ),
     Mutation(
         "loads-read-slots-that-are-being-stored",
-        "engine/engine.py",
+        "engine/preparation.py",
         "if stores.unfinished(latest) is None:",
         "if True:",
         (ORDERING, "tests/engine/test_ordering_segments.py"),
