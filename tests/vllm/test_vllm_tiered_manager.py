@@ -7,18 +7,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import fake_vllm
 import numpy as np
 from tier_classes import DictTier
 from tiering import SECONDS, aligned, until
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm_parts import request
 
-from kvoffload import CacheIndex, Status  # isort: split  # vllm_parts comes first
-from kvoffload.testing import FaultyTier
-from kvoffload.tiering import TieredIndex
-from kvoffload.tiers import Tier
-from kvoffload.vllm.tiered_manager import TieredKVOffloadManager
+fake_vllm.install()
+
+from vllm.v1.kv_offload.base import (  # noqa: E402
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
+from vllm_parts import request  # noqa: E402
+
+from kvoffload import CacheIndex, Status  # noqa: E402
+from kvoffload.testing import FaultyTier  # noqa: E402
+from kvoffload.tiering import TieredIndex  # noqa: E402
+from kvoffload.tiers import Tier  # noqa: E402
+from kvoffload.vllm.tiered_manager import TieredKVOffloadManager  # noqa: E402
 
 HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
 
