@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,14 +127,15 @@ def test_a_store_that_succeeds_mends_its_slots() -> None:
 
 def test_shared_slots_are_filled_by_tiers_after_a_failed_store() -> None:
     """The scheduler, which hears of the failure, has no key for the slot until a tier or a store has filled it."""
+    name = f"a worker's slots {os.getpid()}"
     with Rig(shared=True) as rig:
         rig.worker.reports_failures = True
         failing(rig)
         rig.worker.submit_store(1, gpu((0, [3])), host(2))
         rig.finish()
         assert rig.worker.take_failed_slots() == {2}
-        rig.worker.offer("a worker's slots", "what they are")
-        with kvoffload.SharedSlots.receive("a worker's slots") as slots:
+        rig.worker.offer(name, "what they are")
+        with kvoffload.SharedSlots.receive(name) as slots:
             assert slots.note == "what they are"
             slots.array[2] = 7
         rig.worker.submit_load(2, host(2), gpu((0, [5])))
