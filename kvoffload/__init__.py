@@ -44,6 +44,7 @@ from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.caller_stream import Stream
 from kvoffload.device.device import Device, open_device
 from kvoffload.device.host_memory import HostMemory
+from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.groups import GroupTransfer
@@ -106,6 +107,7 @@ __all__ = [
     "ShardedEngine",
     "ShardedJob",
     "ShardedLayout",
+    "SharedSlots",
     "Status",
     "Stream",
     "Tenant",

@@ -5,6 +5,7 @@ DeviceContext, Current      its context, and the context current in a `with`    
 DeviceBuffer, DeviceArray   GPU memory that the device frees                             buffers.py
 PinnedMemory                pinned host memory as numpy arrays                           pinned.py
 HostMemory                  slots in host memory that the caller brings                  host_memory.py
+SharedSlots                 such slots in memory that processes share                    shared_slots.py
 Resource, DeviceResources   driver objects, freed exactly once                           ownership.py
 Lane, EventPool             streams of a lane, pools of events, other programs' streams  streams.py
 device_of                   on which GPU a pointer's memory is                           placement.py

@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 PAGE_BYTES = mmap.PAGESIZE
 RANGE_BYTES = 1 << 30  # registered at a time: each call is short, progress is visible, no platform limit is met
 _NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
-_SPARE_BYTES = 256 << 20  # left to the rest of the machine
+SPARE_BYTES = 256 << 20  # left to the rest of the machine
 
 
 _still_registered: list[RegisteredMemory] = []  # kept mapped, because the driver did not unregister it
@@ -221,7 +221,7 @@ def _check_available(range_bytes: int, nbytes: int, done: int) -> None:
     """Raise CapacityError if memory is short: touching it would start Linux's out-of-memory killer."""
     for _ in range(5):
         available = hostinfo.available_bytes()
-        if available is None or available >= range_bytes + min(_SPARE_BYTES, range_bytes):
+        if available is None or available >= range_bytes + min(SPARE_BYTES, range_bytes):
             return
         time.sleep(0.02)  # virtual machines that grow need a moment
     raise CapacityError(_explain(nbytes, done, "memory is short"))

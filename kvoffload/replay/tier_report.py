@@ -17,7 +17,8 @@ from kvoffload.replay.verified import VerifiedCache
 from kvoffload.terminal.console import CommandError, Output, mib
 from kvoffload.terminal.options import numbers
 from kvoffload.tiering.admission import DEFAULT_LEAST_HITS
-from kvoffload.tiering.tiered_cache import TieredCache, WriteName
+from kvoffload.tiering.index_tiers import WriteName
+from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import DiskTier
 from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET
 

@@ -29,8 +29,9 @@ from kvoffload.internal.patterns import KeyPatterns
 from kvoffload.internal.types import Int64Array, UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.replay.overlap import overlap
+from kvoffload.tiering.index_tiers import WriteName
 from kvoffload.tiering.promotion import Promotion
-from kvoffload.tiering.tiered_cache import TieredCache, WriteName
+from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import Tier
 
 _STAGING_BYTES = 128 << 20

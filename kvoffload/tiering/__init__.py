@@ -1,6 +1,8 @@
 """What a cache needs of tiers below its pool: who moves what when, and what is worth writing.
 
-TieredCache      a BlockCache with tiers below its slots                 tiered_cache.py, attaching.py
+TieredCache      a BlockCache with tiers below its slots                 tiered_cache.py
+TieredIndex      a CacheIndex with tiers below memory that others fill   tiered_index.py
+IndexTiers       what both have of tiers                                 index_tiers.py, attaching.py
 TierManager      the thread that moves keys                              manager.py
 Promotion        keys on their way into slots                            promotion.py, promoter.py
 WriteChoice      what is written, and when                               writes.py, writer.py, admission.py
@@ -9,6 +11,7 @@ TierBelow        a tier as the manager sees it: breaker, speed, counts   below.p
 
 from kvoffload.tiering.below import BelowStatistics
 from kvoffload.tiering.breaker import BreakerState
-from kvoffload.tiering.promotion import ChainedLoad, Promotion
+from kvoffload.tiering.promotion import ChainedLoad, IndexPromotion, Promotion
+from kvoffload.tiering.tiered_index import TieredIndex
 
-__all__ = ["BelowStatistics", "BreakerState", "ChainedLoad", "Promotion"]
+__all__ = ["BelowStatistics", "BreakerState", "ChainedLoad", "IndexPromotion", "Promotion", "TieredIndex"]

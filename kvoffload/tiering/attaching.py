@@ -22,14 +22,17 @@ def pools_of(engine: Any) -> tuple[UInt8Array, ...]:
     return slots if isinstance(slots, tuple) else (slots,)
 
 
-def attach(tiers: Sequence[Tier], pools: Sequence[UInt8Array], layout: Any) -> None:
+def digest_of(layout: Any) -> bytes | None:
     try:
-        digest = layout.fingerprint
+        return bytes(layout.fingerprint)
     except LayoutError:
-        digest = None
+        return None
+
+
+def attach(tiers: Sequence[Tier], pools: Sequence[UInt8Array], layout: bytes | None) -> None:
     for number, tier in enumerate(tiers):
         try:
-            tier.attach(pools, digest)
+            tier.attach(pools, layout)
         except BaseException:
             for other in tiers[:number]:
                 other.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from kvoffload.cache.entries import ReservationRecord
 from kvoffload.cache.reservations import CacheJob, Lease
@@ -144,24 +144,22 @@ class PromotionRecord:
         return self.ready == len(self.keys) or bool(self.gone[self.ready])
 
 
-class Promotion:
-    """Leading keys of a request that are brought from tiers into slots, as many as come in time.
+class IndexPromotion:
+    """Leading keys of a request that are brought from tiers into entries of a `TieredIndex`, as many as come in time.
 
     What has come can be loaded while the rest is on its way, and is not evicted as long as the promotion is held: until
-    `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the cache take keys
+    `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the index take keys
     out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread.
 
     Attributes:
         keys: as given.
     """
 
-    def __init__(
-        self, record: PromotionRecord, wake: Callable[[], None], load_after: Callable[..., ChainedLoad]
-    ) -> None:
-        """`wake`: has the thread of the tiers look at the record soon. `load_after`: see `TieredCache._load_after`."""
+    def __init__(self, record: PromotionRecord, wake: Callable[[], None]) -> None:
+        """`wake`: has the thread of the tiers look at the record soon."""
         self.keys = tuple(record.keys)
         self._record = record
-        self._wake, self._load_after = wake, load_after
+        self._wake = wake
 
     @property
     def ready(self) -> int:
@@ -187,6 +185,42 @@ class Promotion:
         self._record.cancelled = True
         self._wake()
 
+    def release(self) -> None:
+        """The keys that have come may be evicted from now on, and no more is brought. Idempotent."""
+        self._record.released = True
+        self._record.release_leases()
+        if not self._record.ended:
+            self.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "going on"
+        return f"{type(self).__name__}({self.ready} of {len(self.keys)} keys ready, {state})"
+
+
+class Promotion(IndexPromotion):
+    """Leading keys of a request that are brought from tiers into slots, as many as come in time.
+
+    What has come can be loaded while the rest is on its way, and is not evicted as long as the promotion is held: until
+    `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the cache take keys
+    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread.
+
+    Attributes:
+        keys: as given.
+    """
+
+    def __init__(
+        self, record: PromotionRecord, wake: Callable[[], None], load_after: Callable[..., ChainedLoad]
+    ) -> None:
+        """`load_after`: see `TieredCache._load_after`."""
+        super().__init__(record, wake)
+        self._load_after = load_after
+
     def load(self, blocks: Any, after: Any = None, *, parts: Any = None) -> ChainedLoad:
         """Load the keys as soon as the promotion has ended; a shorter promotion shortens the load. Returns at once.
 
@@ -204,23 +238,6 @@ class Promotion:
         if self._record.released:
             raise ClosedError("the promotion has been released: load its keys by cache.load")
         return self._load_after(self._record, blocks, after, parts)
-
-    def release(self) -> None:
-        """The keys that have come may be evicted from now on, and no more is brought. Idempotent."""
-        self._record.released = True
-        self._record.release_leases()
-        if not self._record.ended:
-            self.cancel()
-
-    def __enter__(self) -> Promotion:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __repr__(self) -> str:
-        state = "done" if self.done else "going on"
-        return f"Promotion({self.ready} of {len(self.keys)} keys ready, {state})"
 
 
 class ChainedLoad:

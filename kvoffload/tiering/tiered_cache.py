@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache, BlockIds, Parts
 from kvoffload.cache.engines import CacheAfter, EngineT
-from kvoffload.cache.entries import Status, check_keys
+from kvoffload.cache.entries import check_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.reservations import CacheJob
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.errors import CapacityError, ClosedError, TierError
-from kvoffload.tiering.attaching import (
-    HOST,
-    MISSING,
-    PENDING,
-    UNKNOWN,
-    admits_all,
-    attach,
-    checked_tiers,
-    pools_of,
-    records_in,
-    seconds_per_key,
-)
-from kvoffload.tiering.below import BelowStatistics, fits
-from kvoffload.tiering.manager import Removal, TierManager
+from kvoffload.errors import CapacityError, ClosedError
+from kvoffload.tiering.attaching import admits_all, checked_tiers, digest_of, pools_of, seconds_per_key
+from kvoffload.tiering.below import BelowStatistics
+from kvoffload.tiering.index_tiers import HUNG, Hook, IndexTiers, WriteName, check_options
 from kvoffload.tiering.promotion import ChainedLoad, Promotion, PromotionRecord
-from kvoffload.tiering.writes import WriteAdmitted, WriteBack, WriteChoice, WriteNothing, WriteThrough
-from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.tier import Tier
-
-WriteName = Literal["admitted", "through", "back", "none"]
-_CHOICES: dict[str, Callable[[int], WriteChoice]] = {
-    "admitted": WriteAdmitted,
-    "through": lambda _: WriteThrough(),
-    "back": lambda _: WriteBack(),
-    "none": lambda _: WriteNothing(),
-}
-
-_PROMOTING, _WRITING = 0.5, 0.25  # shares of the entries
-_HUNG = 30.0  # seconds
-_REMOVAL = 60.0  # seconds that `remove` and `clear` wait for tiers
 
 
 class TieredCache(BlockCache[EngineT]):
@@ -88,21 +62,18 @@ class TieredCache(BlockCache[EngineT]):
         tiers: Sequence[Tier],
         write: WriteName = "admitted",
         prefill_tokens_per_second: float | None = None,
-        hung: float = _HUNG,
+        hung: float = HUNG,
         tenants: Mapping[str, Tenant] | None = None,
         store_after: int = 0,
         max_load_blocks: int | None = None,
         on_event: Callable[[CacheEvent], None] | None = None,
     ) -> None:
-        if write not in _CHOICES:
-            raise ValueError(f"write must be one of {', '.join(_CHOICES)}, got {write!r:.80}")
-        if isinstance(hung, bool) or not isinstance(hung, int | float) or not hung > 0:
-            raise ValueError(f"hung must be seconds above 0, got {hung!r:.80}")
+        check_options(write, hung)
         if engine.num_slots == 0:
             raise CapacityError("tiers are read into slots, and this engine has none; raise num_slots")
         key_seconds = seconds_per_key(engine.layout, prefill_tokens_per_second)
         checked = checked_tiers(tiers)
-        hook = _Hook(on_event)
+        hook = Hook(on_event)
         super().__init__(
             engine,
             admits_all if policy == "prefix" else policy,
@@ -112,24 +83,20 @@ class TieredCache(BlockCache[EngineT]):
             on_event=hook,
         )
         pools = [pool[: self.capacity * self._groups].reshape(self.capacity, -1) for pool in pools_of(engine)]
-        attach(checked, pools, engine.layout)
         reference = weakref.ref(self)
-        try:
-            self._manager = TierManager(
-                self._index,
-                checked,
-                _CHOICES[write](records_in(checked, pools)),
-                seconds_per_key=key_seconds,
-                hung=hung,
-                shares=(_PROMOTING, _WRITING),
-                settle=lambda: _settle(reference),
-                submit=lambda chained: _submit(reference, chained),
-            )
-            hook.manager = weakref.ref(self._manager)
-        except BaseException:
-            for tier in checked:
-                tier.close()
-            raise
+        self._tiers = IndexTiers(
+            self._index,
+            hook,
+            checked,
+            pools,
+            digest_of(engine.layout),
+            write=write,
+            hung=hung,
+            seconds_per_key=key_seconds,
+            settle=lambda: _settle(reference),
+            submit=lambda chained: _submit(reference, chained),
+        )
+        self._manager = self._tiers.manager
 
     # tiers --------------------------------------------------------------------------------------------------------
 
@@ -137,24 +104,8 @@ class TieredCache(BlockCache[EngineT]):
         """Where each key is: "host" (can be loaded), "pending" (is being stored or promoted), the name of a tier, or
         "missing"; "unknown" if a tier would have to be asked, which `promote` does. Never blocks; a hint.
         """
-        checked = check_keys(keys)
         self.engine.advance()
-        hit, pending = Status.HIT, Status.PENDING  # looking them up in the class takes as long as all the rest
-        places = [
-            HOST if status is hit else PENDING if status is pending else MISSING
-            for status in self._index.status(checked)
-        ]
-        tiers = self._manager.tiers
-        missing = [position for position, place in enumerate(places) if place is MISSING]
-        for below in tiers:
-            found = below.has([checked[position] for position in missing]) if missing else []
-            for position, has in zip(missing, found, strict=True):
-                if has:
-                    places[position] = below.tier.name
-            missing = [position for position, has in zip(missing, found, strict=True) if not has]
-        if not all(below.local_index for below in tiers):
-            places = [UNKNOWN if place is MISSING else place for place in places]
-        return places
+        return self._tiers.locate(keys)
 
     def promote(self, keys: Sequence[bytes], *, deadline: float | None = 10.0, tenant: str = "") -> Promotion:
         """Bring leading keys into slots, as many as come in time. Returns at once.
@@ -172,19 +123,13 @@ class TieredCache(BlockCache[EngineT]):
             ValueError: the cache has no such tenant; `deadline` is not above 0.
             ClosedError: the cache or its engine is closed.
         """
-        checked = check_keys(keys, repeats=False)
-        if deadline is not None and not deadline > 0:
-            raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
-        self._state.pools.of(tenant)
-        self._check_tiers_open()
-        record = PromotionRecord(checked, tenant, None if deadline is None else time.monotonic() + deadline)
-        self._manager.promote(record)
+        record = self._tiers.promote(keys, deadline, tenant, self._check_tiers_open)
         return Promotion(record, self._manager.wake, self._load_after)
 
     def tier_statistics(self) -> list[BelowStatistics]:
         """What has been done with each tier so far; never blocks."""
         self.engine.check_process()
-        return [below.statistics() for below in self._manager.tiers]
+        return self._tiers.statistics()
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until what is to be written so far is in the tiers, durable where a tier is.
@@ -248,31 +193,13 @@ class TieredCache(BlockCache[EngineT]):
             TierError: a tier failed, or did not answer within 60 seconds: it may have them still. The slots have not.
         """
         checked = list(dict.fromkeys(check_keys(keys)))
-        below = [key for key in checked if fits(key)]
-        return self._removing(
-            Removal(checked),
-            lambda: BlockCache.remove(self, checked),
-            lambda tier: tier.remove(below) if below else None,
-        )
+        self._check_tiers_open()
+        return self._tiers.remove(checked, lambda: BlockCache.remove(self, checked))
 
     def clear(self) -> int:
         """Remove all keys, as `remove` does. Other processes that share a tier lose its records, too."""
-        return self._removing(Removal(None), lambda: BlockCache.clear(self), lambda tier: tier.clear())
-
-    def _removing(self, removal: Removal, here: Callable[[], int], below: Callable[[Tier], TierJob | None]) -> int:
         self._check_tiers_open()
-        try:
-            self._manager.begin_removal(removal)
-            count = here()
-            wrong = _failed_removals(below, [each.tier for each in self._manager.tiers])
-        finally:
-            self._manager.end_removal(removal)
-        if wrong:
-            raise TierError(
-                f"tier {', '.join(wrong)} failed to remove them, or did not answer within {_REMOVAL:g} seconds: it may "
-                "have them still; remove them again once it works"
-            )
-        return count
+        return self._tiers.clear(lambda: BlockCache.clear(self))
 
     def __enter__(self) -> TieredCache[EngineT]:
         return self
@@ -281,7 +208,7 @@ class TieredCache(BlockCache[EngineT]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"TieredCache({self._index.describe()}; tiers {[below.tier.name for below in self._manager.tiers]})"
+        return f"TieredCache({self._index.describe()}; tiers {self._tiers.names})"
 
     # for promotions -----------------------------------------------------------------------------------------------
 
@@ -303,26 +230,6 @@ class TieredCache(BlockCache[EngineT]):
             raise ClosedError(f"the {what} is closed: make an engine and a cache")
 
 
-_HEARD = ("stored", "promoted", "evicted", "removed")
-
-
-class _Hook:
-    """`on_event` of the index: tells the manager, which is made later, and then the caller's hook."""
-
-    def __init__(self, then: Callable[[CacheEvent], None] | None) -> None:
-        if then is not None and not callable(then):
-            raise TypeError(f"on_event must be a function of a CacheEvent, got {then!r:.80}")
-        self._then = then
-        self.manager: Callable[[], TierManager | None] = lambda: None
-
-    def __call__(self, event: CacheEvent) -> None:
-        manager = self.manager()
-        if manager is not None and event.kind in _HEARD:
-            manager.post(event)
-        if self._then is not None:
-            self._then(event)
-
-
 def _settle(reference: weakref.ref[TieredCache[Any]]) -> bool:
     """Bring a cache up to date; whether stores are in flight, so that this has to be done again."""
     cache = reference()
@@ -337,24 +244,3 @@ def _submit(reference: weakref.ref[TieredCache[Any]], chained: ChainedLoad) -> N
     """Load what a promotion has brought."""
     cache = reference()
     chained._submit(None if cache is None else cache.load)
-
-
-def _failed_removals(remove: Callable[[Tier], TierJob | None], tiers: list[Tier]) -> list[str]:
-    """Have all tiers remove keys, and wait for them; returns the names of those that may have them still."""
-    jobs: list[TierJob | None] = []
-    failed = []
-    for tier in tiers:
-        try:
-            jobs.append(remove(tier))
-        except Exception:  # a tier of the user's, or one that is closed
-            failed.append(tier.name)
-            jobs.append(None)
-    end = time.monotonic() + _REMOVAL
-    for tier, job in zip(tiers, jobs, strict=True):
-        try:
-            outcomes = [] if job is None else job.wait(max(0.0, end - time.monotonic()))
-        except Exception:
-            outcomes = [Outcome.FAILED]
-        if not all(outcome in (Outcome.DONE, Outcome.MISSING) for outcome in outcomes):
-            failed.append(tier.name)
-    return failed

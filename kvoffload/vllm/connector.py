@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.forward_context import ForwardContext
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvoffload.vllm.identity import making_connector
 from kvoffload.vllm.manager import KVOffloadManager
 from kvoffload.vllm.worker import KVOffloadWorker
 
@@ -42,7 +43,8 @@ class KVOffloadConnector(OffloadingConnector):
     """vLLM's OffloadingConnector for a KVOffloadSpec; see the module. Arguments as there."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with making_connector(kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]):
+            super().__init__(*args, **kwargs)
         self._loads: dict[str, int] = {}  # the load of each request that has one
 
     # a worker's side

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from vllm.v1.kv_offload.base import Medium, OffloadingEvent, OffloadKey
@@ -14,24 +15,31 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[OffloadingEvent] = []
+        self._lock = threading.Lock()  # with tiers, events come from a thread of theirs, too
 
     def note(self, event: CacheEvent) -> None:
         keys = [OffloadKey(key) for key in event.keys]
-        if event.kind == "stored":
-            self._events.append(OffloadingEvent(keys, Medium.CPU, removed=False))
+        if event.kind in ("stored", "promoted"):
+            self._add(OffloadingEvent(keys, Medium.CPU, removed=False))
         elif event.kind in ("evicted", "removed"):
-            self._events.append(OffloadingEvent(keys, Medium.CPU, removed=True))
+            self._add(OffloadingEvent(keys, Medium.CPU, removed=True))
         elif event.kind == "failed":  # it never was announced as stored: for vLLM's own tracker alone
-            self._events.append(OffloadingEvent(keys, Medium.CPU, removed=True, metadata_only=True))
+            self._add(OffloadingEvent(keys, Medium.CPU, removed=True, metadata_only=True))
+
+    def _add(self, event: OffloadingEvent) -> None:
+        with self._lock:
+            self._events.append(event)
 
     def take(self) -> Iterable[OffloadingEvent]:
         """Those since the last call."""
-        events, self._events = self._events, []
+        with self._lock:
+            events, self._events = self._events, []
         return events
 
     def cut_back(self, length: int) -> None:
         """Forget all but the first `length`."""
-        del self._events[length:]
+        with self._lock:
+            del self._events[length:]
 
     def __len__(self) -> int:
         return len(self._events)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -38,6 +39,7 @@ from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
 from kvoffload.cache.reservations import Lease, Reservation
+from kvoffload.cache.statistics import CacheEvent
 from kvoffload.vllm.events import EventLog
 from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.offers import Offers
@@ -71,9 +73,6 @@ class KVOffloadManager(OffloadingManager):
         store_threshold, max_tracker_size: see `Options`.
         windowed_groups: vLLM's numbers of the groups whose blocks are freed while a request runs.
         info: labels for vLLM's metric of the configuration.
-
-    Attributes:
-        index: the keys.
     """
 
     def __init__(
@@ -88,8 +87,7 @@ class KVOffloadManager(OffloadingManager):
         info: dict[str, Any] | None = None,
     ) -> None:
         self._events = EventLog() if enable_events else None
-        self.index = CacheIndex(num_chunks, policy=policy, on_event=None if self._events is None else self._events.note)
-        self._status_of = self.index.status_of
+        self._num_chunks, self._policy = num_chunks, policy
         self._info = info or {}
         self._windowed = frozenset(windowed_groups)
         self._resets = 0
@@ -98,6 +96,18 @@ class KVOffloadManager(OffloadingManager):
         self._filling: dict[bytes, _Filling] = {}
         self._reading: dict[frozenset[bytes], list[Lease]] = {}
         self._before_reset: list[Callable[[], None]] = []  # ends what was under way at a reset
+
+    @cached_property
+    def index(self) -> CacheIndex:
+        """The keys."""
+        return self._make_index(None if self._events is None else self._events.note)
+
+    @cached_property
+    def _status_of(self) -> Callable[[bytes], Status]:
+        return self.index.status_of
+
+    def _make_index(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
+        return CacheIndex(self._num_chunks, policy=self._policy, on_event=on_event)
 
     # loading ------------------------------------------------------------------------------------------------------
 
@@ -208,7 +218,10 @@ class KVOffloadManager(OffloadingManager):
                 filling.well = False
         for leases in self._reading.values():
             for lease in leases:
-                self.index.remove([key for key, slot in zip(lease.keys, lease.indices, strict=True) if slot in failed])
+                self._forget([key for key, slot in zip(lease.keys, lease.indices, strict=True) if slot in failed])
+
+    def _forget(self, keys: list[bytes]) -> None:
+        self.index.remove(keys)
 
     # the rest -----------------------------------------------------------------------------------------------------
 
@@ -216,13 +229,16 @@ class KVOffloadManager(OffloadingManager):
         """Make all keys missing. Slots of transfers under way are free at `on_reset_flushed`."""
         self._resets += 1
         kept = 0 if self._events is None else len(self._events)
-        self.index.clear()
+        self._clear()
         if self._events is not None:  # vLLM reports a reset by an event of its own
             self._events.cut_back(kept)
         self._before_reset += [lease.release for leases in self._reading.values() for lease in leases]
         self._before_reset += [filling.reservation.abort for filling in set(self._filling.values())]
         self._reading.clear()
         self._filling.clear()
+
+    def _clear(self) -> None:
+        self.index.clear()
 
     def on_reset_flushed(self) -> None:
         for end in self._before_reset:

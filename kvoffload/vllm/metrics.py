@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
@@ -12,6 +14,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics as Names
 
 from kvoffload.cache.statistics import CacheStatistics
+from kvoffload.tiering import BelowStatistics, BreakerState
 
 _COUNTERS = {
     "lookups": "Chunks that vLLM has asked for.",
@@ -26,11 +29,36 @@ _GAUGES = {
     "pending": "Chunks being stored.",
     "capacity": "Chunks that fit.",
 }
+_TIER_COUNTERS = {
+    "promoted": "Chunks that a tier has brought into host memory.",
+    "not_found": "Chunks that a tier was asked for and did not bring.",
+    "slower": "Chunks that a tier was not asked for, since computing them was expected to take less time.",
+    "written": "Chunks that a tier has taken.",
+    "not_written": "Chunks that were given to a tier, and were not written.",
+    "dropped": "Chunks that were worth writing, and were not given to a tier.",
+}
+_TIER_USABLE = "vllm:kvoffload_tier_usable"
 _SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 def _name(counted: str) -> str:
     return f"vllm:kvoffload_{counted}_chunks"
+
+
+def _tier_name(counted: str) -> str:
+    return f"vllm:kvoffload_tier_{counted}_chunks"
+
+
+def tier_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """What is reported of each tier, by its name, besides `definitions`."""
+    labels = ("tier",)
+    return {
+        _TIER_USABLE: OffloadingGaugeMetadata("1 while a tier is used, 0 while it is left alone.", labelnames=labels),
+        **{
+            _tier_name(each): OffloadingCounterMetadata(text, labelnames=labels)
+            for each, text in _TIER_COUNTERS.items()
+        },
+    }
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -58,6 +86,7 @@ class Reporter:
         self.sizes: list[int] = []
         self._counts_skipped = counts_skipped
         self._before: CacheStatistics | None = None
+        self._tiers_before: dict[str, BelowStatistics] = {}
 
     def report(self, now: CacheStatistics, skipped: int) -> OffloadingConnectorStats:
         stats, before = OffloadingConnectorStats(), self._before
@@ -78,3 +107,14 @@ class Reporter:
             stats.set_gauge(_name(counted), getattr(now, counted))
         self._before = now
         return stats
+
+    def report_tiers(self, stats: OffloadingConnectorStats, now: Sequence[BelowStatistics]) -> None:
+        """The same for tiers, into a report."""
+        for tier in now:
+            before, labels = self._tiers_before.get(tier.name), (tier.name,)
+            for counted in _TIER_COUNTERS:
+                grown = getattr(tier, counted) - (getattr(before, counted) if before is not None else 0)
+                if grown:
+                    stats.increase_counter(_tier_name(counted), grown, labels)
+            stats.set_gauge(_TIER_USABLE, int(tier.state is not BreakerState.OPEN), labels)
+            self._tiers_before[tier.name] = tier

@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, shown
+from kvoffload.tiering.index_tiers import WriteName
+from kvoffload.vllm.tier_options import CHECKS, TierChoice
 
 PREFIX = "kvoffload_"
 Preference = Literal["overlap", "latency"]
@@ -19,7 +21,7 @@ _REFUSED = {
     "eviction_policy": "give kvoffload_policy instead",
     "cache_policy_module_path": "give kvoffload_policy; policies of vLLM cannot be used",
     "canonical_layout": "leave it out; slots hold blocks in the layout of the GPU",
-    "secondary_tiers": "leave it out; tiers below host memory are not supported yet",
+    "secondary_tiers": "give kvoffload_tiers; tiers of vLLM cannot be used",
 }
 
 
@@ -37,6 +39,11 @@ class Options:
         kvoffload_max_in_flight: transfers of a worker that may be unfinished at a time, at least 1.
         kvoffload_most_queued_bytes: bytes of one direction that the driver is given at a time, at least 1; None: see
             `OffloadEngine`.
+        kvoffload_tiers: tiers below host memory, in the order in which they are asked.
+        kvoffload_tier_identity: what their bytes depend on besides the layout; None: as vLLM's configuration says.
+        kvoffload_tier_write: what they are given: "admitted", "through", "back" or "none", see `TieredCache`.
+        kvoffload_promotion_seconds: that a request waits for tiers at most, above 0.
+        kvoffload_prefill_tokens_per_second: what computing costs; None: not known, so all that tiers have is read.
     """
 
     cpu_bytes_to_use: int
@@ -47,6 +54,11 @@ class Options:
     kvoffload_sm_limit: int | None = None
     kvoffload_max_in_flight: int | None = None
     kvoffload_most_queued_bytes: int | None = None
+    kvoffload_tiers: tuple[TierChoice, ...] = ()
+    kvoffload_tier_identity: str | None = None
+    kvoffload_tier_write: WriteName = "admitted"
+    kvoffload_promotion_seconds: float = 10.0
+    kvoffload_prefill_tokens_per_second: float | None = None
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Options:
@@ -59,11 +71,6 @@ class Options:
         """
         known = {field.name for field in fields(cls)}
         for name in config:
-            if name == "kvoffload_tiers":
-                raise CapabilityError(
-                    f"kvoffload_tiers is not supported yet, got {shown(config[name])}: vLLM's scheduler, which decides "
-                    "what is promoted, has none of the host memory, which is its workers'; leave it out"
-                )
             if name.startswith(PREFIX) and name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
@@ -81,11 +88,14 @@ class Options:
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kvoffload_policy": get_args(PolicyName),
     "kvoffload_prefer": get_args(Preference),
+    "kvoffload_tier_write": get_args(WriteName),
 }
 _LOWEST = {"store_threshold": 0, "kvoffload_sm_limit": 0}
 
 
 def _checked(name: str, value: Any) -> Any:
+    if name in CHECKS:
+        return CHECKS[name](name, value)
     if name not in _CHOICES:
         return at_least(name, value, _LOWEST.get(name, 1))
     if value not in _CHOICES[name]:

@@ -13,9 +13,12 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
 from kvoffload.device.device import Device, open_device
 from kvoffload.errors import CapacityError
 from kvoffload.internal.types import StreamLike
+from kvoffload.vllm.identity import note_of
 from kvoffload.vllm.manager import KVOffloadManager
-from kvoffload.vllm.metrics import definitions
+from kvoffload.vllm.metrics import definitions, tier_definitions
 from kvoffload.vllm.options import Options
+from kvoffload.vllm.tiered_manager import TieredKVOffloadManager
+from kvoffload.vllm.tiers import TiersOfWorkers
 from kvoffload.vllm.worker import KVOffloadWorker
 
 _ALIGNMENT = 4096  # of slots
@@ -43,12 +46,14 @@ class KVOffloadSpec(OffloadingSpec):
         self._chunk_bytes = -(-payload // _ALIGNMENT) * _ALIGNMENT
         of_all_workers = self._chunk_bytes * config.parallel.world_size
         self.num_chunks = self.options.cpu_bytes_to_use // of_all_workers if of_all_workers else 0
+        tiers = self.options.kvoffload_tiers
+        self._tiers = TiersOfWorkers(config, self.options, self.num_chunks) if tiers else None
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        return definitions()
+        return {**definitions(), **(tier_definitions() if extra_config.get("kvoffload_tiers") else {})}
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
@@ -57,20 +62,35 @@ class KVOffloadSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side. Pins no memory, and needs no GPU."""
         if self._manager is None:
-            options = self.options
-            info = CPUOffloadingInfo.from_config(self.config, self.num_chunks, self._chunk_bytes)
-            self._manager = KVOffloadManager(
-                self.num_chunks,
-                policy=options.kvoffload_policy,
-                enable_events=self.kv_events_config.enable_kv_cache_events,
-                store_threshold=options.store_threshold,
-                max_tracker_size=options.max_tracker_size,
-                windowed_groups=[
-                    group.group_id for group in self.config.groups if group.sliding_window_size_in_chunks is not None
-                ],
-                info={**info.as_config_info(), "kvoffload_policy": options.kvoffload_policy},
-            )
+            self._manager = self._make_manager()
         return self._manager
+
+    def _make_manager(self) -> KVOffloadManager:
+        options = self.options
+        info = CPUOffloadingInfo.from_config(self.config, self.num_chunks, self._chunk_bytes)
+        common: dict[str, Any] = {
+            "policy": options.kvoffload_policy,
+            "enable_events": self.kv_events_config.enable_kv_cache_events,
+            "store_threshold": options.store_threshold,
+            "max_tracker_size": options.max_tracker_size,
+            "windowed_groups": [
+                group.group_id for group in self.config.groups if group.sliding_window_size_in_chunks is not None
+            ],
+            "info": {**info.as_config_info(), "kvoffload_policy": options.kvoffload_policy},
+        }
+        if self._tiers is None:
+            return KVOffloadManager(self.num_chunks, **common)
+        manager = TieredKVOffloadManager(
+            self.num_chunks,
+            open_index=self._tiers.open,
+            promotion_seconds=options.kvoffload_promotion_seconds,
+            windows=self._tiers.windows,
+            source=self._tiers.source,
+            **common,
+        )
+        if self._tiers.workers_are_there():
+            manager.index.check()  # errors of tiers come at the start
+        return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> KVOffloadWorker:
         """A worker's side. Pins its host memory.
@@ -86,6 +106,7 @@ class KVOffloadSpec(OffloadingSpec):
                 blocks_per_chunk=self.blocks_per_chunk,
                 num_chunks=self.num_chunks,
                 current_stream=self.current_stream(kv_caches),
+                shared=self._tiers is not None,
                 **self._engine_options(),
             )
             if self._worker.layout.slot_bytes > max(self._chunk_bytes, _ALIGNMENT):
@@ -95,6 +116,8 @@ class KVOffloadSpec(OffloadingSpec):
                     f"a chunk of this worker takes {needed} bytes, and cpu_bytes_to_use was divided into chunks of "
                     f"{self._chunk_bytes}: vLLM's configuration and its tensors disagree"
                 )
+            if self._tiers is not None:
+                self._worker.offer(self._tiers.name_of(self.config.parallel.rank), note_of(self._worker.layout))
         return self._worker
 
     def _engine_options(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvoffload.device.device import Device
+from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.groups import GroupTransfer
 from kvoffload.engine.job import Job
@@ -86,6 +87,7 @@ class KVOffloadWorker(OffloadingWorker):
         blocks_per_chunk: blocks of a slot.
         num_chunks: slots.
         current_stream: returns the stream on which vLLM queues its work.
+        shared: the slots lie in memory that the scheduler can map: see `offer`.
         engine_options: of the OffloadEngine.
 
     Attributes:
@@ -101,6 +103,7 @@ class KVOffloadWorker(OffloadingWorker):
         blocks_per_chunk: int,
         num_chunks: int,
         current_stream: Callable[[], StreamLike],
+        shared: bool = False,
         **engine_options: Any,
     ) -> None:
         self.reports_failures = False
@@ -111,7 +114,19 @@ class KVOffloadWorker(OffloadingWorker):
         self._failed_slots: set[int] = set()
         self._failed_loads: set[int] = set()
         self.layout = layout_of(kv_caches, blocks_per_chunk)
-        self.engine = OffloadEngine(self.layout, device=device, num_slots=num_chunks, **engine_options)
+        self._slots = SharedSlots(num_chunks, self.layout.slot_bytes) if shared else None
+        try:
+            memory = {"num_slots": num_chunks} if self._slots is None else {"host_memory": self._slots.host_memory}
+            self.engine = OffloadEngine(self.layout, device=device, **memory, **engine_options)
+        except BaseException:
+            if self._slots is not None:
+                self._slots.close()
+            raise
+
+    def offer(self, name: str, note: str) -> None:
+        """Let the scheduler's process map the slots: see `SharedSlots.offer`."""
+        assert self._slots is not None
+        self._slots.offer(name, note)
 
     # transfers ----------------------------------------------------------------------------------------------------
 
@@ -204,7 +219,7 @@ class KVOffloadWorker(OffloadingWorker):
         LOGGER.warning("%s %d of vLLM has failed, its chunks are missing: %s", kind, transfer.job_id, failure)
         if transfer.is_load:
             self._failed_loads.add(transfer.job_id)
-        else:
+        elif self._slots is None:  # else a tier may fill them, and the connector reports failures
             self._bad_slots |= transfer.slots
         if self.reports_failures:
             self._failed_slots |= transfer.slots
@@ -240,6 +255,8 @@ class KVOffloadWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """Wait for what is in flight, and free the pinned memory. Idempotent."""
         self.engine.close()
+        if self._slots is not None:
+            self._slots.close()
         self._transfers.clear()
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import kvoffload
-from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine, TieredCache
+from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine, SharedSlots, TieredCache
 from kvoffload.observability.router_events import RouterEvents
+from kvoffload.tiering import TieredIndex
 from kvoffload.tiers import MemoryTier
 
 JOB = (
@@ -43,6 +44,13 @@ SHOWN = {
         "acquire capacity check clear close drain engine load locate lookup lookup_many open_request promote remove "
         "reserve statistics status status_of store tier_statistics touch"
     ),
+    "TieredIndex": (
+        "abort abort_after acquire capacity check clear close commit describe drain end_request keys load locate lock "
+        "lookup lookup_many max_load_blocks next_to_go num_groups open_request promote release remove reserve "
+        "reserve_each restore settle_ended statistics status status_below status_of tier_statistics touch"
+    ),
+    "IndexPromotion": "cancel done keys ready release wait",
+    "SharedSlots": "array close host_memory note offer receive",
     "Promotion": "cancel done keys load ready release wait",
     "ChainedLoad": "error job submitted wait",
     "CacheRequest": "end ended keys tenant",
@@ -72,6 +80,8 @@ def objects() -> Iterator[dict[str, Any]]:
         promotion = tiered.promote([b"a"])
         chained = promotion.load([0])
         both = sharded.store([1], [0])
+        shared = SharedSlots(1, 4096)
+        index = TieredIndex([shared.array], tiers=[MemoryTier(1 << 16)], layout=None)
         with device.stream() as stream:
             tier = MemoryTier(1 << 16)
             tier.attach([engine.slots], None)
@@ -79,6 +89,9 @@ def objects() -> Iterator[dict[str, Any]]:
                 tier,
                 tier.clear(),
                 tiered,
+                index,
+                index.promote([b"a"]),
+                shared,
                 promotion,
                 chained,
                 device,
@@ -96,6 +109,8 @@ def objects() -> Iterator[dict[str, Any]]:
             both.wait(10)
             tier.close()
             tiered.close()
+            index.close()
+            shared.close()
             yield {type(each).__name__: each for each in (*found, result, RouterEvents(16))}
 
 

@@ -30,6 +30,8 @@ class Medium(Enum):
 
 class CacheHitSource(Enum):
     HOST = "host"
+    DISK = "disk"
+    EXTERNAL_UNSPECIFIED = "external_unspecified"
 
 
 @dataclass
@@ -102,10 +104,11 @@ class OffloadingConnectorStats:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
-    def set_gauge(self, name: str, value: float) -> None:
-        self.values[name] = value
+    def set_gauge(self, name: str, value: float, labels: tuple[str, ...] = ()) -> None:
+        self.values[f"{name}:{labels}" if labels else name] = value
 
-    def increase_counter(self, name: str, value: float = 1) -> None:
+    def increase_counter(self, name: str, value: float = 1, labels: tuple[str, ...] = ()) -> None:
+        name = f"{name}:{labels}" if labels else name
         self.values[name] = self.values.get(name, 0) + value
 
     def observe_histogram(self, name: str, value: float) -> None:
@@ -211,6 +214,7 @@ def _modules() -> dict[str, dict[str, Any]]:
     base |= {name: empty[name] for name in names}
     base |= {
         "OffloadKey": bytes,
+        "ScheduleEndContext": make_dataclass("ScheduleEndContext", ["new_req_ids", "preempted_req_ids"]),
         "RequestOffloadingContext": make_dataclass("RequestOffloadingContext", []),
         "CanonicalKVCacheTensor": make_dataclass("CanonicalKVCacheTensor", ["tensor", "page_size_bytes"]),
         "CanonicalKVCacheRef": make_dataclass("CanonicalKVCacheRef", ["tensor_idx", "page_size_bytes"]),

@@ -23,6 +23,13 @@ SECONDS = 20.0  # that anything may take
 DESCRIBED: dict[str, Any] = {"dtype": "uint8", "tokens_per_block": 4, "block_axes": ("tokens",)}
 
 
+def aligned(entries: int, nbytes: int = 4096) -> UInt8Array:
+    """Memory of slots, as shared memory has it: from a multiple of 4096 on."""
+    raw = np.zeros(entries * nbytes + 4096, np.uint8)
+    start = -raw.__array_interface__["data"][0] % 4096
+    return raw[start : start + entries * nbytes].reshape(entries, nbytes)
+
+
 def key(number: int) -> bytes:
     return b"key %12d" % number
 

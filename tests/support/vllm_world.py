@@ -102,6 +102,7 @@ class World:
         connector = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
         with set_current_vllm_config(config):
             for worker in self.workers:
+                config.parallel_config.rank = worker.rank
                 worker.connector = connector(config, KVConnectorRole.WORKER, caches)
                 worker.connector.register_kv_caches(worker.tensors(names))
         self.aggregator = KVOutputAggregator(setting.workers)
@@ -278,6 +279,7 @@ class World:
         assert (statistics.pending, statistics.pinned) == (0, 0), statistics
 
     def close(self) -> None:
+        self.scheduler.connector.shutdown()
         for worker in self.workers:
             worker.close()
 

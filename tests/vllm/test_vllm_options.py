@@ -27,6 +27,7 @@ def test_options_are_read() -> None:
     given: dict[str, Any] = {
         "store_threshold": 2, "max_tracker_size": 10, "kvoffload_policy": "lru", "kvoffload_prefer": "latency",
         "kvoffload_sm_limit": 0, "kvoffload_max_in_flight": 7, "kvoffload_most_queued_bytes": 1 << 30,
+        "kvoffload_tier_write": "back", "kvoffload_tier_identity": "x", "kvoffload_promotion_seconds": 2.5,
     }  # fmt: skip
     options = Options.read({**BYTES, **given})
     assert {name: getattr(options, name) for name in given} == given
@@ -37,6 +38,13 @@ def test_options_are_read() -> None:
     [
         ({"kvoffload_polcy": "lru"}, "no option kvoffload_polcy .got 'lru'.; did you mean kvoffload_policy"),
         ({"kvoffload_": 1}, "no option kvoffload_ "),
+        ({"kvoffload_tiers": "disk"}, "kvoffload_tiers must be a list"),
+        ({"kvoffload_tiers": ["disk"]}, "kvoffload_tiers.0. must be an object with a .kind.*, got 'disk'"),
+        ({"kvoffload_tiers": [{"path": "x"}]}, "kvoffload_tiers.0. must be an object"),
+        ({"kvoffload_tier_write": "often"}, "kvoffload_tier_write must be one of"),
+        ({"kvoffload_tier_identity": 7}, "kvoffload_tier_identity must be a string"),
+        ({"kvoffload_promotion_seconds": 0}, "kvoffload_promotion_seconds must be a number above 0, got 0"),
+        ({"kvoffload_prefill_tokens_per_second": True}, "must be a number above 0, got True"),
         ({"kvoffload_policy": "fifo"}, "kvoffload_policy must be one of .*lru.*, got 'fifo'"),
         ({"kvoffload_policy": 3}, "kvoffload_policy must be one of .*, got 3"),
         ({"kvoffload_prefer": "speed"}, "kvoffload_prefer must be one of overlap, latency, got 'speed'"),
@@ -53,6 +61,13 @@ def test_an_option_that_is_wrong_is_named(given: dict[str, Any], words: str) -> 
         Options.read({**BYTES, **given})
 
 
+def test_tiers_are_read() -> None:
+    [disk, memory] = Options.read(
+        {**BYTES, "kvoffload_tiers": [{"kind": "disk", "path": "/x"}, {"kind": "memory", "name": "mine"}]}
+    ).kvoffload_tiers
+    assert (disk.kind, disk.arguments, memory.arguments) == ("disk", {"path": "/x"}, {"name": "mine"})
+
+
 def test_the_host_memory_must_be_named() -> None:
     with pytest.raises(ValueError, match="needs cpu_bytes_to_use"):
         Options.read({})
@@ -61,7 +76,6 @@ def test_the_host_memory_must_be_named() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"kvoffload_tiers": ["disk"]}, "kvoffload_tiers is not supported yet, got .'disk'."),
         ({"eviction_policy": "arc"}, "eviction_policy='arc' has no effect.*kvoffload_policy"),
         ({"canonical_layout": True}, "canonical_layout=True has no effect"),
         ({"secondary_tiers": [{}]}, "secondary_tiers=.* has no effect"),

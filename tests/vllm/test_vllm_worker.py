@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,25 @@ def test_a_store_that_succeeds_mends_its_slots() -> None:
         rig.worker.submit_load(3, host(3), gpu((0, [5])))
         rig.finish()
         assert (rig.blocks[:, 5] == rig.blocks[:, 0]).all()
+
+
+def test_shared_slots_are_filled_by_tiers_after_a_failed_store() -> None:
+    """The scheduler, which hears of the failure, has no key for the slot until a tier or a store has filled it."""
+    name = f"a worker's slots {os.getpid()}"
+    with Rig(shared=True) as rig:
+        rig.worker.reports_failures = True
+        failing(rig)
+        rig.worker.submit_store(1, gpu((0, [3])), host(2))
+        rig.finish()
+        assert rig.worker.take_failed_slots() == {2}
+        rig.worker.offer(name, "what they are")
+        with kvoffload.SharedSlots.receive(name) as slots:
+            assert slots.note == "what they are"
+            slots.array[2] = 7
+        rig.worker.submit_load(2, host(2), gpu((0, [5])))
+        rig.finish()
+        assert rig.worker.take_failed_loads() == set()
+        assert (rig.blocks[:, 5] == 7).all()
 
 
 def test_a_failed_load_ends_the_worker_where_it_cannot_be_reported() -> None:

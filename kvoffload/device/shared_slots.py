@@ -1,0 +1,232 @@
+"""SharedSlots: slots in memory that several processes of a machine map. No file has a name, so none can be left behind.
+
+    the process of an engine                              another process, such as that of a TieredIndex
+
+    slots = SharedSlots(num_slots, slot_bytes)
+    engine = OffloadEngine(layout, host_memory=slots.host_memory, ...)
+    slots.offer("pool of rank 0")             ──────>     pool = SharedSlots.receive("pool of rank 0").array
+
+The memory is a `memfd`, which a thread hands over a socket in the abstract name space to processes of the same user.
+The kernel frees it when the last process that maps it has ended, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from kvoffload.device.host_memory import HostMemory
+from kvoffload.device.pinned import RANGE_BYTES, SPARE_BYTES
+from kvoffload.errors import CapabilityError, CapacityError
+from kvoffload.internal import hostinfo
+from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.log import LOGGER
+from kvoffload.internal.types import UInt8Array
+from kvoffload.layout.layout import SLOT_ALIGNMENT
+
+_LONGEST_NOTE = 32_768  # bytes
+_BETWEEN_ATTEMPTS = 0.02  # seconds
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+class SharedSlots:
+    """Slots of one engine in memory that other processes map, too. A context manager.
+
+    Args:
+        num_slots: at least 1.
+        slot_bytes: of the engine's layout, a multiple of 4096.
+
+    Attributes:
+        array: uint8, (num_slots, slot_bytes), C-contiguous. Zeros at first.
+        note: what the offering process has said about them.
+
+    Raises:
+        CapacityError: the machine, or the process's limits, have too little memory. All of it is allocated at once.
+        CapabilityError: the system has no memfd.
+        ValueError: bad arguments.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        at_least("num_slots", num_slots, 1)
+        if at_least("slot_bytes", slot_bytes, 1) % SLOT_ALIGNMENT:
+            raise ValueError(f"slot_bytes must be a multiple of {SLOT_ALIGNMENT}, got {slot_bytes}")
+        if not hasattr(os, "memfd_create"):
+            raise CapabilityError("memory is shared through a memfd, which this system does not have; use Linux")
+        descriptor = os.memfd_create("kvoffload-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            _allocate(descriptor, num_slots * slot_bytes)
+            self._map(descriptor, num_slots, slot_bytes, "")
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _map(self, descriptor: int, num_slots: int, slot_bytes: int, note: str) -> None:
+        mapped = mmap.mmap(descriptor, num_slots * slot_bytes)
+        self.array: UInt8Array = np.frombuffer(mapped, dtype=np.uint8).reshape(num_slots, slot_bytes)
+        self.note = note
+        self._descriptor: int | None = descriptor
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """For `OffloadEngine(host_memory=)`, which registers the memory with the driver."""
+        return HostMemory.of_buffer(self.array.reshape(-1), num_slots=len(self.array), slot_stride=self.array.shape[1])
+
+    # handing over -------------------------------------------------------------------------------------------------
+
+    def offer(self, name: str, note: str = "") -> None:
+        """Hand the memory to each process of this user that asks for `name`, until `close`.
+
+        Args:
+            name: of no other offer on this machine (in this network namespace).
+            note: what the others are to know, at most 32 KiB.
+
+        Raises:
+            ValueError: the name is offered already; the note is too long; or this object has an offer, or is closed.
+        """
+        if self._listener is not None or self._descriptor is None:
+            raise ValueError("an offer has been made already, or the slots are closed")
+        num_slots, slot_bytes = self.array.shape
+        message = json.dumps({"num_slots": num_slots, "slot_bytes": slot_bytes, "note": note}).encode()
+        if len(message) > _LONGEST_NOTE:
+            raise ValueError(f"note must have at most {_LONGEST_NOTE} bytes as JSON, got {len(message)}")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(_address(name))
+            listener.listen(64)
+        except OSError as error:
+            listener.close()
+            raise ValueError(
+                f"name={name!r:.80} is offered already on this machine, or sockets cannot be made ({error}); give each "
+                "offer its own"
+            ) from error
+        self._listener = listener
+        self._thread = threading.Thread(
+            target=_serve, args=(listener, self._descriptor, message), name="kvoffload-offer", daemon=True
+        )
+        self._thread.start()
+
+    @classmethod
+    def receive(cls, name: str, timeout: float = 0.0) -> SharedSlots:
+        """The slots that a process of this machine and user offers under `name`; waits for the offer if there is none.
+
+        Raises:
+            TimeoutError: there was no offer within `timeout` seconds.
+            PermissionError: the offer is of another user.
+            ValueError: what was offered is not what it is said to be.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                try:
+                    connection.connect(_address(name))
+                except ConnectionRefusedError:
+                    pass
+                else:
+                    return cls._received(connection, name)
+            if time.monotonic() >= end:
+                raise TimeoutError(f"no process of this machine offers {name!r:.80}; waited {timeout:g} seconds")
+            time.sleep(_BETWEEN_ATTEMPTS)
+
+    @classmethod
+    def _received(cls, connection: socket.socket, name: str) -> SharedSlots:
+        if _user_of(connection) != os.getuid():
+            raise PermissionError(f"{name!r:.80} is offered by user {_user_of(connection)}, not by this one")
+        connection.settimeout(10.0)
+        message, descriptors, _, _ = socket.recv_fds(connection, 2 * _LONGEST_NOTE, 1, socket.MSG_CMSG_CLOEXEC)
+        if not descriptors:
+            raise PermissionError(f"the process that offers {name!r:.80} did not hand over its memory: another user's?")
+        try:
+            said: dict[str, Any] = json.loads(message)
+            num_slots, slot_bytes = int(said["num_slots"]), int(said["slot_bytes"])
+            if num_slots * slot_bytes != os.fstat(descriptors[0]).st_size:
+                raise ValueError(f"{name!r:.80} has other than {num_slots} slots of {slot_bytes} bytes")
+            slots = cls.__new__(cls)
+            slots._map(descriptors[0], num_slots, slot_bytes, str(said["note"]))
+        except BaseException:
+            os.close(descriptors[0])
+            raise
+        return slots
+
+    # the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the offer. The memory stays mapped as long as arrays over it live. Idempotent."""
+        if self._listener is not None and self._thread is not None:
+            try:
+                self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+            except OSError:
+                pass
+            self._thread.join()
+            self._listener.close()
+            self._listener = self._thread = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> SharedSlots:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._descriptor is None else "offered" if self._listener is not None else "mapped"
+        return f"SharedSlots({len(self.array)} slots of {self.array.shape[1]} bytes, {state})"
+
+
+def _allocate(descriptor: int, nbytes: int) -> None:
+    """Allocate all pages: one that is lacking later would end the process. In steps, since others allocate, too."""
+    try:
+        os.ftruncate(descriptor, nbytes)
+        for start in range(0, nbytes, RANGE_BYTES):
+            available = hostinfo.available_bytes()
+            if available is not None and nbytes - start + SPARE_BYTES > available:
+                raise CapacityError(
+                    f"{nbytes} bytes of shared memory cannot be allocated: {start} are, and {available} are available; "
+                    "give fewer slots, or free memory"
+                )
+            os.posix_fallocate(descriptor, start, min(RANGE_BYTES, nbytes - start))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except (OSError, OverflowError) as error:
+        raise CapacityError(
+            f"{nbytes} bytes of shared memory cannot be allocated ({error}); give fewer slots"
+        ) from error
+
+
+def _serve(listener: socket.socket, descriptor: int, message: bytes) -> None:
+    """Of the thread: hand the memory to each process that connects, until the listener is shut down."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection:
+            try:
+                connection.settimeout(10.0)
+                if _user_of(connection) in (os.getuid(), 0):
+                    socket.send_fds(connection, [message], [descriptor])
+            except OSError as error:
+                LOGGER.warning("shared slots could not be handed over: %s", shown(error))
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+def _address(name: str) -> str:
+    """In the abstract name space, which has no files."""
+    return "\0kvoffload-slots-" + blake2b(name.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,169 @@
+"""Tiers below the host memory of vLLM's workers, in the scheduler's process.
+
+Each worker has its slots in memory that it offers by a name of its own; the scheduler's process maps those of all
+workers, and gives them to the tiers: a record is one chunk of all workers. vLLM makes the workers first. Where it does
+not, the manager looks for them at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvoffload.cache.statistics import CacheEvent
+from kvoffload.device.shared_slots import SharedSlots
+from kvoffload.errors import CapabilityError, CapacityError
+from kvoffload.internal.types import UInt8Array
+from kvoffload.tiering.tiered_index import TieredIndex
+from kvoffload.tiers.loading import load_tier
+from kvoffload.tiers.tier import Tier
+from kvoffload.vllm.identity import config_of_connector, identity_of, layout_digest
+from kvoffload.vllm.options import Options
+from kvoffload.vllm.tier_options import TierChoice
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_LONGEST_WAIT = 30.0  # seconds, for workers' memory
+
+
+class TiersOfWorkers:
+    """The tiers that kvoffload_tiers asks for. Made in every process; `open` is for the scheduler's.
+
+    Args:
+        config: vLLM's.
+        options: with at least one tier.
+        num_chunks: slots of each worker.
+        wait: seconds for workers' memory.
+
+    Raises:
+        CapabilityError: the connector being made is not a KVOffloadConnector.
+        CapacityError: there are no slots.
+    """
+
+    def __init__(
+        self, config: OffloadingConfig, options: Options, num_chunks: int, *, wait: float = _LONGEST_WAIT
+    ) -> None:
+        connector = config_of_connector()
+        if connector is None:
+            raise CapabilityError(
+                'kvoffload_tiers needs kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm": '
+                "with vLLM's own connector the bytes of a store that failed would get into the tiers"
+            )
+        if num_chunks == 0:
+            raise CapacityError(
+                f"kvoffload_tiers needs slots in host memory, and cpu_bytes_to_use={options.cpu_bytes_to_use} is less "
+                "than a chunk of all workers; raise it"
+            )
+        self._config, self._options, self._num_chunks = config, options, num_chunks
+        self._connector: VllmConfig = connector
+        self._wait = wait
+
+    def name_of(self, rank: int) -> str:
+        """Under which a worker offers its slots: all processes of an engine know its unique identifier."""
+        return f"{self._config.engine_id}/{rank}"
+
+    @property
+    def windows(self) -> Mapping[int, int]:
+        """The chunks of each group's window, by the group's number, of those that have one."""
+        sizes = {group.group_id: group.sliding_window_size_in_chunks for group in self._config.groups}
+        return {number: size for number, size in sizes.items() if size is not None}
+
+    @property
+    def source(self) -> CacheHitSource:
+        """Where promoted chunks come from, for vLLM's metrics."""
+        disks_alone = all(choice.kind == "disk" for choice in self._options.kvoffload_tiers)
+        return CacheHitSource.DISK if disks_alone else CacheHitSource.EXTERNAL_UNSPECIFIED
+
+    def workers_are_there(self) -> bool:
+        """Whether all workers offer their slots now."""
+        try:
+            for rank in range(self._config.parallel.world_size):
+                SharedSlots.receive(self.name_of(rank)).close()
+        except TimeoutError:
+            return False
+        return True
+
+    def open(self, on_event: Callable[[CacheEvent], None] | None) -> TieredIndex:
+        """The index, over all workers' slots.
+
+        Raises:
+            CapabilityError: a worker's memory cannot be mapped, such as one on another machine; or a tier needs a
+                package.
+            ValueError: a tier's arguments.
+            And what `Tier.attach` raises.
+        """
+        options = self._options
+        pools, notes = self._pools()
+        tiers = self._tiers()
+        per_chunk = None
+        if options.kvoffload_prefill_tokens_per_second is not None:
+            per_chunk = self._tokens_per_chunk / options.kvoffload_prefill_tokens_per_second
+        try:
+            return TieredIndex(
+                pools,
+                tiers=tiers,
+                layout=layout_digest(self._config, notes),
+                write=options.kvoffload_tier_write,
+                seconds_per_key=per_chunk,
+                policy=options.kvoffload_policy,
+                on_event=on_event,
+            )
+        except BaseException:
+            for tier in tiers:
+                tier.close()
+            raise
+
+    @property
+    def _tokens_per_chunk(self) -> int:
+        """Of the group whose chunks take the most: those of several groups are computed together."""
+        cache = self._config.cache
+        return max(int(group.tokens_per_block) for group in self._config.groups) * int(cache.blocks_per_chunk)
+
+    def _pools(self) -> tuple[list[UInt8Array], list[str]]:
+        pools, notes = [], []
+        for rank in range(self._config.parallel.world_size):
+            try:
+                with SharedSlots.receive(self.name_of(rank), self._wait) as slots:
+                    pools.append(slots.array)
+                    notes.append(slots.note)
+            except TimeoutError as error:
+                raise CapabilityError(
+                    f"kvoffload_tiers needs all {self._config.parallel.world_size} workers on the scheduler's machine, "
+                    f"in its network namespace; worker {rank} has offered no memory there for {self._wait:g} seconds. "
+                    "Leave out kvoffload_tiers where workers are on several machines"
+                ) from error
+        return pools, notes
+
+    def _tiers(self) -> list[Tier]:
+        tiers: list[Tier] = []
+        try:
+            for place, choice in enumerate(self._options.kvoffload_tiers):
+                tiers.append(self._tier(place, choice))
+        except BaseException:
+            for tier in tiers:
+                tier.close()
+            raise
+        return tiers
+
+    def _tier(self, place: int, choice: TierChoice) -> Tier:
+        replica = str(self._config.parallel.data_parallel_index)
+        arguments: dict[str, Any] = {
+            name: value.replace("{dp}", replica) if isinstance(value, str) else value
+            for name, value in choice.arguments.items()
+        }
+        if choice.kind != "memory":
+            arguments.setdefault("identity", self.identity)
+        try:
+            return load_tier(choice.kind, **arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"kvoffload_tiers[{place}], {choice.kind}: {error}") from error
+
+    @property
+    def identity(self) -> str:
+        """What the records depend on besides their layout."""
+        given = self._options.kvoffload_tier_identity
+        return identity_of(self._connector, self._config) if given is None else given

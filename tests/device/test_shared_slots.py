@@ -1,0 +1,152 @@
+"""Slots in memory that processes share: handed over by name, and gone with the last process that maps them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import COPY_ENGINE_ONLY
+
+import kvoffload
+from kvoffload import NO_WAIT, CapacityError, KVLayout, OffloadEngine
+from kvoffload.device.shared_slots import SharedSlots
+from kvoffload.testing import scramble
+
+PAGE = 4096
+
+OFFERING = """
+    import sys
+    from kvoffload.device.shared_slots import SharedSlots
+    slots = SharedSlots(4, 4096)
+    slots.array[:] = [[number] * 4096 for number in range(1, 5)]
+    slots.offer(sys.argv[1], "rank 0")
+    print("offered", flush=True)
+    sys.stdin.readline()
+    print(int(slots.array[2, 7]), flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    return f"{request.node.name} {os.getpid()}"
+
+
+@pytest.fixture
+def offering(name: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that offers slots, and says what is in one of them when it gets a line."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvoffload.__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(OFFERING), name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "offered\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_two_processes_write_the_same_bytes(name: str, offering: subprocess.Popen[str]) -> None:
+    with SharedSlots.receive(name) as slots:
+        assert slots.note == "rank 0"
+        assert slots.array.shape == (4, PAGE)
+        assert slots.array.tolist() == [[number] * PAGE for number in range(1, 5)]
+        slots.array[2, 7] = 77
+        assert offering.stdin is not None
+        assert offering.stdout is not None
+        offering.stdin.write("\n")
+        offering.stdin.flush()
+        assert offering.stdout.readline() == "77\n"
+
+
+def test_a_killed_process_leaves_no_offer_and_no_file(name: str, offering: subprocess.Popen[str]) -> None:
+    before = set(os.listdir("/dev/shm"))
+    slots = SharedSlots.receive(name)
+    offering.send_signal(signal.SIGKILL)
+    offering.wait(30)
+    assert slots.array[3, 0] == 4, "it is mapped here"
+    with pytest.raises(TimeoutError, match="no process of this machine offers"):
+        SharedSlots.receive(name, 0.05)
+    assert set(os.listdir("/dev/shm")) <= before
+    slots.close()
+
+
+def test_an_offer_is_waited_for(name: str) -> None:
+    with SharedSlots(1, PAGE) as slots:
+        timer = threading.Timer(0.1, slots.offer, (name, "late"))
+        timer.start()
+        with SharedSlots.receive(name, 20) as received:
+            assert received.note == "late"
+        timer.join()
+
+
+def test_several_may_ask_and_a_closed_offer_is_none(name: str) -> None:
+    slots = SharedSlots(2, PAGE)
+    slots.offer(name)
+    received = [SharedSlots.receive(name) for _ in range(3)]
+    slots.close()
+    slots.close()
+    with pytest.raises(TimeoutError):
+        SharedSlots.receive(name)
+    received[0].array[1, 1] = 9
+    assert [each.array[1, 1] for each in (*received, slots)] == [9] * 4, "closed, they stay mapped"
+    for each in received:
+        each.close()
+    with SharedSlots(2, PAGE) as others:
+        others.offer(name)
+
+
+def test_nothing_stays_open(name: str) -> None:
+    before = (set(os.listdir("/proc/self/fd")), threading.active_count())
+    for _ in range(3):
+        with SharedSlots(2, PAGE) as slots:
+            slots.offer(name)
+            SharedSlots.receive(name).close()
+        del slots
+    assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_what_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="num_slots"):
+        SharedSlots(0, PAGE)
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        SharedSlots(1, 100)
+    with pytest.raises(CapacityError, match="give fewer slots"):
+        SharedSlots(1 << 40, PAGE)
+    with SharedSlots(1, PAGE) as slots, SharedSlots(1, PAGE) as others:
+        with pytest.raises(ValueError, match="note must have"):
+            slots.offer(name, "x" * 40_000)
+        slots.offer(name)
+        with pytest.raises(ValueError, match="is offered already"):
+            others.offer(name)
+        with pytest.raises(ValueError, match="an offer has been made"):
+            slots.offer(name)
+
+
+def test_an_engine_over_them(device: kvoffload.Device) -> None:
+    planes = device.allocate_planes(2, block_bytes=64, num_blocks=8)
+    layout = KVLayout([planes])
+    buffer = planes[0].owner
+    assert isinstance(buffer, kvoffload.DeviceBuffer)
+    scramble(buffer, 1)
+    with SharedSlots(4, layout.slot_bytes) as slots:
+        with OffloadEngine(layout, device=device, host_memory=slots.host_memory, **COPY_ENGINE_ONLY) as engine:
+            engine.store([3], [1], after=NO_WAIT).wait(20)
+            stored = slots.array[1, : 2 * 64].copy()
+            scramble(buffer, 2)
+            slots.array[2] = slots.array[1]
+            engine.load([2], [5], after=NO_WAIT).wait(20)
+            engine.store([5], [0], after=NO_WAIT).wait(20)
+        assert stored.any()
+        assert slots.array[0, : 2 * 64].tolist() == stored.tolist()

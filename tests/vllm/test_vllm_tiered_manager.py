@@ -1,0 +1,276 @@
+"""TieredKVOffloadManager as vLLM's scheduler calls it, over memory that the test fills as workers would."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import fake_vllm
+import numpy as np
+from tier_classes import DictTier
+from tiering import SECONDS, aligned, until
+
+fake_vllm.install()
+
+from vllm.v1.kv_offload.base import (  # noqa: E402
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
+from vllm_parts import request  # noqa: E402
+
+from kvoffload import CacheIndex, Status  # noqa: E402
+from kvoffload.testing import FaultyTier  # noqa: E402
+from kvoffload.tiering import TieredIndex  # noqa: E402
+from kvoffload.tiers import Tier  # noqa: E402
+from kvoffload.vllm.tiered_manager import TieredKVOffloadManager  # noqa: E402
+
+HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
+
+
+class Host:
+    """What vLLM's scheduler and workers do with the manager."""
+
+    def __init__(self, manager: TieredKVOffloadManager, pool: Any) -> None:
+        self.manager, self.pool = manager, pool
+
+    @property
+    def index(self) -> TieredIndex:
+        assert isinstance(self.manager.index, TieredIndex)
+        return self.manager.index
+
+    def store(self, numbers: Sequence[int]) -> None:
+        context = self.context(numbers)
+        output = self.manager.prepare_store(keys(numbers), context)
+        assert output is not None
+        for key, slot in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
+            self.pool[slot] = int.from_bytes(key[:4], "big")
+        self.manager.complete_store(output.keys_to_store, context)
+        self.manager.on_request_finished(context)
+        self.end_step()
+
+    def written(self, numbers: Sequence[int]) -> None:
+        """Store, have the tiers take them, and evict them."""
+        self.store(numbers)
+        assert self.index.drain(SECONDS)
+        CacheIndex.clear(self.index)
+
+    def context(self, numbers: Sequence[int]) -> ReqContext:
+        context: ReqContext = request("request", keys(numbers))
+        self.manager.on_new_request(context)
+        return context
+
+    def look(self, numbers: Sequence[int], context: ReqContext) -> list[LookupResult]:
+        return [self.manager.lookup(key, context) for key in keys(numbers)]
+
+    def end_step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def look_until(self, numbers: Sequence[int], context: ReqContext, result: list[LookupResult]) -> int:
+        """Steps, in each of which the request looks its keys up; how many there were."""
+        steps = 0
+        end = time.monotonic() + SECONDS
+        while (found := self.look(numbers, context)) != result:
+            assert time.monotonic() < end, found
+            self.end_step()
+            steps += 1
+            time.sleep(1e-3)
+        return steps
+
+    def loaded(self, numbers: Sequence[int], context: ReqContext) -> bool:
+        """Begin and end a load of keys; whether the slots hold their bytes."""
+        spec = self.manager.prepare_load(keys(numbers), context)
+        self.end_step()
+        right = [bool((self.pool[slot] == n % 256).all()) for n, slot in zip(numbers, spec.block_ids, strict=True)]
+        self.manager.complete_load(keys(numbers), context)
+        return all(right)
+
+
+def keys(numbers: Sequence[int], group: int = 0) -> list[OffloadKey]:
+    return [make_offload_key(n.to_bytes(4, "big") + bytes(12), group) for n in numbers]
+
+
+@contextmanager
+def host(
+    *tiers: Tier, capacity: int = 8, seconds: float = SECONDS, write: Any = "through", **options: Any
+) -> Iterator[Host]:
+    pool = aligned(capacity)
+
+    def open_index(on_event: Callable[..., None] | None) -> TieredIndex:
+        return TieredIndex([pool], tiers=tiers, layout=None, write=write, policy="lru", on_event=on_event)
+
+    manager = TieredKVOffloadManager(
+        capacity, open_index=open_index, promotion_seconds=seconds, windows={1: 2}, **options
+    )
+    yield Host(manager, pool)
+    for tier in tiers:
+        if isinstance(tier, FaultyTier):
+            tier.heal()
+    manager.index.check()
+    manager.shutdown()
+    manager.shutdown()
+
+
+class Asked(DictTier):
+    """Does not know what it has without being asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capabilities = type(self.capabilities)(durable=False, shared=False, local_index=False)
+
+
+def test_promoted_keys_are_hits_with_their_bytes() -> None:
+    with host(DictTier(), source=CacheHitSource.DISK) as bench:
+        bench.written(range(3))
+        bench.store([7])
+        context = bench.context([7, 0, 1, 2, 9])
+        assert bench.look([7, 0, 1, 2, 9], context) == [HIT, PENDING, PENDING, PENDING, MISS]
+        bench.end_step()
+        bench.look_until([7, 0, 1, 2, 9], context, [HIT] * 4 + [MISS])
+        assert bench.loaded([7, 0, 1, 2], context)
+        sources = [bench.manager.get_load_source(key, context) for key in keys([7, 0])]
+        assert sources == [CacheHitSource.HOST, CacheHitSource.DISK]
+        assert bench.index.statistics().pinned == 0
+
+
+def test_a_tier_that_has_to_be_asked_is() -> None:
+    with host(Asked()) as bench:
+        bench.written(range(2))
+        context = bench.context(range(4))
+        assert bench.look(range(4), context) == [RETRY] * 4
+        bench.end_step()
+        bench.look_until(range(4), context, [HIT, HIT, MISS, MISS])
+
+
+def test_of_a_window_the_last_chunks_are_asked_for() -> None:
+    with host(Asked()) as bench:
+        context = bench.context([])
+        results = [bench.manager.lookup(key, context) for key in reversed(keys(range(6), group=1))]
+        assert results == [RETRY] * 3 + [MISS] * 3
+
+
+def test_a_request_waits_no_longer_than_its_deadline() -> None:
+    tier = FaultyTier()
+    with host(tier, seconds=0.3) as bench:
+        bench.written(range(2))
+        tier.hang_all()
+        context = bench.context(range(2))
+        begun = time.monotonic()
+        bench.look_until(range(2), context, [MISS, MISS])
+        assert time.monotonic() - begun >= 0.29
+        bench.end_step()
+        assert bench.look(range(2), context) == [MISS, MISS], "asked for once"
+
+
+def test_a_failing_tier_is_a_miss() -> None:
+    tier = FaultyTier()
+    with host(tier) as bench:
+        bench.written(range(2))
+        tier.fail_all()
+        bench.look_until(range(2), bench.context(range(2)), [MISS, MISS])
+
+
+def test_a_hit_is_held_until_the_step_has_ended() -> None:
+    with host(DictTier(), capacity=4) as bench:
+        bench.written(range(10, 14))
+        bench.store(range(4))
+        context = bench.context(range(4))
+        assert bench.look(range(4), context) == [HIT] * 4
+        with bench.index.promote(keys(range(10, 14))) as promotion:  # as another request's, by the tiers' thread
+            promotion.wait(SECONDS)
+            assert bench.loaded(range(4), context)
+
+
+def test_a_request_that_finishes_holds_nothing() -> None:
+    with host(DictTier()) as bench:
+        bench.written(range(3))
+        context = bench.context(range(3))
+        bench.look_until(range(3), context, [HIT] * 3)
+        bench.end_step()
+        assert bench.index.statistics().pinned == 3
+        bench.manager.on_request_finished(context)
+        assert bench.index.statistics().pinned == 0
+
+
+def test_what_is_not_loaded_is_held_until_the_deadline() -> None:
+    with host(DictTier(), seconds=0.5) as bench:
+        bench.written(range(3))
+        context = bench.context(range(3))
+        bench.look(range(3), context)
+        bench.end_step()
+        until(lambda: bench.index.status(keys(range(3))) == [Status.HIT] * 3)
+
+        def released() -> bool:
+            bench.end_step()
+            return bench.index.statistics().pinned == 0
+
+        until(released)
+
+
+def test_a_reset_reaches_the_tiers() -> None:
+    tier = DictTier()
+    with host(tier) as bench:
+        bench.written(range(3))
+        bench.store([5])
+        context = bench.context(range(3))
+        bench.look(range(3), context)
+        bench.manager.reset_cache()
+        bench.manager.on_reset_flushed()
+        assert not tier.store
+        assert bench.look([0, 1, 2, 5], bench.context(range(3))) == [MISS] * 4
+
+
+def test_tiers_that_cannot_be_reset_are_not_used_any_more() -> None:
+    tier = FaultyTier()
+    with host(tier) as bench:
+        bench.written(range(3))
+        tier.fail_all()
+        bench.manager.reset_cache()
+        bench.manager.on_reset_flushed()
+        tier.heal()
+        assert bench.look(range(3), bench.context(range(3))) == [MISS] * 3
+        bench.store([4])
+        assert bench.look([4], bench.context([4])) == [HIT]
+
+
+def test_a_load_that_failed_is_not_repeated_from_the_tier_for_ever() -> None:
+    tier = DictTier()
+    with host(tier) as bench:
+        bench.written(range(2))
+        context = bench.context(range(2))
+        bench.look_until(range(2), context, [HIT, HIT])
+        spec = bench.manager.prepare_load(keys(range(2)), context)
+        bench.manager.note_failed(spec.block_ids.tolist())
+        bench.manager.complete_load(keys(range(2)), context)
+        bench.end_step()
+        assert len(tier.store) == 2, "its bytes are not at fault"
+        assert bench.look(range(2), context) == [MISS, MISS]
+        bench.manager.on_request_finished(context)
+        bench.look_until(range(2), bench.context(range(2)), [HIT, HIT])
+
+
+def test_events_and_statistics() -> None:
+    with host(DictTier(), enable_events=True) as bench:
+        bench.written(range(2))
+        list(bench.manager.take_events())
+        context = bench.context(range(2))
+        bench.look_until(range(2), context, [HIT, HIT])
+        found: list[Any] = []
+
+        def told() -> bool:
+            found.extend(bench.manager.take_events())
+            return bool(found)
+
+        until(told)
+        assert [event.removed for event in found] == [False] * len(found)
+        assert {key for event in found for key in event.keys} == set(keys(range(2)))
+        stats = bench.manager.get_stats()
+        assert stats.reduce()["vllm:kvoffload_tier_promoted_chunks:('dict',)"] == 2
+        assert stats.reduce()["vllm:kvoffload_tier_usable:('dict',)"] == 1
+        assert "vllm:kvoffload_tier_promoted_chunks:('dict',)" not in bench.manager.get_stats().reduce()
+        assert np.isfinite(bench.index.tier_statistics()[0].promoted)
