@@ -218,6 +218,14 @@ class FakeManager:
     def touch(self, keys: Sequence[bytes], request: Any) -> None: ...
 
 
+@pytest.fixture(autouse=True)
+def no_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of the process have put small classes in the place of vLLM's, see `fake_vllm`: here it is missing."""
+    if "vllm" in sys.modules and getattr(sys.modules["vllm"], "__file__", None) is None:
+        for name in [name for name in sys.modules if f".{name}.".startswith((".vllm.", ".kvoffload.vllm."))]:
+            monkeypatch.delitem(sys.modules, name)
+
+
 class FakeRequest:
     def __init__(self, number: str) -> None:
         self.number, self.positions = number, dict[bytes, int]()

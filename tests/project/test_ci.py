@@ -39,7 +39,7 @@ def steps() -> list[list[str]]:
         if line.endswith("pip install --quiet jax"):
             found.append(["jax"])
         elif " -m pytest" in line:
-            found.append(shlex.split(line.partition(" -m pytest")[2].removeprefix(" -n 0")))
+            found.append(shlex.split(line.partition(" -m pytest")[2].removeprefix(" -n 0"), comments=True))
     return found
 
 
