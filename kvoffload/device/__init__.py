@@ -7,5 +7,6 @@ PinnedMemory                pinned host memory as numpy arrays                  
 HostMemory                  slots in host memory that the caller brings                  host_memory.py
 Resource, DeviceResources   driver objects, freed exactly once                           ownership.py
 Lane, EventPool             streams of a lane, pools of events, other programs' streams  streams.py
+AllocationFinder            in which driver allocation planes are                        allocations.py
 device_of                   on which GPU a pointer's memory is                           placement.py
 """
