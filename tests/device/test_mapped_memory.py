@@ -25,7 +25,7 @@ def two_gpus() -> Iterator[kvoffload.Device]:
 
 
 def mapped(device: kvoffload.Device, nbytes: int) -> int:
-    return device.simulator.allocate_outside(nbytes, device=0, allocator="mapped", handle_bytes=HANDLE)
+    return int(device.simulator.allocate_outside(nbytes, device=0, allocator="mapped", handle_bytes=HANDLE))
 
 
 def free(device: kvoffload.Device, *addresses: int) -> None:
