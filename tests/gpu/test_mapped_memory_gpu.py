@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from cuda.bindings import driver as cuda
 from mapped_memory import Mapping, check_every_copier, planes_at
 
 import kvoffload
 from kvoffload import KVLayout, LayoutError, OffloadEngine, Plane
+from kvoffload.device.placement import is_mapped_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -88,3 +90,20 @@ def test_planes_across_two_reservations_without_a_gap_have_right_bytes(gpu_devic
         planes = spread(low.address, nbytes, 5)
         folds = "5 planes fold into 1 operation a block"
         check_every_copier(gpu_device, planes, [(low.address, nbytes)], folds=folds)
+
+
+def test_mapped_memory_is_told_from_that_of_allocators(gpu_device: kvoffload.Device) -> None:
+    """Ranges of allocators must not be joined: the driver refuses strided copies from one to the next."""
+    index, driver, buffer = gpu_device.index, gpu_device.driver, gpu_device.allocate(1 << 20)
+    with mapping(gpu_device, 2, without=(1,)) as memory, gpu_device.current():
+        status, pooled = cuda.cuMemAllocAsync(1 << 20, 0)
+        assert int(status) == 0
+        addresses = {
+            "mapped": memory.part(1) - 1,
+            "reserved": memory.part(1),
+            "cuMemAlloc": buffer.address,
+            "pool": int(pooled),
+        }
+        found = {name: is_mapped_on(driver, address, index) for name, address in addresses.items()}
+        assert int(cuda.cuMemFreeAsync(pooled, 0)[0]) == 0
+    assert found == {"mapped": True, "reserved": False, "cuMemAlloc": False, "pool": False}
