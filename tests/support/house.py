@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cache",),
     ("tiers",),
     ("tiering",),
-    ("jax", "observability", "testing"),
+    ("jax", "observability", "testing", "vllm"),
     ("__init__",),
     ("calibration", "terminal"),
     ("replay",),

@@ -1,0 +1,33 @@
+"""kvoffload inside vLLM: an out-of-tree OffloadingSpec, and a connector that also survives failed transfers.
+
+    --kv-transfer-config '{"kv_connector": "KVOffloadConnector", "kv_connector_module_path": "kvoffload.vllm",
+                           "kv_role": "kv_both", "kv_connector_extra_config": {
+                               "spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.vllm",
+                               "cpu_bytes_to_use": 68719476736}}'
+
+    spec.py       KVOffloadSpec: what vLLM makes, in the scheduler's process and in each worker's
+    manager.py    KVOffloadManager: the scheduler's side, a CacheIndex
+    worker.py     KVOffloadWorker: a worker's side, an OffloadEngine over its KV cache
+    connector.py  KVOffloadConnector: vLLM's OffloadingConnector, which also reports transfers that failed
+    options.py    kv_connector_extra_config, checked
+    requests.py   what the manager keeps for each request of vLLM
+    offers.py     how often a key was offered
+    planes.py     vLLM's KV cache tensors as a KVLayout
+    events.py     events of the index as vLLM's
+    metrics.py    statistics of the index as vLLM's
+    releases.py   the releases of vLLM that were tested
+
+Nothing else in the package imports it; it imports vLLM, and for the current stream torch. See docs/guides/vllm.md.
+"""
+
+from kvoffload.vllm import releases as _releases
+
+_releases.check_release()
+
+from kvoffload.vllm.connector import KVOffloadConnector  # noqa: E402
+from kvoffload.vllm.manager import KVOffloadManager  # noqa: E402
+from kvoffload.vllm.options import Options  # noqa: E402
+from kvoffload.vllm.spec import KVOffloadSpec  # noqa: E402
+from kvoffload.vllm.worker import KVOffloadWorker  # noqa: E402
+
+__all__ = ["KVOffloadConnector", "KVOffloadManager", "KVOffloadSpec", "KVOffloadWorker", "Options"]

@@ -1,0 +1,37 @@
+"""Events of the index as vLLM's offloading events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm.v1.kv_offload.base import Medium, OffloadingEvent, OffloadKey
+
+from kvoffload.cache.statistics import CacheEvent
+
+
+class EventLog:
+    """Keeps what vLLM is to hear of, until it asks. `note` is the hook of a CacheIndex."""
+
+    def __init__(self) -> None:
+        self._events: list[OffloadingEvent] = []
+
+    def note(self, event: CacheEvent) -> None:
+        keys = [OffloadKey(key) for key in event.keys]
+        if event.kind == "stored":
+            self._events.append(OffloadingEvent(keys, Medium.CPU, removed=False))
+        elif event.kind in ("evicted", "removed"):
+            self._events.append(OffloadingEvent(keys, Medium.CPU, removed=True))
+        elif event.kind == "failed":  # it never was announced as stored: for vLLM's own tracker alone
+            self._events.append(OffloadingEvent(keys, Medium.CPU, removed=True, metadata_only=True))
+
+    def take(self) -> Iterable[OffloadingEvent]:
+        """Those since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def cut_back(self, length: int) -> None:
+        """Forget all but the first `length`."""
+        del self._events[length:]
+
+    def __len__(self) -> int:
+        return len(self._events)

@@ -1,0 +1,244 @@
+"""KVOffloadManager: the scheduler's side of the offloading, a CacheIndex with one entry for each chunk.
+
+vLLM's scheduler calls it from one thread. A key is of one chunk of one group; its entry is the slot, of the same number
+in every worker. Of a store:
+
+    prepare_store ──> pending ──complete_store──> hit          a reservation of the index, open in between
+                         └──one worker failed, reset──> missing
+
+A load holds a lease from `prepare_load` to `complete_load`. After a reset the workers may still touch the slots of
+what was under way; these are free only at `on_reset_flushed`.
+
+vLLM 0.33 offers all chunks of running requests again after a reset, and of groups with a sliding window also those
+whose blocks other requests have by now. So chunks of these groups are not stored for requests that were there before a
+reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvoffload.cache.entries import Status
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
+from kvoffload.cache.reservations import Lease, Reservation
+from kvoffload.vllm.events import EventLog
+from kvoffload.vllm.metrics import Reporter
+from kvoffload.vllm.offers import Offers
+from kvoffload.vllm.requests import RequestState, end_request, has_order, in_order, state_of
+
+_MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
+_IS_MISS, _IS_HIT, _ = Status  # looking them up in the class takes as long as the rest of `lookup`
+
+
+@dataclass(slots=True, eq=False)
+class _Filling:
+    """A reservation whose chunks are being stored.
+
+    Attributes:
+        left: keys whose store has not been reported as complete.
+        well: whether no part of it has failed.
+    """
+
+    reservation: Reservation
+    left: int
+    well: bool = True
+
+
+class KVOffloadManager(OffloadingManager):
+    """Which chunks are offloaded, and in which slot. See vLLM's `OffloadingManager` for the calls.
+
+    Args:
+        num_chunks: slots of each worker; 0: nothing is stored.
+        policy: what is evicted, see `CacheIndex`.
+        enable_events: keep events for `take_events`.
+        store_threshold, max_tracker_size: see `Options`.
+        windowed_groups: vLLM's numbers of the groups whose blocks are freed while a request runs.
+        info: labels for vLLM's metric of the configuration.
+
+    Attributes:
+        index: the keys.
+    """
+
+    def __init__(
+        self,
+        num_chunks: int,
+        *,
+        policy: PolicyName = DEFAULT_POLICY,
+        enable_events: bool = False,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+        windowed_groups: Collection[int] = (),
+        info: dict[str, Any] | None = None,
+    ) -> None:
+        self._events = EventLog() if enable_events else None
+        self.index = CacheIndex(num_chunks, policy=policy, on_event=None if self._events is None else self._events.note)
+        self._status_of = self.index.status_of
+        self._info = info or {}
+        self._windowed = frozenset(windowed_groups)
+        self._resets = 0
+        self._offers = Offers(store_threshold, max_tracker_size)
+        self._reporter = Reporter(counts_skipped=store_threshold >= 2)
+        self._filling: dict[bytes, _Filling] = {}
+        self._reading: dict[frozenset[bytes], list[Lease]] = {}
+        self._before_reset: list[Callable[[], None]] = []  # ends what was under way at a reset
+
+    # loading ------------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        state_of(self.index, req_context, self._resets)
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        status = self._status_of(key)
+        return _HIT if status is _IS_HIT else _MISS if status is _IS_MISS else _PENDING
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        return CacheHitSource.HOST
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """The slots of keys that `lookup` has found. They stay as they are until `complete_load` of the same keys."""
+        wanted = list(keys)
+        lease = self.index.acquire(wanted)
+        self._reading.setdefault(frozenset(wanted), []).append(lease)
+        request = self._state(req_context).request if has_order(wanted, req_context) else None
+        self.index.load(in_order(wanted, req_context), request=request)
+        return CPULoadStoreSpec(list(lease.indices))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        which = frozenset(keys)
+        leases = self._reading[which]
+        leases.pop().release()
+        if not leases:
+            del self._reading[which]
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.index.touch(list(dict.fromkeys(keys)))
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        end_request(self.index, req_context)
+
+    # storing ------------------------------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Slots for those of the keys that are missing and worth storing.
+
+        If too few are free or can be evicted, the first keys of the request get them. None, upon which vLLM offers the
+        keys again at its next step, only if none got one while transfers hold slots that will be free later.
+        """
+        offered, state = list(dict.fromkeys(keys)), self._state(req_context)
+        if self._windowed and state.resets < self._resets:
+            offered = [key for key in offered if get_offload_group_idx(key) not in self._windowed]
+        request = state.request if has_order(offered, req_context) else None
+        wanted = self._passing(in_order(offered, req_context))
+        reservation = self.index.reserve(wanted, request=request)
+        asked = len(reservation.keys) + len(reservation.declined)
+        if asked:
+            self._reporter.sizes.append(asked)
+        if not reservation.keys:
+            reservation.commit()
+            if reservation.short and (self._filling or self._reading or self._before_reset):
+                return None
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        filling = _Filling(reservation, len(reservation.keys))
+        self._filling.update(dict.fromkeys(reservation.keys, filling))
+        stored, slots = list(reservation.keys), list(reservation.indices)
+        if wanted is not offered:
+            stored, slots = self._as_offered(offered, reservation)
+        return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), list(reservation.evicted))
+
+    def _state(self, context: ReqContext) -> RequestState:
+        return state_of(self.index, context, self._resets)
+
+    def _passing(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Without missing keys that have not been offered often enough."""
+        if self._offers.threshold < 2:
+            return keys
+        self._offers.note(keys)
+        missing = [key for key, status in zip(keys, self.index.status(keys), strict=True) if status is Status.MISS]
+        left_out = set(missing).difference(self._offers.passing(missing))
+        return [key for key in keys if key not in left_out]
+
+    @staticmethod
+    def _as_offered(offered: list[OffloadKey], reservation: Reservation) -> tuple[list[OffloadKey], list[int]]:
+        """Keys and slots of a reservation in the order in which vLLM has offered the keys, group after group."""
+        slots = dict(zip(reservation.keys, reservation.indices, strict=True))
+        stored = [key for key in offered if key in slots]
+        return stored, [slots[key] for key in stored]
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        """Every worker has ended the store. The keys are hits if none has reported a failure, else missing."""
+        for key in keys:
+            filling = self._filling.pop(key, None)
+            if filling is None:  # it was present, or stored by another request
+                continue
+            filling.left -= 1
+            filling.well &= success
+            if filling.left == 0:
+                if filling.well:
+                    filling.reservation.commit()
+                else:
+                    filling.reservation.abort()
+
+    def note_failed(self, slots: Collection[int]) -> None:
+        """A worker has failed to store into these slots, or to load from them. Called before `complete_store`.
+
+        Keys being stored there will be missing. Those that were to be loaded are missing from now on, so that the
+        request, which vLLM computes again, does not fail in the same way for ever.
+        """
+        failed = set(slots)
+        for filling in set(self._filling.values()):
+            if not failed.isdisjoint(filling.reservation.indices):
+                filling.well = False
+        for leases in self._reading.values():
+            for lease in leases:
+                self.index.remove([key for key, slot in zip(lease.keys, lease.indices, strict=True) if slot in failed])
+
+    # the rest -----------------------------------------------------------------------------------------------------
+
+    def reset_cache(self) -> None:
+        """Make all keys missing. Slots of transfers under way are free at `on_reset_flushed`."""
+        self._resets += 1
+        kept = 0 if self._events is None else len(self._events)
+        self.index.clear()
+        if self._events is not None:  # vLLM reports a reset by an event of its own
+            self._events.cut_back(kept)
+        self._before_reset += [lease.release for leases in self._reading.values() for lease in leases]
+        self._before_reset += [filling.reservation.abort for filling in set(self._filling.values())]
+        self._reading.clear()
+        self._filling.clear()
+
+    def on_reset_flushed(self) -> None:
+        for end in self._before_reset:
+            end()
+        self._before_reset.clear()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        for event in () if self._events is None else self._events.take():
+            if event.metadata_only:  # a second attempt may have the keys by now
+                statuses = self.index.status(event.keys)
+                event.keys = [key for key, status in zip(event.keys, statuses, strict=True) if status is Status.MISS]
+            if event.keys:
+                yield event
+
+    def get_stats(self) -> Any:
+        return self._reporter.report(self.index.statistics(), self._offers.take_skipped())
+
+    def config_info(self) -> list[dict[str, Any]]:
+        return [self._info]

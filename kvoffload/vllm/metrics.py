@@ -1,0 +1,80 @@
+"""Statistics of the manager under the names of vLLM's own metrics, and those that only kvoffload has."""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+    OffloadingMetricMetadata,
+)
+from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics as Names
+
+from kvoffload.cache.statistics import CacheStatistics
+
+_COUNTERS = {
+    "lookups": "Chunks that vLLM has asked for.",
+    "hits": "Chunks that were there when vLLM asked.",
+    "stored": "Chunks stored.",
+    "evicted": "Chunks evicted.",
+    "declined": "Chunks that were not stored: no room, or worth less than what they would have displaced.",
+    "failed": "Chunks whose store failed.",
+}
+_GAUGES = {
+    "resident": "Chunks that can be loaded.",
+    "pending": "Chunks being stored.",
+    "capacity": "Chunks that fit.",
+}
+_SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+def _name(counted: str) -> str:
+    return f"vllm:kvoffload_{counted}_chunks"
+
+
+def definitions() -> dict[str, OffloadingMetricMetadata]:
+    """What is reported: for `OffloadingSpec.build_metric_definitions`."""
+    share = "of the CPU KV cache's chunks, 0.0 to 1.0."
+    return {
+        Names.CPU_CACHE_USAGE_PERC: OffloadingGaugeMetadata(f"Share in use by transfers {share}"),
+        Names.CPU_CACHE_WRITE_USAGE_PERC: OffloadingGaugeMetadata(f"Share being stored {share}"),
+        Names.CPU_CACHE_READ_USAGE_PERC: OffloadingGaugeMetadata(f"Share being loaded {share}"),
+        Names.CPU_ALLOCATION_SIZE: OffloadingHistogramMetadata("Chunks of a store.", buckets=_SIZES),
+        Names.STORES_SKIPPED: OffloadingCounterMetadata("Chunks not stored, as they were not offered often enough."),
+        **{_name(each): OffloadingCounterMetadata(text) for each, text in _COUNTERS.items()},
+        **{_name(each): OffloadingGaugeMetadata(text) for each, text in _GAUGES.items()},
+    }
+
+
+class Reporter:
+    """Turns statistics of an index, which count from its creation, into what happened since the last report.
+
+    Attributes:
+        sizes: chunks of each store since the last report.
+    """
+
+    def __init__(self, *, counts_skipped: bool) -> None:
+        self.sizes: list[int] = []
+        self._counts_skipped = counts_skipped
+        self._before: CacheStatistics | None = None
+
+    def report(self, now: CacheStatistics, skipped: int) -> OffloadingConnectorStats:
+        stats, before = OffloadingConnectorStats(), self._before
+        capacity = max(now.capacity, 1)
+        stats.set_gauge(Names.CPU_CACHE_USAGE_PERC, (now.pending + now.pinned) / capacity)
+        stats.set_gauge(Names.CPU_CACHE_WRITE_USAGE_PERC, now.pending / capacity)
+        stats.set_gauge(Names.CPU_CACHE_READ_USAGE_PERC, now.pinned / capacity)
+        for size in self.sizes:
+            stats.observe_histogram(Names.CPU_ALLOCATION_SIZE, size)
+        self.sizes.clear()
+        if self._counts_skipped:
+            stats.increase_counter(Names.STORES_SKIPPED, skipped)
+        for counted in _COUNTERS:
+            grown = getattr(now, counted) - (getattr(before, counted) if before is not None else 0)
+            if grown:
+                stats.increase_counter(_name(counted), grown)
+        for counted in _GAUGES:
+            stats.set_gauge(_name(counted), getattr(now, counted))
+        self._before = now
+        return stats

@@ -1,0 +1,93 @@
+"""kv_connector_extra_config: what is read from it, and the errors for what cannot be."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
+from kvoffload.errors import CapabilityError
+from kvoffload.internal.checks import at_least, shown
+
+PREFIX = "kvoffload_"
+Preference = Literal["overlap", "latency"]
+
+# Options of vLLM's own specs that have no effect here, and what to do instead.
+_REFUSED = {
+    "eviction_policy": "give kvoffload_policy instead",
+    "cache_policy_module_path": "give kvoffload_policy; policies of vLLM cannot be used",
+    "canonical_layout": "leave it out; slots hold blocks in the layout of the GPU",
+    "secondary_tiers": "leave it out; tiers below host memory are not supported yet",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What kv_connector_extra_config says. Names without "kvoffload_" are vLLM's.
+
+    Attributes:
+        cpu_bytes_to_use: host memory for all workers of this engine together, bytes; at least 1.
+        store_threshold: a chunk is stored once it was offered this many times; below 2: at once.
+        max_tracker_size: chunks whose offers are counted, at least 1.
+        kvoffload_policy: what is evicted: "prefix", "lru", "arc" or "s3fifo".
+        kvoffload_prefer: how copies are made, see `OffloadEngine`: "overlap" or "latency".
+        kvoffload_sm_limit: multiprocessors that a copy kernel may use; 0: the copy engines alone.
+        kvoffload_max_in_flight: transfers of a worker that may be unfinished at a time, at least 1.
+        kvoffload_most_queued_bytes: bytes of one direction that the driver is given at a time, at least 1; None: see
+            `OffloadEngine`.
+    """
+
+    cpu_bytes_to_use: int
+    store_threshold: int = 0
+    max_tracker_size: int = 64_000
+    kvoffload_policy: PolicyName = DEFAULT_POLICY
+    kvoffload_prefer: Preference = "overlap"
+    kvoffload_sm_limit: int | None = None
+    kvoffload_max_in_flight: int | None = None
+    kvoffload_most_queued_bytes: int | None = None
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Options:
+        """The options of a kv_connector_extra_config; names of vLLM's that are not used here are left alone.
+
+        Raises:
+            ValueError: cpu_bytes_to_use is missing, a name that begins with "kvoffload_" is unknown, or a value is of a
+                wrong type or out of range.
+            CapabilityError: an option that is not supported.
+        """
+        known = {field.name for field in fields(cls)}
+        for name in config:
+            if name == "kvoffload_tiers":
+                raise CapabilityError(
+                    f"kvoffload_tiers is not supported yet, got {shown(config[name])}: vLLM's scheduler, which decides "
+                    "what is promoted, has none of the host memory, which is its workers'; leave it out"
+                )
+            if name.startswith(PREFIX) and name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+                raise ValueError(f"kv_connector_extra_config has no option {name} (got {shown(config[name])}); {hint}")
+            if name in _REFUSED and config[name]:
+                raise CapabilityError(f"{name}={shown(config[name])} has no effect with kvoffload; {_REFUSED[name]}")
+        if "cpu_bytes_to_use" not in config:
+            raise ValueError(
+                "kv_connector_extra_config needs cpu_bytes_to_use: host memory for all workers together, bytes"
+            )
+        given: dict[str, Any] = {name: _checked(name, config[name]) for name in known & config.keys()}
+        return cls(**given)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "kvoffload_policy": get_args(PolicyName),
+    "kvoffload_prefer": get_args(Preference),
+}
+_LOWEST = {"store_threshold": 0, "kvoffload_sm_limit": 0}
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name not in _CHOICES:
+        return at_least(name, value, _LOWEST.get(name, 1))
+    if value not in _CHOICES[name]:
+        raise ValueError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {shown(value)}")
+    return value

@@ -1,0 +1,116 @@
+"""KVOffloadSpec: what vLLM makes in the scheduler's process and in each worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingMetricMetadata, OffloadingSpec
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
+
+from kvoffload.device.device import Device, open_device
+from kvoffload.errors import CapacityError
+from kvoffload.internal.types import StreamLike
+from kvoffload.vllm.manager import KVOffloadManager
+from kvoffload.vllm.metrics import definitions
+from kvoffload.vllm.options import Options
+from kvoffload.vllm.worker import KVOffloadWorker
+
+_ALIGNMENT = 4096  # of slots
+_ENGINE_OPTIONS = ("prefer", "sm_limit", "max_in_flight", "most_queued_bytes")
+
+
+class KVOffloadSpec(OffloadingSpec):
+    """Offloading of vLLM's KV cache to pinned host memory by kvoffload.
+
+    Args:
+        config: vLLM's; see `Options` for its kv_connector_extra_config.
+
+    Attributes:
+        options: as read.
+        num_chunks: slots of each worker.
+
+    Raises:
+        ValueError, CapabilityError: see `Options.read`.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self.options = Options.read(self.extra_config)
+        payload = config.worker_kv_bytes_per_block * self.blocks_per_chunk
+        self._chunk_bytes = -(-payload // _ALIGNMENT) * _ALIGNMENT
+        of_all_workers = self._chunk_bytes * config.parallel.world_size
+        self.num_chunks = self.options.cpu_bytes_to_use // of_all_workers if of_all_workers else 0
+        self._manager: KVOffloadManager | None = None
+        self._worker: KVOffloadWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return definitions()
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        return (*CPUOffloadingInfo.config_info_keys(), "kvoffload_policy")
+
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler's side. Pins no memory, and needs no GPU."""
+        if self._manager is None:
+            options = self.options
+            info = CPUOffloadingInfo.from_config(self.config, self.num_chunks, self._chunk_bytes)
+            self._manager = KVOffloadManager(
+                self.num_chunks,
+                policy=options.kvoffload_policy,
+                enable_events=self.kv_events_config.enable_kv_cache_events,
+                store_threshold=options.store_threshold,
+                max_tracker_size=options.max_tracker_size,
+                windowed_groups=[
+                    group.group_id for group in self.config.groups if group.sliding_window_size_in_chunks is not None
+                ],
+                info={**info.as_config_info(), "kvoffload_policy": options.kvoffload_policy},
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> KVOffloadWorker:
+        """A worker's side. Pins its host memory.
+
+        Raises:
+            CapacityError: the memory cannot be pinned.
+            LayoutError: the tensors are not on the GPU.
+        """
+        if self._worker is None:
+            self._worker = KVOffloadWorker(
+                kv_caches,
+                device=self.open_device(kv_caches),
+                blocks_per_chunk=self.blocks_per_chunk,
+                num_chunks=self.num_chunks,
+                current_stream=self.current_stream(kv_caches),
+                **self._engine_options(),
+            )
+            if self._worker.layout.slot_bytes > max(self._chunk_bytes, _ALIGNMENT):
+                needed = self._worker.layout.slot_bytes
+                self._worker.shutdown()
+                raise CapacityError(
+                    f"a chunk of this worker takes {needed} bytes, and cpu_bytes_to_use was divided into chunks of "
+                    f"{self._chunk_bytes}: vLLM's configuration and its tensors disagree"
+                )
+        return self._worker
+
+    def _engine_options(self) -> dict[str, Any]:
+        given = {name: getattr(self.options, f"kvoffload_{name}") for name in _ENGINE_OPTIONS}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def open_device(self, kv_caches: CanonicalKVCaches) -> Device:
+        """The GPU that holds the tensors. For tests: a subclass may give another device."""
+        return open_device(kv_caches.tensors[0].tensor.device.index or 0)
+
+    def current_stream(self, kv_caches: CanonicalKVCaches) -> Callable[[], StreamLike]:
+        """A function that returns the stream on which vLLM queues its work. For tests, as `open_device`."""
+        import torch
+
+        device = kv_caches.tensors[0].tensor.device
+        return lambda: int(torch.cuda.current_stream(device).cuda_stream)
+
+
+assert {f"kvoffload_{name}" for name in _ENGINE_OPTIONS} <= {field.name for field in fields(Options)}

@@ -1,0 +1,259 @@
+"""KVOffloadWorker: a worker's side of the offloading, an OffloadEngine over the worker's KV cache.
+
+Order. A transfer waits on the GPU for what was queued before on vLLM's current stream: a store reads what the model has
+written, a load overwrites what it has read or zeroed. vLLM's host waits for loads (it computes a request only once
+`get_finished` has reported its load, or `wait` has returned) and for stores whose blocks it is about to give away.
+
+Failures. vLLM 0.33 asserts that every transfer succeeds. So none is reported as failed by `get_finished`:
+    1. A store: its slots are bad until another store into them succeeds. KVOffloadConnector tells the scheduler, which
+       then has no key for them. Without that connector, a load from a bad slot fails.
+    2. A load: KVOffloadConnector tells the scheduler, which computes the request again, or fails it, as
+       kv_load_failure_policy says. Without that connector `get_finished` raises, which ends the worker.
+    3. A load that vLLM awaits within its step (`expedited`): `wait` raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from kvoffload.device.device import Device
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.groups import GroupTransfer
+from kvoffload.engine.job import Job
+from kvoffload.errors import CapacityError, DriverError, TransferError
+from kvoffload.internal.log import LOGGER
+from kvoffload.internal.types import StreamLike
+from kvoffload.vllm.planes import layout_of
+
+_CONNECTOR = (
+    'vLLM\'s OffloadingConnector cannot report it; give kv_connector="KVOffloadConnector" and '
+    'kv_connector_module_path="kvoffload.vllm", with which the request is computed again'
+)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A transfer of vLLM's.
+
+    Attributes:
+        job_id: vLLM's number.
+        job: None if it was refused.
+        ids: the numbers of the slots it reads or writes.
+        error: why it was refused, or None.
+    """
+
+    job_id: int
+    is_load: bool
+    urgent: bool
+    ids: npt.NDArray[np.int32]
+    job: Job | None = None
+    error: BaseException | None = None
+
+    @property
+    def slots(self) -> set[int]:
+        return set(self.ids.tolist())
+
+    @property
+    def ended(self) -> bool:
+        return self.job is None or self.job.finished
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Of an ended transfer, why it has failed."""
+        return self.error if self.job is None else self.job.error
+
+
+class KVOffloadWorker(OffloadingWorker):
+    """Moves blocks of a worker's KV cache to slots of pinned memory and back. See vLLM's `OffloadingWorker`.
+
+    Args:
+        kv_caches: vLLM's, see `layout_of`.
+        device: the GPU that holds them. `shutdown` does not close it.
+        blocks_per_chunk: blocks of a slot.
+        num_chunks: slots.
+        current_stream: returns the stream on which vLLM queues its work.
+        engine_options: of the OffloadEngine.
+
+    Attributes:
+        layout, engine: as made.
+        reports_failures: set by KVOffloadConnector, which takes `take_failed_loads` and `take_failed_slots`.
+    """
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        *,
+        device: Device,
+        blocks_per_chunk: int,
+        num_chunks: int,
+        current_stream: Callable[[], StreamLike],
+        **engine_options: Any,
+    ) -> None:
+        self.reports_failures = False
+        self._blocks_per_chunk = blocks_per_chunk
+        self._current_stream = current_stream
+        self._transfers: dict[int, _Transfer] = {}
+        self._bad_slots: set[int] = set()
+        self._failed_slots: set[int] = set()
+        self._failed_loads: set[int] = set()
+        self.layout = layout_of(kv_caches, blocks_per_chunk)
+        self.engine = OffloadEngine(self.layout, device=device, num_slots=num_chunks, **engine_options)
+
+    # transfers ----------------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        """Copy blocks to slots, after what vLLM has queued so far. Returns at once, True."""
+        assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
+        transfers = self._by_group(src_spec, dst_spec)
+        transfer = _Transfer(job_id, False, False, dst_spec.block_ids)
+        self._submit(transfer, lambda: self.engine.store_groups(transfers, after=self._current_stream()))
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Copy slots to blocks, after what vLLM has queued so far; `expedited`: ahead of loads held on the host."""
+        assert isinstance(src_spec, BlockIDsLoadStoreSpec)
+        transfers = self._by_group(dst_spec, src_spec)
+        transfer = _Transfer(job_id, True, expedited, src_spec.block_ids)
+        bad = sorted(self._bad_slots & transfer.slots) if self._bad_slots else []
+        if bad:
+            transfer.error = TransferError(f"slots {bad[:8]} hold no bytes to load: a store into them has failed")
+            self._transfers[job_id] = transfer
+            return True
+        self._submit(
+            transfer, lambda: self.engine.load_groups(transfers, after=self._current_stream(), urgent=expedited)
+        )
+        return True
+
+    def _submit(self, transfer: _Transfer, submit: Callable[[], Job]) -> None:
+        """Submit it. While `max_in_flight` are unfinished, wait for the oldest. What the driver refuses has failed."""
+        while transfer.job is None and transfer.error is None:
+            try:
+                transfer.job = submit()
+            except CapacityError as error:
+                unfinished = [each.job for each in self._transfers.values() if each.job is not None and not each.ended]
+                if not unfinished:
+                    transfer.error = error
+                for job in unfinished[:1]:
+                    _wait(job)
+            except (DriverError, TransferError) as error:
+                transfer.error = error
+        self._transfers[transfer.job_id] = transfer
+
+    def _by_group(self, gpu: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> list[GroupTransfer]:
+        """Blocks and slots of each group. `gpu` has them group after group, and of each the position of its first
+        block in the request, which is also the place in its chunk.
+        """
+        transfers, block, slot = [], 0, 0
+        for group, (size, first) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):
+            if size == 0:
+                continue
+            skip = first % self._blocks_per_chunk
+            count = self.layout.slots_for(size, skip)
+            transfers.append(
+                GroupTransfer(group, gpu.block_ids[block : block + size], host.block_ids[slot : slot + count], skip)
+            )
+            block, slot = block + size, slot + count
+        assert block == len(gpu.block_ids)
+        assert slot == len(host.block_ids)
+        return transfers
+
+    # their ends ---------------------------------------------------------------------------------------------------
+
+    def get_finished(self) -> list[TransferResult]:
+        """The transfers that have ended since the last call. Does not wait.
+
+        Raises:
+            TransferError: a load has failed, and there is no KVOffloadConnector to report it.
+        """
+        if not self._transfers:
+            return []
+        self.engine.poll()
+        ended = [transfer for transfer in self._transfers.values() if transfer.ended]
+        results = []
+        for transfer in ended:
+            self._note_end(transfer)
+            del self._transfers[transfer.job_id]
+            results.append(_result(transfer))
+        return results
+
+    def _note_end(self, transfer: _Transfer) -> None:
+        failure = transfer.failure
+        if failure is None:
+            if not transfer.is_load and self._bad_slots:
+                self._bad_slots -= transfer.slots
+            return
+        if transfer.is_load and not self.reports_failures:
+            raise TransferError(f"load {transfer.job_id} of vLLM has failed: {failure}; {_CONNECTOR}") from failure
+        kind = "load" if transfer.is_load else "store"
+        LOGGER.warning("%s %d of vLLM has failed, its chunks are missing: %s", kind, transfer.job_id, failure)
+        if transfer.is_load:
+            self._failed_loads.add(transfer.job_id)
+        else:
+            self._bad_slots |= transfer.slots
+        if self.reports_failures:
+            self._failed_slots |= transfer.slots
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until these transfers have ended; vLLM asks `get_finished` how.
+
+        Raises:
+            TransferError: an expedited load has failed: the model would compute with other bytes.
+        """
+        for job_id in job_ids:
+            transfer = self._transfers.get(job_id)
+            if transfer is None:
+                continue
+            if transfer.job is not None:
+                _wait(transfer.job)
+            if transfer.urgent and transfer.failure is not None:
+                raise TransferError(
+                    f"load {job_id}, which vLLM awaits within its step, has failed: {transfer.failure}; without "
+                    "sync_load_budget_bytes loads are not awaited, and a request whose load fails is computed again"
+                ) from transfer.failure
+
+    def take_failed_loads(self) -> set[int]:
+        """vLLM's numbers of the loads that have failed since the last call."""
+        failed, self._failed_loads = self._failed_loads, set()
+        return failed
+
+    def take_failed_slots(self) -> set[int]:
+        """The slots of the transfers that have failed since the last call."""
+        failed, self._failed_slots = self._failed_slots, set()
+        return failed
+
+    def shutdown(self) -> None:
+        """Wait for what is in flight, and free the pinned memory. Idempotent."""
+        self.engine.close()
+        self._transfers.clear()
+
+
+def _wait(job: Job) -> None:
+    """Wait until a job has ended, well or not."""
+    try:
+        job.wait()
+    except TransferError:
+        pass
+
+
+def _result(transfer: _Transfer) -> TransferResult:
+    if transfer.job is None or transfer.failure is not None:
+        return TransferResult(transfer.job_id, success=True)
+    outcome = transfer.job.outcome()
+    seconds = None if math.isnan(outcome.seconds) else outcome.seconds
+    return TransferResult(transfer.job_id, success=True, transfer_size=outcome.nbytes, transfer_time=seconds)

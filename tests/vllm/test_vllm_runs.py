@@ -1,0 +1,92 @@
+"""Random requests under vLLM's scheduler and connector, on simulated GPUs: all that the model reads is compared.
+
+KVOFFLOAD_VLLM_RUNS=20 runs each setting with 20 seeds.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from vllm_environment import need_vllm
+
+need_vllm()
+
+from vllm_worker import GroupShape, Shape  # noqa: E402
+from vllm_world import Setting, World  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RUNS = int(os.environ.get("KVOFFLOAD_VLLM_RUNS", "2"))
+ONE = Shape((GroupShape(3),), num_blocks=60)
+TWO = Shape((GroupShape(3), GroupShape(2)), num_blocks=120)
+WINDOW = Shape((GroupShape(3), GroupShape(2, window=16)), num_blocks=100)
+WINDOWS = Shape((GroupShape(2, window=24), GroupShape(2, window=9)), num_blocks=90)
+SYNCHRONOUS = (("sync_load_budget_bytes", 1 << 20),)
+
+SETTINGS = {
+    "one group": Setting(ONE, chunks=200),
+    "two blocks a chunk": Setting(ONE, chunks=100, blocks_per_chunk=2, policy="lru"),
+    "few slots": Setting(ONE, chunks=24, policy="arc"),
+    "no slots": Setting(ONE, chunks=0),
+    "two groups": Setting(TWO, chunks=250, policy="s3fifo"),
+    "a window": Setting(WINDOW, chunks=250, policy="lru"),
+    "a window, two blocks a chunk": Setting(WINDOW, chunks=120, blocks_per_chunk=2),
+    "windows alone": Setting(WINDOWS, chunks=150),
+    "asynchronous scheduler": Setting(ONE, chunks=200, asynchronous=True),
+    "two workers": Setting(ONE, chunks=200, workers=2),
+    "two workers, a window, asynchronous": Setting(WINDOW, chunks=200, workers=2, asynchronous=True),
+    "many resets": Setting(ONE, chunks=60, reset=0.1, idle=0.1, asynchronous=True),
+    "synchronous loads": Setting(ONE, chunks=200, extra=SYNCHRONOUS),
+    "synchronous loads, a window": Setting(WINDOW, chunks=200, extra=SYNCHRONOUS, asynchronous=True),
+    "vLLM's connector": Setting(ONE, chunks=200, connector="OffloadingConnector"),
+    "failures": Setting(ONE, chunks=200, fail=0.3),
+    "failures, two workers, a window": Setting(WINDOW, chunks=200, fail=0.3, workers=2),
+    "failures, asynchronous": Setting(ONE, chunks=100, fail=0.3, asynchronous=True, blocks_per_chunk=2),
+}
+
+
+def _run(setting: Setting, seed: int, folder: Path) -> World:
+    with World(setting, seed, folder) as world:
+        world.run()
+        world.check()
+    return world
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_the_model_reads_is_what_it_has_written(name: str, tmp_path: Path) -> None:
+    setting, runs = SETTINGS[name], [_run(SETTINGS[name], seed, tmp_path) for seed in range(RUNS)]
+    total = {kind: sum(run.counts[kind] for run in runs) for kind in sorted({k for run in runs for k in run.counts})}
+    print(name, total)
+    assert total["compared blocks"] > 300 * RUNS
+    if setting.chunks:
+        assert total["stored blocks"] > 0
+        assert total["loaded blocks"] > 0 or setting.chunks < 60
+    if setting.fail:
+        assert total["failed loads"] + total["failed stores"] > 0
+    if setting.extra == SYNCHRONOUS:
+        assert total["synchronous loads"] > 0
+
+
+# Each defect, and a setting in which it shows.
+DEFECTS = {
+    "SwappedSlots": SETTINGS["one group"],
+    "EarlyFinish": replace(SETTINGS["one group"], idle=0.1),
+    "DroppedStreamWait": replace(SETTINGS["asynchronous scheduler"], idle=0.1),
+    "DroppedHostWait": replace(SETTINGS["synchronous loads"], idle=0.1),
+    "HiddenFailure": SETTINGS["failures"],
+    "StaleWindows": replace(SETTINGS["a window"], reset=0.05),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_found(defect: str, tmp_path: Path) -> None:
+    setting = replace(DEFECTS[defect], spec=("vllm_faults", defect))
+    for seed in range(12):
+        with World(setting, seed, tmp_path) as world:
+            world.run(until_wrong=True)
+        if any(worker.wrong for worker in world.workers):
+            return
+    pytest.fail(f"{defect} was not found in 12 runs")
