@@ -12,19 +12,18 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvoffload.device.allocations import AllocationFinder
 from kvoffload.device.backends import context_handle, load_driver
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer, check_shape
 from kvoffload.device.caller_stream import Stream
 from kvoffload.device.context import DeviceContext
 from kvoffload.device.ownership import DeviceResources, Watch, warn_unreleased
-from kvoffload.device.placement import UnknownPlaceError, device_of
 from kvoffload.driver import Capabilities, Driver, probe
 from kvoffload.errors import (
     CapacityError,
     DriverError,
     KVOffloadError,
     KVOffloadWarning,
-    LayoutError,
 )
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import at_least, shown
@@ -264,18 +263,27 @@ class Device(DeviceContext):
             raise ValueError(f"{name} must be in {lowest} .. {highest}, got {priority!r}")
 
     def allocations(self, layout: KVLayout) -> list[list[int]]:
-        """For each plane of each group, the base of the driver allocation that holds it; the context must be current.
+        """For each plane of each group, the base of the allocation that holds it; the context must be current.
+
+        Mapped virtual memory is one allocation as far as no gap is between two planes: see `allocations.py`.
 
         Warns (KVOffloadWarning) if it cannot be determined whether a plane's memory is on this device.
 
         Raises:
             LayoutError: a plane that is not GPU memory of this device, or that runs past the end of its allocation.
         """
-        doubts: list[str] = []
-        bases = [
-            [self._allocation(plane, f"groups[{g}][{p}]", doubts) for p, plane in enumerate(group.planes)]
+        named = [
+            (f"groups[{g}][{p}]", plane)
             for g, group in enumerate(layout.groups)
+            for p, plane in enumerate(group.planes)
         ]
+        finder = AllocationFinder(self.driver, self.index, self.name, self._device_count)
+        found = finder.find([plane for _, plane in named])
+        doubts = []
+        for (name, plane), allocation in zip(named, found, strict=True):
+            allocation.check(plane, name)
+            if allocation.doubt:
+                doubts.append(f"{name}: the device of {plane} cannot be determined: {allocation.doubt}")
         if doubts:
             warnings.warn(
                 f"{doubts[0]} ({len(doubts)} such planes). They are taken to be memory of device {self.index}; if they "
@@ -283,28 +291,8 @@ class Device(DeviceContext):
                 KVOffloadWarning,
                 stacklevel=2,
             )
-        return bases
-
-    def _allocation(self, plane: Plane, name: str, doubts: list[str]) -> int:
-        try:
-            base, nbytes = self.driver.address_range(plane.address)
-        except DriverError as error:
-            raise LayoutError(f"{name}: {plane} is not memory of {self.name} (device {self.index}): {error}") from error
-        if not self.driver.is_device_memory(plane.address):
-            raise LayoutError(f"{name}: {plane} is host memory; planes are GPU memory")
-        try:
-            place = device_of(self.driver, plane.address, self._device_count)
-        except UnknownPlaceError as reason:
-            doubts.append(f"{name}: the device of {plane} cannot be determined: {reason}")
-            place = self.index
-        if place != self.index:
-            raise LayoutError(f"{name}: {plane} is memory of device {place}, but the engine is on device {self.index}")
-        excess = plane.end - base - nbytes
-        if excess > 0:
-            raise LayoutError(
-                f"{name}: {plane} runs {excess} bytes past the end of its allocation of {nbytes} bytes at {base:#x}"
-            )
-        return base
+        bases = iter(found)
+        return [[next(bases).base for _ in group.planes] for group in layout.groups]
 
     def close(self, timeout: float | None = None) -> None:
         """Drain and close the engines, free every buffer, release the context. Idempotent.

@@ -56,6 +56,15 @@ def device_of(driver: Driver, address: int, device_count: int) -> int:
     return _device_of_pool(driver, pool, device_count)
 
 
+def is_mapped_on(driver: Driver, address: int, device: int) -> bool:
+    """Whether `address` is virtual memory that cuMemMap mapped to memory of that GPU; a context must be current.
+
+    Raises:
+        DriverError: the context is lost.
+    """
+    return _ask(partial(pointers.mapped_memory_device, driver, address)) == device
+
+
 def _device_of_pool(driver: Driver, pool: int, device_count: int) -> int:
     for device in range(device_count):
         pools = _ask(partial(pointers.device_pools, driver, device))

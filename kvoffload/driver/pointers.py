@@ -27,8 +27,12 @@ def pointer_pool(driver: Driver, address: int) -> int:
 def mapped_memory_device(driver: Driver, address: int) -> int | None:
     """The GPU of mapped virtual memory (cuMemCreate and cuMemMap); None if it is host memory.
 
+    "If the address requested is not mapped, the function will fail. The returned handle must be released":
+    cuMemRetainAllocationHandle in the CUDA driver API, Virtual Memory Management. `address` may be anywhere in the
+    range of the handle.
+
     Raises:
-        DriverError: `address` is not mapped virtual memory.
+        DriverError: `address` is not mapped virtual memory, but that of cuMemAlloc or of a pool, or nothing at all.
     """
     handles: list[Any] = []
     _require(driver, "cuMemRetainAllocationHandle", "cuMemGetAllocationPropertiesFromHandle", "cuMemRelease")

@@ -72,7 +72,8 @@ class OffloadEngine(TransferPreparation):
         number: no two engines of a process have the same.
 
     Raises:
-        LayoutError: a plane is not inside one allocation of this device's memory.
+        LayoutError: a plane is not inside one allocation of this device's memory, or inside mapped virtual memory of it
+            without a gap.
         CapacityError: the pool cannot be pinned; the message says what is free.
         ValueError: `host_memory` does not fit the layout, overlaps registered memory, or is not registered although it
             is said to be.

@@ -3,7 +3,8 @@
 There are two steps. Planes whose bytes of a block follow each other on the device and in the slot are one *row*: all
 planes of a block-major group. Rows of one width whose device address and slot offset rise together in equal steps,
 inside one driver allocation, *fold*: for a block they are one strided operation. (The driver refuses rows that cross an
-allocation.) Any index step is allowed: every second plane may fold with the others of its kind.
+allocation; mapped virtual memory without a gap counts as one, see `kvoffload.device.allocations`.) Any index step is
+allowed: every second plane may fold with the others of its kind.
 
     plane-major   device   |plane 0 .. block b ..|plane 1 .. block b ..|plane 2 ...      pitch: from plane to plane
                   slot     |p0: sub 0 .. f-1|p1: sub 0 .. f-1|p2 ...                     pitch: step x f x block bytes
@@ -132,7 +133,8 @@ def fold(layout: HasGroups, allocations: Sequence[Sequence[int]] | None = None) 
 
     Args:
         layout: a `KVLayout`.
-        allocations: per group, per plane: an id of the driver allocation that holds the plane. None: by address alone.
+        allocations: per group, per plane: an id of the allocation that holds the plane, as `Device.allocations`
+            returns. None: by address alone.
     """
     known = allocations or [[0] * len(group.planes) for group in layout.groups]
     return tuple(

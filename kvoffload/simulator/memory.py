@@ -10,8 +10,10 @@ A freed allocation stays a while, poisoned, so that its address is known to be w
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -44,7 +46,11 @@ class Kind(Enum):
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A known range `[base, end)`. `pending` counts the queued operations that refer to it."""
+    """A known range `[base, end)`, within which copies may be. `pending` counts the queued operations that refer to it.
+
+    Mapped virtual memory is one region as far as it goes without a gap: copies may cross from handle to handle.
+    `handle_bytes` is then what each of its handles maps, the last one what is left; it is 0 for other memory.
+    """
 
     kind: Kind
     zone_start: int
@@ -54,6 +60,7 @@ class Region:
     context: Any
     storage: space.Bytes | None = field(default=None, repr=False)
     pending: int = 0
+    handle_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +69,13 @@ class Region:
     @property
     def on_device(self) -> bool:
         return self.kind is Kind.DEVICE
+
+    def range_at(self, address: int) -> tuple[int, int]:
+        """Base and bytes of what cuMemGetAddressRange returns for an address in it: of mapped memory, one handle."""
+        if not self.handle_bytes:
+            return self.base, self.nbytes
+        base = address - (address - self.base) % self.handle_bytes
+        return base, min(self.handle_bytes, self.end - base)
 
     def serves(self, device: int) -> bool:
         """Whether a kernel on a device can reach it."""
@@ -83,15 +97,24 @@ class _Columns(NamedTuple):
     ends: Indices
 
 
-def _make_region(kind: Kind, nbytes: int, alignment: int, context: Any) -> Region:
+def _make_regions(kind: Kind, sizes: Sequence[int], alignment: int, contexts: Sequence[Any]) -> list[Region]:
+    """Memory at addresses that follow each other, with guards before the first and after the last."""
+    nbytes = sum(sizes)
     storage = np.empty(nbytes + 2 * GUARD_BYTES + alignment, np.uint8)
     zone_start = space.address_of(storage)
-    base = -(-(zone_start + GUARD_BYTES) // alignment) * alignment
-    start = base - zone_start
+    first = -(-(zone_start + GUARD_BYTES) // alignment) * alignment
+    start = first - zone_start
     storage[:start] = GUARD_BYTE
     storage[start : start + nbytes] = FRESH_BYTE
     storage[start + nbytes :] = GUARD_BYTE
-    return Region(kind, zone_start, base, base + nbytes, zone_start + storage.size, context, storage)
+    bases = list(itertools.accumulate(sizes, initial=first))
+    edges = [zone_start, *bases[1:-1], zone_start + storage.size]
+    return [
+        Region(kind, low, base, end, high, context, storage[low - zone_start : high - zone_start])
+        for (low, high), (base, end), context in zip(
+            itertools.pairwise(edges), itertools.pairwise(bases), contexts, strict=True
+        )
+    ]
 
 
 def _pages(start: int, end: int) -> tuple[int, int]:
@@ -110,9 +133,16 @@ class MemoryTable:
 
     def allocate(self, kind: Kind, nbytes: int, alignment: int, context: Any) -> Region:
         """New memory of exactly `nbytes`, filled with FRESH_BYTE; raises MemoryError like numpy."""
-        region = _make_region(kind, nbytes, alignment, context)
-        self._insert(region)
-        return region
+        return self.allocate_adjacent(kind, [nbytes], alignment, [context])[0]
+
+    def allocate_adjacent(
+        self, kind: Kind, sizes: Sequence[int], alignment: int, contexts: Sequence[Any]
+    ) -> list[Region]:
+        """Like `allocate`, regions of these sizes at addresses that follow each other; only the first is aligned."""
+        regions = _make_regions(kind, sizes, alignment, contexts)
+        for region in regions:
+            self._insert(region)
+        return regions
 
     def register(self, address: int, nbytes: int, context: Any) -> Region:
         region = Region(Kind.REGISTERED, address, address, address + nbytes, address + nbytes, context)

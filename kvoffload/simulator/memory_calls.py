@@ -49,7 +49,8 @@ class MemoryCalls(OutsideCalls):
         region = self.memory.at(integer(dptr))
         if region is None:
             return NOT_FOUND
-        return (cuda.CUdeviceptr(region.base), region.nbytes)
+        base, nbytes = region.range_at(integer(dptr))
+        return (cuda.CUdeviceptr(base), nbytes)
 
     @driver_call(values=1)
     def cuPointerGetAttribute(self, attribute: Any, ptr: Any) -> Any:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -54,7 +55,13 @@ class OutsideCalls(Core):
     # for tests
 
     def allocate_outside(
-        self, nbytes: int, device: int, allocator: Allocator | str, *, readers: tuple[int, ...] = ()
+        self,
+        nbytes: int,
+        device: int,
+        allocator: Allocator | str,
+        *,
+        readers: tuple[int, ...] = (),
+        handle_bytes: int | None = None,
     ) -> int:
         """Allocate device memory as another library does; returns the address. Free it with `free_outside`.
 
@@ -63,20 +70,44 @@ class OutsideCalls(Core):
             device: the GPU that it is on.
             allocator: what makes it.
             readers: of "own pool": other devices that can access it.
+            handle_bytes: of "mapped": what each handle maps, the last one what is left; by default one maps all.
+        """
+        (address,) = self.allocate_adjacent([nbytes], [device], allocator, readers=readers, handle_bytes=handle_bytes)
+        return address
+
+    def allocate_adjacent(
+        self,
+        sizes: Sequence[int],
+        devices: Sequence[int],
+        allocator: Allocator | str,
+        *,
+        readers: tuple[int, ...] = (),
+        handle_bytes: int | None = None,
+    ) -> list[int]:
+        """Like `allocate_outside`, several at addresses that follow each other. Free each with `free_outside`.
+
+        No copy may cross from one to the next. Of "mapped" memory, one that is freed leaves a gap.
+
+        Args:
+            sizes: bytes of each.
+            devices: the GPU that each is on.
+            allocator, readers, handle_bytes: as of `allocate_outside`.
         """
         with self.lock:
             made_by = Allocator(allocator)
-            context = self._outside.setdefault(device, Context(0, device, primary=False))
-            region = self.memory.allocate(Kind.DEVICE, nbytes, _ALIGNMENT, context)
-            if made_by is Allocator.DEFAULT_POOL:
-                self._pool_of[region.base] = self._default_pool(device)
-            elif made_by is Allocator.OWN_POOL:
-                pool = Pool(_FIRST_POOL + 4096 + len(self._pools), device, (device, *readers))
-                self._pools[pool.handle] = pool
-                self._pool_of[region.base] = pool.handle
-            elif made_by is Allocator.MAPPED:
-                self._pool_of[region.base] = 0
-            return region.base
+            contexts = [self._outside.setdefault(each, Context(0, each, primary=False)) for each in devices]
+            regions = self.memory.allocate_adjacent(Kind.DEVICE, sizes, _ALIGNMENT, contexts)
+            for region in regions:
+                if made_by is Allocator.DEFAULT_POOL:
+                    self._pool_of[region.base] = self._default_pool(region.context.device)
+                elif made_by is Allocator.OWN_POOL:
+                    pool = _FIRST_POOL + 4096 + len(self._pools)
+                    device = region.context.device
+                    self._pools[pool] = Pool(pool, device, (device, *readers))
+                    self._pool_of[region.base] = pool
+                elif made_by is Allocator.MAPPED:
+                    region.handle_bytes = handle_bytes or region.nbytes
+            return [region.base for region in regions]
 
     def free_outside(self, address: int) -> None:
         with self.lock:
@@ -102,7 +133,7 @@ class OutsideCalls(Core):
     @driver_call(values=1, needs=Needs.DRIVER)
     def cuMemRetainAllocationHandle(self, addr: Any) -> Any:
         region = self.memory.at(integer(addr))
-        if region is None or self._pool_of.get(region.base) != 0:
+        if region is None or not region.handle_bytes:
             return INVALID_VALUE
         handle = _FIRST_HANDLE + len(self._retained) + 1
         self._retained[handle] = region

@@ -141,13 +141,16 @@ def test_memory_of_another_context_of_the_same_gpu_is_accepted() -> None:
         simulator.cuCtxDestroy(mine)
 
 
-def test_where_there_is_one_gpu_nothing_is_asked(device: kvoffload.Device) -> None:
+def test_where_there_is_one_gpu_an_allocation_is_asked_for_once_and_not_for_its_device(
+    device: kvoffload.Device,
+) -> None:
     planes = device.allocate_planes(3, block_bytes=64, num_blocks=4)
     device.simulator.faults.calls = []
     with device.current():
         device.allocations(KVLayout([planes]))
     asked = [name for name, _ in device.simulator.faults.calls if not name.startswith(("cuCtx", "cuThread"))]
-    assert asked == ["cuMemGetAddressRange", "cuPointerGetAttribute"] * 3  # the attribute is the kind of memory
+    # the attribute is the kind of memory; the last call asks whether it is mapped virtual memory
+    assert asked == ["cuMemGetAddressRange", "cuPointerGetAttribute", "cuMemRetainAllocationHandle"]
 
 
 def test_a_lost_context_is_an_error_and_no_doubt(machine: Machine) -> None:

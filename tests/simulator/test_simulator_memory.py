@@ -139,3 +139,40 @@ def test_pointers_are_described(program: Program) -> None:
     assert program.ok("cuPointerGetAttribute", kind, address) == cuda.CUmemorytype.CU_MEMORYTYPE_HOST
     assert program.ok("cuPointerGetAttribute", ordinal, pointer) == 0
     assert program.sim.cuPointerGetAttribute(kind, 16) == (R.CUDA_ERROR_INVALID_VALUE, None)
+
+
+def test_mapped_memory_is_described_by_handle_and_copied_as_one(program: Program) -> None:
+    base = program.sim.allocate_outside(2500, device=0, allocator="mapped", handle_bytes=1000)
+    ranges = [program.ok("cuMemGetAddressRange", base + at) for at in (0, 999, 1000, 2499)]
+    assert [(int(start) - base, nbytes) for start, nbytes in ranges] == [
+        (0, 1000),
+        (0, 1000),
+        (1000, 1000),
+        (2000, 500),
+    ]
+    assert program.status("cuMemGetAddressRange", base + 2500) == R.CUDA_ERROR_NOT_FOUND
+    target, stream = program.device(2500), program.stream()
+    assert program.status("cuMemcpyAsync", target, base, 2500, stream) == R.CUDA_SUCCESS
+    assert program.status("cuMemcpyAsync", target, base + 1, 2500, stream) == R.CUDA_ERROR_INVALID_VALUE
+    handle = program.ok("cuMemRetainAllocationHandle", base + 1500)
+    assert program.sim.leaks()["allocation_handles"] == 1
+    program.ok("cuMemRelease", handle)
+    assert program.status("cuMemRetainAllocationHandle", target) == R.CUDA_ERROR_INVALID_VALUE
+    program.ok("cuStreamSynchronize", stream)
+    program.sim.free_outside(base)
+
+
+def test_no_copy_crosses_from_an_allocation_to_one_whose_address_follows(program: Program) -> None:
+    first, second, third = program.sim.allocate_adjacent([1000, 24, 1000], [0, 0, 0], "unknown")
+    assert (second, third) == (first + 1000, first + 1024)
+    target, stream = program.device(2024), program.stream()
+    assert program.batch([(target, first, 1000), (int(target) + 1024, third, 1000)], stream) == R.CUDA_SUCCESS
+    assert program.batch([(target, first + 1, 1000)], stream) == R.CUDA_ERROR_INVALID_VALUE
+    assert program.status("cuMemcpyAsync", target, first, 1024, stream) == R.CUDA_ERROR_INVALID_VALUE
+    program.ok("cuStreamSynchronize", stream)
+    program.sim.free_outside(second)
+    assert program.status("cuMemGetAddressRange", second) == R.CUDA_ERROR_NOT_FOUND
+    assert (program.bytes(third, 1000) == memory.FRESH_BYTE).all()
+    program.sim.check_guards()
+    for address in (first, third):
+        program.sim.free_outside(address)
