@@ -41,14 +41,14 @@ class KVOffloadSpec(OffloadingSpec):
         self.options = Options.read(self.extra_config)
         payload = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         self._chunk_bytes = -(-payload // _ALIGNMENT) * _ALIGNMENT
-        of_all_workers = self._chunk_bytes * config.parallel.world_size
-        self.num_chunks = self.options.cpu_bytes_to_use // of_all_workers if of_all_workers else 0
+        self._of_all_workers = self._chunk_bytes * config.parallel.world_size
+        self.num_chunks = self.options.cpu_bytes_to_use // self._of_all_workers if self._of_all_workers else 0
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        return definitions()
+        return definitions(int(extra_config.get("store_threshold", 0)))
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class KVOffloadSpec(OffloadingSpec):
         """The scheduler's side. Pins no memory, and needs no GPU."""
         if self._manager is None:
             options = self.options
-            info = CPUOffloadingInfo.from_config(self.config, self.num_chunks, self._chunk_bytes)
+            info = CPUOffloadingInfo.from_config(self.config, self.num_chunks, self._of_all_workers)
             self._manager = KVOffloadManager(
                 self.num_chunks,
                 policy=options.kvoffload_policy,
