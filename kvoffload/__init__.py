@@ -18,6 +18,7 @@ Imported by name:
     kvoffload.jax             caches for JAX: OwnedCache and three others, ShardedOwnedCache for several GPUs
     kvoffload.testing         the simulated driver, byte patterns, leak checks, a naive transfer
     kvoffload.observability   Prometheus metrics; NVTX ranges; notebook cards, which need no import
+    kvoffload.vllm            an OffloadingSpec and a connector for vLLM, which must be installed
     kvoffload.cache.policies  the policies, and the base class for others
 
 Below them: planning/ (what a transfer copies), copiers/ (the copy methods and their selection), tuning/ (what

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.bench import cache_bookkeeping as bookkeeping
-from kvoffload.bench import disk, field, interference, plots, remote, sharded, submit, sweep, transfer
+from kvoffload.bench import disk, field, interference, plots, remote, sharded, submit, sweep, transfer, vllm
 from kvoffload.bench import frameworks_compared as interop
 from kvoffload.bench import layer_groups as parts
 from kvoffload.terminal import figures
@@ -31,7 +31,21 @@ def add_parser(commands: Any) -> None:
         usage="BENCHMARK [options]",
     )
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", prog="kvoffload bench")
-    for bench in (transfer, sweep, field, sharded, interference, parts, interop, submit, bookkeeping, disk, remote):
+    benchmarks = (
+        transfer,
+        sweep,
+        field,
+        sharded,
+        interference,
+        parts,
+        interop,
+        vllm,
+        submit,
+        bookkeeping,
+        disk,
+        remote,
+    )
+    for bench in benchmarks:
         bench.add_parser(benches)
     plot = add_command(
         benches,

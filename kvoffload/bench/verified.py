@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 from kvoffload.terminal.console import Output
 
 _NAMES = (  # of the fields that say which transfer a record is of
-    *("framework", "model", "computation", "layout", "placement", "situation", "method", "copier", "back_to_back"),
+    *(
+        "framework",
+        "allocator",
+        "model",
+        "computation",
+        "layout",
+        "placement",
+        "situation",
+        "method",
+        "copier",
+        "back_to_back",
+    ),
     *("direction", "block_bytes", "row_bytes", "blocks_per_slot", "descriptors", "blocks", "copies", "parts", "cold"),
 )
 

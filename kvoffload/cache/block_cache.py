@@ -19,7 +19,7 @@ from kvoffload.cache.engines import CacheAfter, EngineT
 from kvoffload.cache.entries import LeaseRecord, ReservationRecord, check_keys, slot_numbers
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.requests import CacheRequest, RequestRecord, record_of
+from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
@@ -126,8 +126,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
             after: as for `OffloadEngine.store`.
             tenant: whose quota and priority the keys have.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
-            request: the open request that these are further keys of: none of its keys is evicted for them. `keys` may
-                be the new ones alone, or a longer list; the tenant is the request's.
+            request: the open request that these are keys of, the new ones or more; the tenant is the request's.
 
         Raises:
             CapacityError: `all_or_nothing`, and a key would be declined; or the engine has no room for the transfer.
@@ -136,10 +135,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         """
         checked = check_keys(keys, repeats=False)
         per_group = self._block_ids(len(checked), blocks)
-        opened = None if request is None else record_of(request, self._index)
-        state, after = self._state, self.engine.resolve(after)
+        state, after, record = self._state, self.engine.resolve(after), None
         self.engine.advance()
-        record: ReservationRecord | None = None
         try:
             with state.lock:
                 if state.working:
@@ -147,9 +144,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
                 try:
                     state.working = True
                     state.enter()
-                    record = state.propose(checked, tenant, all_or_nothing, opened)
-                    if opened is not None:
-                        opened.add(checked)
+                    record = state.propose(checked, tenant, all_or_nothing, request)
                     jobs = self._store(record, per_group, after)
                 finally:
                     state.working = False
@@ -211,7 +206,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
                 does not. If such a store fails, so does the job's `wait`, and the loaded blocks must not be used.
             parts: as for `OffloadEngine.load`; with several groups only a number, which holds for each of them. Groups
                 are copied one after the other: to wait for one, `job.jobs[group].order_before(stream, part=k)`.
-            request: the open request that loads them: they are its own from now on, and not evicted for its others.
+            request: the open request that loads them: they are its own from now on.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
@@ -219,12 +214,10 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         """
         checked = check_keys(keys)
         per_group = self._block_ids(len(checked), blocks)
-        opened = None if request is None else record_of(request, self._index)
         if parts is not None:
             self._check_parts(parts)
-        engine, state, after = self.engine, self._state, self.engine.resolve(after)
+        engine, state, after, record = self.engine, self._state, self.engine.resolve(after), None
         engine.advance()
-        record: LeaseRecord | None = None
         try:
             with state.lock:
                 if state.working:
@@ -232,11 +225,9 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
                 try:
                     state.working = True
                     state.enter()
-                    if opened is not None:
-                        opened.check_open()
-                    record = state.propose_lease(checked, pending)
+                    record = state.propose_lease(checked, pending, request)
                     engine.check_room(self._groups if checked else 0)
-                    jobs = self._load(record, per_group, after, parts, opened) if checked else ()
+                    jobs = self._load(record, per_group, after, parts, request) if checked else ()
                 finally:
                     state.working = False
             if state.recorder.unreported:
@@ -252,7 +243,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         per_group: list[Int64Array],
         after: CacheAfter,
         parts: Parts,
-        request: RequestRecord | None,
+        request: CacheRequest | None,
     ) -> tuple[Job, ...]:
         """Hold the entries and submit the transfer, under the lock; the cases are those of `_store`."""
         state, jobs, submitted = self._state, tuple[Job, ...](), self.engine.submitted

@@ -18,7 +18,7 @@ from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, 
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
 from kvoffload.cache.queries import Queries, entry
-from kvoffload.cache.requests import CacheRequest, RequestRecord, record_of
+from kvoffload.cache.requests import CacheRequest, RequestRecord
 from kvoffload.cache.reservations import Lease, Reservation, check_open
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, StatisticsRecorder
@@ -98,7 +98,7 @@ class CacheIndex(Queries):
             ValueError: the cache has no such tenant.
         """
         self._state.pools.of(tenant)
-        return CacheRequest(self, RequestRecord(tenant, on_end))
+        return CacheRequest(self, RequestRecord(self._state, tenant, on_end))
 
     @entry
     def end_request(self, record: RequestRecord) -> bool:
@@ -127,8 +127,7 @@ class CacheIndex(Queries):
                 keys: what is present is skipped, and kept.
             tenant: whose quota and priority they have.
             all_or_nothing: raise CapacityError instead of declining a missing key, for whatever reason.
-            request: the open request that these are further keys of: none of its keys is evicted for them. `keys` may
-                be the new ones alone, or a longer list; the tenant is the request's.
+            request: the open request that these are keys of, the new ones or more; the tenant is the request's.
 
         Raises:
             CapacityError: `all_or_nothing`, and not all missing keys can be stored.
@@ -139,7 +138,6 @@ class CacheIndex(Queries):
             Nothing has changed in any of these cases.
         """
         checked = check_keys(keys, repeats=False)
-        opened = None if request is None else record_of(request, self)
         self._check_usable()
         state, record = self._state, None
         try:
@@ -149,9 +147,7 @@ class CacheIndex(Queries):
                 try:
                     state.working = True
                     state.enter()
-                    record = state.propose(checked, tenant, all_or_nothing, opened)
-                    if opened is not None:
-                        opened.add(checked)
+                    record = state.propose(checked, tenant, all_or_nothing, request)
                     handle = Reservation(self, record)
                     watch(handle, record, state.abandoned.append)
                     state.reserve(record)
@@ -266,7 +262,7 @@ class CacheIndex(Queries):
             LayoutError: `keys` is not a list of bytes.
             ClosedError, ValueError, TypeError: `request` has ended, is of another cache, or no CacheRequest.
         """
-        self._state.use(check_keys(keys), record_of(request, self))
+        self._state.use(check_keys(keys), request)
 
     def release(self, record: LeaseRecord) -> None:
         """See `Lease.release`. Called inside another call of the index, it takes effect at the next call."""

@@ -35,7 +35,7 @@ class Pool:
         self.selective = policy.declines_with_room or max_blocks is not None
 
     def policy_for(self, request: RequestRecord) -> RequestPolicy:
-        """What is told, and asked, of the keys of an open request."""
+        """What is called for the keys of an open request."""
         return self.policy.for_request(request.notes_of(self.number))
 
     def within_quota(

@@ -25,6 +25,7 @@ class RequestRecord:
     """The index's record of an open request.
 
     Attributes:
+        owner: whose it is, the state of an index.
         tenant: as given.
         keys: all keys given with it so far, in the order in which they came first.
         notes: by number of pool, what that pool's policy remembers of the request; see `Policy.for_request`.
@@ -32,9 +33,10 @@ class RequestRecord:
         on_end: is called with its keys when it has ended well, outside the lock.
     """
 
-    __slots__ = ("ended", "keys", "notes", "on_end", "tenant")
+    __slots__ = ("ended", "keys", "notes", "on_end", "owner", "tenant")
 
-    def __init__(self, tenant: str, on_end: Callable[[tuple[bytes, ...]], None]) -> None:
+    def __init__(self, owner: object, tenant: str, on_end: Callable[[tuple[bytes, ...]], None]) -> None:
+        self.owner = owner
         self.tenant = tenant
         self.on_end = on_end
         self.keys: dict[bytes, None] = {}
@@ -47,19 +49,12 @@ class RequestRecord:
     def add(self, keys: Iterable[bytes]) -> None:
         self.keys.update(dict.fromkeys(keys))
 
-    def check_open(self) -> None:
-        """Raise ClosedError if it has ended."""
-        if self.ended:
-            raise ClosedError(f"the request of {len(self.keys)} keys has ended: open another one by open_request()")
-
     def tenant_of_call(self, tenant: str) -> str:
         """The tenant of a call that names this request and `tenant`.
 
         Raises:
-            ClosedError: the request has ended.
             ValueError: the call names another tenant than the request's.
         """
-        self.check_open()
         if tenant not in ("", self.tenant):
             raise ValueError(f"tenant must be {self.tenant!r}, that of the request, or left out, got {tenant!r:.80}")
         return self.tenant
@@ -113,17 +108,19 @@ class CacheRequest:
         return f"CacheRequest({len(self._record.keys)} keys, {'ended' if self.ended else 'open'})"
 
 
-def record_of(request: CacheRequest | None, index: RequestOwner) -> RequestRecord | None:
-    """The record behind a `request=` argument; None if there is none.
+def record_of(request: CacheRequest, owner: object) -> RequestRecord:
+    """The record behind a `request=` argument. Under the lock.
 
     Raises:
         TypeError: it is no CacheRequest.
         ValueError: it is of another cache.
+        ClosedError: it has ended.
     """
-    if request is None:
-        return None
     if not isinstance(request, CacheRequest):
         raise TypeError(f"request must be what open_request() returned, got {request!r:.80}")
-    if request._index is not index:
+    record = request._record
+    if record.owner is not owner:
         raise ValueError(f"request must be one of this cache, got {request!r:.80} of another one")
-    return request._record
+    if record.ended:
+        raise ClosedError(f"the request of {len(record.keys)} keys has ended: open another one by open_request()")
+    return record

@@ -24,7 +24,7 @@ from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, Record, ReservationRecord, Stage, Watch
 from kvoffload.cache.pools import Pool, Pools
 from kvoffload.cache.repair import repair
-from kvoffload.cache.requests import RequestRecord
+from kvoffload.cache.requests import CacheRequest, record_of
 from kvoffload.cache.reservations import check_readable
 from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
@@ -144,18 +144,19 @@ class CacheState:
     # filling ------------------------------------------------------------------------------------------------------
 
     def propose(
-        self, keys: list[bytes], tenant: str, all_or_nothing: bool = False, request: RequestRecord | None = None
+        self, keys: list[bytes], tenant: str, all_or_nothing: bool = False, request: CacheRequest | None = None
     ) -> ReservationRecord:
-        """A record of what storing these keys, of an open request or of one of their own, would do. Changes nothing.
+        """A record of what storing these keys would do. Changes nothing, but that an open request has the keys.
 
         Raises:
             CapacityError: `all_or_nothing`, and a missing key would be declined.
             ValueError: no tenant of that name, or not the request's; or the policy names keys that must not be evicted.
-            ClosedError: the request has ended.
+            ClosedError, TypeError: the request has ended, or is none.
         """
-        table = self.table
+        table, opened = self.table, None
         if request is not None:
-            tenant = request.tenant_of_call(tenant)
+            opened = record_of(request, self)
+            tenant = opened.tenant_of_call(tenant)
         pool = self.pools.by_tenant.get(tenant) or self.pools.of(tenant)
         resident = table.of.__contains__
         present = list(filter(resident, keys))
@@ -168,17 +169,19 @@ class CacheState:
         if not table.capacity:
             new, short = [], bool(missing)
         elif new and (len(new) > free or pool.selective):
-            admitted, victims, short = find_space(table, self.pools, pool, new, present, request)
+            admitted, victims, short = find_space(table, self.pools, pool, new, present, opened)
             new = new[:admitted]
         if all_or_nothing and len(new) < len(missing):
             raise CapacityError(shortage(table, len(missing), len(new), short))
+        if opened is not None:
+            opened.add(keys)
         if len(new) == len(keys):
-            record = ReservationRecord(pool, tenant, new, range(len(keys)), victims, [], present, request)
+            record = ReservationRecord(pool, tenant, new, range(len(keys)), victims, [], present, opened)
             return self._allocated(record)
         chosen = set(new)
         positions = [place for place, key in enumerate(keys) if key in chosen]
         declined = [key for key in missing if key not in chosen] if len(new) < len(missing) else []
-        record = ReservationRecord(pool, tenant, new, positions, victims, declined, present, request)
+        record = ReservationRecord(pool, tenant, new, positions, victims, declined, present, opened)
         record.short = short
         return self._allocated(record)
 
@@ -287,19 +290,21 @@ class CacheState:
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
+    def propose_lease(self, keys: list[bytes], pending: bool, request: CacheRequest | None = None) -> LeaseRecord:
         """A record for reading the entries of these keys. Changes nothing.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
+            ClosedError, ValueError, TypeError: the open request has ended, is another cache's, or none.
         """
         table = self.table
+        if request is not None:
+            record_of(request, self)
         indices = list(map(table.of.get, keys))
         if None not in indices and table.pending.keys().isdisjoint(keys):
             return LeaseRecord(keys, indices, ())  # type: ignore[arg-type]  # every key has an entry
         awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
-        sources = dict.fromkeys(record for record in awaited if record is not None)
-        return LeaseRecord(keys, indices, tuple(sources))  # type: ignore[arg-type]
+        return LeaseRecord(keys, indices, tuple(dict.fromkeys(filter(None, awaited))))  # type: ignore[arg-type]
 
     def begin(self, lease: LeaseRecord) -> None:
         """Hold the entries."""
@@ -328,23 +333,20 @@ class CacheState:
             self._awaited[lease] = None
         self.consistent = True
 
-    def use(self, keys: list[bytes], request: RequestRecord | None = None) -> None:
+    def use(self, keys: list[bytes], request: CacheRequest | None = None) -> None:
         """A request loads these keys; those that are not resident, or were its own before, are passed over."""
         of, pools = self.table.of, self.pools
-        loaded = dict.fromkeys(keys)
-        if request is None:
-            used = self.table.originals(filter(of.__contains__, loaded))
-        else:
-            request.check_open()
-            mine_before = request.keys
-            used = self.table.originals(key for key in loaded if key in of and key not in mine_before)
-            request.add(loaded)
+        used, opened = self.table.originals(filter(of.__contains__, dict.fromkeys(keys))), None
+        if request is not None:
+            opened = record_of(request, self)
+            used = list(filterfalse(opened.keys.__contains__, used))
+            opened.add(keys)
         if not used:
             return
         for pool, mine in ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number):
             self.consistent = False
             pool.stale = True
-            (pool.policy if request is None else pool.policy_for(request)).load(mine)
+            (pool.policy if opened is None else pool.policy_for(opened)).load(mine)
             pool.stale = False
         self.consistent = True
 

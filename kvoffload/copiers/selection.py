@@ -16,7 +16,7 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CONCURRENT_COMPUTE, CopierName, CopyMethod, Profile, Shape, Situation
 
 PREFERENCES = ("overlap", "latency")
-TOLERANCE = 1.1  # up to which the copy engine is preferred to a kernel: measuring again changes as much
+TOLERANCE = 1.1  # up to which methods count as equal: measuring again changes as much
 _ALIKE = 0.02  # slow-downs nearer to each other than that are said to be one: measuring them again changes as much
 _GATHER_PROGRAMS = (1, 2, 3, 4)
 _MOST_PROGRAMS = 8  # 2 to 4 fill the link; more only slow the computation
@@ -92,8 +92,8 @@ def choose(
             method has a price concurrent with large products of matrices and one concurrent with small ones; the larger
             of its two ratios to the lowest price is its weight, and the least weight wins. A price is the transfer's
             time, the time that computation loses meanwhile, and the time for which the caller is kept, if that is more
-            than a millisecond, or more than one for each 64 MiB. A method of the copy engine within 1.1x of the best is
-            preferred to a kernel.
+            than a millisecond, or more than one for each 64 MiB. Methods of the copy engine within 1.1x of the best are
+            preferred to a kernel; with "overlap", among them the one that keeps its caller for the shortest time.
         sm_limit: programs of a kernel at most.
         parts: in which it is carried, one after the other; the copies of the shape are those of all parts.
         opposite: whether transfers in the other direction are in flight.
@@ -164,7 +164,12 @@ def rank(
         for method, each, weight in zip(methods, times, weights, strict=True)
     ]
     least = TOLERANCE * min(weights)
-    return sorted(found, key=lambda each: (each.weight > least or each.method.programs > 0, each.weight))
+
+    def order(each: Expected) -> tuple[bool, float, float]:
+        preferred = each.weight <= least and each.method.programs == 0
+        return not preferred, each.host if preferred and prefer == "overlap" else 0.0, each.weight
+
+    return sorted(found, key=order)
 
 
 def _over(price: float, lowest: float) -> float:

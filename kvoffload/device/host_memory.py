@@ -72,8 +72,8 @@ class HostMemory:
     ) -> HostMemory:
         """Memory of an object with the buffer protocol: a numpy array, an mmap, `SharedMemory.buf`. It is the `owner`.
 
-        Shared memory and an mmap cannot be closed before this object and the engine have let go of them: close the
-        engine, and drop arrays over `engine.slots` and this object, first.
+        Shared memory and an mmap cannot be closed while this object, an engine or an array over its `slots` refers to
+        them: close the engine, and delete the others, first.
 
         Args:
             buffer: writable, C-contiguous.

@@ -45,3 +45,7 @@ def checked_slots(num_slots: Any, host_memory: HostMemory | None, layout: KVLayo
             f"more than any machine has; ask for at most {_MOST_POOL_BYTES // layout.slot_bytes}"
         )
     return count
+
+
+def checked_bound(most_queued_bytes: Any) -> int | None:
+    return None if most_queued_bytes is None else at_least("most_queued_bytes", most_queued_bytes, 1)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 
 from kvoffload.device.device import Device
 from kvoffload.engine.resources import EngineResources
 from kvoffload.engine.slot_guard import SlotGuard, replaced_guard
-from kvoffload.errors import ClosedError
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import PartsLike, as_parts
@@ -44,23 +42,6 @@ class EngineForIntegrations(HtmlRepresentation):
         """Raise what a load of some group would raise for these `parts`."""
         for group in self.layout.groups:
             as_parts(parts, len(group.planes))
-
-    def check_usable(self) -> None:
-        """Raise ClosedError or TransferError unless transfers can be submitted."""
-        if self._closed or self._closing:
-            raise ClosedError("the engine is closed" if self._closed else "the engine is being closed")
-        if self._parts.in_flight.lost is not None:
-            self._parts.tracker.check_alive()
-
-    def check_room(self, jobs: int) -> None:
-        """Raise CapacityError if `jobs` more would exceed `max_in_flight`, and ClosedError if the engine is closed."""
-        if os.getpid() != self._process:
-            self.device.check_process()
-        with self.lock:
-            self.check_usable()
-            in_flight = self._parts.in_flight
-            if len(in_flight.stores.transfers) + len(in_flight.loads.transfers) + jobs > in_flight.max_in_flight:
-                self._parts.tracker.check_room(jobs)
 
     def guard_slots(self, guard: SlotGuard) -> None:
         """Make `guard` the owner of the slots: each store calls `guard.check_store(slots)` first, which may refuse it.

@@ -17,7 +17,7 @@ from kvoffload.device.device import Device
 from kvoffload.device.host_memory import HostMemory
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import stream_handle
-from kvoffload.engine.arguments import check_types, checked_slots
+from kvoffload.engine.arguments import check_types, checked_bound, checked_slots
 from kvoffload.engine.callbacks import Callbacks
 from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.integration import EngineForIntegrations
@@ -30,7 +30,7 @@ from kvoffload.engine.statistics import EngineStatistics
 from kvoffload.engine.stream_order import as_part, await_queueing
 from kvoffload.engine.tracing import deliver
 from kvoffload.engine.transfer import Transfer
-from kvoffload.errors import DriverError, TransferError
+from kvoffload.errors import ClosedError, DriverError, TransferError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
@@ -90,22 +90,19 @@ class EngineLifecycle(EngineForIntegrations):
         self.number = next(_numbers)
         self.max_in_flight = at_least("max_in_flight", max_in_flight, 1)
         self.lock = threading.RLock()
-        self._driver = device.driver
-        self._context = device.context
-        self._process = os.getpid()
-        self._closed = False
+        self._driver, self._context = device.driver, device.context
+        self._closed, self._process = False, os.getpid()
         self._closing: set[object] = set()  # a token for each call of close()
         self._following: set[object] = set()  # a token for each call that asks arrays for their producers
         self._slot_guard: weakref.ref[SlotGuard] | None = None
         self._ids = itertools.count(1)
         self._callbacks = Callbacks()
         self._hazards = HazardTable(layout, self.num_slots)
-        queued = most_queued_bytes if most_queued_bytes is None else at_least("most_queued_bytes", most_queued_bytes, 1)
         longest = max(self.num_slots, *(group.num_blocks for group in layout.groups))
         self._scratch: Int64Array = np.empty(longest, dtype=np.int64)
         with device.lifecycle, device.current():
             self._folds = Folds(layout, device.allocations(layout))
-            in_flight = InFlight(device.driver, self.max_in_flight, self._hazards, queued)
+            in_flight = InFlight(device.driver, self.max_in_flight, self._hazards, checked_bound(most_queued_bytes))
             self._parts = EngineResources(device, in_flight, self.num_slots, self.sm_limit, stream_priority)
             self._resource = device.adopt(self, self._parts.release, "an OffloadEngine")
             try:
@@ -189,6 +186,23 @@ class EngineLifecycle(EngineForIntegrations):
         """See `Job.add_done_callback`."""
         self.device.check_process()
         self._callbacks.add(job, callback)
+
+    def check_usable(self) -> None:
+        """Raise ClosedError or TransferError unless transfers can be submitted."""
+        if self._closed or self._closing:
+            raise ClosedError("the engine is closed" if self._closed else "the engine is being closed")
+        if self._parts.in_flight.lost is not None:
+            self._parts.tracker.check_alive()
+
+    def check_room(self, jobs: int) -> None:
+        """Raise CapacityError if `jobs` more would exceed `max_in_flight`, and ClosedError if the engine is closed."""
+        if os.getpid() != self._process:
+            self.device.check_process()
+        with self.lock:
+            self.check_usable()
+            in_flight = self._parts.in_flight
+            if len(in_flight.stores.transfers) + len(in_flight.loads.transfers) + jobs > in_flight.max_in_flight:
+                self._parts.tracker.check_room(jobs)
 
     def jobs_in_flight(self) -> tuple[Job, ...]:
         """A job for each transfer that has not ended."""

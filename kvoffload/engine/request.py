@@ -86,8 +86,7 @@ def make_request(
     layout, num_slots, missing_copiers = limits
     if source_order not in SOURCE_ORDERS:
         raise ValueError(f"source_order must be one of {', '.join(SOURCE_ORDERS)}, got {source_order!r:.80}")
-    if urgent is not False:
-        urgent = _checked_urgency(urgent, direction)
+    urgent = urgent is not False and _checked_urgency(urgent, direction)
     if group.__class__ is not int or not 0 <= group < len(layout.groups):
         group = _in_range("group", group, len(layout.groups))
     if first_sub_block != 0 or first_sub_block.__class__ is not int:

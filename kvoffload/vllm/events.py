@@ -21,7 +21,7 @@ class EventLog:
             self._events.append(OffloadingEvent(keys, Medium.CPU, removed=False))
         elif event.kind in ("evicted", "removed"):
             self._events.append(OffloadingEvent(keys, Medium.CPU, removed=True))
-        elif event.kind == "failed":  # was never announced as stored: nobody but vLLM's own tracker is told
+        elif event.kind == "failed":  # it never was announced as stored: for vLLM's own tracker alone
             self._events.append(OffloadingEvent(keys, Medium.CPU, removed=True, metadata_only=True))
 
     def take(self) -> Iterable[OffloadingEvent]:

@@ -43,7 +43,8 @@ from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.offers import Offers
 from kvoffload.vllm.requests import RequestState, end_request, has_order, in_order, keep_order, state_of
 
-_RESULTS = {Status.MISS: LookupResult.MISS, Status.HIT: LookupResult.HIT, Status.PENDING: LookupResult.HIT_PENDING}
+_MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
+_IS_MISS, _IS_HIT, _ = Status  # looking them up in the class takes as long as the rest of `lookup`
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +89,7 @@ class KVOffloadManager(OffloadingManager):
     ) -> None:
         self._events = EventLog() if enable_events else None
         self.index = CacheIndex(num_chunks, policy=policy, on_event=None if self._events is None else self._events.note)
+        self._status_of = self.index.status_of
         self._info = info or {}
         self._windowed = frozenset(windowed_groups)
         self._resets = 0
@@ -104,7 +106,8 @@ class KVOffloadManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return _RESULTS[self.index.status_of(key)]
+        status = self._status_of(key)
+        return _HIT if status is _IS_HIT else _MISS if status is _IS_MISS else _PENDING
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.HOST
@@ -162,8 +165,10 @@ class KVOffloadManager(OffloadingManager):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         filling = _Filling(reservation, len(reservation.keys))
         self._filling.update(dict.fromkeys(reservation.keys, filling))
-        stored, slots = self._as_offered(offered, reservation)
-        return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), [OffloadKey(key) for key in reservation.evicted])
+        stored, slots = list(reservation.keys), list(reservation.indices)
+        if wanted is not offered:
+            stored, slots = self._as_offered(offered, reservation)
+        return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), list(reservation.evicted))
 
     def _state(self, context: ReqContext) -> RequestState:
         return state_of(self.index, context, self._resets)
@@ -217,10 +222,10 @@ class KVOffloadManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Make all keys missing. Slots of transfers under way are free at `on_reset_flushed`."""
         self._resets += 1
-        told = 0 if self._events is None else len(self._events)
+        kept = 0 if self._events is None else len(self._events)
         self.index.clear()
         if self._events is not None:  # vLLM reports a reset by an event of its own
-            self._events.cut_back(told)
+            self._events.cut_back(kept)
         self._before_reset += [lease.release for leases in self._reading.values() for lease in leases]
         self._before_reset += [filling.reservation.abort for filling in set(self._filling.values())]
         self._reading.clear()

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -50,16 +52,20 @@ class _Transfer:
     Attributes:
         job_id: vLLM's number.
         job: None if it was refused.
-        slots: those it reads or writes.
+        ids: the numbers of the slots it reads or writes.
         error: why it was refused, or None.
     """
 
     job_id: int
     is_load: bool
     urgent: bool
-    slots: frozenset[int]
+    ids: npt.NDArray[np.int32]
     job: Job | None = None
     error: BaseException | None = None
+
+    @property
+    def slots(self) -> set[int]:
+        return set(self.ids.tolist())
 
     @property
     def ended(self) -> bool:
@@ -113,7 +119,7 @@ class KVOffloadWorker(OffloadingWorker):
         """Copy blocks to slots, after what vLLM has queued so far. Returns at once, True."""
         assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
         transfers = self._by_group(src_spec, dst_spec)
-        transfer = _Transfer(job_id, False, False, frozenset(dst_spec.block_ids.tolist()))
+        transfer = _Transfer(job_id, False, False, dst_spec.block_ids)
         self._submit(transfer, lambda: self.engine.store_groups(transfers, after=self._current_stream()))
         return True
 
@@ -123,9 +129,9 @@ class KVOffloadWorker(OffloadingWorker):
         """Copy slots to blocks, after what vLLM has queued so far; `expedited`: ahead of loads held on the host."""
         assert isinstance(src_spec, BlockIDsLoadStoreSpec)
         transfers = self._by_group(dst_spec, src_spec)
-        transfer = _Transfer(job_id, True, expedited, frozenset(src_spec.block_ids.tolist()))
-        if not self._bad_slots.isdisjoint(transfer.slots):
-            bad = sorted(self._bad_slots & transfer.slots)
+        transfer = _Transfer(job_id, True, expedited, src_spec.block_ids)
+        bad = sorted(self._bad_slots & transfer.slots) if self._bad_slots else []
+        if bad:
             transfer.error = TransferError(f"slots {bad[:8]} hold no bytes to load: a store into them has failed")
             self._transfers[job_id] = transfer
             return True
@@ -135,11 +141,18 @@ class KVOffloadWorker(OffloadingWorker):
         return True
 
     def _submit(self, transfer: _Transfer, submit: Callable[[], Job]) -> None:
-        """Submit it; what cannot be submitted has failed: too many are in flight, or the driver refuses it."""
-        try:
-            transfer.job = submit()
-        except (CapacityError, DriverError, TransferError) as error:
-            transfer.error = error
+        """Submit it. While `max_in_flight` are unfinished, wait for the oldest. What the driver refuses has failed."""
+        while transfer.job is None and transfer.error is None:
+            try:
+                transfer.job = submit()
+            except CapacityError as error:
+                unfinished = [each.job for each in self._transfers.values() if each.job is not None and not each.ended]
+                if not unfinished:
+                    transfer.error = error
+                for job in unfinished[:1]:
+                    _wait(job)
+            except (DriverError, TransferError) as error:
+                transfer.error = error
         self._transfers[transfer.job_id] = transfer
 
     def _by_group(self, gpu: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> list[GroupTransfer]:
@@ -207,10 +220,7 @@ class KVOffloadWorker(OffloadingWorker):
             if transfer is None:
                 continue
             if transfer.job is not None:
-                try:
-                    transfer.job.wait()
-                except TransferError:
-                    pass
+                _wait(transfer.job)
             if transfer.urgent and transfer.failure is not None:
                 raise TransferError(
                     f"load {job_id}, which vLLM awaits within its step, has failed: {transfer.failure}; without "
@@ -231,6 +241,14 @@ class KVOffloadWorker(OffloadingWorker):
         """Wait for what is in flight, and free the pinned memory. Idempotent."""
         self.engine.close()
         self._transfers.clear()
+
+
+def _wait(job: Job) -> None:
+    """Wait until a job has ended, well or not."""
+    try:
+        job.wait()
+    except TransferError:
+        pass
 
 
 def _result(transfer: _Transfer) -> TransferResult:

@@ -27,6 +27,8 @@ from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import Outcome, ValkeyTier
 from kvoffload.tiers.remote import Parts
 
+pytestmark = pytest.mark.servers
+
 SMALL = ("--sizes", "16384", "--in-flight", "1,3", "--nbytes", "131072", "--repeats", "1")
 TINY = ("--sizes", "16384", "--in-flight", "2", "--nbytes", "32768", "--repeats", "1")
 REMOTE = ("bench", "remote", "--backend", "simulated")

@@ -731,14 +731,14 @@ def machine(base: type[RuleBasedStateMachine], policy: Any, examples: int, steps
     return made
 
 
-TestIndexWithARC = machine(IndexMachine, "arc", 40, 50)
-TestIndexWithLRU = machine(IndexMachine, "lru", 40, 50)
-TestIndexWithPrefix = machine(IndexMachine, "prefix", 40, 50)
-TestIndexWithS3FIFO = machine(IndexMachine, "s3fifo", 40, 50)
-TestCacheWithARC = machine(CacheMachine, "arc", 55, 50)
-TestCacheWithLRU = machine(CacheMachine, "lru", 55, 50)
-TestCacheWithPrefix = machine(CacheMachine, "prefix", 55, 50)
-TestCacheWithS3FIFO = machine(CacheMachine, "s3fifo", 55, 50)
+TestIndexWithARC = machine(IndexMachine, "arc", 25, 50)
+TestIndexWithLRU = machine(IndexMachine, "lru", 25, 50)
+TestIndexWithPrefix = machine(IndexMachine, "prefix", 25, 50)
+TestIndexWithS3FIFO = machine(IndexMachine, "s3fifo", 25, 50)
+TestCacheWithARC = machine(CacheMachine, "arc", 30, 50)
+TestCacheWithLRU = machine(CacheMachine, "lru", 30, 50)
+TestCacheWithPrefix = machine(CacheMachine, "prefix", 30, 50)
+TestCacheWithS3FIFO = machine(CacheMachine, "s3fifo", 30, 50)
 
 
 # threads

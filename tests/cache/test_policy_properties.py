@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from policy_oracles import ACTIONS, PAIRS, SideBySide, Step
 from policy_steps import KEYS, STEPS
 
-EXAMPLES = 300
+EXAMPLES = 150
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -33,7 +33,7 @@ def small() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small")
-@settings(max_examples=250, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(capacity=st.integers(1, 14), steps=st.lists(STEPS, max_size=40))
 def test_any_steps_give_up_what_the_oracle_gives_up(capacity: int, steps: list[Step]) -> None:
     pair = SideBySide("prefix", capacity)

@@ -47,6 +47,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 # the command ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("tiny")
 def test_on_the_simulated_device_no_profile_is_kept_and_no_time_printed(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:

@@ -8,6 +8,8 @@ import exhaust_remote
 import pytest
 from servers import need_module
 
+pytestmark = pytest.mark.servers
+
 SHARES = {"valkey": 1.0, "cluster": 0.6, "s3": 0.25, "mooncake": 0.3}
 
 

@@ -21,6 +21,8 @@ from kvoffload.commands import findings
 from kvoffload.terminal.stores import Store
 from kvoffload.tiers import ValkeyTier
 
+pytestmark = pytest.mark.servers
+
 DOCTOR = ("doctor", "--backend", "simulated")
 
 

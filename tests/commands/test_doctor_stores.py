@@ -46,6 +46,7 @@ def test_a_folder_as_an_object_store_is_tried_and_left_empty(
     assert "\nstores\n  ok    objects: 32.00 MiB, 1 MiB each: write " in capsys.readouterr().out
 
 
+@pytest.mark.servers
 def test_a_valkey_server_is_asked_what_it_is(
     capsys: pytest.CaptureFixture[str], valkey_server: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_valkey_server_is_asked_what_it_is(
     assert "valkey: set its maxmemory: it grows until it is killed" in fields["advice"]
 
 
+@pytest.mark.servers
 def test_a_mooncake_store_is_tried(capsys: pytest.CaptureFixture[str], mooncake_servers: MooncakeServers) -> None:
     fields = run_json(capsys, *DOCTOR, "--store", "mooncake", f"master={mooncake_servers.master.address}")
     (store,) = fields["stores"]

@@ -58,7 +58,7 @@ COMMANDS = [
 HELPS = [
     ("--help",),
     *((name, "--help") for name in ("doctor", "demo", "replay", "tune", "bench")),
-    *(("bench", name, "--help") for name in (*BENCHES, "interop", "cache", "disk", "remote", "plot")),
+    *(("bench", name, "--help") for name in (*BENCHES, "interop", "vllm", "cache", "disk", "remote", "plot")),
 ]
 
 

@@ -82,6 +82,7 @@ def test_the_list_of_benchmarks_has_a_line_for_each_and_no_other(capsys: pytest.
         "interference",
         "parts",
         "interop",
+        "vllm",
         "submit",
         "cache",
         "disk",

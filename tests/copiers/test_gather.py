@@ -46,7 +46,7 @@ def open_simulated(seed: int) -> kvoffload.Device:
 # bytes
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], phases=NO_SHRINKING)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow], phases=NO_SHRINKING)
 @given(data=st.data(), seed=st.integers(0, 1 << 16))
 def test_any_transfers_move_the_bytes_of_a_naive_loop_and_no_others(data: st.DataObject, seed: int) -> None:
     chance = Drawn(data.draw)

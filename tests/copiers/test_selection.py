@@ -80,6 +80,9 @@ def test_the_least_weight_wins_unless_the_copy_engine_is_as_good(
         if best.seconds < inf:
             assert best.weight <= TOLERANCE * least
             assert best.weight == least or not best.method.programs
+    if by_peace[0].seconds < inf and not by_peace[0].method.programs:
+        equal = [each for each in by_peace if each.weight <= TOLERANCE * min(each.weight for each in by_peace)]
+        assert by_peace[0].host == min(each.host for each in equal if not each.method.programs)
     assert {each.method.copier for each in by_time} <= available
 
 
@@ -133,6 +136,10 @@ def test_known_cases_on_an_h200() -> None:
         return choose(where, ALL, H200, prefer, sm_limit).method
 
     assert method(shape(256 * KIB, 64), "overlap") == CopyMethod("strided")
+    few = Shape(
+        Direction.STORE, 4, 128, 4, 128, 8 << 20
+    )  # of 32 planes; batch takes 1% less time, and its call 70 us more
+    assert method(few, "overlap") == CopyMethod("strided")
     assert method(shape(32 * KIB, 64), "overlap").copier in ("strided", "split")
     assert method(shape(32 * KIB, 64), "overlap", 0) == CopyMethod("strided")
     assert method(shape(4 * KIB, 64, folds=False), "latency").copier == "gather"

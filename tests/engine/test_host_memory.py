@@ -281,6 +281,27 @@ def test_memory_that_is_not_what_is_said_of_it_is_refused(device: kvoffload.Devi
             OffloadEngine(layout, host_memory=nowhere, **options)
 
 
+def test_a_slot_in_two_registered_ranges_is_refused(device: kvoffload.Device, layout: KVLayout) -> None:
+    """The driver shows the GPU each range somewhere else."""
+    memory = mapped(2 * PAGE)
+    start, half = address_of(memory), address_of(memory) + PAGE + PAGE // 2
+
+    def moved(function: Any) -> Any:
+        def call(address: int, flags: int) -> Any:
+            error, found = function(address, flags)
+            return error, int(found) + (1 << 40 if int(address) >= half else 0)
+
+        return call
+
+    with device.current():
+        device.driver.host_register(start, memory.nbytes)
+        device.driver.intercept("cuMemHostGetDevicePointer", moved)
+        given = HostMemory.of_buffer(memory, num_slots=2, slot_stride=PAGE, registered=True)
+        with leak_check(device), pytest.raises(ValueError, match=r"slot 1 at .* lies in two registered ranges"):
+            OffloadEngine(layout, device=device, host_memory=given, **COPY_ENGINE_ONLY)
+        device.driver.host_unregister(start)
+
+
 def test_what_was_registered_is_given_back_when_the_rest_cannot_be(
     device: kvoffload.Device, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

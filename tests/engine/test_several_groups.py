@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from driver_levels import LEVELS
-from helpers import COPY_ENGINE_ONLY, Gate, copiers_in
+from helpers import COPY_ENGINE_ONLY, Gate, OrderSpy, copiers_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sharding import Machine
@@ -17,6 +17,7 @@ from strategies import Case, TransferSpec, cases, place
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Direction, GroupTransfer, KVLayout, LayoutError, OffloadEngine, Plane
+from kvoffload.driver import SourceOrder
 from kvoffload.testing import Mirror, check_clean_close, leak_check, poison, scramble
 
 SLOTS = 12
@@ -258,6 +259,44 @@ def test_a_transfer_of_several_groups_waits_for_the_other_direction_in_each(
         engine.drain(10)
         gate.close()
     mirror.check()
+
+
+def test_the_slots_of_every_group_decide_when_the_driver_may_read_them(
+    device: kvoffload.Device, engine: OffloadEngine
+) -> None:
+    spy = OrderSpy(device)
+    with device.stream() as stream:
+        gate = Gate(device)
+        gate.hold(stream.handle)
+        engine.store([4], [3], group=2, after=stream)
+        several = [GroupTransfer(0, [1], [0]), GroupTransfer(2, [5], [3])]
+        with pytest.raises(ValueError, match='source_order="any" while a store to one of the slots'):
+            engine.load_groups(several, after=NO_WAIT, source_order="any")
+        engine.load_groups(several, after=NO_WAIT)
+        gate.open()
+        engine.drain(10)
+        gate.close()
+    assert {order for direction, order in spy.seen if direction == "load"} == {int(SourceOrder.STREAM)}
+
+
+def test_every_share_of_a_transfer_of_several_groups_waits(device: kvoffload.Device) -> None:
+    """Kernels and copies are on streams of their own."""
+    groups = [device.allocate_planes(2, block_bytes=64, num_blocks=8) for _ in range(2)]
+    with (
+        OffloadEngine(KVLayout(groups), device=device, num_slots=SLOTS, sm_limit=2) as engine,
+        device.stream() as stream,
+    ):
+        engine.slots[:] = 7
+        gate = Gate(device)
+        gate.hold(stream.handle)
+        several = [GroupTransfer(number, range(4), range(4 * number, 4 * number + 4)) for number in range(2)]
+        engine.store_groups(several, after=stream, copier="split")
+        device.simulator.run_all()
+        assert (engine.slots == 7).all()
+        gate.open()
+        engine.drain(10)
+        gate.close()
+        assert not (engine.slots[:8, :128] == 7).all(axis=1).any()
 
 
 def test_a_cache_that_owns_the_slots_refuses_a_store_of_any_group(device: kvoffload.Device) -> None:

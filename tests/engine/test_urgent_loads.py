@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from counting import copies_by_call
 from helpers import (
     COPY_ENGINE_ONLY,
     ORDERING_SEEDS,
@@ -31,6 +32,7 @@ from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.queues import TransferQueue
 from kvoffload.engine.transfer import Transfer
 from kvoffload.testing import Mirror, check_clean_close, poison
+from kvoffload.tuning import CopyMethod
 
 ONE_BLOCK = {"most_queued_bytes": 4 * 64}  # of a rig: so much that the driver has one block of each direction at a time
 
@@ -204,6 +206,15 @@ def test_no_more_than_the_bound_is_queued(device: kvoffload.Device, bound: int, 
         assert [int(bench.block(block)[0]) for block in range(8)] == [108 + block for block in range(8)]
 
 
+def test_a_split_under_a_bound_copies_every_block_once() -> None:
+    with simulated() as device, rig(device, sm_limit=2, most_queued_bytes=8 * 256) as bench:
+        device.simulator.faults.calls = []
+        bench.engine.store(range(8), range(8), after=NO_WAIT, copier=CopyMethod("split", 1, 0.5)).wait(10)
+        copies = copies_by_call(device.simulator)
+        assert sum(count for name, count, _ in copies if name == "cuMemcpy3DBatchAsync") == 4, "the other 4 by kernel"
+        assert [int(bench.slot(slot)[0]) for slot in range(8)] == list(range(1, 9))
+
+
 def test_a_job_under_a_bound_ends_when_it_is_waited_for(bench: Rig) -> None:
     """Nothing else calls the engine."""
     assert bench.engine.load(range(16), range(16), after=NO_WAIT).wait(10).nbytes == 16 * 4 * 64
@@ -258,13 +269,13 @@ def test_an_interrupt_while_an_urgent_load_is_put_ahead_leaves_the_order_whole(
             interrupt_call(patch, owner, name, after=after)
             with pytest.raises(KeyboardInterrupt):
                 bench.engine.load([2], [5], after=NO_WAIT, urgent=True)
-        stored = [bench.engine.store([10 + slot], [slot], after=NO_WAIT) for slot in (1, 2, 3)]
-        release(bench, *usual, *stored)
+        stored = bench.engine.store([13], [3], after=NO_WAIT)  # of the last load's slot alone
+        release(bench, *usual, stored)
         ended = [result.job_id for result in bench.engine.poll() if result.error is None]
         assert [each for each in ended if each in [job.id for job in usual]] == [job.id for job in usual]
         for block in (1, 2, 3):
             assert all_are(bench.block(block), 100 + block), "a store to its slot did not wait for the load"
-            assert all_are(bench.slot(block), 11 + block)
+        assert all_are(bench.slot(3), 14)
         whole(bench.engine)
         assert bench.engine.submitted == bench.engine.statistics().load.jobs + bench.engine.statistics().store.jobs
 

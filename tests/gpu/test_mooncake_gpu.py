@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mooncake_servers import Host, MooncakeServers
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.servers, pytest.mark.timeout(300)]
 
 
 @pytest.mark.usefixtures("only_gpu")

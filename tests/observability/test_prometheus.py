@@ -381,6 +381,7 @@ def test_what_waits_for_a_tier_is_there(client: Any, registry: Any) -> None:
     assert {name: found[f"kvoffload_tier_{name}"] for name in values} == values
 
 
+@pytest.mark.servers
 def test_a_tier_over_a_store_is_exported(client: Any, registry: Any, valkey_server: Process) -> None:
     need_module("glide_sync")
     tier = ValkeyTier(valkey_server.address, identity="metrics", name="valkey of rack 7")

@@ -21,6 +21,7 @@ BELOW = re.compile(r"below the host: (\d+) blocks written \(.*\), (\d+) read")
 FEW = ("--device", "simulated", "--conversations", "4", "--turns", "2")
 
 
+@pytest.mark.servers
 def test_a_process_continues_what_another_one_has_put_into_a_store() -> None:
     mooncake_program("mooncake_client")
     output = run(BOTH[0], "--device", "simulated", "--store", "mooncake", "--start-store")
@@ -36,6 +37,7 @@ def test_a_process_continues_what_another_one_has_put_into_a_store() -> None:
     assert TIMES.search(output) is None
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize(("name", "corrupt"), [(BOTH[0], True), (BOTH[1], False)])
 def test_each_role_is_a_command_of_its_own(name: str, corrupt: bool, tmp_path: Path) -> None:
     with MooncakeServers(tmp_path) as servers:
@@ -48,6 +50,7 @@ def test_each_role_is_a_command_of_its_own(name: str, corrupt: bool, tmp_path: P
         assert said[FROM_STORE] == ("DIFFERENT" if corrupt else "bitwise equal")
 
 
+@pytest.mark.servers
 def test_a_store_that_does_not_answer_is_named() -> None:
     mooncake_program("mooncake_client")
     said = refusal(BOTH[0], *FEW, "--store", "mooncake", "master=127.0.0.1:9")
@@ -92,6 +95,7 @@ def test_a_server_that_ends_at_once_is_an_error_with_what_it_said(monkeypatch: p
 
 
 @pytest.mark.gpu
+@pytest.mark.servers
 @pytest.mark.parametrize(("name", "framework"), list(zip(BOTH, ("cupy", "jax"), strict=True)))
 @pytest.mark.usefixtures("only_gpu")
 def test_on_a_gpu(name: str, framework: str) -> None:

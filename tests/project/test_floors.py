@@ -35,6 +35,7 @@ LAZY_ONLY = {
     "xxhash",
 }
 NEVER = {"torch", "ctypes", "cffi"}
+IN_VLLM = {"vllm"}  # that only `kvoffload/vllm` imports
 FILE_LINES, FUNCTION_LINES = 400, 50
 
 
@@ -146,6 +147,10 @@ def test_modules_with_kernels_hold_nothing_else() -> None:
 
 def test_no_torch_and_no_ctypes_anywhere() -> None:
     wrong = [str(each) for each in imports() if each.module.split(".")[0] in NEVER or "ctypeslib" in each.module]
+    [torch] = [
+        each for each in wrong if each.startswith("kvoffload/vllm/spec.py") and each.endswith("torch (function)")
+    ]
+    wrong.remove(torch)  # vLLM's current stream
     for path in sources():
         for node in ast.walk(tree(path)):
             name = getattr(node, "attr", None) or getattr(node, "id", None)
@@ -154,6 +159,13 @@ def test_no_torch_and_no_ctypes_anywhere() -> None:
             if isinstance(node, ast.Constant) and node.value in NEVER:
                 wrong.append(f"{path}: {node.value!r}")  # as for __import__ and import_module
     assert wrong == []
+
+
+def test_vllm_is_imported_for_vllm_alone() -> None:
+    """Its folder imports vLLM, and no other file imports that folder."""
+    outside = [each for each in imports() if folder_of(each.path) != "vllm"]
+    assert [str(each) for each in outside if each.module.split(".")[0] in IN_VLLM] == []
+    assert [str(each) for each in outside if each.module.split(".")[:2] == ["kvoffload", "vllm"]] == []
 
 
 def test_files_stay_small() -> None:

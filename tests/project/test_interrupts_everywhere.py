@@ -11,7 +11,7 @@ import pytest
 from exhaust_interrupts import table, units_of, work_off
 from interrupt_scenarios import SCENARIOS
 
-SAMPLE = int(os.environ.get("KVOFFLOAD_INTERRUPT_SAMPLE", "4"))  # points of each scenario, policy and mode
+SAMPLE = int(os.environ.get("KVOFFLOAD_INTERRUPT_SAMPLE", "2"))  # points of each scenario, policy and mode
 FAMILIES = (
     ("engine.store", "engine.load"),
     (

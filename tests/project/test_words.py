@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -70,9 +71,10 @@ RIDDLES = re.compile(
 ALLOWED_TEXTS: dict[str, str] = {}  # a line of prose, stripped, and why it stays
 
 
+@cache
 def private_words(identifier: str, folder: str) -> list[str]:
     """The private words in a name."""
-    parts = words_of(identifier)
+    parts = list(words_of(identifier))
     for phrase in ALLOWED_PHRASES:
         parts = " ".join(parts).replace(phrase, "").split()
     pairs = [f"{first} {second}" for first, second in pairwise(parts)]

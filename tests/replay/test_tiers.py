@@ -105,9 +105,11 @@ def test_a_random_share_writes_whole_requests() -> None:
 
 
 @cache
-def results(name: str, policies: Policies, least_hits: float = 0.22) -> dict[str, TierResult]:
+def results(
+    name: str, policies: Policies, least_hits: float = 0.22, writes: tuple[str, ...] = WRITES
+) -> dict[str, TierResult]:
     requests = make_workload(name, REQUESTS)
-    survey = Survey([SLOTS], [DISK_SLOTS], policies, WRITES, least_hits, 0)
+    survey = Survey([SLOTS], [DISK_SLOTS], policies, writes, least_hits, 0)
     return {result.write: result for result in survey.run(requests, Output(as_json=True))}
 
 
@@ -135,8 +137,9 @@ def test_admitted_finds_more_than_second_sighting_and_random(name: str, policies
 
 @pytest.mark.parametrize("name", ["one-off"])
 def test_with_as_many_writes_as_second_sighting_it_finds_as_much(name: str) -> None:
-    second = results(name, LRU)["second"]
-    sparing = [results(name, LRU, least_hits)["admitted"] for least_hits in (0.22, 0.5, 4)]
+    found = results(name, LRU)
+    second, sparing = found["second"], [found["admitted"]]
+    sparing += [results(name, LRU, least_hits, ("admitted",))["admitted"] for least_hits in (0.5, 4)]
     assert sparing[-1].blocks_written <= 1.02 * second.blocks_written
     assert hits_at(sparing, second.blocks_written) >= 0.99 * second.hits
 

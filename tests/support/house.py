@@ -192,8 +192,13 @@ class Word(NamedTuple):
     text: str
 
 
-def identifiers() -> Iterator[Word]:
+@cache
+def identifiers() -> tuple[Word, ...]:
     """Names of modules, classes, functions, arguments, attributes, variables, as often as they are used."""
+    return tuple(_identifiers())
+
+
+def _identifiers() -> Iterator[Word]:
     for path in sources():
         for part in path.relative_to(ROOT).with_suffix("").parts:
             yield Word(path, 1, part)
@@ -217,13 +222,19 @@ def _names(node: ast.AST) -> Iterable[str]:
     return []
 
 
-def words_of(identifier: str) -> list[str]:
+@cache
+def words_of(identifier: str) -> tuple[str, ...]:
     """`FlightDeck` and `flight_deck`: flight, deck."""
-    return re.findall(r"[a-z]+|[0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", identifier).lower())
+    return tuple(re.findall(r"[a-z]+|[0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", identifier).lower()))
 
 
-def prose() -> Iterator[Word]:
+@cache
+def prose() -> tuple[Word, ...]:
     """Docstrings, comments, and the texts of messages."""
+    return tuple(_prose())
+
+
+def _prose() -> Iterator[Word]:
     for path in sources():
         text = path.read_text()
         for token in tokenize.generate_tokens(io.StringIO(text).readline):

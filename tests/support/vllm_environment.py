@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 
 import pytest
@@ -12,12 +13,14 @@ VARIABLE = "KVOFFLOAD_VLLM"
 
 def installed() -> str:
     """Why vLLM cannot be imported; "" if it can."""
+    if "vllm" in sys.modules and getattr(sys.modules["vllm"], "__file__", None) is None:  # `fake_vllm` is in its place
+        return "vLLM is not installed; .ci/vllm FOLDER makes an environment with it"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the packages that it imports
         try:
             import vllm.v1.core.sched.scheduler  # noqa: F401
         except ImportError as error:
-            return f"vLLM cannot be imported: {error}; .ci/vllm FOLDER makes an environment with it"
+            return f"vLLM is not installed ({error}); .ci/vllm FOLDER makes an environment with it"
     return ""
 
 

@@ -9,6 +9,8 @@ import pytest
 from mooncake_servers import Host, MooncakeServers
 from servers import wait_until
 
+pytestmark = pytest.mark.servers
+
 SEGMENT = 16 << 20
 
 

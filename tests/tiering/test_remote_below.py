@@ -12,6 +12,8 @@ import kvoffload
 from kvoffload.tiering import BreakerState
 from kvoffload.tiers import ValkeyTier
 
+pytestmark = pytest.mark.servers
+
 SIX = range(6)
 
 

@@ -14,6 +14,7 @@ from tiering import SECONDS, Bench, key, keys, tiered, until
 from kvoffload import BlockCache, Tenant
 from kvoffload.testing import FaultyTier
 from kvoffload.tiering.manager import MOST_MESSAGES
+from kvoffload.tiering.writes import WriteAdmitted
 from kvoffload.tiers import MemoryTier, Origin, Outcome, TierStatistics
 from kvoffload.tiers.threaded import Rows
 
@@ -42,6 +43,28 @@ def traffic(bench: Bench, seed: int, requests: int = 150) -> tuple[int, int]:
             found += serve(bench, list(range(once, once + 6)))
             once += 6
     return found, bench.cache.tier_statistics()[0].written
+
+
+def test_the_end_of_an_open_request_is_told_to_what_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `touch` is; not that of one that is dropped, or whose block an exception ends."""
+    heard: list[tuple[bytes, ...]] = []
+
+    def ended(_: object, keys: Sequence[bytes]) -> Sequence[bytes]:
+        heard.append(tuple(keys))
+        return ()
+
+    monkeypatch.setattr(WriteAdmitted, "ended", ended)
+    with tiered(MemoryTier(1 << 20), capacity=24, write="admitted") as bench:
+        with bench.cache.open_request() as request:
+            for begin in range(0, 6, 2):
+                bench.cache.store(keys([begin, begin + 1]), [begin, begin + 1], request=request).wait(SECONDS)
+        request.end()
+        bench.cache.store(keys([7]), [7], request=bench.cache.open_request()).wait(SECONDS)
+        with pytest.raises(InterruptedError), bench.cache.open_request():
+            raise InterruptedError
+        assert bench.cache.drain(SECONDS)
+        until(lambda: bool(heard))
+    assert heard == [tuple(keys(range(6)))]
 
 
 @pytest.mark.parametrize("write", ["admitted", "through", "back", "none"])

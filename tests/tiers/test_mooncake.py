@@ -23,6 +23,8 @@ from kvoffload.testing import check_tier
 from kvoffload.testing.tier_pools import TierPools
 from kvoffload.tiers import MooncakeTier, Outcome
 
+pytestmark = pytest.mark.servers
+
 DONE, MISSING, FAILED, DECLINED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED, Outcome.DECLINED
 SECONDS = 30.0
 ROW = 1 << 20

@@ -13,6 +13,8 @@ from servers import Process, need_module, s3_options, seaweed
 from kvoffload.testing import check_tier, fuzz_tier
 from kvoffload.tiers import ObjectStoreTier, Outcome
 
+pytestmark = pytest.mark.servers
+
 DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
 
 

@@ -16,6 +16,8 @@ from tier_classes import attached
 from kvoffload.testing import check_tier, fuzz_tier
 from kvoffload.tiers import Outcome, ValkeyTier
 
+pytestmark = pytest.mark.servers
+
 PATIENT = 40.0  # a timeout of calls that have to succeed, on a machine that is busy with other tests
 DONE, MISSING, FAILED, DECLINED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED, Outcome.DECLINED
 

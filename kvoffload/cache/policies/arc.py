@@ -99,7 +99,7 @@ class ARC(Policy):
         return chain(self._open1.oldest_first(), self._open2.oldest_first())
 
     def __len__(self) -> int:
-        return self._size1 + len(self._t2) + self._open2.extra
+        return len(self._t1) + self._open1.extra + len(self._t2) + self._open2.extra
 
     @property
     def _size1(self) -> int:
@@ -133,7 +133,7 @@ class ARC(Policy):
 
     def _forget(self) -> None:
         """Keep T1 and B1 within the capacity, and all four lists within twice as much."""
-        while self._b1 and self._size1 + len(self._b1) > self._capacity:
+        while self._b1 and len(self._t1) + self._open1.extra + len(self._b1) > self._capacity:
             self._b1.popitem(last=False)
         while self._b2 and len(self) + len(self._b1) + len(self._b2) > 2 * self._capacity:
             self._b2.popitem(last=False)
@@ -151,12 +151,13 @@ class ARC(Policy):
         """
         once = filterfalse(protected, self._open1.oldest_first(opened1))
         often = filterfalse(protected, self._open2.oldest_first(opened2))
+        first, opened = self._t1, self._open1.opened_of
         left, victims = self._size1, list[bytes]()
         for limit in limits:
             key = next(chain(once, often) if left > limit else chain(often, once), None)
             if key is None:
                 return None
-            left -= key in self._t1 or key in self._open1.opened_of
+            left -= key in first or key in opened
             victims.append(key)
         return victims
 

@@ -22,7 +22,7 @@ class Room(NamedTuple):
 
 
 class RequestPolicy(Protocol):
-    """What a policy is told, and asked, of the keys of an open request; see `Policy.for_request`."""
+    """The calls for an open request; see `Policy.for_request`."""
 
     def insert(self, keys: Sequence[bytes]) -> None:
         """The request has stored these keys, which come after those that it has inserted or loaded before."""

@@ -20,7 +20,7 @@ that.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse, groupby, islice
 from math import inf
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from kvoffload.cache.policies.reuse import KIND_OF, KINDS, MOST_USES, ReuseModel
 _FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # in a large cache: the capacity divided by this
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
-_BATCH = 128  # keys that are looked at together
+_FIRST_BATCH, _BATCH = 8, 128  # keys that are looked at together: the first, and the most
 _SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
 
 
@@ -92,7 +92,7 @@ class Prefix(Policy):
         if evicted:
             for run, same in _neighbours(runs, keys):
                 self._remember(same, run)
-        self._leave(Counter(runs))
+        self._leave(Counter(runs) if len(runs) > 1 else dict.fromkeys(runs, 1))
 
     def for_request(self, notes: _Notes) -> RequestPolicy:
         return _ForRequest(self, notes)
@@ -119,8 +119,8 @@ class Prefix(Policy):
         an open request move to the runs of its earlier keys.
         """
         fresh: dict[tuple[int, int, bool], _Run] = {}
-        left: Counter[_Run] = Counter()
-        reused: Counter[_Run] = Counter()
+        left: dict[_Run, int] = {}
+        reused: dict[_Run, int] = {}
         asked, last = 0, len(keys) - 1 if ends else -1
         for resident, old, part in list(self._by_run(keys)):
             renews = old is not None and old.counted and resident and not counted
@@ -128,8 +128,8 @@ class Prefix(Policy):
             if not renews:
                 asked += len(part)
             if old is not None:
-                reused[old] += 0 if renews else len(part)
-                left[old] += len(part) if resident else 0
+                reused[old] = reused.get(old, 0) + (0 if renews else len(part))
+                left[old] = left.get(old, 0) + (len(part) if resident else 0)
             stays = resident or counted
             ended = last >= 0 and part[-1] is keys[last]
             for is_end, same in ((False, part[:-1] if ended else part), (True, part[-1:] if ended else [])):
@@ -185,7 +185,7 @@ class Prefix(Policy):
                 if run.request is not None:
                     queue.move_to_end(run)
 
-    def _leave(self, left: Counter[_Run]) -> None:
+    def _leave(self, left: Mapping[_Run, int]) -> None:
         """So many keys have left these runs."""
         for run, count in left.items():
             run.live -= count
@@ -355,11 +355,15 @@ class _Head:
     def _walk(
         queue: _Queue, run_of: dict[bytes, _Run], protected: Protected, request: _Notes | None
     ) -> Iterator[tuple[_Run, list[bytes]]]:
+        size = _FIRST_BATCH
         for run in queue:
             if request is not None and run.request is request:
                 continue  # without looking at its keys, which are all protected
-            for end in range(len(run.keys), 0, -_BATCH):
-                live = [key for key in reversed(run.keys[max(0, end - _BATCH) : end]) if run_of.get(key) is run]
+            end = len(run.keys)
+            while end > 0:
+                begin = max(0, end - size)
+                live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
+                end, size = begin, min(2 * size, _BATCH)
                 found = list(filterfalse(protected, live))
                 if found:
                     yield run, found

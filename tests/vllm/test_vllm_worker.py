@@ -1,0 +1,210 @@
+"""KVOffloadWorker alone: bytes, partial chunks, groups, order, failures."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_parts import PAGE, Rig, gpu, host
+
+import kvoffload  # isort: split
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferStats
+
+from kvoffload.vllm import KVOffloadConnector
+from kvoffload.vllm.connector import WorkerMetadata
+
+
+def test_bytes_come_back() -> None:
+    with Rig() as rig:
+        before = rig.blocks.copy()
+        assert rig.worker.submit_store(1, gpu((0, [3, 7, 4])), host(5, 0, 2))
+        (result,) = rig.finish()
+        assert (result.job_id, result.success, result.transfer_size) == (1, True, 3 * 2 * PAGE)
+        rig.blocks[:] = 0
+        assert rig.worker.submit_load(2, host(0, 5), gpu((0, [1, 9])))
+        assert [result.job_id for result in rig.finish()] == [2]
+        assert (rig.blocks[:, 1] == before[:, 7]).all()
+        assert (rig.blocks[:, 9] == before[:, 3]).all()
+        assert not rig.blocks[:, [0, 2, 3, 4, 5, 6, 7, 8]].any()
+        assert rig.worker.get_finished() == []
+
+
+def test_groups_and_partial_chunks_are_one_transfer() -> None:
+    """Two blocks a chunk. Group 1 has none; loads begin at the second block of a chunk."""
+    with Rig(3, blocks_per_chunk=2) as rig:
+        before = rig.blocks.copy()
+        submitted = rig.worker.engine.submitted
+        rig.worker.submit_store(1, gpu((0, [1, 2, 3, 4]), (0, []), (4, [5, 6])), host(0, 1, 2))
+        assert rig.worker.engine.submitted == submitted + 1
+        assert [result.transfer_size for result in rig.finish()] == [6 * 2 * PAGE]
+        rig.blocks[:] = 0
+        rig.worker.submit_load(2, host(0, 1, 2), gpu((1, [10, 11, 12]), (0, []), (5, [13])))
+        rig.finish()
+        for target, source in ((10, 2), (11, 3), (12, 4), (13, 6)):
+            assert (rig.blocks[:, target] == before[:, source]).all(), target
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_transfer_waits_for_what_was_queued_before(seed: int) -> None:
+    with Rig(seed=seed) as rig:
+        span = [(rig.memory.address, rig.memory.nbytes)]
+
+        def queue(block: int, value: int) -> None:
+            def write() -> None:
+                rig.blocks[:, block] = value
+
+            with rig.device.current():
+                rig.device.simulator.enqueue(rig.stream.handle, write, writes=span)
+
+        queue(0, 1)
+        rig.worker.submit_store(1, gpu((0, [0])), host(0))
+        rig.worker.wait({1})
+        for value in (2, 3, 4):
+            queue(1, value)
+        rig.worker.submit_load(2, host(0), gpu((0, [1])))
+        rig.worker.wait({2})
+        rig.device.simulator.run_all()
+        assert (rig.blocks[:, 1] == 1).all()  # stored after block 0 was written, and loaded after block 1 was
+
+
+def test_wait_returns_once_the_transfers_have_ended() -> None:
+    with Rig() as rig:
+        rig.worker.submit_store(1, gpu((0, [0, 1])), host(0, 1))
+        rig.worker.wait({1, 77})  # a number of before a reset is not known
+        assert rig.worker.engine.in_flight == 0
+        assert [result.job_id for result in rig.worker.get_finished()] == [1]
+        rig.worker.wait({1})
+
+
+def test_an_expedited_load_goes_ahead_of_those_held_on_the_host() -> None:
+    with Rig(most_queued_bytes=1) as rig:
+        for slot in range(4):
+            rig.worker.submit_store(slot, gpu((0, [slot])), host(slot))
+        rig.worker.wait(set(range(4)))
+        rig.worker.get_finished()
+        for slot in range(3):
+            rig.worker.submit_load(10 + slot, host(slot), gpu((0, [8 + slot])))
+        rig.worker.submit_load(20, host(3), gpu((0, [11])), expedited=True)
+        rig.worker.wait({20})
+        ended = [result.job_id for result in rig.worker.get_finished()]
+        assert 20 in ended
+        assert 12 not in ended
+        rig.worker.wait({10, 11, 12})
+        assert (rig.blocks[:, 8:12] == rig.blocks[:, :4]).all()
+
+
+def failing(rig: Rig) -> None:
+    rig.device.simulator.faults.fail_call("cuEventRecord")
+
+
+def test_a_failed_store_leaves_slots_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    with Rig() as rig:
+        failing(rig)
+        rig.worker.submit_store(1, gpu((0, [0, 1])), host(3, 4))
+        with caplog.at_level(logging.WARNING, "kvoffload"):
+            assert [(result.job_id, result.success) for result in rig.finish()] == [(1, True)]
+        assert "store 1 of vLLM has failed" in caplog.text
+        rig.worker.submit_load(2, host(2, 3), gpu((0, [5, 6])))
+        with pytest.raises(kvoffload.TransferError, match=r"load 2 .* slots \[3\] hold no bytes .*KVOffloadConnector"):
+            rig.finish()
+
+
+def test_a_store_that_succeeds_mends_its_slots() -> None:
+    with Rig() as rig:
+        failing(rig)
+        rig.worker.submit_store(1, gpu((0, [0])), host(3))
+        rig.finish()
+        rig.worker.submit_store(2, gpu((0, [0])), host(3))
+        rig.finish()
+        rig.worker.submit_load(3, host(3), gpu((0, [5])))
+        rig.finish()
+        assert (rig.blocks[:, 5] == rig.blocks[:, 0]).all()
+
+
+def test_a_failed_load_ends_the_worker_where_it_cannot_be_reported() -> None:
+    with Rig() as rig:
+        rig.worker.submit_store(1, gpu((0, [0])), host(3))
+        rig.finish()
+        failing(rig)
+        rig.worker.submit_load(2, host(3), gpu((0, [5])))
+        with pytest.raises(kvoffload.TransferError, match=r'load 2 of vLLM .*="KVOffloadConnector"'):
+            rig.finish()
+
+
+def test_a_failed_load_that_is_awaited_raises() -> None:
+    with Rig() as rig:
+        rig.worker.reports_failures = True
+        rig.worker.submit_store(1, gpu((0, [0])), host(3))
+        rig.finish()
+        failing(rig)
+        rig.worker.submit_load(2, host(3), gpu((0, [5])), expedited=True)
+        with pytest.raises(kvoffload.TransferError, match="sync_load_budget_bytes"):
+            rig.worker.wait({2})
+
+
+def test_too_many_transfers_wait_for_each_other() -> None:
+    with Rig(max_in_flight=1) as rig:
+        rig.worker.submit_store(1, gpu((0, [0])), host(0))
+        rig.worker.submit_store(2, gpu((0, [1])), host(1))
+        assert [(result.job_id, result.transfer_size) for result in rig.finish()] == [(1, 2 * PAGE), (2, 2 * PAGE)]
+        rig.worker.submit_load(3, host(0, 1), gpu((0, [4, 5])))
+        rig.finish()
+        assert (rig.blocks[:, 4:6] == rig.blocks[:, :2]).all()
+
+
+def test_a_worker_is_shut_down_with_transfers_in_flight_and_twice() -> None:
+    with Rig() as rig:
+        rig.worker.submit_store(1, gpu((0, [0])), host(0))
+        rig.worker.shutdown()
+        rig.worker.shutdown()
+        assert rig.device.simulator.leaks()["registered_ranges"] == 0
+
+
+def connector_of(worker: Any, **parts: Any) -> Any:
+    connector: Any = KVOffloadConnector.__new__(KVOffloadConnector)
+    connector._loads = {}
+    connector._connector_metadata = OffloadingConnectorMetadata({}, {})
+    connector.connector_worker = SimpleNamespace(
+        worker=worker,
+        start_kv_transfers=lambda _: None,
+        get_finished=lambda _: (set(), {"a", "b"}),
+        build_connector_worker_meta=lambda: None,
+    )
+    for name, part in parts.items():
+        setattr(connector, name, part)
+    return connector
+
+
+def test_the_connector_reports_failed_loads_and_slots() -> None:
+    with Rig() as rig:
+        rig.worker.reports_failures = True
+        failing(rig)
+        rig.worker.submit_load(2, host(3), gpu((0, [5])))
+        rig.finish()
+        loads = {
+            1: SimpleNamespace(req_id="a", sync=False),
+            2: SimpleNamespace(req_id="b", sync=False),
+            3: SimpleNamespace(req_id="c", sync=True),
+        }
+        connector = connector_of(rig.worker, _connector_metadata=OffloadingConnectorMetadata(loads, {}))
+        connector.start_load_kv(None)
+        results = connector.get_transfer_results(set())
+        assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"b"})
+        assert connector.build_connector_worker_meta().failed_slots == {3}
+        assert connector.build_connector_worker_meta() is None
+
+
+def test_what_workers_report_is_put_together() -> None:
+    one = WorkerMetadata({1: 1}, TransferStats(), {4})
+    two = WorkerMetadata({1: 1, 2: 1}, TransferStats(), {5})
+    both = one.aggregate(two)
+    assert isinstance(both, WorkerMetadata)
+    assert (both.completed_jobs, both.failed_slots) == ({1: 2, 2: 1}, {4, 5})
+
+
+def test_the_connector_refuses_another_spec() -> None:
+    with pytest.raises(TypeError, match=r'spec_name="KVOffloadSpec".*got a worker of type object'):
+        connector_of(object()).get_transfer_results(set())
