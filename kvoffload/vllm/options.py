@@ -72,7 +72,8 @@ class Options:
                 raise CapabilityError(f"{name}={shown(config[name])} has no effect with kvoffload; {_REFUSED[name]}")
         if "cpu_bytes_to_use" not in config:
             raise ValueError(
-                "cpu_bytes_to_use must be specified in kv_connector_extra_config: host memory for all workers together, bytes"
+                "cpu_bytes_to_use must be specified in kv_connector_extra_config: host memory for all workers "
+                "together, bytes"
             )
         given: dict[str, Any] = {name: _checked(name, config[name]) for name in known & config.keys()}
         return cls(**given)
