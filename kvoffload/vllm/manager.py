@@ -43,7 +43,7 @@ from kvoffload.cache.statistics import CacheEvent
 from kvoffload.vllm.events import EventLog
 from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.offers import Offers
-from kvoffload.vllm.requests import RequestState, end_request, has_order, in_order, state_of
+from kvoffload.vllm.requests import RequestState, end_request, has_order, in_order, keep_order, state_of
 
 _MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 _IS_MISS, _IS_HIT, _ = Status  # looking them up in the class takes as long as the rest of `lookup`
@@ -124,11 +124,14 @@ class KVOffloadManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The slots of keys that `lookup` has found. They stay as they are until `complete_load` of the same keys."""
-        wanted = list(keys)
+        wanted: Sequence[OffloadKey] = list(keys)
         lease = self.index.acquire(wanted)
         self._reading.setdefault(frozenset(wanted), []).append(lease)
-        request = self._state(req_context).request if has_order(wanted, req_context) else None
-        self.index.load(in_order(wanted, req_context), request=request)
+        state, ordered = self._state(req_context), has_order(wanted, req_context)
+        wanted = in_order(wanted, req_context)
+        self.index.load(wanted, request=state.request if ordered else None)
+        if ordered:
+            keep_order(self.index, req_context, state, wanted)
         return CPULoadStoreSpec(list(lease.indices))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -155,9 +158,13 @@ class KVOffloadManager(OffloadingManager):
         offered, state = list(dict.fromkeys(keys)), self._state(req_context)
         if self._windowed and state.resets < self._resets:
             offered = [key for key in offered if get_offload_group_idx(key) not in self._windowed]
-        request = state.request if has_order(offered, req_context) else None
         wanted = self._passing(in_order(offered, req_context))
+        ordered = has_order(wanted, req_context)
+        request = state.request if ordered else None
+        self.index.load(wanted, request=request)  # what is there already is used by this request, too
         reservation = self.index.reserve(wanted, request=request)
+        if ordered:
+            keep_order(self.index, req_context, state, wanted)
         asked = len(reservation.keys) + len(reservation.declined)
         if asked:
             self._reporter.sizes.append(asked)

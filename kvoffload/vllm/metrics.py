@@ -61,15 +61,16 @@ def tier_definitions() -> dict[str, OffloadingMetricMetadata]:
     }
 
 
-def definitions() -> dict[str, OffloadingMetricMetadata]:
-    """What is reported: for `OffloadingSpec.build_metric_definitions`."""
+def definitions(store_threshold: int) -> dict[str, OffloadingMetricMetadata]:
+    """What is reported: for `OffloadingSpec.build_metric_definitions`. Below a threshold of 2 no chunk is skipped."""
+    skipped = OffloadingCounterMetadata("Chunks not stored, as they were not offered often enough.")
     share = "of the CPU KV cache's chunks, 0.0 to 1.0."
     return {
         Names.CPU_CACHE_USAGE_PERC: OffloadingGaugeMetadata(f"Share in use by transfers {share}"),
         Names.CPU_CACHE_WRITE_USAGE_PERC: OffloadingGaugeMetadata(f"Share being stored {share}"),
         Names.CPU_CACHE_READ_USAGE_PERC: OffloadingGaugeMetadata(f"Share being loaded {share}"),
         Names.CPU_ALLOCATION_SIZE: OffloadingHistogramMetadata("Chunks of a store.", buckets=_SIZES),
-        Names.STORES_SKIPPED: OffloadingCounterMetadata("Chunks not stored, as they were not offered often enough."),
+        **({Names.STORES_SKIPPED: skipped} if store_threshold >= 2 else {}),
         **{_name(each): OffloadingCounterMetadata(text) for each, text in _COUNTERS.items()},
         **{_name(each): OffloadingGaugeMetadata(text) for each, text in _GAUGES.items()},
     }

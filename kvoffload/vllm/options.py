@@ -35,8 +35,8 @@ class Options:
         max_tracker_size: chunks whose offers are counted, at least 1.
         kvoffload_policy: what is evicted: "prefix", "lru", "arc" or "s3fifo".
         kvoffload_prefer: how copies are made, see `OffloadEngine`: "overlap" or "latency".
-        kvoffload_sm_limit: multiprocessors that a copy kernel may use; 0: the copy engines alone. They suit vLLM's planes,
-            which fold: with 0 less computation was lost on an H200, at more bandwidth; see docs/benchmarks.md.
+        kvoffload_sm_limit: multiprocessors that a copy kernel may use; 0: the copy engines alone. They suit vLLM's
+            planes, which fold: with 0 less computation was lost on an H200, at more bandwidth; see docs/benchmarks.md.
         kvoffload_max_in_flight: transfers of a worker that may be unfinished at a time, at least 1.
         kvoffload_most_queued_bytes: bytes of one direction that the driver is given at a time, at least 1; None: see
             `OffloadEngine`.
@@ -80,7 +80,8 @@ class Options:
                 raise CapabilityError(f"{name}={shown(config[name])} has no effect with kvoffload; {_REFUSED[name]}")
         if "cpu_bytes_to_use" not in config:
             raise ValueError(
-                "kv_connector_extra_config needs cpu_bytes_to_use: host memory for all workers together, bytes"
+                "cpu_bytes_to_use must be specified in kv_connector_extra_config: host memory for all workers "
+                "together, bytes"
             )
         given: dict[str, Any] = {name: _checked(name, config[name]) for name in known & config.keys()}
         return cls(**given)

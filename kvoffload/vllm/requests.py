@@ -19,11 +19,13 @@ class RequestState:
         owner: the index that `request` is of; several managers may see one context.
         request: its keys are not evicted by later ones of the same request.
         resets: how often the manager had been reset when the request came.
+        end: where the last of its keys so far ends, in tokens.
     """
 
     owner: CacheIndex
     request: CacheRequest
     resets: int
+    end: int = 0
 
 
 def state_of(index: CacheIndex, context: ReqContext, resets: int) -> RequestState:
@@ -33,7 +35,7 @@ def state_of(index: CacheIndex, context: ReqContext, resets: int) -> RequestStat
         state = RequestState(index, index.open_request(), resets)
         context.set_state(state)
     elif state.request.ended:
-        state.request = index.open_request()
+        state.request, state.end = index.open_request(), 0
     return state
 
 
@@ -42,6 +44,24 @@ def end_request(index: CacheIndex, context: ReqContext) -> None:
     state = context.get_state(RequestState)
     if state is not None and state.owner is index:
         state.request.end()
+
+
+def keep_order(index: CacheIndex, context: ReqContext, state: RequestState, added: Sequence[OffloadKey]) -> None:
+    """Let the request have its keys in the order of their tokens, also if these, the latest, are not its last.
+
+    Then, as after a partial tail was stored before what precedes it, another request of the index takes its keys over.
+    """
+    first = last = context.get_offload_key_position(added[0]) or 0
+    if len(added) > 1:
+        last = context.get_offload_key_position(added[-1]) or 0
+    follows, state.end = first >= state.end, max(last, state.end)
+    if follows:
+        return
+    keys = state.request.keys
+    ordered = sorted(keys, key=lambda key: context.get_offload_key_position(OffloadKey(key)) or 0)
+    if ordered != list(keys):
+        state.request = index.open_request()
+        index.load(ordered, request=state.request)
 
 
 def in_order(keys: Sequence[OffloadKey], context: ReqContext) -> Sequence[OffloadKey]:

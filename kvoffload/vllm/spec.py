@@ -44,8 +44,8 @@ class KVOffloadSpec(OffloadingSpec):
         self.options = Options.read(self.extra_config)
         payload = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         self._chunk_bytes = -(-payload // _ALIGNMENT) * _ALIGNMENT
-        of_all_workers = self._chunk_bytes * config.parallel.world_size
-        self.num_chunks = self.options.cpu_bytes_to_use // of_all_workers if of_all_workers else 0
+        self._of_all_workers = self._chunk_bytes * config.parallel.world_size
+        self.num_chunks = self.options.cpu_bytes_to_use // self._of_all_workers if self._of_all_workers else 0
         tiers = self.options.kvoffload_tiers
         self._tiers = TiersOfWorkers(config, self.options, self.num_chunks) if tiers else None
         self._manager: KVOffloadManager | None = None
@@ -53,7 +53,8 @@ class KVOffloadSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        return {**definitions(), **(tier_definitions() if extra_config.get("kvoffload_tiers") else {})}
+        of_tiers = tier_definitions() if extra_config.get("kvoffload_tiers") else {}
+        return {**definitions(int(extra_config.get("store_threshold", 0))), **of_tiers}
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
@@ -67,7 +68,7 @@ class KVOffloadSpec(OffloadingSpec):
 
     def _make_manager(self) -> KVOffloadManager:
         options = self.options
-        info = CPUOffloadingInfo.from_config(self.config, self.num_chunks, self._chunk_bytes)
+        info = CPUOffloadingInfo.from_config(self.config, self.num_chunks, self._of_all_workers)
         common: dict[str, Any] = {
             "policy": options.kvoffload_policy,
             "enable_events": self.kv_events_config.enable_kv_cache_events,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from enum import Enum, auto
 from types import ModuleType
 from typing import Any
@@ -130,6 +130,7 @@ class CPUOffloadingMetrics:
 @dataclass(frozen=True)
 class CPUOffloadingInfo:
     cpu_num_chunks: int
+    cpu_kv_cache_size_bytes: int
 
     @classmethod
     def config_info_keys(cls) -> tuple[str, ...]:
@@ -137,10 +138,10 @@ class CPUOffloadingInfo:
 
     @classmethod
     def from_config(cls, config: Any, num_chunks: int, kv_bytes_per_chunk: int) -> CPUOffloadingInfo:
-        return cls(num_chunks)
+        return cls(num_chunks, num_chunks * kv_bytes_per_chunk)
 
     def as_config_info(self) -> dict[str, Any]:
-        return {"cpu_num_chunks": self.cpu_num_chunks}
+        return asdict(self)
 
 
 @dataclass

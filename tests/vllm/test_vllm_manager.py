@@ -101,6 +101,33 @@ def test_groups_are_stored_in_the_order_of_their_tokens() -> None:
     assert again.block_ids.tolist() == output.store_spec.block_ids.tolist()
 
 
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("pieces", [[1, 0], [0, 2, 1], [2, 1, 0]])
+def test_a_request_gives_up_its_last_tokens_first_in_whatever_order_it_stored_them(
+    pieces: list[int], finished: bool
+) -> None:
+    """A partial tail may be stored before what precedes it."""
+    manager, context = KVOffloadManager(len(pieces), policy="lru"), request("1", A)
+    for piece in pieces:
+        stored(manager, [A[piece]], context)
+    if finished:
+        manager.on_request_finished(context)
+    stored(manager, B[:1], request("2", B))
+    assert found(manager, A[: len(pieces)]) == "H" * (len(pieces) - 1) + "M"
+
+
+def test_keys_that_are_offered_and_there_are_used_by_that_request() -> None:
+    manager, first, second = KVOffloadManager(4, policy="lru"), request("1", A), request("2", B)
+    stored(manager, A[:2], first)
+    manager.on_request_finished(first)
+    stored(manager, B[:2], second)
+    manager.on_request_finished(second)
+    again = request("3", A)
+    assert offered(manager, A[:2], again) == []
+    stored(manager, keys(20), request("4", keys(20)))
+    assert found(manager, A[:2] + B[:2]) == "HHHM"
+
+
 def test_a_failed_store_is_missing() -> None:
     manager, context = KVOffloadManager(4, enable_events=True), request("1", A)
     first: Any = manager.prepare_store(A[:2], context)

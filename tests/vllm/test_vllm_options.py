@@ -69,7 +69,7 @@ def test_tiers_are_read() -> None:
 
 
 def test_the_host_memory_must_be_named() -> None:
-    with pytest.raises(ValueError, match="needs cpu_bytes_to_use"):
+    with pytest.raises(ValueError, match="cpu_bytes_to_use must be specified in kv_connector_extra_config"):
         Options.read({})
 
 
@@ -145,10 +145,17 @@ def test_tensors_larger_than_the_configuration_says_are_refused() -> None:
 
 
 def test_every_metric_that_is_reported_is_declared() -> None:
-    spec = KVOffloadSpec(config(store_threshold=2))
-    manager = spec.get_manager()
-    names = {name.removesuffix("_count").removesuffix("_sum") for name in manager.get_stats().reduce()}
-    assert names <= set(KVOffloadSpec.build_metric_definitions({}))
+    for threshold in (1, 2):
+        manager = KVOffloadSpec(config(store_threshold=threshold)).get_manager()
+        names = {name.removesuffix("_count").removesuffix("_sum") for name in manager.get_stats().reduce()}
+        declared = set(KVOffloadSpec.build_metric_definitions({"store_threshold": threshold}))
+        assert names <= declared
+        assert ("vllm:kv_offload_stores_skipped" in declared) == (threshold == 2)
+
+
+def test_the_size_that_is_reported_is_of_all_workers() -> None:
+    [info] = KVOffloadSpec(config(workers=2)).get_manager().config_info()
+    assert (info["cpu_num_chunks"], info["cpu_kv_cache_size_bytes"]) == (5, 2 * 5 * 4096)
 
 
 # releases -------------------------------------------------------------------------------------------------------------
