@@ -6,12 +6,14 @@ classes stays as it is. Of vLLM's tests/conftest.py, which needs models and many
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import pytest
 
 WITH_OURS, OUTPUT = "VLLM_OWN_TESTS_WITH_OURS", "VLLM_OWN_TESTS_OUTPUT"
 ANY_SLOTS = "VLLM_OWN_TESTS_ANY_SLOTS"  # 1: where a test of the manager compares slot numbers, their count is compared
+_COMPILED = "vllm._C_stable_libtorch"
 _results: dict[str, dict[str, Any]] = {}
 
 
@@ -42,7 +45,10 @@ def caplog_vllm(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def pytest_configure() -> None:
-    """Without a GPU, vLLM's platform is the CPU: it would find none, as its Python files come without a version."""
+    """Without a GPU, vLLM's platform is the CPU: it would find none, as its Python files come without a version.
+
+    With one, its platform imports a compiled module, which need not be there: these tests call nothing of it.
+    """
     import torch
     import vllm.platforms
 
@@ -50,6 +56,8 @@ def pytest_configure() -> None:
         from vllm.platforms.cpu import CpuPlatform
 
         vllm.platforms._current_platform = CpuPlatform()
+    elif importlib.util.find_spec(_COMPILED) is None:
+        sys.modules[_COMPILED] = ModuleType(_COMPILED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
