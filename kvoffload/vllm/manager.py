@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -34,10 +35,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffload.cache.entries import Status
+from kvoffload.cache.entries import LeaseRecord, Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
-from kvoffload.cache.reservations import Lease, Reservation
+from kvoffload.cache.reservations import Reservation
 from kvoffload.vllm.events import EventLog
 from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.offers import Offers
@@ -96,7 +97,7 @@ class KVOffloadManager(OffloadingManager):
         self._offers = Offers(store_threshold, max_tracker_size)
         self._reporter = Reporter(counts_skipped=store_threshold >= 2)
         self._filling: dict[bytes, _Filling] = {}
-        self._reading: dict[frozenset[bytes], list[Lease]] = {}
+        self._reading: dict[frozenset[bytes], list[LeaseRecord]] = {}
         self._before_reset: list[Callable[[], None]] = []  # ends what was under way at a reset
 
     # loading ------------------------------------------------------------------------------------------------------
@@ -115,21 +116,24 @@ class KVOffloadManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The slots of keys that `lookup` has found. They stay as they are until `complete_load` of the same keys."""
         wanted = list(keys)
-        lease = self.index.acquire(wanted)
-        self._reading.setdefault(frozenset(wanted), []).append(lease)
         request = self._state(req_context).request if has_order(wanted, req_context) else None
-        self.index.load(in_order(wanted, req_context), request=request)
-        return CPULoadStoreSpec(list(lease.indices))
+        leases = self._reading.setdefault(which := frozenset(wanted), [])
+        try:
+            lease = self.index.hold(wanted, leases, request, in_order(wanted, req_context))
+        finally:
+            if not leases:  # a key is missing
+                del self._reading[which]
+        return CPULoadStoreSpec(lease.indices)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         which = frozenset(keys)
         leases = self._reading[which]
-        leases.pop().release()
+        self.index.release(leases.pop())
         if not leases:
             del self._reading[which]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.index.touch(list(dict.fromkeys(keys)))
+        self.index.touch(list(keys))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         end_request(self.index, req_context)
@@ -219,7 +223,9 @@ class KVOffloadManager(OffloadingManager):
         self.index.clear()
         if self._events is not None:  # vLLM reports a reset by an event of its own
             self._events.cut_back(kept)
-        self._before_reset += [lease.release for leases in self._reading.values() for lease in leases]
+        self._before_reset += [
+            partial(self.index.release, lease) for leases in self._reading.values() for lease in leases
+        ]
         self._before_reset += [filling.reservation.abort for filling in set(self._filling.values())]
         self._reading.clear()
         self._filling.clear()

@@ -60,20 +60,26 @@ class OpenKeys(Generic[V]):
         self.extra += len(keys)
         self._queue.move_to_end(opened)
 
-    def leave(self, keys: Sequence[bytes]) -> None:
-        """Those of the keys that are here become single keys at the recent end, the first the most recent."""
-        if not self.opened_of:
-            return
+    def leave(self, keys: Sequence[bytes]) -> int:
+        """Those of the keys that are here become single keys at the recent end, the first the most recent.
+
+        Returns how many these are.
+        """
+        opened_of, queue, value, left = self.opened_of, self._queue, self._value, 0
+        if not opened_of:
+            return 0
         for key in reversed(keys):
-            opened = self.opened_of.pop(key, None)
+            opened = opened_of.pop(key, None)
             if opened is None:
                 continue
             del opened.keys[key]
-            self._queue[key] = self._value
-            self.extra -= 1
+            queue[key] = value
+            left += 1
             if not opened.keys:
-                del self._queue[opened]
+                del queue[opened]
                 self.extra += 1
+        self.extra -= left
+        return left
 
     def oldest_first(self, but: Opened | None = None) -> Iterator[bytes]:
         """All keys of the queue, but for those of one open request."""
