@@ -306,12 +306,12 @@ class EntryTable:
 
     def end(self, record: ReservationRecord, mine: list[bytes], *, held: bool) -> None:
         """Change what is derived when a record is settled, its keys being `mine`; `held`: not the entries, yet."""
-        pending = self.pending
+        pending, indices = self.pending, record.indices
         for key in mine:
             del pending[key]
-        self.writable.difference_update(record.indices)
+        self.writable.difference_update(indices)
         if not held:
-            self.release(record.indices)
+            self.release(indices)
 
     # holders ------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvoffload.cache import promoting, restoring
 from kvoffload.cache.admission import ReuseFilter, Tenant
-from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, check_keys, watch
+from kvoffload.cache.entries import OPEN, Completion, LeaseRecord, ReservationRecord, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
 from kvoffload.cache.queries import Queries, entry
@@ -189,7 +189,8 @@ class CacheIndex(Queries):
             try:
                 state.working = True
                 state.enter()
-                check_open(record)
+                if record.stage is not OPEN:
+                    check_open(record)
                 if jobs:
                     state.submitted(record, jobs, in_order=False)
                     state.enter()

@@ -24,7 +24,8 @@ _RESIDENCY_SECONDS = tuple(float(4**power) for power in range(-5, 12))  # 1 ms t
 _REUSE_DISTANCES = tuple(float(2**power) for power in range(6, 31))
 _COUNTED = ("stored", "promoted", "evicted", "failed", "declined", "removed")
 _BY_TENANT = ("stored", "failed", "declined")
-_FEW = 24  # keys of one call: where there are no more, Python's own numbers take less time than numpy's
+_FEW = 6  # keys of one call: where there are no more, Python's own numbers take less time than numpy's
+_MANY = 64  # the same, where nearly all of it is done in C
 _SHOWN_WHERE_NOT_0 = ("pending", "pinned", "stored", "loaded", "evicted", "declined", "failed", "removed", "promoted")
 
 
@@ -136,11 +137,11 @@ class Tally:
         self._counts += np.bincount(self._bounds.searchsorted(values), minlength=len(self._counts))
         self._total += float(values.sum())
 
-    def add_each(self, values: Iterable[float]) -> None:
-        """The same for a few numbers."""
+    def add_each(self, values: Iterable[float], times: int = 1) -> None:
+        """The same for a few numbers, each of which comes so many times."""
         for value in values:
-            self._each[bisect_left(self._edges, value)] += 1
-            self._total += value
+            self._each[bisect_left(self._edges, value)] += times
+            self._total += value * times
 
     def snapshot(self) -> Histogram:
         return Histogram(tuple(self._bounds.tolist()), tuple(self._counts.tolist()), self._total)
@@ -231,21 +232,23 @@ class StatisticsRecorder:
 
     def note_touched(self, entries: list[int], blocks: int) -> None:
         """A request for so many blocks has ended, of which these entries are here."""
-        touched_at = self._touched_at
-        if len(entries) <= _FEW:
-            each, now = self._touched_at_each, self._touched_blocks
-            distances = [now - each[entry] for entry in entries if each[entry] > 0]
-            if distances:
-                self._distances.add_each(distances)
-            self._touched_blocks = now = now + blocks
-            for entry in entries:
-                each[entry] = now
+        now = self._touched_blocks
+        self._touched_blocks = later = now + blocks
+        if not entries:
             return
+        if len(entries) <= _MANY:
+            each = self._touched_at_each
+            before = list(map(each.__getitem__, entries))
+            if before.count(before[0]) == len(before):  # as of keys that were touched together, or never
+                if before[0]:
+                    self._distances.add_each((now - before[0],), len(before))
+                for entry in entries:
+                    each[entry] = later
+                return
         several = np.array(entries, dtype=np.int64)
-        earlier = touched_at[several]
-        self._distances.add(self._touched_blocks - earlier[earlier > 0])
-        self._touched_blocks += blocks
-        touched_at[several] = self._touched_blocks
+        earlier = self._touched_at[several]
+        self._distances.add(now - earlier[earlier > 0])
+        self._touched_at[several] = later
 
     def statistics(self, *, capacity: int, resident: int, pending: int, pinned: int) -> CacheStatistics:
         return CacheStatistics(

@@ -133,7 +133,7 @@ class KVOffloadManager(OffloadingManager):
             del self._reading[which]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.index.touch(list(keys))
+        self.index.touch(keys if type(keys) is list else list(keys))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         end_request(self.index, req_context)

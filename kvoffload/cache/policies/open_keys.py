@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, Generic, TypeAlias, TypeVar
 
 V = TypeVar("V")
@@ -65,11 +66,19 @@ class OpenKeys(Generic[V]):
 
         Returns how many these are.
         """
-        opened_of, queue, value, left = self.opened_of, self._queue, self._value, 0
-        if not opened_of:
+        queue, value, left = self._queue, self._value, 0
+        if not self.opened_of or not keys:
             return 0
-        for key in reversed(keys):
-            opened = opened_of.pop(key, None)
+        found = list(map(self.opened_of.pop, keys, repeat(None)))
+        first = found[0]
+        if first is not None and len(first.keys) == len(keys) == found.count(first):  # all keys of one request
+            for key in reversed(keys):
+                queue[key] = value
+            first.keys = {}
+            del queue[first]
+            self.extra -= len(keys) - 1
+            return len(keys)
+        for key, opened in zip(reversed(keys), reversed(found), strict=True):
             if opened is None:
                 continue
             del opened.keys[key]

@@ -142,8 +142,7 @@ class Prefix(Policy):
                     _Run(uses, kind, self._now, counted) if request is None else self._run_of_request(request, uses),
                 )
                 if stays:
-                    for key in same:
-                        self._run_of[key] = run
+                    self._run_of.update(dict.fromkeys(same, run))
                     run.keys += same
                 else:
                     self._remember(same, run)
