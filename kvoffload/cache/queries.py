@@ -141,7 +141,8 @@ class Queries:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that a request with these keys, found or not, has ended. Once per request: see `BlockCache.touch`."""
         used = check_keys(keys)
-        used = used if len(used) < 2 else list(dict.fromkeys(used))
+        if len(used) > 1 and len(frozenset(used)) < len(used):
+            used = list(dict.fromkeys(used))
         if self._check_usable is not None:
             self._check_usable()
         state = self._state
@@ -219,14 +220,16 @@ class Queries:
     def _touch(self, used: list[bytes]) -> None:
         """`used`: no repeats."""
         state, table = self._state, self._state.table
-        entries: list[int] = list(map(table.of.get, used))  # type: ignore[arg-type]  # None is taken out below
-        if None in entries:
-            used = table.originals(used)
-            entries = [entry for entry in entries if entry is not None]
-        else:
+        try:
+            entries = list(map(table.of.__getitem__, used))
             used = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
+        except KeyError:
+            used = table.originals(used)
+            entries = [table.of[key] for key in used if key in table.of]
         state.recorder.note_touched(entries, len(used))
-        for pool, mine in state.pools.split(used, state.pool_number) if table.capacity else ():
+        pools = state.pools
+        split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, state.pool_number)
+        for pool, mine in split if table.capacity else ():
             state.consistent = False
             pool.stale = True
             pool.policy.touch(mine)

@@ -130,7 +130,7 @@ class Tally:
         self._edges = bounds
         self._bounds = np.array(bounds, dtype=np.float64)
         self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
-        self._each = memoryview(self._counts)  # the same numbers; one of them takes less time than by numpy
+        self._each = self._counts.data  # the same numbers; one of them takes less time than by numpy
         self._total = 0.0
 
     def add(self, values: npt.NDArray[Any]) -> None:
@@ -174,8 +174,8 @@ class StatisticsRecorder:
                 f"capacity={capacity} keys need {16 * capacity} bytes for their statistics, which cannot be allocated "
                 f"({error}); lower capacity, or num_slots of the engine"
             ) from None
-        self._stored_at_each: Any = memoryview(self._stored_at)  # the same numbers, see `Tally`
-        self._touched_at_each = memoryview(self._touched_at)
+        self._stored_at_each: Any = self._stored_at.data  # the same numbers, see `Tally`
+        self._touched_at_each = self._touched_at.data
         self._residency = Tally(_RESIDENCY_SECONDS)
         self._distances = Tally(_REUSE_DISTANCES)
 
@@ -236,12 +236,19 @@ class StatisticsRecorder:
         self._touched_blocks = later = now + blocks
         if not entries:
             return
+        each = self._touched_at_each
+        if len(entries) == 1:
+            before = each[entries[0]]
+            if before:
+                self._distances.add_each((now - before,))
+            each[entries[0]] = later
+            return
         if len(entries) <= _MANY:
-            each = self._touched_at_each
-            before = list(map(each.__getitem__, entries))
-            if before.count(before[0]) == len(before):  # as of keys that were touched together, or never
-                if before[0]:
-                    self._distances.add_each((now - before[0],), len(before))
+            all_before = list(map(each.__getitem__, entries))
+            before = all_before[0]
+            if all_before.count(before) == len(entries):  # as of keys that were touched together, or never
+                if before:
+                    self._distances.add_each((now - before,), len(entries))
                 for entry in entries:
                     each[entry] = later
                 return

@@ -42,7 +42,7 @@ from kvoffload.cache.reservations import Reservation
 from kvoffload.vllm.events import EventLog
 from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.offers import Offers
-from kvoffload.vllm.requests import RequestState, end_request, has_order, in_order, state_of
+from kvoffload.vllm.requests import end_request, has_order, in_order, state_of
 
 _MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 _IS_MISS, _IS_HIT, _ = Status  # looking them up in the class takes as long as the rest of `lookup`
@@ -116,7 +116,9 @@ class KVOffloadManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The slots of keys that `lookup` has found. They stay as they are until `complete_load` of the same keys."""
         wanted = list(keys)
-        request = self._state(req_context).request if has_order(wanted, req_context) else None
+        request = None
+        if has_order(wanted, req_context):
+            request = state_of(self.index, req_context, self._resets).request
         leases = self._reading.setdefault(which := frozenset(wanted), [])
         try:
             lease = self.index.hold(wanted, leases, request, in_order(wanted, req_context))
@@ -146,11 +148,13 @@ class KVOffloadManager(OffloadingManager):
         If too few are free or can be evicted, the first keys of the request get them. None, upon which vLLM offers the
         keys again at its next step, only if none got one while transfers hold slots that will be free later.
         """
-        offered, state = list(dict.fromkeys(keys)), self._state(req_context)
+        offered, state = list(dict.fromkeys(keys)), state_of(self.index, req_context, self._resets)
         if self._windowed and state.resets < self._resets:
             offered = [key for key in offered if get_offload_group_idx(key) not in self._windowed]
         request = state.request if has_order(offered, req_context) else None
-        wanted = self._passing(in_order(offered, req_context))
+        wanted = in_order(offered, req_context)
+        if self._offers.threshold > 1:
+            wanted = self._passing(wanted)
         reservation = self.index.reserve(wanted, request=request)
         asked = len(reservation.keys) + len(reservation.declined)
         if asked:
@@ -167,13 +171,8 @@ class KVOffloadManager(OffloadingManager):
             stored, slots = self._as_offered(offered, reservation)
         return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), list(reservation.evicted))
 
-    def _state(self, context: ReqContext) -> RequestState:
-        return state_of(self.index, context, self._resets)
-
     def _passing(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Without missing keys that have not been offered often enough."""
-        if self._offers.threshold < 2:
-            return keys
         self._offers.note(keys)
         missing = [key for key, status in zip(keys, self.index.status(keys), strict=True) if status is Status.MISS]
         left_out = set(missing).difference(self._offers.passing(missing))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, filterfalse, groupby, islice
 from math import inf
 from typing import Any, TypeAlias
@@ -31,7 +32,7 @@ from kvoffload.cache.policies.reuse import KIND_OF, KINDS, MOST_USES, ReuseModel
 _FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # in a large cache: the capacity divided by this
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
-_FIRST_BATCH, _BATCH = 8, 128  # keys that are looked at together: the first, and the most
+_BATCH = 128  # the most keys that are looked at together
 _SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
 
 
@@ -231,7 +232,8 @@ class Prefix(Policy):
         """As `Policy.make_room`; if `room` is negative, `-room` more keys are evicted."""
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers, ends=request is None)
-        heads = _Heads(self._queues, self._run_of, protected, request, self._chain_worth)
+        batch = max(1, min(admitted - room, _BATCH))
+        heads = _Heads(self._queues, self._chain_worth, partial(_walk, self._run_of, protected, request, batch))
         while admitted - room > len(victims):
             head = heads.lowest()
             displaced_worth = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
@@ -332,17 +334,17 @@ class _Heads:
 
     Args:
         chain_worth: a function: a run's chain worth, and its kind.
+        walk: a function: the keys of a queue that may be evicted, see `_walk`.
     """
 
     def __init__(
         self,
         queues: list[_Queue],
-        run_of: dict[bytes, _Run],
-        protected: Protected,
-        request: _Notes | None,
         chain_worth: Callable[[_Run], tuple[float, int]],
+        walk: Callable[[_Queue], Iterator[tuple[_Run, list[bytes]]]],
     ) -> None:
-        self._make = lambda kind: _Head(queues[kind], run_of, protected, request)
+        self._queues = queues
+        self._walk = walk
         self._chain_worth = chain_worth
         self._bounds = [chain_worth(next(iter(queue))) for queue in queues if queue]
         self._heads: dict[int, _Head] = {}
@@ -353,7 +355,7 @@ class _Heads:
         while bounds:
             bound = min(bounds)
             kind = bound[1]
-            head = heads.get(kind) or heads.setdefault(kind, self._make(kind))
+            head = heads.get(kind) or heads.setdefault(kind, _Head(self._walk(self._queues[kind])))
             if not head.advance():
                 bounds.remove(bound)
                 continue
@@ -365,10 +367,10 @@ class _Heads:
 
 
 class _Head:
-    """Iterates over the keys of one queue that may be evicted: run by run, the deepest key first. Changes nothing."""
+    """The keys of one queue that may be evicted, one batch after another. Changes nothing."""
 
-    def __init__(self, queue: _Queue, run_of: dict[bytes, _Run], protected: Protected, request: _Notes | None) -> None:
-        self._batches = self._walk(queue, run_of, protected, request)
+    def __init__(self, batches: Iterator[tuple[_Run, list[bytes]]]) -> None:
+        self._batches = batches
         self._keys: list[bytes] = []
         self.run: _Run
 
@@ -386,22 +388,22 @@ class _Head:
         taken, self._keys = self._keys[:count], self._keys[count:]
         return taken
 
-    @staticmethod
-    def _walk(
-        queue: _Queue, run_of: dict[bytes, _Run], protected: Protected, request: _Notes | None
-    ) -> Iterator[tuple[_Run, list[bytes]]]:
-        size = _FIRST_BATCH
-        for run in queue:
-            if request is not None and run.request is request:
-                continue  # without looking at its keys, which are all protected
-            end = len(run.keys)
-            while end > 0:
-                begin = max(0, end - size)
-                live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
-                end, size = begin, min(2 * size, _BATCH)
-                found = list(filterfalse(protected, live))
-                if found:
-                    yield run, found
+
+def _walk(
+    run_of: dict[bytes, _Run], protected: Protected, request: _Notes | None, size: int, queue: _Queue
+) -> Iterator[tuple[_Run, list[bytes]]]:
+    """The keys of a queue that may be evicted: run by run, the deepest key first. `size`: of the first batch."""
+    for run in queue:
+        if request is not None and run.request is request:
+            continue  # without looking at its keys, which are all protected
+        end = len(run.keys)
+        while end > 0:
+            begin = max(0, end - size)
+            live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
+            end, size = begin, min(2 * size, _BATCH)
+            found = list(filterfalse(protected, live))
+            if found:
+                yield run, found
 
 
 def _neighbours(runs: Sequence[_Run | None], keys: Sequence[bytes]) -> list[tuple[Any, list[bytes]]]:
