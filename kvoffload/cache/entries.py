@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvoffload.cache.requests import RequestRecord
 
 _NO_INDICES: list[int] = []
+_BYTES = frozenset({bytes})
 _finished = attrgetter("finished")
 _error = attrgetter("error")
 
@@ -74,6 +75,9 @@ class Stage(enum.Enum):
     SETTLING = "settling"  # committed once its transfers have succeeded
     COMMITTED = "committed"
     ABORTED = "aborted"
+
+
+OPEN, SETTLING, COMMITTED, ABORTED = Stage  # looking them up in the class takes as long as a small call of the index
 
 
 class _WithTransfers:
@@ -151,7 +155,7 @@ class ReservationRecord(_WithTransfers):
         self.short = self.promoted = False
         self.indices = self.victim_indices = self.victim_pools = _NO_INDICES
         self.num_unused = self.num_recycled = 0
-        self.stage = Stage.OPEN
+        self.stage = OPEN
         self.jobs = ()
         self.watch: Watch | None = None
 
@@ -302,12 +306,12 @@ class EntryTable:
 
     def end(self, record: ReservationRecord, mine: list[bytes], *, held: bool) -> None:
         """Change what is derived when a record is settled, its keys being `mine`; `held`: not the entries, yet."""
-        pending = self.pending
+        pending, indices = self.pending, record.indices
         for key in mine:
             del pending[key]
-        self.writable.difference_update(record.indices)
+        self.writable.difference_update(indices)
         if not held:
-            self.release(record.indices)
+            self.release(indices)
 
     # holders ------------------------------------------------------------------------------------------------------
 
@@ -354,12 +358,12 @@ def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:
         if not isinstance(keys, Sequence):
             raise LayoutError(f"keys must be a list of bytes, got {keys!r:.80}")
     checked = list(keys)
-    if not set(map(type, checked)) <= {bytes}:
+    if not _BYTES.issuperset(map(type, checked)):
         for position, key in enumerate(checked):
             if not isinstance(key, bytes):
                 raise LayoutError(f"keys[{position}] must be bytes, got {key!r:.80}")
         checked = list(map(bytes, checked))  # a subclass may compare in Python, and raise there
-    if not repeats and len(frozenset(checked)) != len(checked):
+    if not repeats and len(checked) > 1 and len(frozenset(checked)) != len(checked):
         raise LayoutError("keys repeats a key; each key of a store must be given once")
     return checked
 

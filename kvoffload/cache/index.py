@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvoffload.cache import promoting, restoring
 from kvoffload.cache.admission import ReuseFilter, Tenant
-from kvoffload.cache.entries import Completion, LeaseRecord, ReservationRecord, check_keys, watch
+from kvoffload.cache.entries import OPEN, Completion, LeaseRecord, ReservationRecord, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
 from kvoffload.cache.queries import Queries, entry
@@ -59,7 +59,7 @@ class CacheIndex(Queries):
         max_load_blocks: int | None = None,
         on_event: Callable[[CacheEvent], None] | None = None,
         lock: threading.RLock | None = None,
-        check_usable: Callable[[], None] = lambda: None,
+        check_usable: Callable[[], None] | None = None,
         num_groups: int = 1,
         in_flight: Callable[[], tuple[Completion, ...]] = tuple,
     ) -> None:
@@ -138,7 +138,8 @@ class CacheIndex(Queries):
             Nothing has changed in any of these cases.
         """
         checked = check_keys(keys, repeats=False)
-        self._check_usable()
+        if self._check_usable is not None:
+            self._check_usable()
         state, record = self._state, None
         try:
             with self.lock:
@@ -177,19 +178,37 @@ class CacheIndex(Queries):
         record.jobs = jobs
         self._state.settle(record, well=False)
 
-    @entry
     def commit(self, record: ReservationRecord, jobs: tuple[Completion, ...] = ()) -> None:
         """See `Reservation.commit`."""
-        check_open(record)
-        if jobs:
-            self._state.submitted(record, jobs, in_order=False)
-            self._state.enter()
-        else:
-            self._state.settle(record, well=True)
+        if self._check_usable is not None:
+            self._check_usable()
+        state = self._state
+        with self.lock:
+            if state.working:
+                state.refuse_nested()
+            try:
+                state.working = True
+                state.enter()
+                if record.stage is not OPEN:
+                    check_open(record)
+                if jobs:
+                    state.submitted(record, jobs, in_order=False)
+                    state.enter()
+                else:
+                    state.settle(record, well=True)
+            finally:
+                state.working = False
+        if state.recorder.unreported:
+            state.recorder.notify()
 
     def abort(self, record: ReservationRecord) -> None:
         """See `Reservation.abort`. Called inside another call of the index, it takes effect at the next call."""
-        self._drop(record)
+        with self.lock:
+            nested = self._state.working
+        if nested:
+            self._state.abandoned.append(record)
+        else:
+            self._abort(record)
 
     @entry
     def restore(
@@ -229,7 +248,8 @@ class CacheIndex(Queries):
             MissingKeyError: a key is absent or not ready. Nothing has changed.
         """
         checked = check_keys(keys)
-        self._check_usable()
+        if self._check_usable is not None:
+            self._check_usable()
         state, record = self._state, None
         try:
             with self.lock:
@@ -264,9 +284,58 @@ class CacheIndex(Queries):
         """
         self._state.use(check_keys(keys), request)
 
+    def hold(
+        self, keys: Sequence[bytes], kept: list[LeaseRecord], request: CacheRequest | None, used: Sequence[bytes]
+    ) -> LeaseRecord:
+        """`acquire(keys)` and `load(used, request)` in one call, for owners that keep the record instead of a handle.
+
+        The record is in `kept` before the entries are held, so that an interrupt does not lose it. `release` ends it.
+
+        Raises:
+            MissingKeyError, LayoutError, ClosedError, ValueError, TypeError: as of these calls; nothing has changed.
+        """
+        checked = check_keys(keys)
+        own = checked if used is keys else check_keys(used)
+        if self._check_usable is not None:
+            self._check_usable()
+        state, record = self._state, None
+        try:
+            with self.lock:
+                if state.working:
+                    state.refuse_nested()
+                try:
+                    state.working = True
+                    state.enter()
+                    record = state.propose_lease(checked, False, request)
+                    kept.append(record)
+                    state.begin(record)
+                    state.use(own, request)
+                finally:
+                    state.working = False
+            if state.recorder.unreported:
+                state.recorder.notify()
+        except BaseException:
+            state.abandoned.append(record)  # ignored if it has not begun
+            raise
+        return record
+
     def release(self, record: LeaseRecord) -> None:
         """See `Lease.release`. Called inside another call of the index, it takes effect at the next call."""
-        self._drop(record)
+        if self._check_usable is not None:
+            self._check_usable()
+        state = self._state
+        with self.lock:
+            if state.working:
+                state.abandoned.append(record)
+                return
+            try:
+                state.working = True
+                state.enter()
+                state.end(record)
+            finally:
+                state.working = False
+        if state.recorder.unreported:
+            state.recorder.notify()
 
     @entry
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -287,21 +356,6 @@ class CacheIndex(Queries):
         return len(gone)
 
     # inner workings -----------------------------------------------------------------------------------------------
-
-    def _drop(self, record: ReservationRecord | LeaseRecord) -> None:
-        """Abort a reservation, or release a lease; the caller does not use the entries any more."""
-        with self.lock:
-            nested = self._state.working
-        if nested:
-            self._state.abandoned.append(record)
-        elif isinstance(record, LeaseRecord):
-            self._end(record)
-        else:
-            self._abort(record)
-
-    @entry
-    def _end(self, record: LeaseRecord) -> None:
-        self._state.end(record)
 
     @entry
     def _abort(self, record: ReservationRecord) -> None:

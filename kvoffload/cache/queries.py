@@ -26,7 +26,8 @@ def entry(method: Callable[Concatenate[_Q, _P], _R]) -> Callable[Concatenate[_Q,
 
     @wraps(method)
     def call(self: _Q, *args: _P.args, **options: _P.kwargs) -> _R:
-        self._check_usable()
+        if self._check_usable is not None:
+            self._check_usable()
         state = self._state
         with self.lock:
             if state.working:
@@ -56,7 +57,7 @@ class Queries:
     max_load_blocks: int | None
     lock: threading.RLock
     _state: CacheState
-    _check_usable: Callable[[], None]
+    _check_usable: Callable[[], None] | None
 
     # asking -------------------------------------------------------------------------------------------------------
 
@@ -90,12 +91,13 @@ class Queries:
         """
         if type(key) is not bytes:
             key = check_keys([key])[0]
-        self._check_usable()
+        if self._check_usable is not None:
+            self._check_usable()
         state = self._state
         with self.lock:
             if state.working:
                 state.refuse_nested()
-            if not state.up_to_date:
+            if state.abandoned or state.storing or state.loading or state.awaited or not state.consistent:
                 try:
                     state.working = True
                     state.enter()
@@ -103,21 +105,27 @@ class Queries:
                     state.working = False
             # The index is up to date and nothing below calls code of others, so `working` need not be set: a signal
             # handler that calls the index here finds it whole, and leaves it so.
-            table = state.table
+            table, recorder = state.table, state.recorder
+            recorder.lookups += 1
             if key not in table.of:
                 status = _MISS
                 if state.filter.store_after:
                     state.filter.note((key,))
+            elif key in table.pending:
+                status = _PENDING
             else:
-                status = _PENDING if key in table.pending else _HIT
-            state.recorder.note_lookup_of(key, status is _HIT)
-        if state.recorder.unreported:
-            state.recorder.notify()
+                status = _HIT
+                recorder.hits += 1
+            if recorder.has_hook:
+                recorder.announce_lookup(key, status is _HIT)
+        if recorder.unreported:
+            recorder.notify()
         return status
 
     def settle_ended(self) -> None:
         """Settle what waits for transfers that have ended, and report events. Inside another call it does nothing."""
-        self._check_usable()
+        if self._check_usable is not None:
+            self._check_usable()
         state = self._state
         with self.lock:
             if state.working:
@@ -130,10 +138,25 @@ class Queries:
         if state.recorder.unreported:
             state.recorder.notify()
 
-    @entry
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that a request with these keys, found or not, has ended. Once per request: see `BlockCache.touch`."""
-        self._touch(list(dict.fromkeys(check_keys(keys))))
+        used = check_keys(keys)
+        if len(used) > 1 and len(frozenset(used)) < len(used):
+            used = list(dict.fromkeys(used))
+        if self._check_usable is not None:
+            self._check_usable()
+        state = self._state
+        with self.lock:
+            if state.working:
+                state.refuse_nested()
+            try:
+                state.working = True
+                state.enter()
+                self._touch(used)
+            finally:
+                state.working = False
+        if state.recorder.unreported:
+            state.recorder.notify()
 
     # looking ------------------------------------------------------------------------------------------------------
 
@@ -197,9 +220,16 @@ class Queries:
     def _touch(self, used: list[bytes]) -> None:
         """`used`: no repeats."""
         state, table = self._state, self._state.table
-        entries = [entry for entry in map(table.of.get, used) if entry is not None]
+        try:
+            entries = list(map(table.of.__getitem__, used))
+            used = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
+        except KeyError:
+            used = table.originals(used)
+            entries = [table.of[key] for key in used if key in table.of]
         state.recorder.note_touched(entries, len(used))
-        for pool, mine in state.pools.split(table.originals(used), state.pool_number) if table.capacity else ():
+        pools = state.pools
+        split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, state.pool_number)
+        for pool, mine in split if table.capacity else ():
             state.consistent = False
             pool.stale = True
             pool.policy.touch(mine)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvoffload.cache.engines import CacheStreams
-from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
+from kvoffload.cache.entries import OPEN, Completion, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.teardown import run_all
@@ -87,7 +87,8 @@ class Reservation:
             ClosedError: it has been committed or aborted before; nothing has changed.
             TypeError, ValueError: one of `jobs` is no job, or one of another engine; nothing has changed.
         """
-        _check_jobs(jobs, self._index)
+        if jobs:
+            _check_jobs(jobs, self._index)
         self._index.commit(self._record, jobs)
 
     def abort(self) -> None:
@@ -264,7 +265,7 @@ class CacheJob:
 
 def check_open(record: ReservationRecord) -> None:
     """Raise ClosedError unless a reservation is open."""
-    if record.stage is not Stage.OPEN:
+    if record.stage is not OPEN:
         raise ClosedError(
             f"the reservation of {len(record.keys)} keys has been settled before: it is {record.stage.value}"
         )

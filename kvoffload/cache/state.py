@@ -21,7 +21,18 @@ from collections.abc import Callable
 from itertools import filterfalse
 
 from kvoffload.cache.admission import ReuseFilter
-from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, Record, ReservationRecord, Stage, Watch
+from kvoffload.cache.entries import (
+    ABORTED,
+    COMMITTED,
+    OPEN,
+    SETTLING,
+    Completion,
+    EntryTable,
+    LeaseRecord,
+    Record,
+    ReservationRecord,
+    Watch,
+)
 from kvoffload.cache.pools import Pool, Pools
 from kvoffload.cache.repair import repair
 from kvoffload.cache.requests import CacheRequest, record_of
@@ -41,6 +52,7 @@ class CacheState:
     Attributes:
         working: a call has not returned in the thread that holds the lock; see `refuse_nested`.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
+        awaited: records with transfers in any order; looked through by every `enter`.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
     """
 
@@ -64,7 +76,7 @@ class CacheState:
         self.storing: deque[ReservationRecord] = deque()
         self.loading: deque[LeaseRecord] = deque()
         self.abandoned: deque[Watch | Record | None] = deque()
-        self._awaited: dict[Record, None] = {}  # with transfers in any order; looked through by every `enter`
+        self.awaited: dict[Record, None] = {}
         self.owner: weakref.ref[object] | None = None  # the cache whose state this is
         self.in_flight = [in_flight]  # functions: what may still read or write entries
         self._num_groups = num_groups
@@ -77,11 +89,6 @@ class CacheState:
             "the cache was called in the middle of another call of it in the same thread: a policy, a signal handler "
             "or a finalizer must leave it alone"
         )
-
-    @property
-    def up_to_date(self) -> bool:
-        """Whether `enter` has nothing to do."""
-        return self.consistent and not (self.abandoned or self.storing or self.loading or self._awaited)
 
     def enter(self) -> None:
         """Bring the state up to date: repair, abort what was abandoned, settle what has ended."""
@@ -102,12 +109,12 @@ class CacheState:
                 break
             self.end(lease, loaded=not lease.any_failed)
             del loading[0]
-        if self._awaited:
+        if self.awaited:
             self._settle_awaited()
 
     def repair(self) -> None:
         """Make the derived state and the policies agree with the truth. May be interrupted and called again."""
-        self._awaited = repair(self.table, self.pools, {*self.storing, *self.loading})
+        self.awaited = repair(self.table, self.pools, {*self.storing, *self.loading})
         self.consistent = True
 
     def _abort_abandoned(self) -> None:
@@ -124,7 +131,7 @@ class CacheState:
                 if record in self.table.leases and not record.released and record not in self.loading:
                     record.jobs = self._all_in_flight()
                     self.end(record)
-            elif record in self.table.reservations and record.stage is Stage.OPEN:
+            elif record in self.table.reservations and record.stage is OPEN:
                 record.jobs = self._all_in_flight()
                 self.settle(record, well=False)
             del abandoned[0]  # not popleft(): an interrupt after that call would lose the record
@@ -133,13 +140,13 @@ class CacheState:
         return tuple(job for source in self.in_flight for job in source())
 
     def _settle_awaited(self) -> None:
-        for record in list(self._awaited):
+        for record in list(self.awaited):
             if record.transfers_ended:
                 if isinstance(record, LeaseRecord):
                     self.end(record)
                 else:
-                    self.settle(record, well=record.stage is Stage.SETTLING and not record.any_failed)
-                self._awaited.pop(record, None)
+                    self.settle(record, well=record.stage is SETTLING and not record.any_failed)
+                self.awaited.pop(record, None)
 
     # filling ------------------------------------------------------------------------------------------------------
 
@@ -238,11 +245,11 @@ class CacheState:
         """
         self.consistent = False
         record.jobs = jobs
-        record.stage = Stage.SETTLING
+        record.stage = SETTLING
         if in_order:
             self.storing.append(record)
         else:
-            self._awaited[record] = None
+            self.awaited[record] = None
         self.table.writable.difference_update(record.indices)
         self.consistent = True
 
@@ -252,28 +259,25 @@ class CacheState:
         if record not in table.reservations:
             return
         self.consistent = False
-        record.stage = Stage.COMMITTED if well else Stage.ABORTED
+        record.stage = COMMITTED if well else ABORTED
         mine = table.still_mine(record)
         held = not well and not record.transfers_ended
         if not well:
             self._unlink(record.pool, mine)
         if held:
-            self._awaited[record] = None
+            self.awaited[record] = None
         else:
             table.reservations.discard(record)
         table.end(record, mine, held=held)
         record.watch = None
         if well:
-            self._note_stored(record, mine)
+            indices = record.indices if mine is record.keys else list(map(table.of.__getitem__, mine))
+            self.recorder.note_stored(mine, indices, record.tenant, "promoted" if record.promoted else "stored")
+            if self.filter.store_after:
+                self.filter.forget(mine)
         elif mine and not record.promoted:
             self.recorder.note("failed", mine, record.tenant)
         self.consistent = True
-
-    def _note_stored(self, record: ReservationRecord, mine: list[bytes]) -> None:
-        indices = record.indices if mine is record.keys else list(map(self.table.of.__getitem__, mine))
-        self.recorder.note_stored(mine, indices, record.tenant, "promoted" if record.promoted else "stored")
-        if self.filter.store_after:
-            self.filter.forget(mine)
 
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
         """Resident keys of a pool lose their entries, for another reason than eviction."""
@@ -301,7 +305,7 @@ class CacheState:
         if request is not None:
             record_of(request, self)
         indices = list(map(table.of.get, keys))
-        if None not in indices and table.pending.keys().isdisjoint(keys):
+        if None not in indices and (not table.pending or table.pending.keys().isdisjoint(keys)):
             return LeaseRecord(keys, indices, ())  # type: ignore[arg-type]  # every key has an entry
         awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
         return LeaseRecord(keys, indices, tuple(dict.fromkeys(filter(None, awaited))))  # type: ignore[arg-type]
@@ -324,23 +328,25 @@ class CacheState:
         self.consistent = False
         lease.released = True
         lease.watch = None
-        if lease.transfers_ended:
+        if not lease.jobs or lease.transfers_ended:
             self.table.leases.discard(lease)
             self.table.release(set(lease.indices))
             if loaded:
                 self.recorder.loaded += len(lease.keys)
         else:
-            self._awaited[lease] = None
+            self.awaited[lease] = None
         self.consistent = True
 
     def use(self, keys: list[bytes], request: CacheRequest | None = None) -> None:
         """A request loads these keys; those that are not resident, or were its own before, are passed over."""
-        of, pools = self.table.of, self.pools
-        used, opened = self.table.originals(filter(of.__contains__, dict.fromkeys(keys))), None
+        of, pools, opened = self.table.of, self.pools, None
         if request is not None:
             opened = record_of(request, self)
-            used = list(filterfalse(opened.keys.__contains__, used))
+            keys = list(filterfalse(opened.keys.__contains__, keys))
             opened.add(keys)
+        if not keys:
+            return
+        used = self.table.originals(filter(of.__contains__, dict.fromkeys(keys)))
         if not used:
             return
         for pool, mine in ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number):

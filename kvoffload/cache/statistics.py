@@ -22,9 +22,10 @@ EventKind = Literal["hit", "miss", "stored", "promoted", "evicted", "declined", 
 
 _RESIDENCY_SECONDS = tuple(float(4**power) for power in range(-5, 12))  # 1 ms to 48 days
 _REUSE_DISTANCES = tuple(float(2**power) for power in range(6, 31))
-_COUNTED = ("lookups", "hits", "stored", "promoted", "evicted", "failed", "declined", "removed")
+_COUNTED = ("stored", "promoted", "evicted", "failed", "declined", "removed")
 _BY_TENANT = ("stored", "failed", "declined")
 _FEW = 6  # keys of one call: where there are no more, Python's own numbers take less time than numpy's
+_MANY = 64  # the same, where nearly all of it is done in C
 _SHOWN_WHERE_NOT_0 = ("pending", "pinned", "stored", "loaded", "evicted", "declined", "failed", "removed", "promoted")
 
 
@@ -129,17 +130,18 @@ class Tally:
         self._edges = bounds
         self._bounds = np.array(bounds, dtype=np.float64)
         self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
+        self._each = self._counts.data  # the same numbers; one of them takes less time than by numpy
         self._total = 0.0
 
     def add(self, values: npt.NDArray[Any]) -> None:
         self._counts += np.bincount(self._bounds.searchsorted(values), minlength=len(self._counts))
         self._total += float(values.sum())
 
-    def add_each(self, values: Iterable[float]) -> None:
-        """The same for a few numbers."""
+    def add_each(self, values: Iterable[float], times: int = 1) -> None:
+        """The same for a few numbers, each of which comes so many times."""
         for value in values:
-            self._counts[bisect_left(self._edges, value)] += 1
-            self._total += value
+            self._each[bisect_left(self._edges, value)] += times
+            self._total += value * times
 
     def snapshot(self) -> Histogram:
         return Histogram(tuple(self._bounds.tolist()), tuple(self._counts.tolist()), self._total)
@@ -155,9 +157,10 @@ class StatisticsRecorder:
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event must be a function of a CacheEvent, got {on_event!r:.80}")
         self._on_event = on_event
+        self.has_hook = on_event is not None
         self.unreported = deque[CacheEvent]()
         self._lock = threading.Lock()
-        self.loaded = 0  # blocks
+        self.lookups = self.hits = self.loaded = 0  # keys; blocks
         self._notifier: list[int] | None = None  # the thread of the call of `notify` that calls the hook now
         self.deferred_by = 0  # a thread whose calls of `notify` do nothing, since it holds a lock
         self._counts = dict.fromkeys(_COUNTED, 0)
@@ -171,6 +174,8 @@ class StatisticsRecorder:
                 f"capacity={capacity} keys need {16 * capacity} bytes for their statistics, which cannot be allocated "
                 f"({error}); lower capacity, or num_slots of the engine"
             ) from None
+        self._stored_at_each: Any = self._stored_at.data  # the same numbers, see `Tally`
+        self._touched_at_each = self._touched_at.data
         self._residency = Tally(_RESIDENCY_SECONDS)
         self._distances = Tally(_REUSE_DISTANCES)
 
@@ -186,25 +191,23 @@ class StatisticsRecorder:
             self._announce(kind, keys, tenant)
 
     def note_lookup(self, keys: Sequence[bytes], found: int) -> None:
-        self._counts["lookups"] += len(keys)
-        self._counts["hits"] += found
+        self.lookups += len(keys)
+        self.hits += found
         if self._on_event is not None:
             self._announce("hit", keys[:found])
             self._announce("miss", keys[found:])
 
-    def note_lookup_of(self, key: bytes, found: bool) -> None:
-        """The same for one key."""
-        counts = self._counts
-        counts["lookups"] += 1
-        if found:
-            counts["hits"] += 1
-        if self._on_event is not None:
-            self._announce("hit" if found else "miss", (key,))
+    def announce_lookup(self, key: bytes, found: bool) -> None:
+        """The event of a lookup of one key."""
+        self._announce("hit" if found else "miss", (key,))
 
     def note_stored(
         self, keys: Sequence[bytes], entries: list[int], tenant: str, kind: Literal["stored", "promoted"] = "stored"
     ) -> None:
-        self._stored_at[entries[0] if len(entries) == 1 else entries] = time.monotonic()
+        if len(entries) == 1:
+            self._stored_at_each[entries[0]] = time.monotonic()
+        else:
+            self._stored_at[entries] = time.monotonic()
         self.note(kind, keys, tenant)
 
     def note_restored(self, entries: Int64Array) -> None:
@@ -215,30 +218,44 @@ class StatisticsRecorder:
     def note_evicted(self, keys: Sequence[bytes], entries: list[int]) -> None:
         now = time.monotonic()
         if len(entries) <= _FEW:
-            self._residency.add_each([now - float(self._stored_at[entry]) for entry in entries])
+            self._residency.add_each([now - self._stored_at_each[entry] for entry in entries])
         else:
             self._residency.add(now - self._stored_at[entries])
         self.note("evicted", keys)
 
     def note_new(self, entries: list[int]) -> None:
         """These entries have got new keys, which may be touched before they are stored."""
-        self._touched_at[entries[0] if len(entries) == 1 else entries] = 0
+        if len(entries) == 1:
+            self._touched_at_each[entries[0]] = 0
+        else:
+            self._touched_at[entries] = 0
 
     def note_touched(self, entries: list[int], blocks: int) -> None:
         """A request for so many blocks has ended, of which these entries are here."""
-        touched_at = self._touched_at
-        if len(entries) <= _FEW:
-            before = [int(touched_at[entry]) for entry in entries]
-            self._distances.add_each([self._touched_blocks - each for each in before if each > 0])
-            self._touched_blocks += blocks
-            for entry in entries:
-                touched_at[entry] = self._touched_blocks
+        now = self._touched_blocks
+        self._touched_blocks = later = now + blocks
+        if not entries:
             return
+        each = self._touched_at_each
+        if len(entries) == 1:
+            before = each[entries[0]]
+            if before:
+                self._distances.add_each((now - before,))
+            each[entries[0]] = later
+            return
+        if len(entries) <= _MANY:
+            all_before = list(map(each.__getitem__, entries))
+            before = all_before[0]
+            if all_before.count(before) == len(entries):  # as of keys that were touched together, or never
+                if before:
+                    self._distances.add_each((now - before,), len(entries))
+                for entry in entries:
+                    each[entry] = later
+                return
         several = np.array(entries, dtype=np.int64)
-        earlier = touched_at[several]
-        self._distances.add(self._touched_blocks - earlier[earlier > 0])
-        self._touched_blocks += blocks
-        touched_at[several] = self._touched_blocks
+        earlier = self._touched_at[several]
+        self._distances.add(now - earlier[earlier > 0])
+        self._touched_at[several] = later
 
     def statistics(self, *, capacity: int, resident: int, pending: int, pinned: int) -> CacheStatistics:
         return CacheStatistics(
@@ -249,6 +266,8 @@ class StatisticsRecorder:
             residency_seconds=self._residency.snapshot(),
             reuse_distance_blocks=self._distances.snapshot(),
             tenants=tuple((name, TenantCounts(**counts)) for name, counts in sorted(self._by_tenant.items())),
+            lookups=self.lookups,
+            hits=self.hits,
             loaded=self.loaded,
             **self._counts,
         )

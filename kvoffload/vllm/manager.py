@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -35,15 +35,15 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffload.cache.entries import Status
+from kvoffload.cache.entries import LeaseRecord, Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
-from kvoffload.cache.reservations import Lease, Reservation
+from kvoffload.cache.reservations import Reservation
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.vllm.events import EventLog
 from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.offers import Offers
-from kvoffload.vllm.requests import RequestState, end_request, has_order, in_order, keep_order, state_of
+from kvoffload.vllm.requests import end_request, has_order, in_order, keep_order, state_of
 
 _MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 _IS_MISS, _IS_HIT, _ = Status  # looking them up in the class takes as long as the rest of `lookup`
@@ -94,7 +94,7 @@ class KVOffloadManager(OffloadingManager):
         self._offers = Offers(store_threshold, max_tracker_size)
         self._reporter = Reporter(counts_skipped=store_threshold >= 2)
         self._filling: dict[bytes, _Filling] = {}
-        self._reading: dict[frozenset[bytes], list[Lease]] = {}
+        self._reading: dict[frozenset[bytes], list[LeaseRecord]] = {}
         self._before_reset: list[Callable[[], None]] = []  # ends what was under way at a reset
 
     @cached_property
@@ -124,25 +124,28 @@ class KVOffloadManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The slots of keys that `lookup` has found. They stay as they are until `complete_load` of the same keys."""
-        wanted: Sequence[OffloadKey] = list(keys)
-        lease = self.index.acquire(wanted)
-        self._reading.setdefault(frozenset(wanted), []).append(lease)
-        state, ordered = self._state(req_context), has_order(wanted, req_context)
-        wanted = in_order(wanted, req_context)
-        self.index.load(wanted, request=state.request if ordered else None)
+        wanted = list(keys)
+        state, used = state_of(self.index, req_context, self._resets), in_order(wanted, req_context)
+        ordered = has_order(wanted, req_context)
+        leases = self._reading.setdefault(which := frozenset(wanted), [])
+        try:
+            lease = self.index.hold(wanted, leases, state.request if ordered else None, used)
+        finally:
+            if not leases:  # a key is missing
+                del self._reading[which]
         if ordered:
-            keep_order(self.index, req_context, state, wanted)
-        return CPULoadStoreSpec(list(lease.indices))
+            keep_order(self.index, req_context, state, used)
+        return CPULoadStoreSpec(lease.indices)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         which = frozenset(keys)
         leases = self._reading[which]
-        leases.pop().release()
+        self.index.release(leases.pop())
         if not leases:
             del self._reading[which]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.index.touch(list(dict.fromkeys(keys)))
+        self.index.touch(keys if type(keys) is list else list(keys))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         end_request(self.index, req_context)
@@ -155,10 +158,12 @@ class KVOffloadManager(OffloadingManager):
         If too few are free or can be evicted, the first keys of the request get them. None, upon which vLLM offers the
         keys again at its next step, only if none got one while transfers hold slots that will be free later.
         """
-        offered, state = list(dict.fromkeys(keys)), self._state(req_context)
+        offered, state = list(dict.fromkeys(keys)), state_of(self.index, req_context, self._resets)
         if self._windowed and state.resets < self._resets:
             offered = [key for key in offered if get_offload_group_idx(key) not in self._windowed]
-        wanted = self._passing(in_order(offered, req_context))
+        wanted = in_order(offered, req_context)
+        if self._offers.threshold > 1:
+            wanted = self._passing(wanted)
         ordered = has_order(wanted, req_context)
         request = state.request if ordered else None
         self.index.load(wanted, request=request)  # what is there already is used by this request, too
@@ -180,13 +185,8 @@ class KVOffloadManager(OffloadingManager):
             stored, slots = self._as_offered(offered, reservation)
         return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), list(reservation.evicted))
 
-    def _state(self, context: ReqContext) -> RequestState:
-        return state_of(self.index, context, self._resets)
-
     def _passing(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Without missing keys that have not been offered often enough."""
-        if self._offers.threshold < 2:
-            return keys
         self._offers.note(keys)
         missing = [key for key, status in zip(keys, self.index.status(keys), strict=True) if status is Status.MISS]
         left_out = set(missing).difference(self._offers.passing(missing))
@@ -239,7 +239,9 @@ class KVOffloadManager(OffloadingManager):
         self._clear()
         if self._events is not None:  # vLLM reports a reset by an event of its own
             self._events.cut_back(kept)
-        self._before_reset += [lease.release for leases in self._reading.values() for lease in leases]
+        self._before_reset += [
+            partial(self.index.release, lease) for leases in self._reading.values() for lease in leases
+        ]
         self._before_reset += [filling.reservation.abort for filling in set(self._filling.values())]
         self._reading.clear()
         self._filling.clear()

@@ -237,6 +237,24 @@ def test_many_short_runs_cost_little_more_than_one_long_one() -> None:
 # leases
 
 
+def test_entries_are_held_and_loaded_in_one_call(index: CacheIndex) -> None:
+    """The record is kept only if the call succeeds; the keys are the request's, and stay until the release."""
+    store(index, keys(0, 1, 2))
+    kept: list[Any] = []
+    with index.open_request() as request:
+        with pytest.raises(MissingKeyError, match=r"keys\[1\]"):
+            index.hold([key(0), key(99)], kept, request, [key(0)])
+        assert (kept, request.keys, index.statistics().pinned) == ([], (), 0)
+        record = index.hold(keys(0, 2), kept, request, keys(0, 2))
+        assert kept == [record]
+        assert request.keys == tuple(keys(0, 2))
+        assert index.statistics().pinned == 2
+        index.release(record)
+        index.release(record)
+        assert index.statistics().pinned == 0
+        index.check()
+
+
 def test_a_lease_protects_from_eviction(index: CacheIndex) -> None:
     store(index, keys(0, 1, 2, 3))
     lease = index.acquire(keys(1, 3))

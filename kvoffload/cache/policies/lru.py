@@ -34,7 +34,8 @@ class LRU(Policy):
             self._keys.move_to_end(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        self._open.leave(keys)
+        if self._open.leave(keys) == len(keys):
+            return  # which has made them the most recent
         for key in reversed(keys):
             if key in self._keys:
                 self._keys.move_to_end(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, Generic, TypeAlias, TypeVar
 
 V = TypeVar("V")
@@ -60,20 +61,34 @@ class OpenKeys(Generic[V]):
         self.extra += len(keys)
         self._queue.move_to_end(opened)
 
-    def leave(self, keys: Sequence[bytes]) -> None:
-        """Those of the keys that are here become single keys at the recent end, the first the most recent."""
-        if not self.opened_of:
-            return
-        for key in reversed(keys):
-            opened = self.opened_of.pop(key, None)
+    def leave(self, keys: Sequence[bytes]) -> int:
+        """Those of the keys that are here become single keys at the recent end, the first the most recent.
+
+        Returns how many these are.
+        """
+        queue, value, left = self._queue, self._value, 0
+        if not self.opened_of or not keys:
+            return 0
+        found = list(map(self.opened_of.pop, keys, repeat(None)))
+        first = found[0]
+        if first is not None and len(first.keys) == len(keys) == found.count(first):  # all keys of one request
+            for key in reversed(keys):
+                queue[key] = value
+            first.keys = {}
+            del queue[first]
+            self.extra -= len(keys) - 1
+            return len(keys)
+        for key, opened in zip(reversed(keys), reversed(found), strict=True):
             if opened is None:
                 continue
             del opened.keys[key]
-            self._queue[key] = self._value
-            self.extra -= 1
+            queue[key] = value
+            left += 1
             if not opened.keys:
-                del self._queue[opened]
+                del queue[opened]
                 self.extra += 1
+        self.extra -= left
+        return left
 
     def oldest_first(self, but: Opened | None = None) -> Iterator[bytes]:
         """All keys of the queue, but for those of one open request."""

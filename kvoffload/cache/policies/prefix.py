@@ -20,7 +20,8 @@ that.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, filterfalse, groupby, islice
 from math import inf
 from typing import Any, TypeAlias
@@ -31,7 +32,7 @@ from kvoffload.cache.policies.reuse import KIND_OF, KINDS, MOST_USES, ReuseModel
 _FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # in a large cache: the capacity divided by this
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
-_FIRST_BATCH, _BATCH = 8, 128  # keys that are looked at together: the first, and the most
+_BATCH = 128  # the most keys that are looked at together
 _SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
 
 
@@ -122,13 +123,14 @@ class Prefix(Policy):
         left: dict[_Run, int] = {}
         reused: dict[_Run, int] = {}
         asked, last = 0, len(keys) - 1 if ends else -1
-        for resident, old, part in list(self._by_run(keys)):
+        for resident, old, part in self._by_run(keys):
             renews = old is not None and old.counted and resident and not counted
             uses = 1 if old is None else old.uses if renews else min(old.uses + 1, MOST_USES)
             if not renews:
                 asked += len(part)
             if old is not None:
-                reused[old] = reused.get(old, 0) + (0 if renews else len(part))
+                if not renews:
+                    reused[old] = reused.get(old, 0) + len(part)
                 left[old] = left.get(old, 0) + (len(part) if resident else 0)
             stays = resident or counted
             ended = last >= 0 and part[-1] is keys[last]
@@ -141,8 +143,7 @@ class Prefix(Policy):
                     _Run(uses, kind, self._now, counted) if request is None else self._run_of_request(request, uses),
                 )
                 if stays:
-                    for key in same:
-                        self._run_of[key] = run
+                    self._run_of.update(dict.fromkeys(same, run))
                     run.keys += same
                 else:
                     self._remember(same, run)
@@ -152,18 +153,19 @@ class Prefix(Policy):
         self._queue(fresh.values())
         self._pass(asked)
 
-    def _by_run(self, keys: Sequence[bytes]) -> Iterator[tuple[bool, _Run | None, list[bytes]]]:
+    def _by_run(self, keys: Sequence[bytes]) -> list[tuple[bool, _Run | None, list[bytes]]]:
         """Neighbours that are resident or not and have been in one run. What was remembered of them is forgotten."""
-        for run, same in _neighbours(map(self._run_of.get, keys), keys):
+        found: list[tuple[bool, _Run | None, list[bytes]]] = []
+        for run, same in _neighbours(list(map(self._run_of.get, keys)), keys):
             if run is not None:
-                yield True, run, same
+                found.append((True, run, same))
+                continue
+            gone = self._gone.recall(same)
+            if gone is None:
+                found.append((False, None, same))
             else:
-                gone = self._gone.recall(same)
-                if gone is None:
-                    yield False, None, same
-                else:
-                    for old, absent in _neighbours(gone, same):
-                        yield False, old, absent
+                found += [(False, old, absent) for old, absent in _neighbours(gone, same)]
+        return found
 
     def _run_of_request(self, request: _Notes, uses: int) -> _Run:
         """The run that the keys of an open request with so many uses join: that of those before, if none has left it.
@@ -230,9 +232,10 @@ class Prefix(Policy):
         """As `Policy.make_room`; if `room` is negative, `-room` more keys are evicted."""
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers, ends=request is None)
-        heads = self._heads(protected, request)
+        batch = max(1, min(admitted - room, _BATCH))
+        heads = _Heads(self._queues, self._chain_worth, partial(_walk, self._run_of, protected, request, batch))
         while admitted - room > len(victims):
-            head = min(heads, key=self._chain_worth, default=None)
+            head = heads.lowest()
             displaced_worth = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
             while admitted and worths[admitted - 1] <= displaced_worth and admitted - room > len(victims):
                 admitted -= 1
@@ -241,8 +244,6 @@ class Prefix(Policy):
             if head is None:
                 return None
             victims += head.take(admitted - room - len(victims))
-            if not head.advance():
-                heads.remove(head)
         return Room(admitted, victims)
 
     def _worths(self, newcomers: Sequence[bytes], ends: bool) -> list[float]:
@@ -251,19 +252,15 @@ class Prefix(Policy):
             return [inf] * len(newcomers)
         known = self._gone.glance(newcomers)
         uses = [0] * len(newcomers) if known is None else [0 if run is None else run.uses for run in known]
-        worth = [self._model.promise(kind_of(1 + before, False)) for before in range(MOST_USES + 1)]
+        worth = {before: self._model.promise(kind_of(1 + before, False)) for before in set(uses)}
         worths = list(map(worth.__getitem__, uses))
         if ends:
             worths[-1] = self._model.promise(kind_of(1 + uses[-1], True))
         return worths
 
-    def _heads(self, protected: Protected, request: _Notes | None) -> list[_Head]:
-        heads = [_Head(queue, self._run_of, protected, request) for queue in self._queues if queue]
-        return [head for head in heads if head.advance()]
-
-    def _chain_worth(self, head: _Head) -> tuple[float, int]:
-        run = head.run
-        return self._model.chain_worth(run.kind, self._now - run.time), run.kind
+    def _chain_worth(self, run: _Run) -> tuple[float, int]:
+        kind = run.kind
+        return self._model.chain_worth(kind, self._now - run.time), kind
 
 
 class _ForRequest:
@@ -329,11 +326,51 @@ class _Ghosts:
         return len(self._old) + len(self._young)
 
 
-class _Head:
-    """Iterates over the keys of one queue that may be evicted: run by run, the deepest key first. Changes nothing."""
+class _Heads:
+    """The head of each queue, from which keys are evicted.
 
-    def __init__(self, queue: _Queue, run_of: dict[bytes, _Run], protected: Protected, request: _Notes | None) -> None:
-        self._batches = self._walk(queue, run_of, protected, request)
+    Within a queue the chain worth falls with age, so that of the first run is a lower bound of its head's: of a queue
+    that is not the lowest by that bound, no key is looked at.
+
+    Args:
+        chain_worth: a function: a run's chain worth, and its kind.
+        walk: a function: the keys of a queue that may be evicted, see `_walk`.
+    """
+
+    def __init__(
+        self,
+        queues: list[_Queue],
+        chain_worth: Callable[[_Run], tuple[float, int]],
+        walk: Callable[[_Queue], Iterator[tuple[_Run, list[bytes]]]],
+    ) -> None:
+        self._queues = queues
+        self._walk = walk
+        self._chain_worth = chain_worth
+        self._bounds = [chain_worth(next(iter(queue))) for queue in queues if queue]
+        self._heads: dict[int, _Head] = {}
+
+    def lowest(self) -> _Head | None:
+        """The head of the lowest chain worth, advanced to keys that may be evicted; None if none has any."""
+        bounds, heads = self._bounds, self._heads
+        while bounds:
+            bound = min(bounds)
+            kind = bound[1]
+            head = heads.get(kind) or heads.setdefault(kind, _Head(self._walk(self._queues[kind])))
+            if not head.advance():
+                bounds.remove(bound)
+                continue
+            worth = self._chain_worth(head.run)
+            if worth == bound:
+                return head
+            bounds[bounds.index(bound)] = worth
+        return None
+
+
+class _Head:
+    """The keys of one queue that may be evicted, one batch after another. Changes nothing."""
+
+    def __init__(self, batches: Iterator[tuple[_Run, list[bytes]]]) -> None:
+        self._batches = batches
         self._keys: list[bytes] = []
         self.run: _Run
 
@@ -351,31 +388,34 @@ class _Head:
         taken, self._keys = self._keys[:count], self._keys[count:]
         return taken
 
-    @staticmethod
-    def _walk(
-        queue: _Queue, run_of: dict[bytes, _Run], protected: Protected, request: _Notes | None
-    ) -> Iterator[tuple[_Run, list[bytes]]]:
-        size = _FIRST_BATCH
-        for run in queue:
-            if request is not None and run.request is request:
-                continue  # without looking at its keys, which are all protected
-            end = len(run.keys)
-            while end > 0:
-                begin = max(0, end - size)
-                live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
-                end, size = begin, min(2 * size, _BATCH)
-                found = list(filterfalse(protected, live))
-                if found:
-                    yield run, found
+
+def _walk(
+    run_of: dict[bytes, _Run], protected: Protected, request: _Notes | None, size: int, queue: _Queue
+) -> Iterator[tuple[_Run, list[bytes]]]:
+    """The keys of a queue that may be evicted: run by run, the deepest key first. `size`: of the first batch."""
+    for run in queue:
+        if request is not None and run.request is request:
+            continue  # without looking at its keys, which are all protected
+        end = len(run.keys)
+        while end > 0:
+            begin = max(0, end - size)
+            live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
+            end, size = begin, min(2 * size, _BATCH)
+            found = list(filterfalse(protected, live))
+            if found:
+                yield run, found
 
 
-def _neighbours(runs: Iterable[_Run | None], keys: Sequence[bytes]) -> Iterator[tuple[Any, list[bytes]]]:
+def _neighbours(runs: Sequence[_Run | None], keys: Sequence[bytes]) -> list[tuple[Any, list[bytes]]]:
     """Keys that follow each other and have one run, with it."""
-    begin = 0
+    if runs and runs.count(runs[0]) == len(runs):
+        return [(runs[0], list(keys))]
+    found, begin = [], 0
     for run, same in groupby(runs):
         end = begin + len(list(same))
-        yield run, list(keys[begin:end])
+        found.append((run, list(keys[begin:end])))
         begin = end
+    return found
 
 
 def _count_neighbours(runs: Iterable[_Run]) -> list[tuple[_Run, int]]:
