@@ -134,8 +134,7 @@ class CacheIndex(Queries):
             LayoutError: `keys` repeats a key, or is not a list of bytes.
             ValueError: the cache has no such tenant; or its policy chose keys that must not be evicted; or `request` is
                 of another cache, or of another tenant than `tenant`.
-            ClosedError: `request` has ended.
-            Nothing has changed in any of these cases.
+            ClosedError: `request` has ended. Nothing has changed in any of these cases.
         """
         checked = check_keys(keys, repeats=False)
         if self._check_usable is not None:

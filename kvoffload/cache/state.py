@@ -21,18 +21,7 @@ from collections.abc import Callable
 from itertools import filterfalse
 
 from kvoffload.cache.admission import ReuseFilter
-from kvoffload.cache.entries import (
-    ABORTED,
-    COMMITTED,
-    OPEN,
-    SETTLING,
-    Completion,
-    EntryTable,
-    LeaseRecord,
-    Record,
-    ReservationRecord,
-    Watch,
-)
+from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, Record, ReservationRecord, Stage, Watch
 from kvoffload.cache.pools import Pool, Pools
 from kvoffload.cache.repair import repair
 from kvoffload.cache.requests import CacheRequest, record_of
@@ -41,6 +30,8 @@ from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError
 from kvoffload.internal.types import Int64Array
+
+ABORTED, COMMITTED, OPEN, SETTLING = Stage.ABORTED, Stage.COMMITTED, Stage.OPEN, Stage.SETTLING
 
 
 class CacheState:

@@ -14,7 +14,7 @@ from policy_steps import STEPS
 from prefix_oracle import PrefixOracle, Settings
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import Prefix, prefix, reuse
+from kvoffload.cache.policies import Prefix, heads, prefix, reuse
 from kvoffload.cache.policies.reuse import KINDS, ReuseModel, Survivors, kind_of
 
 EDGES = (0, 2, 4, 7, 11, 16, 24, 40, 70, 120, 300)
@@ -27,7 +27,8 @@ def small() -> Iterator[None]:
         patch.setattr(reuse, "EDGES", EDGES)
         patch.setattr(prefix, "_FEWEST_REMEMBERED", 9)
         patch.setattr(prefix, "_SHORTEST_ROUND", 20)
-        patch.setattr(prefix, "_BATCH", 3)
+        for module in (prefix, heads):
+            patch.setattr(module, "BATCH", 3)
         patch.setitem(PAIRS, "prefix", (Prefix, partial(PrefixOracle, settings=Settings(EDGES, 9, 20))))
         yield
 
@@ -220,3 +221,21 @@ def test_chain_worths_cover_what_may_need_a_block(seed: int) -> None:
         for age in EDGES:
             needing = [model.worth(low, old) for low in range(kind + 1) for old in EDGES if old >= age]
             assert model.chain_worth(kind, age) == max(needing)
+
+
+def test_a_key_that_an_open_request_uses_many_times_is_known_as_long_as_it_is_resident() -> None:
+    """From the sixth use on it joins the run that it is in, or was in when it was evicted."""
+    policy = Prefix(8)
+    request = policy.for_request({})
+    request.insert([b"a"])
+    for _ in range(10):
+        request.load([b"a"])
+        assert list(policy) == [b"a"]
+    request.insert([b"b"])
+    request.load([b"a", b"b"])
+    assert set(policy) == {b"a", b"b"}
+    policy.remove([b"a"], evicted=True)
+    assert set(policy) == {b"b"}
+    request.insert([b"a"])
+    assert set(policy) == {b"a", b"b"}
+    assert len(policy) == 2

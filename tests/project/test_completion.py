@@ -45,8 +45,8 @@ SHOWN = {
         "reserve statistics status status_of store tier_statistics touch"
     ),
     "TieredIndex": (
-        "abort abort_after acquire capacity check clear close commit describe drain end_request keys load locate lock "
-        "lookup lookup_many max_load_blocks next_to_go num_groups open_request promote release remove reserve "
+        "abort abort_after acquire capacity check clear close commit describe drain end_request hold keys load locate "
+        "lock lookup lookup_many max_load_blocks next_to_go num_groups open_request promote release remove reserve "
         "reserve_each restore settle_ended statistics status status_below status_of tier_statistics touch"
     ),
     "IndexPromotion": "cancel done keys ready release wait",

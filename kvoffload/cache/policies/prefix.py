@@ -20,31 +20,28 @@ that.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, filterfalse, groupby, islice
+from itertools import chain, groupby, islice
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any
 
 from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
+from kvoffload.cache.policies.heads import BATCH, Heads, Notes, Queue, walk
 from kvoffload.cache.policies.reuse import KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
 _FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
 _REMEMBERED_SHARE = 16  # in a large cache: the capacity divided by this
 _SAMPLE = 4_096  # runs of one kind that are looked at in a round of learning
-_BATCH = 128  # the most keys that are looked at together
 _SHORTEST_ROUND = 8_192  # blocks asked for between two rounds of learning; at least the capacity
 
 
-_Notes: TypeAlias = dict[Any, Any]  # of an open request: its latest run of each number of uses
-
-
-class _Run:
+class Run:
     """Keys of one request with one number of uses; the deepest last."""
 
     __slots__ = ("counted", "keys", "kind", "live", "request", "time", "uses")
 
-    def __init__(self, uses: int, kind: int, time: int, counted: bool, request: _Notes | None = None) -> None:
+    def __init__(self, uses: int, kind: int, time: int, counted: bool, request: Notes | None = None) -> None:
         self.uses = uses
         self.kind = kind
         self.time = time
@@ -52,9 +49,6 @@ class _Run:
         self.keys: list[bytes] = []
         self.live = 0  # those of `keys` that are resident and have not moved on
         self.request = request  # the notes of the open request that has inserted or loaded them
-
-
-_Queue: TypeAlias = OrderedDict[_Run, None]
 
 
 class Prefix(Policy):
@@ -72,8 +66,8 @@ class Prefix(Policy):
     def __init__(self, capacity: int, *, declines: bool = True) -> None:
         self._declines = declines
         self._model = ReuseModel()
-        self._queues: list[_Queue] = [OrderedDict() for _ in range(KINDS)]
-        self._run_of: dict[bytes, _Run] = {}
+        self._queues: list[Queue] = [OrderedDict() for _ in range(KINDS)]
+        self._run_of: dict[bytes, Run] = {}
         self._gone = _Ghosts(max(_FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
         self._round = max(_SHORTEST_ROUND, capacity)
         self._now = 0  # blocks asked for
@@ -95,7 +89,7 @@ class Prefix(Policy):
                 self._remember(same, run)
         self._leave(Counter(runs) if len(runs) > 1 else dict.fromkeys(runs, 1))
 
-    def for_request(self, notes: _Notes) -> RequestPolicy:
+    def for_request(self, notes: Notes) -> RequestPolicy:
         return _ForRequest(self, notes)
 
     def victims(self, count: int, protected: Protected) -> list[bytes] | None:
@@ -113,17 +107,19 @@ class Prefix(Policy):
 
     # uses ---------------------------------------------------------------------------------------------------------
 
-    def _use(self, keys: Sequence[bytes], *, counted: bool, ends: bool, request: _Notes | None = None) -> None:
+    def _use(self, keys: Sequence[bytes], *, counted: bool, ends: bool, request: Notes | None = None) -> None:
         """Move keys to runs of this moment. `counted`: an unfinished request uses them; else one has ended.
 
         With `ends` the last key is the end of a request. Keys that are not resident become so if `counted`. The keys of
         an open request move to the runs of its earlier keys.
         """
-        fresh: dict[tuple[int, int, bool], _Run] = {}
-        left: dict[_Run, int] = {}
-        reused: dict[_Run, int] = {}
+        fresh: dict[tuple[int, int, bool], Run] = {}
+        left: dict[Run, int] = {}
+        reused: dict[Run, int] = {}
         asked, last = 0, len(keys) - 1 if ends else -1
-        for resident, old, part in self._by_run(keys):
+        found = self._by_run(keys)
+        olds = {old for _, old, _ in found}
+        for resident, old, part in found:
             renews = old is not None and old.counted and resident and not counted
             uses = 1 if old is None else old.uses if renews else min(old.uses + 1, MOST_USES)
             if not renews:
@@ -140,7 +136,9 @@ class Prefix(Policy):
                 kind = KIND_OF[uses][is_end]
                 run = fresh.get((uses, kind, stays)) or fresh.setdefault(
                     (uses, kind, stays),
-                    _Run(uses, kind, self._now, counted) if request is None else self._run_of_request(request, uses),
+                    Run(uses, kind, self._now, counted)
+                    if request is None
+                    else self._run_of_request(request, uses, olds),
                 )
                 if stays:
                     self._run_of.update(dict.fromkeys(same, run))
@@ -153,9 +151,9 @@ class Prefix(Policy):
         self._queue(fresh.values())
         self._pass(asked)
 
-    def _by_run(self, keys: Sequence[bytes]) -> list[tuple[bool, _Run | None, list[bytes]]]:
+    def _by_run(self, keys: Sequence[bytes]) -> list[tuple[bool, Run | None, list[bytes]]]:
         """Neighbours that are resident or not and have been in one run. What was remembered of them is forgotten."""
-        found: list[tuple[bool, _Run | None, list[bytes]]] = []
+        found: list[tuple[bool, Run | None, list[bytes]]] = []
         for run, same in _neighbours(list(map(self._run_of.get, keys)), keys):
             if run is not None:
                 found.append((True, run, same))
@@ -167,18 +165,18 @@ class Prefix(Policy):
                 found += [(False, old, absent) for old, absent in _neighbours(gone, same)]
         return found
 
-    def _run_of_request(self, request: _Notes, uses: int) -> _Run:
+    def _run_of_request(self, request: Notes, uses: int, olds: set[Run | None]) -> Run:
         """The run that the keys of an open request with so many uses join: that of those before, if none has left it.
 
-        If some have, one of them may come back, and a run must not have it twice.
+        If some have, one of them may come back, and a run must not have it twice. `olds`: runs that keys leave now.
         """
         run = request.get(uses)
-        if run is None or run.live != len(run.keys) or run not in self._queues[run.kind]:
-            run = request[uses] = _Run(uses, KIND_OF[uses][False], self._now, True, request)
+        if run is None or run in olds or run.live != len(run.keys) or run not in self._queues[run.kind]:
+            run = request[uses] = Run(uses, KIND_OF[uses][False], self._now, True, request)
         run.time = self._now
         return run
 
-    def _queue(self, runs: Iterable[_Run]) -> None:
+    def _queue(self, runs: Iterable[Run]) -> None:
         for run in runs:
             if run.keys:
                 run.live = len(run.keys)
@@ -187,7 +185,7 @@ class Prefix(Policy):
                 if run.request is not None:
                     queue.move_to_end(run)
 
-    def _leave(self, left: Mapping[_Run, int]) -> None:
+    def _leave(self, left: Mapping[Run, int]) -> None:
         """So many keys have left these runs."""
         for run, count in left.items():
             run.live -= count
@@ -200,7 +198,7 @@ class Prefix(Policy):
             while queue and not next(iter(queue)).live:
                 queue.popitem(last=False)
 
-    def _remember(self, keys: list[bytes], run: _Run) -> None:
+    def _remember(self, keys: list[bytes], run: Run) -> None:
         for old, count in self._gone.remember(keys, run):
             self._model.lost(old.kind, self._now - old.time, count)
 
@@ -227,13 +225,13 @@ class Prefix(Policy):
     # evicting -----------------------------------------------------------------------------------------------------
 
     def make_room(
-        self, newcomers: Sequence[bytes], room: int, protected: Protected, request: _Notes | None = None
+        self, newcomers: Sequence[bytes], room: int, protected: Protected, request: Notes | None = None
     ) -> Room | None:
         """As `Policy.make_room`; if `room` is negative, `-room` more keys are evicted."""
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers, ends=request is None)
-        batch = max(1, min(admitted - room, _BATCH))
-        heads = _Heads(self._queues, self._chain_worth, partial(_walk, self._run_of, protected, request, batch))
+        batch = max(1, min(admitted - room, BATCH))
+        heads = Heads(self._queues, self._chain_worth, partial(walk, self._run_of, protected, request, batch))
         while admitted - room > len(victims):
             head = heads.lowest()
             displaced_worth = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
@@ -258,7 +256,7 @@ class Prefix(Policy):
             worths[-1] = self._model.promise(kind_of(1 + uses[-1], True))
         return worths
 
-    def _chain_worth(self, run: _Run) -> tuple[float, int]:
+    def _chain_worth(self, run: Run) -> tuple[float, int]:
         kind = run.kind
         return self._model.chain_worth(kind, self._now - run.time), kind
 
@@ -266,7 +264,7 @@ class Prefix(Policy):
 class _ForRequest:
     """The policy for an open request: no key is its end until `touch` says so."""
 
-    def __init__(self, policy: Prefix, notes: _Notes) -> None:
+    def __init__(self, policy: Prefix, notes: Notes) -> None:
         self._policy = policy
         self._notes = notes
 
@@ -288,17 +286,17 @@ class _Ghosts:
 
     def __init__(self, most: int) -> None:
         self._half = most // 2
-        self._young: dict[bytes, _Run] = {}
-        self._old: dict[bytes, _Run] = {}
+        self._young: dict[bytes, Run] = {}
+        self._old: dict[bytes, Run] = {}
 
-    def glance(self, keys: Sequence[bytes]) -> list[_Run | None] | None:
+    def glance(self, keys: Sequence[bytes]) -> list[Run | None] | None:
         """The run of each key, None for those that are not remembered; None if none of them is."""
         young, old = self._young, self._old
         if young.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
             return None
         return [young.get(key) or old.get(key) for key in keys]
 
-    def recall(self, keys: Sequence[bytes]) -> list[_Run | None] | None:
+    def recall(self, keys: Sequence[bytes]) -> list[Run | None] | None:
         """The same, and these keys are forgotten."""
         runs = self.glance(keys)
         if runs is not None:
@@ -307,7 +305,7 @@ class _Ghosts:
                 self._old.pop(key, None)
         return runs
 
-    def remember(self, keys: Sequence[bytes], run: _Run) -> list[tuple[_Run, int]]:
+    def remember(self, keys: Sequence[bytes], run: Run) -> list[tuple[Run, int]]:
         """Remember the run of keys that are not remembered yet. Returns what is forgotten: (run, number of keys)."""
         young = self._young
         for key in keys:
@@ -318,7 +316,7 @@ class _Ghosts:
         self._old, self._young = young, {}
         return forgotten
 
-    def survivors(self) -> list[tuple[_Run, int]]:
+    def survivors(self) -> list[tuple[Run, int]]:
         """How many keys are remembered with each run; a run may come several times."""
         return _count_neighbours(chain(self._old.values(), self._young.values()))
 
@@ -326,87 +324,7 @@ class _Ghosts:
         return len(self._old) + len(self._young)
 
 
-class _Heads:
-    """The head of each queue, from which keys are evicted.
-
-    Within a queue the chain worth falls with age, so that of the first run is a lower bound of its head's: of a queue
-    that is not the lowest by that bound, no key is looked at.
-
-    Args:
-        chain_worth: a function: a run's chain worth, and its kind.
-        walk: a function: the keys of a queue that may be evicted, see `_walk`.
-    """
-
-    def __init__(
-        self,
-        queues: list[_Queue],
-        chain_worth: Callable[[_Run], tuple[float, int]],
-        walk: Callable[[_Queue], Iterator[tuple[_Run, list[bytes]]]],
-    ) -> None:
-        self._queues = queues
-        self._walk = walk
-        self._chain_worth = chain_worth
-        self._bounds = [chain_worth(next(iter(queue))) for queue in queues if queue]
-        self._heads: dict[int, _Head] = {}
-
-    def lowest(self) -> _Head | None:
-        """The head of the lowest chain worth, advanced to keys that may be evicted; None if none has any."""
-        bounds, heads = self._bounds, self._heads
-        while bounds:
-            bound = min(bounds)
-            kind = bound[1]
-            head = heads.get(kind) or heads.setdefault(kind, _Head(self._walk(self._queues[kind])))
-            if not head.advance():
-                bounds.remove(bound)
-                continue
-            worth = self._chain_worth(head.run)
-            if worth == bound:
-                return head
-            bounds[bounds.index(bound)] = worth
-        return None
-
-
-class _Head:
-    """The keys of one queue that may be evicted, one batch after another. Changes nothing."""
-
-    def __init__(self, batches: Iterator[tuple[_Run, list[bytes]]]) -> None:
-        self._batches = batches
-        self._keys: list[bytes] = []
-        self.run: _Run
-
-    def advance(self) -> bool:
-        """Advance to the next keys that may be evicted, of this run or a later one; False if there are none."""
-        if not self._keys:
-            found = next(self._batches, None)
-            if found is None:
-                return False
-            self.run, self._keys = found
-        return True
-
-    def take(self, count: int) -> list[bytes]:
-        """Up to `count` of them."""
-        taken, self._keys = self._keys[:count], self._keys[count:]
-        return taken
-
-
-def _walk(
-    run_of: dict[bytes, _Run], protected: Protected, request: _Notes | None, size: int, queue: _Queue
-) -> Iterator[tuple[_Run, list[bytes]]]:
-    """The keys of a queue that may be evicted: run by run, the deepest key first. `size`: of the first batch."""
-    for run in queue:
-        if request is not None and run.request is request:
-            continue  # without looking at its keys, which are all protected
-        end = len(run.keys)
-        while end > 0:
-            begin = max(0, end - size)
-            live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
-            end, size = begin, min(2 * size, _BATCH)
-            found = list(filterfalse(protected, live))
-            if found:
-                yield run, found
-
-
-def _neighbours(runs: Sequence[_Run | None], keys: Sequence[bytes]) -> list[tuple[Any, list[bytes]]]:
+def _neighbours(runs: Sequence[Run | None], keys: Sequence[bytes]) -> list[tuple[Any, list[bytes]]]:
     """Keys that follow each other and have one run, with it."""
     if runs and runs.count(runs[0]) == len(runs):
         return [(runs[0], list(keys))]
@@ -418,6 +336,6 @@ def _neighbours(runs: Sequence[_Run | None], keys: Sequence[bytes]) -> list[tupl
     return found
 
 
-def _count_neighbours(runs: Iterable[_Run]) -> list[tuple[_Run, int]]:
+def _count_neighbours(runs: Iterable[Run]) -> list[tuple[Run, int]]:
     """Runs with how often they follow each other."""
     return [(run, len(list(same))) for run, same in groupby(runs)]

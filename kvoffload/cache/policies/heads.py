@@ -1,0 +1,96 @@
+"""Queues of runs of keys, and the heads of these queues, from which keys are evicted; see `prefix`. Changes nothing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import filterfalse
+from typing import Any, TypeAlias
+
+from kvoffload.cache.policies.base import Protected
+
+BATCH = 128  # the most keys that are looked at together
+
+Run: TypeAlias = Any  # `prefix.Run`, which imports this module
+Notes: TypeAlias = dict[Any, Any]  # of an open request: its latest run of each number of uses
+Queue: TypeAlias = OrderedDict[Run, None]
+
+
+class Heads:
+    """The head of each queue, from which keys are evicted.
+
+    Within a queue the chain worth falls with age, so that of the first run is a lower bound of its head's: of a queue
+    that is not the lowest by that bound, no key is looked at.
+
+    Args:
+        chain_worth: a function: a run's chain worth, and its kind.
+        walk: a function: the keys of a queue that may be evicted, see `walk`.
+    """
+
+    def __init__(
+        self,
+        queues: list[Queue],
+        chain_worth: Callable[[Run], tuple[float, int]],
+        walk: Callable[[Queue], Iterator[tuple[Run, list[bytes]]]],
+    ) -> None:
+        self._queues = queues
+        self.walk = walk
+        self._chain_worth = chain_worth
+        self._bounds = [chain_worth(next(iter(queue))) for queue in queues if queue]
+        self._heads: dict[int, _Head] = {}
+
+    def lowest(self) -> _Head | None:
+        """The head of the lowest chain worth, advanced to keys that may be evicted; None if none has any."""
+        bounds, heads = self._bounds, self._heads
+        while bounds:
+            bound = min(bounds)
+            kind = bound[1]
+            head = heads.get(kind) or heads.setdefault(kind, _Head(self.walk(self._queues[kind])))
+            if not head.advance():
+                bounds.remove(bound)
+                continue
+            worth = self._chain_worth(head.run)
+            if worth == bound:
+                return head
+            bounds[bounds.index(bound)] = worth
+        return None
+
+
+class _Head:
+    """The keys of one queue that may be evicted, one batch after another. Changes nothing."""
+
+    def __init__(self, batches: Iterator[tuple[Run, list[bytes]]]) -> None:
+        self._batches = batches
+        self._keys: list[bytes] = []
+        self.run: Run
+
+    def advance(self) -> bool:
+        """Advance to the next keys that may be evicted, of this run or a later one; False if there are none."""
+        if not self._keys:
+            found = next(self._batches, None)
+            if found is None:
+                return False
+            self.run, self._keys = found
+        return True
+
+    def take(self, count: int) -> list[bytes]:
+        """Up to `count` of them."""
+        taken, self._keys = self._keys[:count], self._keys[count:]
+        return taken
+
+
+def walk(
+    run_of: dict[bytes, Run], protected: Protected, request: Notes | None, size: int, queue: Queue
+) -> Iterator[tuple[Run, list[bytes]]]:
+    """The keys of a queue that may be evicted: run by run, the deepest key first. `size`: of the first batch."""
+    for run in queue:
+        if request is not None and run.request is request:
+            continue  # without looking at its keys, which are all protected
+        end = len(run.keys)
+        while end > 0:
+            begin = max(0, end - size)
+            live = [key for key in reversed(run.keys[begin:end]) if run_of.get(key) is run]
+            end, size = begin, min(2 * size, BATCH)
+            found = list(filterfalse(protected, live))
+            if found:
+                yield run, found
