@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingMetricMetadata, OffloadingSpec
@@ -135,6 +134,3 @@ class KVOffloadSpec(OffloadingSpec):
 
         device = kv_caches.tensors[0].tensor.device
         return lambda: int(torch.cuda.current_stream(device).cuda_stream)
-
-
-assert {f"kvoffload_{name}" for name in _ENGINE_OPTIONS} <= {field.name for field in fields(Options)}

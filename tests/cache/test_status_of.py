@@ -63,7 +63,7 @@ def test_a_subclass_of_bytes_is_taken_for_its_bytes() -> None:
 
 
 def test_no_thread_sees_a_key_between_its_reservation_and_its_bytes() -> None:
-    """The policy is told of new keys in the middle of a reservation; another thread asks at that moment."""
+    """A thread asks while another one's call is inserting the key into the policy."""
     seen: list[Status] = []
     threads: list[threading.Thread] = []
 

@@ -1,4 +1,4 @@
-"""KVOffloadManager alone: what is found, stored, evicted, reset, failed, and what vLLM is told of it."""
+"""KVOffloadManager without vLLM's scheduler: lookups, stores, evictions, resets, failures, events and metrics."""
 
 from __future__ import annotations
 
