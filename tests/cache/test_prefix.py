@@ -24,7 +24,8 @@ EDGES = (0, 2, 4, 7, 11, 16, 24, 40, 70, 120, 300)
 def small() -> Iterator[None]:
     """Constants with which learning, forgetting and batches of keys happen within a few steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reuse, "EDGES", EDGES)
+        for module in (reuse, heads):
+            patch.setattr(module, "EDGES", EDGES)
         patch.setattr(prefix, "_FEWEST_REMEMBERED", 9)
         patch.setattr(prefix, "_SHORTEST_ROUND", 20)
         for module in (prefix, heads):
@@ -218,9 +219,9 @@ def test_chain_worths_cover_what_may_need_a_block(seed: int) -> None:
         model.lost(chance.randrange(KINDS), chance.randrange(400), chance.randint(1, 9))
     model.learn([])
     for kind in range(KINDS):
-        for age in EDGES:
+        for place, age in enumerate(EDGES):
             needing = [model.worth(low, old) for low in range(kind + 1) for old in EDGES if old >= age]
-            assert model.chain_worth(kind, age) == max(needing)
+            assert model.chain_worths[kind][place] == max(needing)
 
 
 def test_a_key_that_an_open_request_uses_many_times_is_known_as_long_as_it_is_resident() -> None:

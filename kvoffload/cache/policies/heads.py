@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import filterfalse
 from typing import Any, TypeAlias
 
 from kvoffload.cache.policies.base import Protected
+from kvoffload.cache.policies.reuse import EDGES
 
 BATCH = 128  # the most keys that are looked at together
 
@@ -23,20 +25,27 @@ class Heads:
     that is not the lowest by that bound, no key is looked at.
 
     Args:
-        chain_worth: a function: a run's chain worth, and its kind.
+        chain_worths: by kind and range of ages; see `ReuseModel`.
+        now: in blocks, from which ages are counted.
         walk: a function: the keys of a queue that may be evicted, see `walk`.
     """
 
     def __init__(
         self,
         queues: list[Queue],
-        chain_worth: Callable[[Run], tuple[float, int]],
+        chain_worths: list[list[float]],
+        now: int,
         walk: Callable[[Queue], Iterator[tuple[Run, list[bytes]]]],
     ) -> None:
         self._queues = queues
-        self.walk = walk
-        self._chain_worth = chain_worth
-        self._bounds = [chain_worth(next(iter(queue))) for queue in queues if queue]
+        self._walk = walk
+        self._chain_worths = chain_worths
+        self._now = now
+        self._bounds = [  # of each queue: its chain worth, and its kind
+            (worths[bisect_right(EDGES, now - next(iter(queue)).time) - 1], kind)
+            for kind, (queue, worths) in enumerate(zip(queues, chain_worths, strict=True))
+            if queue
+        ]
         self._heads: dict[int, _Head] = {}
 
     def lowest(self) -> _Head | None:
@@ -45,14 +54,14 @@ class Heads:
         while bounds:
             bound = min(bounds)
             kind = bound[1]
-            head = heads.get(kind) or heads.setdefault(kind, _Head(self.walk(self._queues[kind])))
+            head = heads.get(kind) or heads.setdefault(kind, _Head(self._walk(self._queues[kind])))
             if not head.advance():
                 bounds.remove(bound)
                 continue
-            worth = self._chain_worth(head.run)
-            if worth == bound:
+            worth = self._chain_worths[kind][bisect_right(EDGES, self._now - head.run.time) - 1]
+            if worth == bound[0]:
                 return head
-            bounds[bounds.index(bound)] = worth
+            bounds[bounds.index(bound)] = worth, kind
         return None
 
 
