@@ -28,10 +28,11 @@ from kvoffload.errors import LayoutError, TransferError
 from kvoffload.internal.types import Int64Array
 
 if TYPE_CHECKING:
+    from kvoffload.cache.policies import RequestPolicy
     from kvoffload.cache.pools import Pool
-    from kvoffload.cache.requests import RequestRecord
 
-_NO_INDICES: list[int] = []
+_NO_INDICES: list[int] = []  # never changed
+_NO_KEYS: list[bytes] = []  # the same
 _BYTES = frozenset({bytes})
 _finished = attrgetter("finished")
 _error = attrgetter("error")
@@ -105,7 +106,7 @@ class ReservationRecord(_WithTransfers):
         indices: the entries; also `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`, how the entries were
             allocated: see `EntryTable.allocate`.
         promoted: whether a tier fills the entries, not a transfer.
-        request: the open request whose keys they are, if the call named one.
+        policy: what is told of the keys: the pool's policy, or what it has for the open request that the call named.
         stage: where it stands.
         jobs: transfers that fill the entries; of an aborted record, transfers that may still write them.
         watch: the weak reference to the handle, if there is one and the record is not settled.
@@ -118,11 +119,11 @@ class ReservationRecord(_WithTransfers):
         "keys",
         "num_recycled",
         "num_unused",
+        "policy",
         "pool",
         "positions",
         "present",
         "promoted",
-        "request",
         "short",
         "stage",
         "tenant",
@@ -137,21 +138,19 @@ class ReservationRecord(_WithTransfers):
         pool: Pool,
         tenant: str,
         keys: list[bytes],
-        positions: Sequence[int],
         victims: list[tuple[Pool, list[bytes]]],
-        declined: list[bytes],
         present: list[bytes],
-        request: RequestRecord | None = None,
+        policy: RequestPolicy,
     ) -> None:
         self.pool = pool
-        self.request = request
+        self.policy = policy
         self.tenant = tenant
         self.keys = keys
-        self.positions = positions
+        self.positions: Sequence[int] = range(len(keys))
         self.victims = victims
-        self.evicted = [key for _, mine in victims for key in mine] if victims else []
-        self.declined = declined
+        self.evicted = [key for _, mine in victims for key in mine] if victims else _NO_KEYS
         self.present = present
+        self.declined = _NO_KEYS
         self.short = self.promoted = False
         self.indices = self.victim_indices = self.victim_pools = _NO_INDICES
         self.num_unused = self.num_recycled = 0
@@ -162,11 +161,11 @@ class ReservationRecord(_WithTransfers):
     @property
     def awaits_transfers(self) -> bool:
         """Whether it ends when its transfers have ended."""
-        return self.stage is not Stage.OPEN
+        return self.stage is not OPEN
 
     def raise_if_failed(self) -> None:
         """Raise TransferError if it was aborted, or will be: what was read from its entries is not the keys' bytes."""
-        if self.any_failed or self.stage is Stage.ABORTED:
+        if self.any_failed or self.stage is ABORTED:
             raise TransferError(
                 f"the store of {len(self.keys)} keys that were pending when they were leased has failed: what was read "
                 "from their slots must not be used"
@@ -274,7 +273,7 @@ class EntryTable:
     def withdraw(self, record: ReservationRecord) -> None:
         """Undo `publish`: nothing has been written to the entries."""
         of, pool_of = self.of, self.pool_of
-        record.stage = Stage.ABORTED
+        record.stage = ABORTED
         for key in record.keys:
             del of[key]
         self.reservations.discard(record)
@@ -289,13 +288,16 @@ class EntryTable:
         keys, known, free = record.keys, self.keys, self.free
         for index in record.victim_indices:
             known[index] = None
-        del free[len(free) - record.num_recycled :]
+        if record.num_recycled:
+            del free[len(free) - record.num_recycled :]
         free += record.victim_indices[len(keys) :]  # those that no new key takes
-        known += [None] * record.num_unused
+        if record.num_unused:
+            known += [None] * record.num_unused
+        pending, holds = self.pending, self.holds
         for key, index in zip(keys, record.indices, strict=True):
             known[index] = key
-        self.pending.update(dict.fromkeys(keys, record))
-        self.holds.update(dict.fromkeys(record.indices, 1))
+            pending[key] = record
+            holds[index] = 1
 
     def still_mine(self, record: ReservationRecord) -> list[bytes]:
         """The record's keys that were not removed meanwhile."""

@@ -27,7 +27,9 @@ class Owner(Protocol):
     lock: threading.RLock
     num_groups: int
 
-    def commit(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None: ...
+    def commit(self, record: ReservationRecord) -> None: ...
+
+    def commit_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None: ...
 
     def abort(self, record: ReservationRecord) -> None: ...
 
@@ -89,7 +91,9 @@ class Reservation:
         """
         if jobs:
             _check_jobs(jobs, self._index)
-        self._index.commit(self._record, jobs)
+            self._index.commit_after(self._record, jobs)
+        else:
+            self._index.commit(self._record)
 
     def abort(self) -> None:
         """Make the keys missing and the entries free. The caller must not write the slots any more.

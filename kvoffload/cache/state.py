@@ -21,8 +21,19 @@ from collections.abc import Callable
 from itertools import filterfalse
 
 from kvoffload.cache.admission import ReuseFilter
-from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, Record, ReservationRecord, Stage, Watch
-from kvoffload.cache.pools import Pool, Pools
+from kvoffload.cache.entries import (
+    ABORTED,
+    COMMITTED,
+    OPEN,
+    SETTLING,
+    Completion,
+    EntryTable,
+    LeaseRecord,
+    Record,
+    ReservationRecord,
+    Watch,
+)
+from kvoffload.cache.pools import Pool, Pools, Victims
 from kvoffload.cache.repair import repair
 from kvoffload.cache.requests import CacheRequest, record_of
 from kvoffload.cache.reservations import check_readable
@@ -31,17 +42,16 @@ from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError
 from kvoffload.internal.types import Int64Array
 
-ABORTED, COMMITTED, OPEN, SETTLING = Stage.ABORTED, Stage.COMMITTED, Stage.OPEN, Stage.SETTLING
-
 
 class CacheState:
     """The state behind a `CacheIndex`.
 
-    A caller takes the lock, calls `enter`, calls other methods, and releases the lock. `refuse_nested` comes before
-    `enter`. The engine calls `busy` and `check_store` under the same lock; these call `enter` themselves where needed.
+    A caller takes the lock, calls `enter`, calls other methods, and releases the lock: see `calls.guarded`. The engine
+    calls `busy` and `check_store` under the same lock; these call `enter` themselves where needed.
 
     Attributes:
-        working: a call has not returned in the thread that holds the lock; see `refuse_nested`.
+        working: a call has not returned in the thread that holds the lock.
+        proposed: the record that this call has proposed.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
         awaited: records with transfers in any order; looked through by every `enter`.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
@@ -64,6 +74,7 @@ class CacheState:
         self.recorder = recorder
         self.working = False
         self.consistent = True
+        self.proposed: Record | None = None
         self.storing: deque[ReservationRecord] = deque()
         self.loading: deque[LeaseRecord] = deque()
         self.abandoned: deque[Watch | Record | None] = deque()
@@ -73,13 +84,6 @@ class CacheState:
         self._num_groups = num_groups
 
     # up to date ---------------------------------------------------------------------------------------------------
-
-    def refuse_nested(self) -> None:
-        """Raise RuntimeError: a policy, a signal handler or a finalizer calls the cache in the middle of a call."""
-        raise RuntimeError(
-            "the cache was called in the middle of another call of it in the same thread: a policy, a signal handler "
-            "or a finalizer must leave it alone"
-        )
 
     def enter(self) -> None:
         """Bring the state up to date: repair, abort what was abandoned, settle what has ended."""
@@ -154,7 +158,7 @@ class CacheState:
         table, opened = self.table, None
         if request is not None:
             opened = record_of(request, self)
-            tenant = opened.tenant_of_call(tenant)
+            tenant = opened.tenant_of_call(tenant) if tenant else opened.tenant
         pool = self.pools.by_tenant.get(tenant) or self.pools.of(tenant)
         resident = table.of.__contains__
         present = list(filter(resident, keys))
@@ -162,30 +166,28 @@ class CacheState:
         new = self.filter.passing(missing) if self.filter.store_after else missing
         if pool.max_blocks is not None:
             new = pool.within_quota(new, present, self.pool_number)
-        victims: list[tuple[Pool, list[bytes]]] = []
+        victims: Victims = []
         free, short = table.num_free, False
         if not table.capacity:
             new, short = [], bool(missing)
-        elif new and (len(new) > free or pool.selective):
-            admitted, victims, short = find_space(table, self.pools, pool, new, present, opened)
+        policy = pool.policy if opened is None or not new else pool.policy_for(opened)
+        if new and (len(new) > free or pool.selective):
+            admitted, victims, short = find_space(table, self.pools, pool, policy, new, present, opened)
             new = new[:admitted]
         if all_or_nothing and len(new) < len(missing):
             raise CapacityError(shortage(table, len(missing), len(new), short))
+        record = ReservationRecord(pool, tenant, new, victims, present, policy)
+        if len(new) < len(keys):
+            chosen = set(new)
+            record.positions = [place for place, key in enumerate(keys) if key in chosen]
+            if len(new) < len(missing):
+                record.declined = [key for key in missing if key not in chosen]
+            record.short = short
         if opened is not None:
             opened.add(keys)
-        if len(new) == len(keys):
-            record = ReservationRecord(pool, tenant, new, range(len(keys)), victims, [], present, opened)
-            return self._allocated(record)
-        chosen = set(new)
-        positions = [place for place, key in enumerate(keys) if key in chosen]
-        declined = [key for key in missing if key not in chosen] if len(new) < len(missing) else []
-        record = ReservationRecord(pool, tenant, new, positions, victims, declined, present, opened)
-        record.short = short
-        return self._allocated(record)
-
-    def _allocated(self, record: ReservationRecord) -> ReservationRecord:
-        if record.keys:
-            self.table.allocate(record)
+        if new:
+            table.allocate(record)
+        self.proposed = record
         return record
 
     def reserve(self, record: ReservationRecord) -> None:
@@ -208,11 +210,10 @@ class CacheState:
         self.table.fill(record)
         if record.victims:
             self._note_evicted(record)
-        pool = record.pool
         if record.keys:
-            pool.stale = True
-            (pool.policy if record.request is None else pool.policy_for(record.request)).insert(record.keys)
-            pool.stale = False
+            record.pool.stale = True
+            record.policy.insert(record.keys)
+            record.pool.stale = False
             self.recorder.note_new(record.indices)
         if record.declined:
             self.recorder.note("declined", record.declined, record.tenant)
@@ -296,10 +297,12 @@ class CacheState:
         if request is not None:
             record_of(request, self)
         indices = list(map(table.of.get, keys))
-        if None not in indices and (not table.pending or table.pending.keys().isdisjoint(keys)):
-            return LeaseRecord(keys, indices, ())  # type: ignore[arg-type]  # every key has an entry
-        awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
-        return LeaseRecord(keys, indices, tuple(dict.fromkeys(filter(None, awaited))))  # type: ignore[arg-type]
+        sources: tuple[ReservationRecord, ...] = ()
+        if None in indices or (table.pending and not table.pending.keys().isdisjoint(keys)):
+            awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
+            sources = tuple(dict.fromkeys(filter(None, awaited)))
+        self.proposed = lease = LeaseRecord(keys, indices, sources)  # type: ignore[arg-type]  # every key has an entry
+        return lease
 
     def begin(self, lease: LeaseRecord) -> None:
         """Hold the entries."""
