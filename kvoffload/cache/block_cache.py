@@ -20,7 +20,7 @@ from kvoffload.cache.engines import CacheAfter, EngineT
 from kvoffload.cache.entries import ReservationRecord, check_keys, slot_numbers
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.requests import CacheRequest
+from kvoffload.cache.requests import CacheRequest, record_of
 from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
@@ -145,7 +145,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         self, given: tuple[list[bytes], str, bool, CacheRequest | None, list[Int64Array], CacheAfter]
     ) -> CacheJob:
         keys, tenant, all_or_nothing, request, per_group, after = given
-        record = self._state.propose(keys, tenant, all_or_nothing, request)
+        opened = None if request is None else record_of(request, self._state)
+        record = self._state.propose(keys, tenant, all_or_nothing, opened, False)
         return CacheJob(tuple(record.keys), self._submit(record, per_group, after), self._index, record)
 
     def _submit(self, record: ReservationRecord, per_group: list[Int64Array], after: CacheAfter) -> tuple[Job, ...]:
@@ -220,7 +221,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         """Hold the entries and submit the transfer; the cases are those of `_submit`."""
         keys, pending, request, per_group, after, parts = given
         state, jobs, submitted = self._state, tuple[Job, ...](), self.engine.submitted
-        record = state.propose_lease(keys, pending, request)
+        opened = None if request is None else record_of(request, state)
+        record = state.propose_lease(keys, pending)
         self.engine.check_room(self._groups if keys else 0)
         if not keys:
             return CacheJob((), jobs, self._index, record)
@@ -236,7 +238,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
             raise
         record.jobs = jobs
         state.loading.append(record)
-        state.use(keys, request)
+        state.use(keys, opened)
         return CacheJob(tuple(keys), jobs, self._index, record)
 
     # entries for other copies -------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def refuse(state: CacheState, argument: object) -> Any:
     )
 
 
-def abandon(state: CacheState, record: Record) -> None:
+def end_later(state: CacheState, record: Record) -> None:
     """Have the next call of the cache end a record."""
     state.abandoned.append(record)
 
@@ -68,7 +68,9 @@ def guarded(step: Callable[[_O, _A], _R], nested: Callable[[CacheState, Any], _R
                         state.enter()
                     result = step(self, argument)
                 finally:
-                    record, state.proposed, state.working = state.proposed, None, False
+                    record, state.proposed = state.proposed, None
+                    state.changes += 1
+                    state.working = False
             if state.recorder.unreported:
                 state.recorder.notify()
         except BaseException:

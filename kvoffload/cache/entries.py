@@ -29,7 +29,7 @@ from kvoffload.internal.types import Int64Array
 
 if TYPE_CHECKING:
     from kvoffload.cache.policies import RequestPolicy
-    from kvoffload.cache.pools import Pool
+    from kvoffload.cache.pools import Pool, Victims
 
 _NO_INDICES: list[int] = []  # never changed
 _NO_KEYS: list[bytes] = []  # the same
@@ -138,7 +138,7 @@ class ReservationRecord(_WithTransfers):
         pool: Pool,
         tenant: str,
         keys: list[bytes],
-        victims: list[tuple[Pool, list[bytes]]],
+        victims: Victims,
         present: list[bytes],
         policy: RequestPolicy,
     ) -> None:
@@ -148,7 +148,7 @@ class ReservationRecord(_WithTransfers):
         self.keys = keys
         self.positions: Sequence[int] = range(len(keys))
         self.victims = victims
-        self.evicted = [key for _, mine in victims for key in mine] if victims else _NO_KEYS
+        self.evicted = _NO_KEYS if not victims else victims[0][1] if len(victims) == 1 else _joined(victims)
         self.present = present
         self.declined = _NO_KEYS
         self.short = self.promoted = False
@@ -177,17 +177,19 @@ class LeaseRecord(_WithTransfers):
 
     Attributes:
         keys, indices: see `Lease`.
+        held: the indices without repeats.
         sources: records of the reservations that were filling them.
         released: only `jobs` still read the entries.
         jobs: transfers that read them.
         watch: the weak reference to the handle, if there is one and the record is not released.
     """
 
-    __slots__ = ("indices", "keys", "released", "sources", "watch")
+    __slots__ = ("held", "indices", "keys", "released", "sources", "watch")
 
     def __init__(self, keys: list[bytes], indices: list[int], sources: tuple[ReservationRecord, ...]) -> None:
         self.keys = keys
         self.indices = indices
+        self.held: Collection[int] = indices if len(indices) == 1 else set(indices)
         self.sources = sources
         self.released = False
         self.jobs = ()
@@ -245,15 +247,16 @@ class EntryTable:
         Those of the record's victims first, then never-used ones, then free ones.
         """
         count, used = len(record.keys), len(self.keys)
-        record.victim_indices = list(map(self.of.__getitem__, record.evicted))
-        indices = record.victim_indices[:count]
-        indices.sort()
+        if record.evicted:
+            record.victim_indices = list(map(self.of.__getitem__, record.evicted))
+        record.indices = indices = sorted(record.victim_indices[:count])
+        if len(indices) == count:
+            return
         record.num_unused = min(count - len(indices), self.capacity - used)
         indices += range(used, used + record.num_unused)
         record.num_recycled = count - len(indices)
         if record.num_recycled:
             indices += sorted(self.free[-record.num_recycled :])
-        record.indices = indices
 
     def publish(self, record: ReservationRecord, *, several_pools: bool) -> None:
         """Change the truth: the victims are gone, the record's keys are pending. `fill` or `withdraw` follows."""
@@ -306,7 +309,7 @@ class EntryTable:
             return record.keys
         return [key for key, index, mine in zip(record.keys, found, record.indices, strict=True) if index == mine]
 
-    def end(self, record: ReservationRecord, mine: list[bytes], *, held: bool) -> None:
+    def end(self, record: ReservationRecord, mine: list[bytes], held: bool) -> None:
         """Change what is derived when a record is settled, its keys being `mine`; `held`: not the entries, yet."""
         pending, indices = self.pending, record.indices
         for key in mine:
@@ -317,10 +320,11 @@ class EntryTable:
 
     # holders ------------------------------------------------------------------------------------------------------
 
-    def hold(self, indices: Iterable[int]) -> None:
-        """One holder more for each of them; no repeats."""
+    def hold(self, lease: LeaseRecord) -> None:
+        """One holder more for each of its entries."""
+        self.leases.add(lease)
         holds = self.holds
-        for index in indices:
+        for index in lease.held:
             holds[index] = holds.get(index, 0) + 1
 
     def release(self, indices: Collection[int]) -> None:
@@ -346,6 +350,10 @@ class EntryTable:
 
     def __len__(self) -> int:
         return len(self.of)
+
+
+def _joined(victims: Victims) -> list[bytes]:
+    return [key for _, mine in victims for key in mine]
 
 
 def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:

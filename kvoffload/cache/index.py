@@ -15,12 +15,12 @@ from functools import partial
 
 from kvoffload.cache import promoting, restoring
 from kvoffload.cache.admission import ReuseFilter, Tenant
-from kvoffload.cache.calls import abandon, guarded
-from kvoffload.cache.entries import OPEN, Completion, LeaseRecord, ReservationRecord, check_keys, watch
+from kvoffload.cache.calls import end_later, guarded
+from kvoffload.cache.entries import OPEN, Completion, LeaseRecord, Record, ReservationRecord, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
 from kvoffload.cache.queries import Queries, note_end
-from kvoffload.cache.requests import CacheRequest, RequestRecord
+from kvoffload.cache.requests import CacheRequest, RequestRecord, record_of
 from kvoffload.cache.reservations import Lease, Reservation, check_open
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, StatisticsRecorder
@@ -74,6 +74,7 @@ class CacheIndex(Queries):
         self.num_groups = num_groups
         self.lock = threading.RLock() if lock is None else lock
         self._check_usable = check_usable
+        self._unlocked = check_usable is None and on_event is None
         self._state = CacheState(
             self.capacity,
             Pools(policy, {} if tenants is None else tenants, self.capacity),
@@ -146,31 +147,29 @@ class CacheIndex(Queries):
 
     @guarded
     def _reserve(self, given: tuple[list[bytes], str, bool, CacheRequest | None]) -> Reservation:
-        record = self._state.propose(*given)
+        keys, tenant, all_or_nothing, request = given
+        state = self._state
+        opened = None if request is None else record_of(request, state)
+        record = state.propose(keys, tenant, all_or_nothing, opened, False)
         handle = Reservation(self, record)
-        watch(handle, record, self._state.abandoned.append)
-        self._state.reserve(record)
+        watch(handle, record, state.abandoned.append)
+        state.reserve(record)
         return handle
 
+    @guarded
     def reserve_record(
-        self, keys: Sequence[bytes], kept: list[ReservationRecord], request: CacheRequest | None
+        self, given: tuple[list[bytes], list[ReservationRecord], RequestRecord | None]
     ) -> ReservationRecord:
         """`load(keys, request)` and `reserve(keys, request=request)` in one call, for owners that keep the record.
 
-        The record is in `kept` before the reservation begins, so that an interrupt does not lose it. `commit` or
-        `abort` ends it.
+        Args:
+            given: the keys, which are not checked: bytes, no repeats; `kept`, and the open request. The record is in
+                `kept` before the reservation begins, so that an interrupt does not lose it. `commit`, `abort` or
+                `abandon` ends it.
         """
-        return self._reserve_record((check_keys(keys, repeats=False), kept, request))
-
-    @guarded
-    def _reserve_record(
-        self, given: tuple[list[bytes], list[ReservationRecord], CacheRequest | None]
-    ) -> ReservationRecord:
-        keys, kept, request = given
+        keys, kept, opened = given
         state = self._state
-        if not state.table.of.keys().isdisjoint(keys):
-            state.use(keys, request)
-        record = state.propose(keys, "", False, request)
+        record = state.propose(keys, "", False, opened, True)
         kept.append(record)
         state.reserve(record)
         return record
@@ -217,11 +216,15 @@ class CacheIndex(Queries):
         self._state.submitted(record, jobs, in_order=False)
         self._state.enter()
 
-    @partial(guarded, nested=abandon)
+    @partial(guarded, nested=end_later)
     def abort(self, record: ReservationRecord) -> None:
         """See `Reservation.abort`. Called inside another call of the index, it takes effect at the next call."""
         check_open(record)
         self._state.settle(record, well=False)
+
+    def abandon(self, record: Record) -> None:
+        """Have the next call of the index abort or release a record of an owner; ignored if it has ended."""
+        self._state.abandoned.append(record)
 
     def restore(
         self,
@@ -267,7 +270,8 @@ class CacheIndex(Queries):
 
     @guarded
     def _acquire(self, given: tuple[list[bytes], bool]) -> Lease:
-        record = self._state.propose_lease(*given)
+        keys, pending = given
+        record = self._state.propose_lease(keys, pending)
         handle = Lease(self, record)
         watch(handle, record, self._state.abandoned.append)
         self._state.begin(record)
@@ -287,31 +291,36 @@ class CacheIndex(Queries):
 
     @guarded
     def _load(self, given: tuple[list[bytes], CacheRequest | None]) -> None:
-        self._state.use(*given)
-
-    def hold(
-        self, keys: Sequence[bytes], kept: list[LeaseRecord], request: CacheRequest | None, used: Sequence[bytes]
-    ) -> LeaseRecord:
-        """`acquire(keys)` and `load(used, request)` in one call, for owners that keep the record instead of a handle.
-
-        The record is in `kept` before the entries are held, so that an interrupt does not lose it. `release` ends it.
-
-        Raises:
-            MissingKeyError, LayoutError, ClosedError, ValueError, TypeError: as of these calls; nothing has changed.
-        """
-        checked = check_keys(keys)
-        return self._hold((checked, kept, request, checked if used is keys else check_keys(used)))
+        keys, request = given
+        self._state.use(keys, None if request is None else record_of(request, self._state))
 
     @guarded
-    def _hold(self, given: tuple[list[bytes], list[LeaseRecord], CacheRequest | None, list[bytes]]) -> LeaseRecord:
-        keys, kept, request, used = given
-        record = self._state.propose_lease(keys, False, request)
+    def hold(self, given: tuple[list[bytes], list[LeaseRecord], RequestRecord | None, list[bytes]]) -> LeaseRecord:
+        """`acquire(keys)` and `load(used, request)` in one call, for owners that keep the record instead of a handle.
+
+        Args:
+            given: the keys, which are not checked; `kept`; the open request, and `used`: the keys in the order in which
+                it uses them. The record is in `kept` before the entries are held, so that an interrupt does not lose
+                it. `release` or `abandon` ends it.
+
+        Raises:
+            MissingKeyError: as `acquire`; nothing has changed.
+        """
+        keys, kept, opened, used = given
+        state = self._state
+        record = state.propose_lease(keys, False)
         kept.append(record)
-        self._state.begin(record)
-        self._state.use(used, request)
+        state.begin(record)
+        state.use(used, opened)
         return record
 
-    @partial(guarded, nested=abandon)
+    @guarded
+    def use(self, given: tuple[list[bytes], RequestRecord | None]) -> None:
+        """`load(keys, request)` for owners; the keys are not checked."""
+        keys, opened = given
+        self._state.use(keys, opened)
+
+    @partial(guarded, nested=end_later)
     def release(self, record: LeaseRecord) -> None:
         """See `Lease.release`. Called inside another call of the index, it takes effect at the next call."""
         self._state.end(record)

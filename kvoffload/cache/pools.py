@@ -36,7 +36,7 @@ class Pool:
 
     def policy_for(self, request: RequestRecord) -> RequestPolicy:
         """What is called for the keys of an open request."""
-        return self.policy.for_request(request.notes_of(self.number))
+        return self.policy.for_request(request.notes.setdefault(self.number, {}))
 
     def within_quota(
         self, newcomers: list[bytes], present: Iterable[bytes], number_of: Callable[[bytes], int | None]

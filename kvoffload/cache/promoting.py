@@ -12,7 +12,7 @@ def reserve_each(state: CacheState, keys: list[bytes], tenant: str) -> list[Rese
 
     Under the lock, by a thread that no signal handler interrupts: an interrupt would leave keys pending for ever.
     """
-    record = state.propose(keys, tenant)
+    record = state.propose(keys, tenant, False, None, False)
     record.promoted, record.declined = True, []
     if not record.keys:
         return []

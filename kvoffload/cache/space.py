@@ -16,11 +16,12 @@ def find_space(
     pool: Pool,
     policy: RequestPolicy,
     new: list[bytes],
+    free: int,
     present: list[bytes],
     request: RequestRecord | None = None,
 ) -> Space:
     """Find entries for new keys of a pool, whose request has the keys `present`, too, and all of `request`, if that is
-    open. Changes nothing.
+    open. `free` entries hold nothing. Changes nothing.
 
     If there are not enough for all, for as many of the first as there can be.
 
@@ -31,7 +32,7 @@ def find_space(
         ValueError: the policy names keys that must not be evicted, or admits more keys than find entries.
     """
     own: Collection[bytes] = () if request is None else request.keys
-    free, protected = table.num_free, _protected(table, present, own)
+    protected = _protected(table, present, own)
     space = pools.make_space(pool, policy, new, free, protected)
     short = space is None
     if space is None and request is not None:

@@ -35,7 +35,7 @@ from kvoffload.cache.entries import (
 )
 from kvoffload.cache.pools import Pool, Pools, Victims
 from kvoffload.cache.repair import repair
-from kvoffload.cache.requests import CacheRequest, record_of
+from kvoffload.cache.requests import RequestRecord
 from kvoffload.cache.reservations import check_readable
 from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
@@ -73,6 +73,7 @@ class CacheState:
         self.filter = reuse_filter
         self.recorder = recorder
         self.working = False
+        self.changes = 0
         self.consistent = True
         self.proposed: Record | None = None
         self.storing: deque[ReservationRecord] = deque()
@@ -146,23 +147,25 @@ class CacheState:
     # filling ------------------------------------------------------------------------------------------------------
 
     def propose(
-        self, keys: list[bytes], tenant: str, all_or_nothing: bool = False, request: CacheRequest | None = None
+        self, keys: list[bytes], tenant: str, all_or_nothing: bool, opened: RequestRecord | None, uses: bool
     ) -> ReservationRecord:
         """A record of what storing these keys would do. Changes nothing, but that an open request has the keys.
+
+        `uses`: the request uses those that are present, too.
 
         Raises:
             CapacityError: `all_or_nothing`, and a missing key would be declined.
             ValueError: no tenant of that name, or not the request's; or the policy names keys that must not be evicted.
-            ClosedError, TypeError: the request has ended, or is none.
         """
-        table, opened = self.table, None
-        if request is not None:
-            opened = record_of(request, self)
+        table = self.table
+        if opened is not None:
             tenant = opened.tenant_of_call(tenant) if tenant else opened.tenant
         pool = self.pools.by_tenant.get(tenant) or self.pools.of(tenant)
         resident = table.of.__contains__
         present = list(filter(resident, keys))
         missing = list(filterfalse(resident, keys)) if present else keys
+        if uses and present:
+            self.use(keys, opened)
         new = self.filter.passing(missing) if self.filter.store_after else missing
         if pool.max_blocks is not None:
             new = pool.within_quota(new, present, self.pool_number)
@@ -172,7 +175,7 @@ class CacheState:
             new, short = [], bool(missing)
         policy = pool.policy if opened is None or not new else pool.policy_for(opened)
         if new and (len(new) > free or pool.selective):
-            admitted, victims, short = find_space(table, self.pools, pool, policy, new, present, opened)
+            admitted, victims, short = find_space(table, self.pools, pool, policy, new, free, present, opened)
             new = new[:admitted]
         if all_or_nothing and len(new) < len(missing):
             raise CapacityError(shortage(table, len(missing), len(new), short))
@@ -184,7 +187,7 @@ class CacheState:
                 record.declined = [key for key in missing if key not in chosen]
             record.short = short
         if opened is not None:
-            opened.add(keys)
+            opened.keys.update(dict.fromkeys(keys))
         if new:
             table.allocate(record)
         self.proposed = record
@@ -260,7 +263,7 @@ class CacheState:
             self.awaited[record] = None
         else:
             table.reservations.discard(record)
-        table.end(record, mine, held=held)
+        table.end(record, mine, held)
         record.watch = None
         if well:
             indices = record.indices if mine is record.keys else list(map(table.of.__getitem__, mine))
@@ -286,16 +289,13 @@ class CacheState:
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def propose_lease(self, keys: list[bytes], pending: bool, request: CacheRequest | None = None) -> LeaseRecord:
+    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
         """A record for reading the entries of these keys. Changes nothing.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
-            ClosedError, ValueError, TypeError: the open request has ended, is another cache's, or none.
         """
         table = self.table
-        if request is not None:
-            record_of(request, self)
         indices = list(map(table.of.get, keys))
         sources: tuple[ReservationRecord, ...] = ()
         if None in indices or (table.pending and not table.pending.keys().isdisjoint(keys)):
@@ -307,8 +307,7 @@ class CacheState:
     def begin(self, lease: LeaseRecord) -> None:
         """Hold the entries."""
         self.consistent = False
-        self.table.leases.add(lease)
-        self.table.hold(set(lease.indices))
+        self.table.hold(lease)
         self.consistent = True
 
     def end(self, lease: LeaseRecord, *, loaded: bool = False) -> None:
@@ -324,22 +323,22 @@ class CacheState:
         lease.watch = None
         if not lease.jobs or lease.transfers_ended:
             self.table.leases.discard(lease)
-            self.table.release(set(lease.indices))
+            self.table.release(lease.held)
             if loaded:
                 self.recorder.loaded += len(lease.keys)
         else:
             self.awaited[lease] = None
         self.consistent = True
 
-    def use(self, keys: list[bytes], request: CacheRequest | None = None) -> None:
+    def use(self, keys: list[bytes], opened: RequestRecord | None = None) -> None:
         """A request loads these keys; those that are not resident, or were its own before, are passed over."""
-        of, pools, opened = self.table.of, self.pools, None
-        if request is not None:
-            opened = record_of(request, self)
+        of, pools = self.table.of, self.pools
+        if opened is not None:
             keys = list(filterfalse(opened.keys.__contains__, keys))
-            opened.add(keys)
         if not keys:
             return
+        if opened is not None:
+            opened.keys.update(dict.fromkeys(keys))
         used = self.table.originals(filter(of.__contains__, dict.fromkeys(keys)))
         if not used:
             return

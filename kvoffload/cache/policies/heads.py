@@ -16,6 +16,16 @@ BATCH = 128  # the most keys that are looked at together
 Run: TypeAlias = Any  # `prefix.Run`, which imports this module
 Notes: TypeAlias = dict[Any, Any]  # of an open request: its latest run of each number of uses
 Queue: TypeAlias = OrderedDict[Run, None]
+Bound: TypeAlias = tuple[float, int]
+
+
+def lower_bounds(queues: list[Queue], chain_worths: list[list[float]], now: int) -> list[Bound]:
+    """Of each queue that is not empty, the chain worth of its first run, which no later one is below, and its kind."""
+    return [
+        (worths[bisect_right(EDGES, now - next(iter(queue)).time) - 1], kind)
+        for kind, (queue, worths) in enumerate(zip(queues, chain_worths, strict=True))
+        if queue
+    ]
 
 
 class Heads:
@@ -27,6 +37,7 @@ class Heads:
     Args:
         chain_worths: by kind and range of ages; see `ReuseModel`.
         now: in blocks, from which ages are counted.
+        bounds: see `lower_bounds`.
         walk: a function: the keys of a queue that may be evicted, see `walk`.
     """
 
@@ -35,17 +46,14 @@ class Heads:
         queues: list[Queue],
         chain_worths: list[list[float]],
         now: int,
+        bounds: list[Bound],
         walk: Callable[[Queue], Iterator[tuple[Run, list[bytes]]]],
     ) -> None:
         self._queues = queues
         self._walk = walk
         self._chain_worths = chain_worths
         self._now = now
-        self._bounds = [  # of each queue: its chain worth, and its kind
-            (worths[bisect_right(EDGES, now - next(iter(queue)).time) - 1], kind)
-            for kind, (queue, worths) in enumerate(zip(queues, chain_worths, strict=True))
-            if queue
-        ]
+        self._bounds = bounds
         self._heads: dict[int, _Head] = {}
 
     def lowest(self) -> _Head | None:

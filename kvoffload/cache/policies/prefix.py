@@ -27,7 +27,7 @@ from math import inf
 from typing import Any
 
 from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
-from kvoffload.cache.policies.heads import BATCH, Heads, Notes, Queue, walk
+from kvoffload.cache.policies.heads import BATCH, Heads, Notes, Queue, lower_bounds, walk
 from kvoffload.cache.policies.reuse import KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
 _FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
@@ -223,9 +223,21 @@ class Prefix(Policy):
         """As `Policy.make_room`; if `room` is negative, `-room` more keys are evicted."""
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers, ends=request is None)
+        bounds = lower_bounds(self._queues, self._model.chain_worths, self._now)
+        if admitted - room == 1 and bounds:  # what the general way finds for one key, in a third of the time
+            run: Run = next(iter(self._queues[min(bounds)[1]]))
+            key = run.keys[-1]
+            if self._run_of.get(key) is run and (request is None or run.request is not request) and not protected(key):
+                if worths and worths[-1] <= self._model.worth(run.kind, self._now - run.time):
+                    return Room(admitted - 1, victims)
+                return Room(admitted, [key])
         batch = max(1, min(admitted - room, BATCH))
         heads = Heads(
-            self._queues, self._model.chain_worths, self._now, partial(walk, self._run_of, protected, request, batch)
+            self._queues,
+            self._model.chain_worths,
+            self._now,
+            bounds,
+            partial(walk, self._run_of, protected, request, batch),
         )
         while admitted - room > len(victims):
             head = heads.lowest()
