@@ -74,21 +74,22 @@ def _check_victims(table: EntryTable, victims: Victims, protected: Protected) ->
 
     Returns how many they are.
     """
-    seen = set[bytes]()
+    count = 0
     for pool, keys in victims:
+        count += len(keys)
+        repeats = len(keys) > 1 and len(frozenset(keys)) < len(keys)
         for key in keys:
             index = table.of.get(key)
             if index is None or table.pool_of[index] != pool.number:
                 wrong = "is not among its resident keys"
             elif protected(key):
                 wrong = "has to stay: `protected` says so"
-            elif key in seen:
+            elif repeats and keys.count(key) > 1:
                 wrong = "was named before"
             else:
-                seen.add(key)
                 continue
             raise ValueError(f"the policy {pool.policy!r:.80} named {key!r:.80} to be evicted, which {wrong}")
-    return len(seen)
+    return count
 
 
 def _protected(table: EntryTable, present: list[bytes], own: Collection[bytes]) -> Protected:

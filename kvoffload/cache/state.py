@@ -334,10 +334,12 @@ class CacheState:
         """A request loads these keys; those that are not resident, or were its own before, are passed over."""
         of, pools = self.table.of, self.pools
         if opened is not None:
+            for key in keys:
+                if key not in opened.keys:
+                    break
+            else:
+                return
             keys = list(filterfalse(opened.keys.__contains__, keys))
-        if not keys:
-            return
-        if opened is not None:
             opened.keys.update(dict.fromkeys(keys))
         used = self.table.originals(filter(of.__contains__, dict.fromkeys(keys)))
         if not used:

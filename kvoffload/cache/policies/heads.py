@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import filterfalse
+from math import inf
 from typing import Any, TypeAlias
 
 from kvoffload.cache.policies.base import Protected
@@ -19,13 +20,33 @@ Queue: TypeAlias = OrderedDict[Run, None]
 Bound: TypeAlias = tuple[float, int]
 
 
-def lower_bounds(queues: list[Queue], chain_worths: list[list[float]], now: int) -> list[Bound]:
-    """Of each queue that is not empty, the chain worth of its first run, which no later one is below, and its kind."""
-    return [
-        (worths[bisect_right(EDGES, now - next(iter(queue)).time) - 1], kind)
-        for kind, (queue, worths) in enumerate(zip(queues, chain_worths, strict=True))
-        if queue
-    ]
+class LowerBounds:
+    """The chain worth of the first run of each queue, which no later run is below.
+
+    It changes when another run comes first, or the age of that run comes to another range: until then it is kept.
+    """
+
+    def __init__(self) -> None:
+        self._chain_worths: list[list[float]] | None = None
+        self._known: list[tuple[int, float, float]]  # by kind: of a run of this time, until this moment, its bound
+
+    def of(self, queues: list[Queue], chain_worths: list[list[float]], now: int) -> list[Bound]:
+        """The bound and the kind of each queue that is not empty."""
+        if chain_worths is not self._chain_worths:
+            self._chain_worths, self._known = chain_worths, [(0, 0, 0.0)] * len(queues)
+        found: list[Bound] = []
+        for kind, queue in enumerate(queues):
+            if not queue:
+                continue
+            time = next(iter(queue)).time
+            known_time, until, bound = self._known[kind]
+            if time != known_time or now >= until:
+                place = bisect_right(EDGES, now - time)
+                until = time + EDGES[place] if place < len(EDGES) else inf
+                bound = chain_worths[kind][place - 1]
+                self._known[kind] = time, until, bound
+            found.append((bound, kind))
+        return found
 
 
 class Heads:
@@ -37,7 +58,7 @@ class Heads:
     Args:
         chain_worths: by kind and range of ages; see `ReuseModel`.
         now: in blocks, from which ages are counted.
-        bounds: see `lower_bounds`.
+        bounds: see `LowerBounds`.
         walk: a function: the keys of a queue that may be evicted, see `walk`.
     """
 

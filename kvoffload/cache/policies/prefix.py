@@ -27,7 +27,7 @@ from math import inf
 from typing import Any
 
 from kvoffload.cache.policies.base import Policy, Protected, RequestPolicy, Room
-from kvoffload.cache.policies.heads import BATCH, Heads, Notes, Queue, lower_bounds, walk
+from kvoffload.cache.policies.heads import BATCH, Heads, LowerBounds, Notes, Queue, walk
 from kvoffload.cache.policies.reuse import KIND_OF, KINDS, MOST_USES, ReuseModel, Survivors, kind_of
 
 _FEWEST_REMEMBERED = 24_576  # keys that are not resident: enough to see reuse far beyond a small cache's own reach
@@ -67,6 +67,7 @@ class Prefix(Policy):
         self._declines = declines
         self._model = ReuseModel()
         self._queues: list[Queue] = [OrderedDict() for _ in range(KINDS)]
+        self._bounds = LowerBounds()
         self._run_of: dict[bytes, Run] = {}
         self._gone = _Ghosts(max(_FEWEST_REMEMBERED, capacity // _REMEMBERED_SHARE))
         self._round = max(_SHORTEST_ROUND, capacity)
@@ -223,7 +224,7 @@ class Prefix(Policy):
         """As `Policy.make_room`; if `room` is negative, `-room` more keys are evicted."""
         admitted, victims = len(newcomers), list[bytes]()
         worths = self._worths(newcomers, ends=request is None)
-        bounds = lower_bounds(self._queues, self._model.chain_worths, self._now)
+        bounds = self._bounds.of(self._queues, self._model.chain_worths, self._now)
         if admitted - room == 1 and bounds:  # what the general way finds for one key, in a third of the time
             run: Run = next(iter(self._queues[min(bounds)[1]]))
             key = run.keys[-1]
