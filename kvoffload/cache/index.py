@@ -203,7 +203,7 @@ class CacheIndex(Queries):
         """See `Reservation.commit`."""
         if record.stage is not OPEN:
             check_open(record)
-        self._state.settle(record, well=True)
+        self._state.settle(record, True)
 
     def commit_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
         """See `Reservation.commit`, with jobs."""

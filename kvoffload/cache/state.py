@@ -149,9 +149,8 @@ class CacheState:
     def propose(
         self, keys: list[bytes], tenant: str, all_or_nothing: bool, opened: RequestRecord | None, uses: bool
     ) -> ReservationRecord:
-        """A record of what storing these keys would do. Changes nothing, but that an open request has the keys.
-
-        `uses`: the request uses those that are present, too.
+        """A record of what storing these keys would do. Changes nothing, but that an open request has the keys, and
+        with `uses` uses those that are present.
 
         Raises:
             CapacityError: `all_or_nothing`, and a missing key would be declined.
@@ -233,10 +232,8 @@ class CacheState:
             begin = end
 
     def submitted(self, record: ReservationRecord, jobs: tuple[Completion, ...], *, in_order: bool) -> None:
-        """The record is settled as soon as these transfers have ended.
-
-        Args:
-            in_order: they were submitted after the transfers of all records that were given in order before.
+        """The record is settled as soon as these transfers have ended; with `in_order` they end after those of all
+        records that were given in order before.
         """
         self.consistent = False
         record.jobs = jobs
@@ -248,31 +245,36 @@ class CacheState:
         self.table.writable.difference_update(record.indices)
         self.consistent = True
 
-    def settle(self, record: ReservationRecord, *, well: bool) -> None:
+    def settle(self, record: ReservationRecord, well: bool) -> None:
         """Make the keys hits, or missing; the entries stay held while transfers may still write them."""
         table = self.table
         if record not in table.reservations:
             return
         self.consistent = False
-        record.stage = COMMITTED if well else ABORTED
-        mine = table.still_mine(record)
-        held = not well and not record.transfers_ended
-        if not well:
-            self._unlink(record.pool, mine)
+        if well:
+            record.stage = COMMITTED
+            table.reservations.discard(record)
+            mine, indices = table.fulfil(record)
+            self.recorder.note_stored(mine, indices, record.tenant, record.promoted)
+            if self.filter.store_after:
+                self.filter.forget(mine)
+        else:
+            self._fail(record)
+        record.watch = None
+        self.consistent = True
+
+    def _fail(self, record: ReservationRecord) -> None:
+        record.stage = ABORTED
+        mine = self.table.still_mine(record)
+        held = not record.transfers_ended
+        self._unlink(record.pool, mine)
         if held:
             self.awaited[record] = None
         else:
-            table.reservations.discard(record)
-        table.end(record, mine, held)
-        record.watch = None
-        if well:
-            indices = record.indices if mine is record.keys else list(map(table.of.__getitem__, mine))
-            self.recorder.note_stored(mine, indices, record.tenant, "promoted" if record.promoted else "stored")
-            if self.filter.store_after:
-                self.filter.forget(mine)
-        elif mine and not record.promoted:
+            self.table.reservations.discard(record)
+        self.table.end(record, mine, held)
+        if mine and not record.promoted:
             self.recorder.note("failed", mine, record.tenant)
-        self.consistent = True
 
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
         """Resident keys of a pool lose their entries, for another reason than eviction."""
@@ -311,11 +313,7 @@ class CacheState:
         self.consistent = True
 
     def end(self, lease: LeaseRecord, *, loaded: bool = False) -> None:
-        """Release the entries, or as soon as the transfers of the lease have ended.
-
-        Args:
-            loaded: a transfer has copied all of its blocks to the device.
-        """
+        """Release the entries, or as soon as the transfers of the lease have ended; `loaded`: these have succeeded."""
         if lease not in self.table.leases:
             return
         self.consistent = False

@@ -183,9 +183,7 @@ class StatisticsRecorder:
         if kind not in _BY_TENANT:
             self._counts[kind] += len(keys)
         elif keys:
-            counts = self._by_tenant.get(tenant)
-            if counts is None:
-                counts = self._by_tenant[tenant] = dict.fromkeys(_BY_TENANT, 0)
+            counts = self._by_tenant.get(tenant) or self._by_tenant.setdefault(tenant, dict.fromkeys(_BY_TENANT, 0))
             counts[kind] += len(keys)
         if self._on_event is not None:
             self._announce(kind, keys, tenant)
@@ -201,14 +199,12 @@ class StatisticsRecorder:
         """The event of a lookup of one key."""
         self._announce("hit" if found else "miss", (key,))
 
-    def note_stored(
-        self, keys: Sequence[bytes], entries: list[int], tenant: str, kind: Literal["stored", "promoted"] = "stored"
-    ) -> None:
+    def note_stored(self, keys: Sequence[bytes], entries: list[int], tenant: str, promoted: bool) -> None:
         if len(entries) == 1:
             self._stored_at_each[entries[0]] = time.monotonic()
         else:
             self._stored_at[entries] = time.monotonic()
-        self.note(kind, keys, tenant)
+        self.note("promoted" if promoted else "stored", keys, tenant)
 
     def note_restored(self, entries: Int64Array) -> None:
         """These entries hold keys of an earlier process: their residency counts from now on."""

@@ -236,18 +236,20 @@ class KVOffloadManager(OffloadingManager):
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Every worker has ended the store. The keys are hits if none has reported a failure, else missing."""
+        filling_of = self._filling
         for key in keys:
-            filling = self._filling.get(key)
+            filling = filling_of.get(key)
             if filling is None:  # it was present, or stored by another request
                 continue
-            filling.left -= 1
-            filling.well &= success
-            if filling.left == 0:
-                if filling.well:
-                    self.index.commit(filling.record)
-                else:
-                    self.index.abort(filling.record)
-            del self._filling[key]
+            if not success:
+                filling.well = False
+            if filling.left > 1:
+                filling.left -= 1
+            elif filling.well:
+                self.index.commit(filling.record)
+            else:
+                self.index.abort(filling.record)
+            del filling_of[key]
 
     def note_failed(self, slots: Collection[int]) -> None:
         """A worker has failed to store into these slots, or to load from them. Called before `complete_store`.
