@@ -240,3 +240,18 @@ def test_a_key_that_an_open_request_uses_many_times_is_known_as_long_as_it_is_re
     request.insert([b"a"])
     assert set(policy) == {b"a", b"b"}
     assert len(policy) == 2
+
+
+def test_room_for_one_key_is_found_behind_a_run_that_has_no_keys_left() -> None:
+    """That run comes first in its queue, since that of an open request, which was before it, is the latest now."""
+    policy = Prefix(4)
+    request = policy.for_request({})
+    request.insert([b"a"])
+    policy.for_request({}).insert([b"b"])
+    policy.remove([b"b"], evicted=False)
+    request.insert([b"c"])
+    room = policy.for_request({}).make_room([b"d"], 0, lambda _: False)
+    assert room is not None
+    assert room.victims == [b"c"]
+    own = request.make_room([b"d"], 0, lambda key: key in (b"a", b"c"))
+    assert own is None

@@ -227,7 +227,7 @@ class Prefix(Policy):
         bounds = self._bounds.of(self._queues, self._model.chain_worths, self._now)
         if admitted - room == 1 and bounds:  # what the general way finds for one key, in a third of the time
             run: Run = next(iter(self._queues[min(bounds)[1]]))
-            key = run.keys[-1]
+            key = run.keys[-1] if run.keys else b""
             if self._run_of.get(key) is run and (request is None or run.request is not request) and not protected(key):
                 if worths and worths[-1] <= self._model.worth(run.kind, self._now - run.time):
                     return Room(admitted - 1, victims)
