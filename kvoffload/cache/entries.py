@@ -15,15 +15,15 @@ An entry without a key that is still held is *doomed*: it is free when its last 
 from __future__ import annotations
 
 import enum
-import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvoffload.cache.completion import Completion
 from kvoffload.errors import LayoutError, TransferError
 from kvoffload.internal.types import Int64Array
 
@@ -36,29 +36,6 @@ _NO_KEYS: list[bytes] = []  # the same
 _BYTES = frozenset({bytes})
 _finished = attrgetter("finished")
 _error = attrgetter("error")
-
-
-class Completion(Protocol):
-    """What a cache needs of a transfer; `kvoffload.Job` has it."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether it is known to have ended, successfully or not; does not ask the GPU."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed; None if it has not."""
-
-    @property
-    def done(self) -> bool:
-        """The same as `finished`, but asks the GPU."""
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Its engine's."""
-
-    def order_before(self, stream: Any) -> None:
-        """Make work queued on `stream` from now on start after it has ended."""
 
 
 class Status(enum.Enum):
@@ -106,7 +83,7 @@ class ReservationRecord(_WithTransfers):
         indices: the entries; also `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`, how the entries were
             allocated: see `EntryTable.allocate`.
         promoted: whether a tier fills the entries, not a transfer.
-        policy: what is told of the keys: the pool's policy, or what it has for the open request that the call named.
+        policy: what inserts the keys: the pool's policy, or what that has for the open request that the call named.
         stage: where it stands.
         jobs: transfers that fill the entries; of an aborted record, transfers that may still write them.
         watch: the weak reference to the handle, if there is one and the record is not settled.
@@ -148,7 +125,7 @@ class ReservationRecord(_WithTransfers):
         self.keys = keys
         self.positions: Sequence[int] = range(len(keys))
         self.victims = victims
-        self.evicted = _NO_KEYS if not victims else victims[0][1] if len(victims) == 1 else _joined(victims)
+        self.evicted = victims[0][1] if len(victims) == 1 else [key for _, mine in victims for key in mine]
         self.present = present
         self.declined = _NO_KEYS
         self.short = self.promoted = False
@@ -375,10 +352,6 @@ class EntryTable:
 
     def __len__(self) -> int:
         return len(self.of)
-
-
-def _joined(victims: Victims) -> list[bytes]:
-    return [key for _, mine in victims for key in mine]
 
 
 def check_keys(keys: Sequence[bytes], *, repeats: bool = True) -> list[bytes]:

@@ -16,7 +16,8 @@ from functools import partial
 from kvoffload.cache import promoting, restoring
 from kvoffload.cache.admission import ReuseFilter, Tenant
 from kvoffload.cache.calls import end_later, guarded
-from kvoffload.cache.entries import OPEN, Completion, LeaseRecord, Record, ReservationRecord, check_keys, watch
+from kvoffload.cache.completion import Completion
+from kvoffload.cache.entries import OPEN, LeaseRecord, Record, ReservationRecord, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
 from kvoffload.cache.queries import Queries, note_end

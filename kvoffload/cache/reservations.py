@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from kvoffload.cache.completion import Completion
 from kvoffload.cache.engines import CacheStreams
-from kvoffload.cache.entries import OPEN, Completion, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
+from kvoffload.cache.entries import OPEN, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.teardown import run_all

@@ -21,12 +21,12 @@ from collections.abc import Callable
 from itertools import filterfalse
 
 from kvoffload.cache.admission import ReuseFilter
+from kvoffload.cache.completion import Completion
 from kvoffload.cache.entries import (
     ABORTED,
     COMMITTED,
     OPEN,
     SETTLING,
-    Completion,
     EntryTable,
     LeaseRecord,
     Record,

@@ -115,7 +115,7 @@ class Prefix(Policy):
         """
         fresh: dict[tuple[int, int, bool], Run] = {}
         asked, last = 0, keys[-1] if ends and keys else None
-        found = self._by_run(keys)
+        found, run_of = self._by_run(keys), self._run_of
         olds = () if request is None else {old for _, old, _ in found}
         for resident, old, part in found:
             uses = 1
@@ -141,7 +141,7 @@ class Prefix(Policy):
                     fresh[uses, kind, stays] = run
                 if stays:
                     for key in same:
-                        self._run_of[key] = run
+                        run_of[key] = run
                     run.keys += same
                 else:
                     self._remember(same, run)
