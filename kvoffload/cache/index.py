@@ -154,7 +154,8 @@ class CacheIndex(Queries):
         record = state.propose(keys, tenant, all_or_nothing, opened, False)
         handle = Reservation(self, record)
         watch(handle, record, state.abandoned.append)
-        state.reserve(record)
+        state.publish(record)
+        state.fill(record)
         return handle
 
     @guarded
@@ -172,7 +173,8 @@ class CacheIndex(Queries):
         state = self._state
         record = state.propose(keys, "", False, opened, True)
         kept.append(record)
-        state.reserve(record)
+        state.publish(record)
+        state.fill(record)
         return record
 
     def reserve_each(self, keys: Sequence[bytes], tenant: str = "") -> list[ReservationRecord]:

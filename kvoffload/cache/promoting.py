@@ -8,7 +8,7 @@ from kvoffload.cache.state import CacheState
 
 
 def reserve_each(state: CacheState, keys: list[bytes], tenant: str) -> list[ReservationRecord]:
-    """Reserve entries as `CacheState.reserve` does, with a record for each key that gets one, in the order of the keys.
+    """Reserve entries as `CacheIndex.reserve` does, with a record for each key that gets one, in the order of the keys.
 
     Under the lock, by a thread that no signal handler interrupts: an interrupt would leave keys pending for ever.
     """
@@ -16,7 +16,8 @@ def reserve_each(state: CacheState, keys: list[bytes], tenant: str) -> list[Rese
     record.promoted, record.declined = True, []
     if not record.keys:
         return []
-    state.reserve(record)
+    state.publish(record)
+    state.fill(record)
     state.consistent = False
     parts = _split(state.table, record)
     state.consistent = True

@@ -51,6 +51,7 @@ class CacheState:
 
     Attributes:
         working: a call has not returned in the thread that holds the lock.
+        changes: how many calls have; counted before `working` is cleared, see `Queries.status_of`.
         proposed: the record that this call has proposed.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
         awaited: records with transfers in any order; looked through by every `enter`.
@@ -191,11 +192,6 @@ class CacheState:
             table.allocate(record)
         self.proposed = record
         return record
-
-    def reserve(self, record: ReservationRecord) -> None:
-        """Carry a proposal out."""
-        self.publish(record)
-        self.fill(record)
 
     def publish(self, record: ReservationRecord) -> None:
         """Evict the victims and make the keys pending. `fill` follows; or `withdraw`, if nothing may be written."""
@@ -392,6 +388,7 @@ class CacheState:
                 self.working = True
                 self.enter()
             finally:
+                self.changes += 1
                 self.working = False
 
     def pool_number(self, key: bytes) -> int | None:
