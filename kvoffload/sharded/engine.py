@@ -262,13 +262,5 @@ class ShardedEngine(ShardedLifecycle):
         copier: CopierName | CopyMethod | None = None,
     ) -> tuple[PlanReport, ...]:
         """As `OffloadEngine.plan`, a report for each device."""
-        step = partial(
-            Shard.plan,
-            direction=direction,
-            blocks=blocks,
-            slots=slots,
-            group=group,
-            first_sub_block=first_sub_block,
-            copier=copier,
-        )
-        return tuple(self._for_each(step))
+        arguments = direction, blocks, slots, group, first_sub_block, copier
+        return tuple(self._for_each(lambda shard: shard.plan(*arguments)))
