@@ -60,11 +60,11 @@ def _figures(cell: Record) -> dict[str, Any]:
 
 
 def _lost_by_round(cell: Record) -> list[float]:
-    """Microseconds of computation lost for each MiB that is moved, in each round that counts; noise may make it less
-    than 0.
+    """Microseconds of computation lost for each MiB that is moved, in each round that counts; 0 where a product took
+    less time than alone.
     """
     rounds = zip(cell.get("samples_compute_slowdown", ()), cell.get("samples_gb_per_s", ()), strict=False)
-    return [(1 - 1 / slow) * (1 << 20) / (rate * 1e3) for slow, rate in rounds if slow is not None]
+    return [max(0.0, 1 - 1 / slow) * (1 << 20) / (rate * 1e3) for slow, rate in rounds if slow is not None]
 
 
 def _lost(cell: Record) -> float | None:
