@@ -206,12 +206,12 @@ def test_concurrent_with_a_product_it_waits_for_what_reads_its_block(bench: Rig)
         bench.synchronize(computation.stream)
         expected = computation.result.to_numpy()
         computation.result.copy_from(np.zeros_like(expected))
-        bench.gate(computation.stream)
-        with device.current():
-            computation.queue(products)
-        bench.copy_block(computation.stream, scratch.address, 60)
         with watched(bench) as calls:
             queue = Queue.of(bench)
+            bench.gates[-1].hold(computation.stream)
+            with device.current():
+                computation.queue(products)
+            bench.copy_block(computation.stream, scratch.address, 60)
             urgent = bench.engine.load([60], [60], after=computation.stream, urgent=True)
             release(bench, queue.loads[0], urgent)
         bench.synchronize(computation.stream)
