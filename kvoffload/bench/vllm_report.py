@@ -181,11 +181,11 @@ def _summary_lines(name: str, each: Record) -> list[str]:
         f"({_at(each['highest'])})"
     ]
     if each["busy_cells"]:
-        loses, lost = each["loses"], each["lost_us_per_mib"]
+        places, lost = each["loses"], each["lost_us_per_mib"]
         most, most_vllm = each["most_lost"], each["most_lost_vllm"]
         lines.append(
             f"{label}: computation loses {lost['ours']:.1f} us for a MiB moved in each of {each['busy_cells']} cells, "
-            f"with vLLM's {lost['vllm']:.1f}; in every round more in {loses['more']} cells, less in {loses['less']}; "
+            f"with vLLM's {lost['vllm']:.1f}; in every round more in {places['more']} cells, less in {places['less']}; "
             f"most {most[name]['lost_us_per_mib']:.1f} us ({_at(most)}), with vLLM's "
             f"{most_vllm['vllm']['lost_us_per_mib']:.1f} us ({_at(most_vllm)})"
         )
