@@ -60,11 +60,11 @@ def _figures(cell: Record) -> dict[str, Any]:
 
 
 def _lost_by_round(cell: Record) -> list[float]:
-    """Microseconds of computation lost for each MiB that is moved, in each round that counts; noise may make it less
-    than 0.
+    """Microseconds of computation lost for each MiB that is moved, in each round that counts; 0 where a product took
+    less time than alone.
     """
     rounds = zip(cell.get("samples_compute_slowdown", ()), cell.get("samples_gb_per_s", ()), strict=False)
-    return [(1 - 1 / slow) * (1 << 20) / (rate * 1e3) for slow, rate in rounds if slow is not None]
+    return [max(0.0, 1 - 1 / slow) * (1 << 20) / (rate * 1e3) for slow, rate in rounds if slow is not None]
 
 
 def _lost(cell: Record) -> float | None:
@@ -181,11 +181,11 @@ def _summary_lines(name: str, each: Record) -> list[str]:
         f"({_at(each['highest'])})"
     ]
     if each["busy_cells"]:
-        loses, lost = each["loses"], each["lost_us_per_mib"]
+        places, lost = each["loses"], each["lost_us_per_mib"]
         most, most_vllm = each["most_lost"], each["most_lost_vllm"]
         lines.append(
             f"{label}: computation loses {lost['ours']:.1f} us for a MiB moved in each of {each['busy_cells']} cells, "
-            f"with vLLM's {lost['vllm']:.1f}; in every round more in {loses['more']} cells, less in {loses['less']}; "
+            f"with vLLM's {lost['vllm']:.1f}; in every round more in {places['more']} cells, less in {places['less']}; "
             f"most {most[name]['lost_us_per_mib']:.1f} us ({_at(most)}), with vLLM's "
             f"{most_vllm['vllm']['lost_us_per_mib']:.1f} us ({_at(most_vllm)})"
         )
