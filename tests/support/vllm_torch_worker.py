@@ -50,6 +50,7 @@ class TorchWorker:
         self.wrong: list[str] = []
         self.checked = 0
         self.connector: Any = None
+        self._known: dict[tuple[Sequence, int], torch.Tensor] = {}
         self._verdicts: list[tuple[str, Any]] = []
         self._steps: deque[tuple[int, Any, list[tuple[str, Any]]]] = deque()
 
@@ -69,14 +70,27 @@ class TorchWorker:
     def queue_model(self, name: str, sequence: Sequence, tables: list[list[int]], start: int, end: int) -> None:
         if self._random.random() < _WAITS:
             torch.cuda._sleep(self._random.randrange(_LONGEST_WAIT))
-        prefixes, size = sequence.prefixes(end), self.shape.block_size
+        size = self.shape.block_size
         for number, (group, table) in enumerate(zip(self.shape.groups, tables, strict=True)):
-            right = content(prefixes, group.layers, self.shape.token_bytes, 1000 * self.rank + number)
+            right = self._content(sequence, number, end)
             first = max(0, start - group.window + 1) if group.window else 0
             if start > first:
                 self._read(f"{name}, group {number}", group, table, right, np.arange(first, start))
             written = np.arange(start, end)
             self._write(group, table, right, written[np.array(table)[written // size] != 0])
+
+    def _content(self, sequence: Sequence, number: int, end: int) -> torch.Tensor:
+        """(layers, tokens, token_bytes): what a group holds of a request's tokens, up to `end` or more. Kept."""
+        known = self._known.get((sequence, number))
+        begin = 0 if known is None else known.shape[1]
+        if begin < end:
+            layers, salt = self.shape.groups[number].layers, 1000 * self.rank + number
+            values = content(sequence.prefixes(end)[begin:], layers, self.shape.token_bytes, salt)
+            more = self._moved(values.swapaxes(0, 1))
+            known = more if known is None else torch.cat([known, more], dim=1)
+            self._known[sequence, number] = known
+        assert known is not None
+        return known
 
     def _moved(self, array: Any) -> torch.Tensor:
         """A copy on the GPU, made in the order of the stream; the host does not wait."""
@@ -86,9 +100,9 @@ class TorchWorker:
         size = self.shape.block_size
         return self._moved(np.array(table)[positions // size] * size + positions % size)
 
-    def _read(self, name: str, group: GroupShape, table: list[int], right: Any, positions: Any) -> None:
+    def _read(self, name: str, group: GroupShape, table: list[int], right: torch.Tensor, positions: Any) -> None:
         found = self._cache[: group.layers].index_select(1, self._places(table, positions))
-        wrong = (found != self._moved(right[positions].swapaxes(0, 1))).any()
+        wrong = (found != right[:, positions[0] : positions[-1] + 1]).any()
         verdict = torch.empty((), dtype=torch.bool, pin_memory=True)
         verdict.copy_(wrong, non_blocking=True)
         self._verdicts.append(
@@ -96,9 +110,9 @@ class TorchWorker:
         )
         self.checked += len(np.unique(positions // self.shape.block_size))
 
-    def _write(self, group: GroupShape, table: list[int], right: Any, positions: Any) -> None:
+    def _write(self, group: GroupShape, table: list[int], right: torch.Tensor, positions: Any) -> None:
         if len(positions):
-            values = self._moved(right[positions].swapaxes(0, 1))
+            values = right.index_select(1, self._moved(positions))
             self._cache[: group.layers].index_copy_(1, self._places(table, positions), values)
 
     def queue_end(self, step: int) -> None:

@@ -32,7 +32,7 @@ TWO = Shape((GroupShape(3), GroupShape(2)), num_blocks=120, **SIZES)
 WINDOW = Shape((GroupShape(3), GroupShape(2, window=64)), num_blocks=100, **SIZES)
 MEMORY = (("kvoffload_tiers", [{"kind": "memory", "nbytes": 1 << 26}]), ("kvoffload_tier_write", "through"))
 
-BASE = Setting(ONE, chunks=200, requests=30, spec=("vllm_torch_worker", "Spec"), gpu=True)
+BASE = Setting(ONE, chunks=200, requests=20, spec=("vllm_torch_worker", "Spec"), gpu=True)
 SETTINGS = {
     "one group": BASE,
     "with kernels": replace(BASE, extra=(("kvoffload_sm_limit", 4), ("kvoffload_prefer", "latency"))),
