@@ -60,6 +60,19 @@ def _bytecode_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _jax_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What JAX compiles in the processes of a session is compiled once: a step of a model takes it a second or two.
+
+    A worker has a folder of its own, since JAX does not write its files in one step.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "jax"))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A number of this test's own. KVOFFLOAD_TEST_SEED chooses others; it is printed when the test fails."""

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,18 @@ def refusal(name: str, *options: str) -> str:
     done = end_of(name, *options)
     assert done.returncode != 0, done.stdout
     return done.stderr
+
+
+def refused(
+    name: str, *options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[object, str]:
+    """The exit code of an example called in this process, which must exit; and what it prints to stderr."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(import_module(name.removesuffix(".py")).main())
+    code, said = ended.value.code, capsys.readouterr().err
+    return (1, said + code) if isinstance(code, str) else (code, said)  # as Python ends a program
 
 
 def end_of(name: str, *options: str, warnings: str = "error") -> subprocess.CompletedProcess[str]:
