@@ -60,6 +60,19 @@ def _bytecode_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _jax_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What JAX compiles in the processes of a session is compiled once: a step of a model takes it a second or two.
+
+    A worker has a folder of its own, since JAX does not write its files in one step.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "jax"))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A number of this test's own. KVOFFLOAD_TEST_SEED chooses others; it is printed when the test fails."""
@@ -107,6 +120,14 @@ def gpu_device() -> Iterator[kvoffload.Device]:
         pytest.skip(f"needs a GPU: {str(error).split(';')[0]}")
     with opened:
         yield opened
+
+
+@pytest.fixture(params=["simulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def each_device(request: pytest.FixtureRequest) -> kvoffload.Device:
+    """The simulated device, and the GPU under test in a second test, which is marked `gpu`."""
+    opened = request.getfixturevalue("device" if request.param == "simulated" else "gpu_device")
+    assert isinstance(opened, kvoffload.Device)
+    return opened
 
 
 @pytest.fixture

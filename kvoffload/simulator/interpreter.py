@@ -10,6 +10,7 @@ Triton, and with it a kernel's module, are imported when a kernel is first asked
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import threading
@@ -147,7 +148,7 @@ def _interpreting(memory: Memory) -> Iterator[Any]:
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
-    replacements = (*_language_replacements(), *_memory_replacements(builder, memory))
+    replacements = (*_language_replacements(), *_memory_replacements(builder, memory), _without_unused_sums(builder))
     try:
         for each in replacements:
             each.apply(each.after)
@@ -224,6 +225,14 @@ def _memory_replacements(builder: Any, memory: Memory) -> list[_Replacement]:
         return _Replacement(builder, name, _ABSENT, method)
 
     return [checked("create_masked_load", 0, writes=False), checked("create_masked_store", 1, writes=True)]
+
+
+def _without_unused_sums(builder: Any) -> _Replacement:
+    """Triton computes each sum and product of 32-bit integers once more in 64 bits, compares it with both limits, and
+    then asserts nothing unless `debug` is set, which it is not: a quarter of a kernel's time.
+    """
+    options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    return _Replacement(builder, "options", builder.options, options)
 
 
 def _check(memory: Memory, pointers: Any, mask: NDArray[np.bool_] | None, writes: bool) -> None:

@@ -106,8 +106,30 @@ class Produced:
         self.__cuda_array_interface__ = shape | {"stream": stream}
 
 
+class Alternation:
+    """Calls of `stream_wait_event` that wait until another thread has recorded an event since they were entered.
+
+    Under a lock around record and wait no other thread can: the first call then gives up after a second, and with it
+    all later ones. A second is long enough for the other thread to get there on a busy machine, too.
+    """
+
+    def __init__(self, device: kvoffload.Device) -> None:
+        self._wait_event = device.driver.stream_wait_event
+        self._counts = device.simulator.faults.call_count
+        self._given_up = False
+
+    def __call__(self, *arguments: Any) -> None:
+        recorded, deadline = self._counts["cuEventRecord"], time.monotonic() + 1.0
+        while not self._given_up and self._counts["cuEventRecord"] == recorded:
+            time.sleep(0.0005)
+            self._given_up |= time.monotonic() > deadline
+        self._wait_event(*arguments)
+
+
 @pytest.mark.parametrize("kind", ["streams", "arrays"])
-def test_two_threads_that_follow_several_streams_each_wait_for_their_own(bench: Rig, kind: str) -> None:
+def test_two_threads_that_follow_several_streams_each_wait_for_their_own(
+    bench: Rig, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One follows a stream that is held back; what the other follows has ended. They are in the driver together."""
     engine, held, free = bench.engine, bench.stream(), bench.stream()
     bench.gate(held)
@@ -115,7 +137,7 @@ def test_two_threads_that_follow_several_streams_each_wait_for_their_own(bench: 
     for _ in range(2):  # what is made at first use is made
         engine.store([1], [1], after=[behind[free]]).wait(10)
     faults: Any = bench.device.simulator.faults
-    faults.delay("cuStreamWaitEvent", 1.0)  # the other thread gets there on a busy machine, too
+    monkeypatch.setattr(bench.device.driver, "stream_wait_event", Alternation(bench.device))
     recorded = faults.call_count["cuEventRecord"]
     jobs: dict[str, kvoffload.Job] = {}
 
@@ -132,7 +154,7 @@ def test_two_threads_that_follow_several_streams_each_wait_for_their_own(bench: 
         thread.start()
     for thread in threads:
         thread.join()
-    faults.clear()
+    monkeypatch.undo()
     release(bench, jobs["store"])
     assert jobs["load"].done
 

@@ -232,6 +232,7 @@ def test_arguments_are_read_at_the_call_and_memory_when_the_kernel_runs(program:
         ("i64", -3, 8, -6),
         ("i32", -3, 4, -6),
         ("i32", 7, 4, 14),
+        ("i32", 1 << 30, 4, -(1 << 31)),  # as on a GPU
     ],
 )
 def test_arguments_have_the_types_that_were_declared(
@@ -242,6 +243,26 @@ def test_arguments_have_the_types_that_were_declared(
     launch(program, function, Arguments(int(target), value), stream)
     program.ok("cuStreamSynchronize", stream)
     assert program.bytes(target, nbytes).view(f"i{nbytes}")[0] == expected
+
+
+def test_a_sum_is_computed_once(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not again in 64 bits for an assertion that Triton does not make."""
+    from triton.runtime import interpreter as tritons
+
+    code = WRITE_WORD | {"parameters": [("target", "i64"), ("value", "i32")], "constants": {"BYTES": 4}}
+    function, stream, target = load(program, code), program.stream(), program.device(4)
+    builder, computed = type(tritons.interpreter_builder), []
+    binary_op = builder.binary_op
+
+    def counted(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        computed.append(operation)
+        return binary_op(self, left, right, operation)
+
+    monkeypatch.setattr(builder, "binary_op", counted)
+    launch(program, function, Arguments(int(target), 7), stream)
+    program.ok("cuStreamSynchronize", stream)
+    assert program.bytes(target, 4).view("i4")[0] == 14
+    assert computed.count(np.add) == 1
 
 
 def test_a_launch_that_cannot_be_is_refused(program: Program) -> None:

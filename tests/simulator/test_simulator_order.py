@@ -35,6 +35,26 @@ def test_nothing_runs_while_a_gate_is_shut(program: Program) -> None:
     assert (program.bytes(target, 64) == 2).all()
 
 
+def polls_until_done(program: Program, count: int) -> int:
+    """How often a stream with so many functions in its queue is asked before it has called them all."""
+    stream, called = program.stream(), []
+    program.sim.scheduler.drift_probability = 0
+    for number in range(count):
+        program.sim.enqueue(stream, partial(called.append, number))
+    polls = 1
+    while program.status("cuStreamQuery", stream) != R.CUDA_SUCCESS:
+        polls += 1
+    assert called == list(range(count))
+    return polls
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_program_that_only_waits_gets_there_sooner(seed: int) -> None:
+    """And one that waits for little has asked about every third time in vain, as before."""
+    assert polls_until_done(Program(seed=seed), 100) > 12
+    assert polls_until_done(Program(seed=seed), 1000) < 150
+
+
 @pytest.mark.parametrize(("condition", "word"), [(0, 5), (0, 6), (1, 5), (2, 4), (3, 0)])
 def test_words_release_streams_and_streams_write_words(program: Program, condition: int, word: int) -> None:
     waiting, writing = program.stream(), program.stream()

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,25 @@ def refusal(name: str, *options: str) -> str:
     return done.stderr
 
 
+def refused(
+    name: str, *options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[object, str]:
+    """The exit code of an example called in this process, which must exit; and what it prints to stderr."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(import_module(name.removesuffix(".py")).main())
+    code, said = ended.value.code, capsys.readouterr().err
+    return (1, said + code) if isinstance(code, str) else (code, said)  # as Python ends a program
+
+
 def end_of(name: str, *options: str, warnings: str = "error") -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if "simulated" in options:  # XLA for the CPU: what LLVM optimises takes longer to compile than to run
+        environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     return subprocess.run(
         [sys.executable, "-W", warnings, str(EXAMPLES / name), *options],
-        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=110,
