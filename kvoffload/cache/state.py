@@ -326,7 +326,6 @@ class CacheState:
 
     def use(self, keys: list[bytes], opened: RequestRecord | None = None) -> None:
         """A request loads these keys; those that are not resident, or were its own before, are passed over."""
-        of, pools = self.table.of, self.pools
         if opened is not None:
             for key in keys:
                 if key not in opened.keys:
@@ -335,6 +334,7 @@ class CacheState:
                 return
             keys = list(filterfalse(opened.keys.__contains__, keys))
             opened.keys.update(dict.fromkeys(keys))
+        of, pools = self.table.of, self.pools
         used = self.table.originals(filter(of.__contains__, dict.fromkeys(keys)))
         if not used:
             return

@@ -42,7 +42,7 @@ from kvoffload.cache.statistics import CacheEvent
 from kvoffload.vllm.events import EventLog
 from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.offers import Offers
-from kvoffload.vllm.requests import RequestState, end_request, in_order, state_of
+from kvoffload.vllm.requests import end_request, in_order, state_of
 
 _MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 _IS_MISS, _IS_HIT, _ = Status  # looking them up in the class takes as long as the rest of `lookup`
@@ -124,9 +124,7 @@ class KVOffloadManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The slots of keys that `lookup` has found. They stay as they are until `complete_load` of the same keys."""
         index, wanted = self.index, list(keys)
-        state = req_context.get_state(RequestState)
-        if state is None or state.owner is not index or state.record.ended:
-            state = state_of(index, req_context, self._resets)
+        state = state_of(index, req_context, self._resets)
         used = wanted if len(wanted) < 2 else in_order(wanted, req_context)
         first = req_context.get_offload_key_position(used[0]) if used else None
         known = len(state.record.keys)
@@ -159,9 +157,7 @@ class KVOffloadManager(OffloadingManager):
         if first is None:
             index.touch(wanted)
             return
-        state = req_context.get_state(RequestState)
-        if state is None or state.owner is not index or state.record.ended:
-            state = state_of(index, req_context, self._resets)
+        state = state_of(index, req_context, self._resets)
         known = len(state.record.keys)
         index.use((used, state.record))
         if len(state.record.keys) > known:
@@ -179,9 +175,7 @@ class KVOffloadManager(OffloadingManager):
         keys again at its next step, only if none got one while transfers hold slots that will be free later.
         """
         index, offered = self.index, list(dict.fromkeys(keys))
-        state = req_context.get_state(RequestState)
-        if state is None or state.owner is not index or state.record.ended:
-            state = state_of(index, req_context, self._resets)
+        state = state_of(index, req_context, self._resets)
         if self._windowed and state.resets < self._resets:
             offered = [key for key in offered if get_offload_group_idx(key) not in self._windowed]
         wanted = offered if len(offered) < 2 else in_order(offered, req_context)
