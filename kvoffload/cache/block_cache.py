@@ -15,11 +15,12 @@ import numpy as np
 
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_queries import BlockQueries
+from kvoffload.cache.calls import guarded
 from kvoffload.cache.engines import CacheAfter, EngineT
-from kvoffload.cache.entries import LeaseRecord, ReservationRecord, check_keys, slot_numbers
+from kvoffload.cache.entries import ReservationRecord, check_keys, slot_numbers
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.requests import CacheRequest
+from kvoffload.cache.requests import CacheRequest, record_of
 from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
@@ -135,27 +136,20 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         """
         checked = check_keys(keys, repeats=False)
         per_group = self._block_ids(len(checked), blocks)
-        state, after, record = self._state, self.engine.resolve(after), None
+        after = self.engine.resolve(after)
         self.engine.advance()
-        try:
-            with state.lock:
-                if state.working:
-                    state.refuse_nested()
-                try:
-                    state.working = True
-                    state.enter()
-                    record = state.propose(checked, tenant, all_or_nothing, request)
-                    jobs = self._store(record, per_group, after)
-                finally:
-                    state.working = False
-            if state.recorder.unreported:
-                state.recorder.notify()
-        except BaseException:
-            state.abandoned.append(record)  # ignored if it has not begun, or has come to its end
-            raise
-        return CacheJob(tuple(record.keys), jobs, self._index, record)
+        return self._store((checked, tenant, all_or_nothing, request, per_group, after))
 
-    def _store(self, record: ReservationRecord, per_group: list[Int64Array], after: CacheAfter) -> tuple[Job, ...]:
+    @guarded
+    def _store(
+        self, given: tuple[list[bytes], str, bool, CacheRequest | None, list[Int64Array], CacheAfter]
+    ) -> CacheJob:
+        keys, tenant, all_or_nothing, request, per_group, after = given
+        opened = None if request is None else record_of(request, self._state)
+        record = self._state.propose(keys, tenant, all_or_nothing, opened, False)
+        return CacheJob(tuple(record.keys), self._submit(record, per_group, after), self._index, record)
+
+    def _submit(self, record: ReservationRecord, per_group: list[Int64Array], after: CacheAfter) -> tuple[Job, ...]:
         """Carry a proposal out and submit its transfer, under the lock. There are four cases:
 
         1. All groups are submitted: the record is settled when they have ended.
@@ -216,37 +210,22 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         per_group = self._block_ids(len(checked), blocks)
         if parts is not None:
             self._check_parts(parts)
-        engine, state, after, record = self.engine, self._state, self.engine.resolve(after), None
-        engine.advance()
-        try:
-            with state.lock:
-                if state.working:
-                    state.refuse_nested()
-                try:
-                    state.working = True
-                    state.enter()
-                    record = state.propose_lease(checked, pending, request)
-                    engine.check_room(self._groups if checked else 0)
-                    jobs = self._load(record, per_group, after, parts, request) if checked else ()
-                finally:
-                    state.working = False
-            if state.recorder.unreported:
-                state.recorder.notify()
-        except BaseException:
-            state.abandoned.append(record)  # ignored if it has not begun, or has come to its end
-            raise
-        return CacheJob(tuple(checked), jobs, self._index, record)
+        after = self.engine.resolve(after)
+        self.engine.advance()
+        return self._load((checked, pending, request, per_group, after, parts))
 
+    @guarded
     def _load(
-        self,
-        record: LeaseRecord,
-        per_group: list[Int64Array],
-        after: CacheAfter,
-        parts: Parts,
-        request: CacheRequest | None,
-    ) -> tuple[Job, ...]:
-        """Hold the entries and submit the transfer, under the lock; the cases are those of `_store`."""
+        self, given: tuple[list[bytes], bool, CacheRequest | None, list[Int64Array], CacheAfter, Parts]
+    ) -> CacheJob:
+        """Hold the entries and submit the transfer; the cases are those of `_submit`."""
+        keys, pending, request, per_group, after, parts = given
         state, jobs, submitted = self._state, tuple[Job, ...](), self.engine.submitted
+        opened = None if request is None else record_of(request, state)
+        record = state.propose_lease(keys, pending)
+        self.engine.check_room(self._groups if keys else 0)
+        if not keys:
+            return CacheJob((), jobs, self._index, record)
         state.begin(record)
         try:
             for group, ids in enumerate(per_group):
@@ -259,8 +238,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
             raise
         record.jobs = jobs
         state.loading.append(record)
-        state.use(record.keys, request)
-        return jobs
+        state.use(keys, opened)
+        return CacheJob(tuple(keys), jobs, self._index, record)
 
     # entries for other copies -------------------------------------------------------------------------------------
 

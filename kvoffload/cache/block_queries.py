@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic
 
 from kvoffload.cache.engines import EngineT
@@ -20,6 +20,7 @@ class BlockQueries(Generic[EngineT]):
     engine: EngineT
     _index: CacheIndex
     _state: CacheState
+    _check_usable: Callable[[], None] | None = None  # calls of the engine check it
 
     # asking -------------------------------------------------------------------------------------------------------
 

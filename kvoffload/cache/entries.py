@@ -15,49 +15,27 @@ An entry without a key that is still held is *doomed*: it is free when its last 
 from __future__ import annotations
 
 import enum
-import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvoffload.cache.completion import Completion
 from kvoffload.errors import LayoutError, TransferError
 from kvoffload.internal.types import Int64Array
 
 if TYPE_CHECKING:
-    from kvoffload.cache.pools import Pool
-    from kvoffload.cache.requests import RequestRecord
+    from kvoffload.cache.policies import RequestPolicy
+    from kvoffload.cache.pools import Pool, Victims
 
-_NO_INDICES: list[int] = []
+_NO_INDICES: list[int] = []  # never changed
+_NO_KEYS: list[bytes] = []  # the same
 _BYTES = frozenset({bytes})
 _finished = attrgetter("finished")
 _error = attrgetter("error")
-
-
-class Completion(Protocol):
-    """What a cache needs of a transfer; `kvoffload.Job` has it."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether it is known to have ended, successfully or not; does not ask the GPU."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed; None if it has not."""
-
-    @property
-    def done(self) -> bool:
-        """The same as `finished`, but asks the GPU."""
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Its engine's."""
-
-    def order_before(self, stream: Any) -> None:
-        """Make work queued on `stream` from now on start after it has ended."""
 
 
 class Status(enum.Enum):
@@ -105,7 +83,7 @@ class ReservationRecord(_WithTransfers):
         indices: the entries; also `victim_indices`, `victim_pools`, `num_unused`, `num_recycled`, how the entries were
             allocated: see `EntryTable.allocate`.
         promoted: whether a tier fills the entries, not a transfer.
-        request: the open request whose keys they are, if the call named one.
+        policy: what inserts the keys: the pool's policy, or what that has for the open request that the call named.
         stage: where it stands.
         jobs: transfers that fill the entries; of an aborted record, transfers that may still write them.
         watch: the weak reference to the handle, if there is one and the record is not settled.
@@ -118,11 +96,11 @@ class ReservationRecord(_WithTransfers):
         "keys",
         "num_recycled",
         "num_unused",
+        "policy",
         "pool",
         "positions",
         "present",
         "promoted",
-        "request",
         "short",
         "stage",
         "tenant",
@@ -137,21 +115,19 @@ class ReservationRecord(_WithTransfers):
         pool: Pool,
         tenant: str,
         keys: list[bytes],
-        positions: Sequence[int],
-        victims: list[tuple[Pool, list[bytes]]],
-        declined: list[bytes],
+        victims: Victims,
         present: list[bytes],
-        request: RequestRecord | None = None,
+        policy: RequestPolicy,
     ) -> None:
         self.pool = pool
-        self.request = request
+        self.policy = policy
         self.tenant = tenant
         self.keys = keys
-        self.positions = positions
+        self.positions: Sequence[int] = range(len(keys))
         self.victims = victims
-        self.evicted = [key for _, mine in victims for key in mine] if victims else []
-        self.declined = declined
+        self.evicted = victims[0][1] if len(victims) == 1 else [key for _, mine in victims for key in mine]
         self.present = present
+        self.declined = _NO_KEYS
         self.short = self.promoted = False
         self.indices = self.victim_indices = self.victim_pools = _NO_INDICES
         self.num_unused = self.num_recycled = 0
@@ -162,11 +138,11 @@ class ReservationRecord(_WithTransfers):
     @property
     def awaits_transfers(self) -> bool:
         """Whether it ends when its transfers have ended."""
-        return self.stage is not Stage.OPEN
+        return self.stage is not OPEN
 
     def raise_if_failed(self) -> None:
         """Raise TransferError if it was aborted, or will be: what was read from its entries is not the keys' bytes."""
-        if self.any_failed or self.stage is Stage.ABORTED:
+        if self.any_failed or self.stage is ABORTED:
             raise TransferError(
                 f"the store of {len(self.keys)} keys that were pending when they were leased has failed: what was read "
                 "from their slots must not be used"
@@ -178,17 +154,19 @@ class LeaseRecord(_WithTransfers):
 
     Attributes:
         keys, indices: see `Lease`.
+        held: the indices without repeats.
         sources: records of the reservations that were filling them.
         released: only `jobs` still read the entries.
         jobs: transfers that read them.
         watch: the weak reference to the handle, if there is one and the record is not released.
     """
 
-    __slots__ = ("indices", "keys", "released", "sources", "watch")
+    __slots__ = ("held", "indices", "keys", "released", "sources", "watch")
 
     def __init__(self, keys: list[bytes], indices: list[int], sources: tuple[ReservationRecord, ...]) -> None:
         self.keys = keys
         self.indices = indices
+        self.held: Collection[int] = indices if len(indices) == 1 else set(indices)
         self.sources = sources
         self.released = False
         self.jobs = ()
@@ -246,15 +224,16 @@ class EntryTable:
         Those of the record's victims first, then never-used ones, then free ones.
         """
         count, used = len(record.keys), len(self.keys)
-        record.victim_indices = list(map(self.of.__getitem__, record.evicted))
-        indices = record.victim_indices[:count]
-        indices.sort()
+        if record.evicted:
+            record.victim_indices = list(map(self.of.__getitem__, record.evicted))
+        record.indices = indices = sorted(record.victim_indices[:count])
+        if len(indices) == count:
+            return
         record.num_unused = min(count - len(indices), self.capacity - used)
         indices += range(used, used + record.num_unused)
         record.num_recycled = count - len(indices)
         if record.num_recycled:
             indices += sorted(self.free[-record.num_recycled :])
-        record.indices = indices
 
     def publish(self, record: ReservationRecord, *, several_pools: bool) -> None:
         """Change the truth: the victims are gone, the record's keys are pending. `fill` or `withdraw` follows."""
@@ -268,13 +247,13 @@ class EntryTable:
             for index in record.indices:
                 pool_of[index] = number
         self.reservations.add(record)
-        of.update(zip(record.keys, record.indices, strict=True))
+        of.update(zip(record.keys, record.indices))  # noqa: B905  they are as many; saying so takes 0.3 us
         self.writable.update(record.indices)  # what the transfer that fills them is checked against
 
     def withdraw(self, record: ReservationRecord) -> None:
         """Undo `publish`: nothing has been written to the entries."""
         of, pool_of = self.of, self.pool_of
-        record.stage = Stage.ABORTED
+        record.stage = ABORTED
         for key in record.keys:
             del of[key]
         self.reservations.discard(record)
@@ -289,13 +268,17 @@ class EntryTable:
         keys, known, free = record.keys, self.keys, self.free
         for index in record.victim_indices:
             known[index] = None
-        del free[len(free) - record.num_recycled :]
+        if record.num_recycled:
+            del free[len(free) - record.num_recycled :]
         free += record.victim_indices[len(keys) :]  # those that no new key takes
-        known += [None] * record.num_unused
-        for key, index in zip(keys, record.indices, strict=True):
+        if record.num_unused:
+            known += [None] * record.num_unused
+        pending, holds, indices = self.pending, self.holds, record.indices
+        for place, key in enumerate(keys):
+            index = indices[place]
             known[index] = key
-        self.pending.update(dict.fromkeys(keys, record))
-        self.holds.update(dict.fromkeys(record.indices, 1))
+            pending[key] = record
+            holds[index] = 1
 
     def still_mine(self, record: ReservationRecord) -> list[bytes]:
         """The record's keys that were not removed meanwhile."""
@@ -304,8 +287,32 @@ class EntryTable:
             return record.keys
         return [key for key, index, mine in zip(record.keys, found, record.indices, strict=True) if index == mine]
 
-    def end(self, record: ReservationRecord, mine: list[bytes], *, held: bool) -> None:
-        """Change what is derived when a record is settled, its keys being `mine`; `held`: not the entries, yet."""
+    def fulfil(self, record: ReservationRecord) -> tuple[list[bytes], list[int]]:
+        """Change what is derived when the entries of a record have been filled.
+
+        Returns its keys that were not removed meanwhile, and their entries.
+        """
+        of, pending, holds, writable, removed = self.of, self.pending, self.holds, self.writable, False
+        indices = record.indices
+        for place, key in enumerate(record.keys):
+            index = indices[place]
+            writable.discard(index)
+            if of.get(key) != index:
+                self.release((index,))
+                removed = True
+                continue
+            del pending[key]
+            if holds[index] == 1:
+                del holds[index]  # it has its key, so it is not doomed
+            else:
+                holds[index] -= 1
+        if not removed:
+            return record.keys, indices
+        mine = self.still_mine(record)
+        return mine, list(map(of.__getitem__, mine))
+
+    def end(self, record: ReservationRecord, mine: list[bytes], held: bool) -> None:
+        """Change what is derived when a record has failed, its keys being `mine`; `held`: not the entries, yet."""
         pending, indices = self.pending, record.indices
         for key in mine:
             del pending[key]
@@ -315,10 +322,11 @@ class EntryTable:
 
     # holders ------------------------------------------------------------------------------------------------------
 
-    def hold(self, indices: Iterable[int]) -> None:
-        """One holder more for each of them; no repeats."""
+    def hold(self, lease: LeaseRecord) -> None:
+        """One holder more for each of its entries."""
+        self.leases.add(lease)
         holds = self.holds
-        for index in indices:
+        for index in lease.held:
             holds[index] = holds.get(index, 0) + 1
 
     def release(self, indices: Collection[int]) -> None:

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvoffload.cache import promoting, restoring
 from kvoffload.cache.admission import ReuseFilter, Tenant
-from kvoffload.cache.entries import OPEN, Completion, LeaseRecord, ReservationRecord, check_keys, watch
+from kvoffload.cache.calls import end_later, guarded
+from kvoffload.cache.completion import Completion
+from kvoffload.cache.entries import OPEN, LeaseRecord, Record, ReservationRecord, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
-from kvoffload.cache.queries import Queries, entry
-from kvoffload.cache.requests import CacheRequest, RequestRecord
+from kvoffload.cache.queries import Queries, note_end
+from kvoffload.cache.requests import CacheRequest, RequestRecord, record_of
 from kvoffload.cache.reservations import Lease, Reservation, check_open
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, StatisticsRecorder
@@ -72,6 +75,7 @@ class CacheIndex(Queries):
         self.num_groups = num_groups
         self.lock = threading.RLock() if lock is None else lock
         self._check_usable = check_usable
+        self._unlocked = check_usable is None and on_event is None
         self._state = CacheState(
             self.capacity,
             Pools(policy, {} if tenants is None else tenants, self.capacity),
@@ -84,7 +88,6 @@ class CacheIndex(Queries):
 
     # filling ------------------------------------------------------------------------------------------------------
 
-    @entry
     def open_request(
         self, tenant: str = "", *, on_end: Callable[[tuple[bytes, ...]], None] = lambda _: None
     ) -> CacheRequest:
@@ -97,16 +100,21 @@ class CacheIndex(Queries):
         Raises:
             ValueError: the cache has no such tenant.
         """
+        return self._open_request((tenant, on_end))
+
+    @guarded
+    def _open_request(self, given: tuple[str, Callable[[tuple[bytes, ...]], None]]) -> CacheRequest:
+        tenant, on_end = given
         self._state.pools.of(tenant)
         return CacheRequest(self, RequestRecord(self._state, tenant, on_end))
 
-    @entry
+    @guarded
     def end_request(self, record: RequestRecord) -> bool:
         """See `CacheRequest.end`. Returns whether it had not ended before."""
         if record.ended:
             return False
         record.ended = True
-        self._touch(list(record.keys))
+        note_end(self._state, list(record.keys))
         return True
 
     def reserve(
@@ -136,80 +144,91 @@ class CacheIndex(Queries):
                 of another cache, or of another tenant than `tenant`.
             ClosedError: `request` has ended. Nothing has changed in any of these cases.
         """
-        checked = check_keys(keys, repeats=False)
-        if self._check_usable is not None:
-            self._check_usable()
-        state, record = self._state, None
-        try:
-            with self.lock:
-                if state.working:
-                    state.refuse_nested()
-                try:
-                    state.working = True
-                    state.enter()
-                    record = state.propose(checked, tenant, all_or_nothing, request)
-                    handle = Reservation(self, record)
-                    watch(handle, record, state.abandoned.append)
-                    state.reserve(record)
-                finally:
-                    state.working = False
-            if state.recorder.unreported:
-                state.recorder.notify()
-        except BaseException:
-            state.abandoned.append(record)  # ignored if it has not begun
-            raise
+        return self._reserve((check_keys(keys, repeats=False), tenant, all_or_nothing, request))
+
+    @guarded
+    def _reserve(self, given: tuple[list[bytes], str, bool, CacheRequest | None]) -> Reservation:
+        keys, tenant, all_or_nothing, request = given
+        state = self._state
+        opened = None if request is None else record_of(request, state)
+        record = state.propose(keys, tenant, all_or_nothing, opened, False)
+        handle = Reservation(self, record)
+        watch(handle, record, state.abandoned.append)
+        state.publish(record)
+        state.fill(record)
         return handle
 
-    @entry
+    @guarded
+    def reserve_record(
+        self, given: tuple[list[bytes], list[ReservationRecord], RequestRecord | None]
+    ) -> ReservationRecord:
+        """`load(keys, request)` and `reserve(keys, request=request)` in one call, for owners that keep the record.
+
+        Args:
+            given: the keys, which are not checked: bytes, no repeats; `kept`, and the open request. The record is in
+                `kept` before the reservation begins, so that an interrupt does not lose it. `commit`, `abort` or
+                `abandon` ends it.
+        """
+        keys, kept, opened = given
+        state = self._state
+        record = state.propose(keys, "", False, opened, True)
+        kept.append(record)
+        state.publish(record)
+        state.fill(record)
+        return record
+
     def reserve_each(self, keys: Sequence[bytes], tenant: str = "") -> list[ReservationRecord]:
         """For tiers: see `promoting.reserve_each`. `commit` or `abort_after` ends each."""
-        return promoting.reserve_each(self._state, check_keys(keys, repeats=False), tenant)
+        return self._reserve_each((check_keys(keys, repeats=False), tenant))
 
-    @entry
+    @guarded
+    def _reserve_each(self, given: tuple[list[bytes], str]) -> list[ReservationRecord]:
+        return promoting.reserve_each(self._state, *given)
+
+    @guarded
     def next_to_go(self, count: int) -> list[bytes]:
         """For tiers: see `promoting.next_to_go`."""
         return promoting.next_to_go(self._state, count)
 
-    @entry
     def abort_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
         """Make its key missing at once; its entry is free when `jobs`, which may write it, have ended."""
+        self._abort_after((record, jobs))
+
+    @guarded
+    def _abort_after(self, given: tuple[ReservationRecord, tuple[Completion, ...]]) -> None:
+        record, jobs = given
         check_open(record)
         record.jobs = jobs
         self._state.settle(record, well=False)
 
-    def commit(self, record: ReservationRecord, jobs: tuple[Completion, ...] = ()) -> None:
+    @guarded
+    def commit(self, record: ReservationRecord) -> None:
         """See `Reservation.commit`."""
-        if self._check_usable is not None:
-            self._check_usable()
-        state = self._state
-        with self.lock:
-            if state.working:
-                state.refuse_nested()
-            try:
-                state.working = True
-                state.enter()
-                if record.stage is not OPEN:
-                    check_open(record)
-                if jobs:
-                    state.submitted(record, jobs, in_order=False)
-                    state.enter()
-                else:
-                    state.settle(record, well=True)
-            finally:
-                state.working = False
-        if state.recorder.unreported:
-            state.recorder.notify()
+        if record.stage is not OPEN:
+            check_open(record)
+        self._state.settle(record, True)
 
+    def commit_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
+        """See `Reservation.commit`, with jobs."""
+        self._commit_after((record, jobs))
+
+    @guarded
+    def _commit_after(self, given: tuple[ReservationRecord, tuple[Completion, ...]]) -> None:
+        record, jobs = given
+        check_open(record)
+        self._state.submitted(record, jobs, in_order=False)
+        self._state.enter()
+
+    @partial(guarded, nested=end_later)
     def abort(self, record: ReservationRecord) -> None:
         """See `Reservation.abort`. Called inside another call of the index, it takes effect at the next call."""
-        with self.lock:
-            nested = self._state.working
-        if nested:
-            self._state.abandoned.append(record)
-        else:
-            self._abort(record)
+        check_open(record)
+        self._state.settle(record, well=False)
 
-    @entry
+    def abandon(self, record: Record) -> None:
+        """Have the next call of the index abort or release a record of an owner; ignored if it has ended."""
+        self._state.abandoned.append(record)
+
     def restore(
         self,
         keys: Sequence[bytes],
@@ -231,7 +250,11 @@ class CacheIndex(Queries):
         Raises:
             LayoutError, ValueError: an argument, or the index holds something; nothing has changed.
         """
-        return restoring.restore(self._state, check_keys(keys), entries, requests, tenants)
+        return self._restore((check_keys(keys), entries, requests, tenants))
+
+    @guarded
+    def _restore(self, given: tuple[list[bytes], Int64Array, Int64Array, Sequence[str] | None]) -> int:
+        return restoring.restore(self._state, *given)
 
     # reading ------------------------------------------------------------------------------------------------------
 
@@ -246,31 +269,17 @@ class CacheIndex(Queries):
         Raises:
             MissingKeyError: a key is absent or not ready. Nothing has changed.
         """
-        checked = check_keys(keys)
-        if self._check_usable is not None:
-            self._check_usable()
-        state, record = self._state, None
-        try:
-            with self.lock:
-                if state.working:
-                    state.refuse_nested()
-                try:
-                    state.working = True
-                    state.enter()
-                    record = state.propose_lease(checked, pending)
-                    handle = Lease(self, record)
-                    watch(handle, record, state.abandoned.append)
-                    state.begin(record)
-                finally:
-                    state.working = False
-            if state.recorder.unreported:
-                state.recorder.notify()
-        except BaseException:
-            state.abandoned.append(record)  # ignored if it has not begun
-            raise
+        return self._acquire((check_keys(keys), pending))
+
+    @guarded
+    def _acquire(self, given: tuple[list[bytes], bool]) -> Lease:
+        keys, pending = given
+        record = self._state.propose_lease(keys, pending)
+        handle = Lease(self, record)
+        watch(handle, record, self._state.abandoned.append)
+        self._state.begin(record)
         return handle
 
-    @entry
     def load(self, keys: Sequence[bytes], request: CacheRequest | None = None) -> None:
         """Record that a request loads those of `keys` that are present. Policies count that use before its `touch`.
 
@@ -281,82 +290,60 @@ class CacheIndex(Queries):
             LayoutError: `keys` is not a list of bytes.
             ClosedError, ValueError, TypeError: `request` has ended, is of another cache, or no CacheRequest.
         """
-        self._state.use(check_keys(keys), request)
+        self._load((check_keys(keys), request))
 
-    def hold(
-        self, keys: Sequence[bytes], kept: list[LeaseRecord], request: CacheRequest | None, used: Sequence[bytes]
-    ) -> LeaseRecord:
+    @guarded
+    def _load(self, given: tuple[list[bytes], CacheRequest | None]) -> None:
+        keys, request = given
+        self._state.use(keys, None if request is None else record_of(request, self._state))
+
+    @guarded
+    def hold(self, given: tuple[list[bytes], list[LeaseRecord], RequestRecord | None, list[bytes]]) -> LeaseRecord:
         """`acquire(keys)` and `load(used, request)` in one call, for owners that keep the record instead of a handle.
 
-        The record is in `kept` before the entries are held, so that an interrupt does not lose it. `release` ends it.
+        Args:
+            given: the keys, which are not checked; `kept`; the open request, and `used`: the keys in the order in which
+                it uses them. The record is in `kept` before the entries are held, so that an interrupt does not lose
+                it. `release` or `abandon` ends it.
 
         Raises:
-            MissingKeyError, LayoutError, ClosedError, ValueError, TypeError: as of these calls; nothing has changed.
+            MissingKeyError: as `acquire`; nothing has changed.
         """
-        checked = check_keys(keys)
-        own = checked if used is keys else check_keys(used)
-        if self._check_usable is not None:
-            self._check_usable()
-        state, record = self._state, None
-        try:
-            with self.lock:
-                if state.working:
-                    state.refuse_nested()
-                try:
-                    state.working = True
-                    state.enter()
-                    record = state.propose_lease(checked, False, request)
-                    kept.append(record)
-                    state.begin(record)
-                    state.use(own, request)
-                finally:
-                    state.working = False
-            if state.recorder.unreported:
-                state.recorder.notify()
-        except BaseException:
-            state.abandoned.append(record)  # ignored if it has not begun
-            raise
+        keys, kept, opened, used = given
+        state = self._state
+        record = state.propose_lease(keys, False)
+        kept.append(record)
+        state.begin(record)
+        state.use(used, opened)
         return record
 
+    @guarded
+    def use(self, given: tuple[list[bytes], RequestRecord | None]) -> None:
+        """`load(keys, request)` for owners; the keys are not checked."""
+        keys, opened = given
+        self._state.use(keys, opened)
+
+    @partial(guarded, nested=end_later)
     def release(self, record: LeaseRecord) -> None:
         """See `Lease.release`. Called inside another call of the index, it takes effect at the next call."""
-        if self._check_usable is not None:
-            self._check_usable()
-        state = self._state
-        with self.lock:
-            if state.working:
-                state.abandoned.append(record)
-                return
-            try:
-                state.working = True
-                state.enter()
-                state.end(record)
-            finally:
-                state.working = False
-        if state.recorder.unreported:
-            state.recorder.notify()
+        self._state.end(record)
 
-    @entry
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove keys: from now on they are missing. Returns how many of them were present or pending.
 
         An entry that a lease or a transfer uses becomes free when that has ended; a pending key's, when its reservation
         has been committed or aborted.
         """
-        gone = [key for key in dict.fromkeys(check_keys(keys)) if key in self._state.table.of]
-        self._state.remove(gone)
-        return len(gone)
+        return self._remove(list(dict.fromkeys(check_keys(keys))))
 
-    @entry
     def clear(self) -> int:
         """Remove all keys, as `remove` does. Returns how many there were."""
-        gone = list(self._state.table.of)
+        return self._remove(None)
+
+    @guarded
+    def _remove(self, keys: list[bytes] | None) -> int:
+        """`keys`: no repeats; None: all."""
+        of = self._state.table.of
+        gone = list(of) if keys is None else list(filter(of.__contains__, keys))
         self._state.remove(gone)
         return len(gone)
-
-    # inner workings -----------------------------------------------------------------------------------------------
-
-    @entry
-    def _abort(self, record: ReservationRecord) -> None:
-        check_open(record)
-        self._state.settle(record, well=False)

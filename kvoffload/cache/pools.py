@@ -36,7 +36,7 @@ class Pool:
 
     def policy_for(self, request: RequestRecord) -> RequestPolicy:
         """What is called for the keys of an open request."""
-        return self.policy.for_request(request.notes_of(self.number))
+        return self.policy.for_request(request.notes.setdefault(self.number, {}))
 
     def within_quota(
         self, newcomers: list[bytes], present: Iterable[bytes], number_of: Callable[[bytes], int | None]
@@ -97,11 +97,21 @@ class Pool:
         return policy, None
 
 
+Victims = list[tuple[Pool, list[bytes]]]
+
+
 class Space(NamedTuple):
-    """Where new keys go: how many of them, from the first, and what is evicted for them, by pool."""
+    """Where a request's new keys go.
+
+    Attributes:
+        admitted: how many of them, from the first, are stored.
+        victims: what is evicted for them, by pool.
+        short: whether others are declined because too few entries are free or may be evicted.
+    """
 
     admitted: int
-    victims: list[tuple[Pool, list[bytes]]]
+    victims: Victims
+    short: bool = False
 
 
 class Pools:
@@ -170,24 +180,22 @@ class Pools:
         return [(self.all[number], each) for number, each in mine.items()]
 
     def make_space(
-        self, pool: Pool, newcomers: Sequence[bytes], free: int, protected: Protected, request: RequestRecord | None
+        self, pool: Pool, own_policy: RequestPolicy, newcomers: Sequence[bytes], free: int, protected: Protected
     ) -> Space | None:
         """Find entries for new keys of a pool where `free` hold nothing; None if too few can be had. Changes nothing.
 
         Keys of lower priorities go first, then those of the pool with the most keys among those of the same priority.
         """
         if len(self.all) == 1 and pool.max_blocks is None:
-            policy = pool.policy if request is None else pool.policy_for(request)
-            room = policy.make_room(newcomers, free, protected)
+            room = own_policy.make_room(newcomers, free, protected)
             return None if room is None else Space(room.admitted, [(pool, room.victims)] if room.victims else [])
         wanted, found = len(newcomers), 0
-        taken: list[tuple[Pool, list[bytes]]] = []
+        taken: Victims = []
 
         def make_room() -> Room | None:
             room = free + found
             room = room if pool.max_blocks is None else min(room, pool.max_blocks - len(pool.policy))
-            policy = pool.policy if request is None else pool.policy_for(request)
-            return policy.make_room(newcomers, room, protected)
+            return own_policy.make_room(newcomers, room, protected)
 
         own = None
         donors = self._donors(pool) if wanted > free else []

@@ -8,22 +8,19 @@ from kvoffload.cache.state import CacheState
 
 
 def reserve_each(state: CacheState, keys: list[bytes], tenant: str) -> list[ReservationRecord]:
-    """Reserve entries as `CacheState.reserve` does, with a record for each key that gets one, in the order of the keys.
+    """Reserve entries as `CacheIndex.reserve` does, with a record for each key that gets one, in the order of the keys.
 
     Under the lock, by a thread that no signal handler interrupts: an interrupt would leave keys pending for ever.
     """
-    record = state.propose(keys, tenant)
+    record = state.propose(keys, tenant, False, None, False)
     record.promoted, record.declined = True, []
     if not record.keys:
         return []
-    try:
-        state.reserve(record)
-        state.consistent = False
-        parts = _split(state.table, record)
-        state.consistent = True
-    except BaseException:
-        state.abandoned.append(record)
-        raise
+    state.publish(record)
+    state.fill(record)
+    state.consistent = False
+    parts = _split(state.table, record)
+    state.consistent = True
     return parts
 
 
@@ -42,8 +39,8 @@ def _split(table: EntryTable, record: ReservationRecord) -> list[ReservationReco
     """Put a record for each key in the place of an open one."""
     parts = []
     for key, position, index in zip(record.keys, record.positions, record.indices, strict=True):
-        part = ReservationRecord(record.pool, record.tenant, [key], (position,), [], [], [])
-        part.indices, part.promoted = [index], record.promoted
+        part = ReservationRecord(record.pool, record.tenant, [key], [], [], record.policy)
+        part.positions, part.indices, part.promoted = (position,), [index], record.promoted
         parts.append(part)
     table.reservations.update(parts)
     table.reservations.discard(record)

@@ -4,45 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial
 from itertools import takewhile
 from operator import eq
-from typing import Concatenate, ParamSpec, TypeVar
 
 from kvoffload.cache import repair
+from kvoffload.cache.calls import guarded
 from kvoffload.cache.entries import EntryTable, Status, check_keys
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_Q = TypeVar("_Q", bound="Queries")
 _FEW = 8  # adjacent keys; where fewer are, comparing neighbours is not worth it
 _MISS, _HIT, _PENDING = Status  # looking them up in the class takes as long as all the rest of a call
-
-
-def entry(method: Callable[Concatenate[_Q, _P], _R]) -> Callable[Concatenate[_Q, _P], _R]:
-    """A call of the index: the lock is taken, the state brought up to date, and events are reported at the end."""
-
-    @wraps(method)
-    def call(self: _Q, *args: _P.args, **options: _P.kwargs) -> _R:
-        if self._check_usable is not None:
-            self._check_usable()
-        state = self._state
-        with self.lock:
-            if state.working:
-                state.refuse_nested()
-            try:
-                state.working = True
-                state.enter()
-                result = method(self, *args, **options)
-            finally:
-                state.working = False
-        if state.recorder.unreported:
-            state.recorder.notify()
-        return result
-
-    return call  # type: ignore[return-value]  # wraps() forgets that `self` may be passed by position
 
 
 class Queries:
@@ -58,27 +31,30 @@ class Queries:
     lock: threading.RLock
     _state: CacheState
     _check_usable: Callable[[], None] | None
+    _unlocked: bool  # whether hits of one key need no lock: nothing is to be called for them
 
     # asking -------------------------------------------------------------------------------------------------------
 
-    @entry
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many leading keys are present and ready, at most `max_load_blocks`. Not counted as a use: see `touch`."""
-        return self._lookup(check_keys(keys))
+        return self._lookup_many([check_keys(keys)])[0]
 
-    @entry
     def lookup_many(self, requests: Sequence[Sequence[bytes]]) -> list[int]:
         """`lookup` for each of several requests; the index does not change in between."""
-        return [self._lookup(keys) for keys in [check_keys(keys) for keys in requests]]
+        return self._lookup_many([check_keys(keys) for keys in requests])
 
-    @entry
+    @guarded
+    def _lookup_many(self, requests: list[list[bytes]]) -> list[int]:
+        return [self._leading_hits(keys) for keys in requests]
+
     def status(self, keys: Sequence[bytes]) -> list[Status]:
         """For each key, whether it is missing, ready or pending."""
+        return self._status(check_keys(keys))
+
+    @guarded
+    def _status(self, keys: list[bytes]) -> list[Status]:
         of, pending = self._state.table.of, self._state.table.pending
-        return [
-            Status.MISS if key not in of else Status.PENDING if key in pending else Status.HIT
-            for key in check_keys(keys)
-        ]
+        return [Status.MISS if key not in of else Status.PENDING if key in pending else Status.HIT for key in keys]
 
     def status_of(self, key: bytes) -> Status:
         """Whether one key is missing, ready or pending. Counted as `lookup([key])` is.
@@ -89,80 +65,69 @@ class Queries:
         Raises:
             LayoutError: `key` is not bytes.
         """
-        if type(key) is not bytes:
-            key = check_keys([key])[0]
-        if self._check_usable is not None:
-            self._check_usable()
+        # A key that is ready is a hit, whatever waits to be settled. So a hit needs no lock, unless a call of another
+        # thread changes the index while it is read. Such a call counts in `changes` before it clears `working`, and
+        # `working` is read first: if neither shows a call, there was none. It saves half of the time.
         state = self._state
-        with self.lock:
-            if state.working:
-                state.refuse_nested()
-            if state.abandoned or state.storing or state.loading or state.awaited or not state.consistent:
-                try:
-                    state.working = True
-                    state.enter()
-                finally:
-                    state.working = False
-            # The index is up to date and nothing below calls code of others, so `working` need not be set: a signal
-            # handler that calls the index here finds it whole, and leaves it so.
-            table, recorder = state.table, state.recorder
+        changes, table = state.changes, state.table
+        if (
+            self._unlocked
+            and type(key) is bytes
+            and key in table.of
+            and key not in table.pending
+            and state.consistent
+            and not state.working
+            and state.changes == changes
+        ):
+            recorder = state.recorder
             recorder.lookups += 1
-            if key not in table.of:
-                status = _MISS
-                if state.filter.store_after:
-                    state.filter.note((key,))
-            elif key in table.pending:
-                status = _PENDING
-            else:
-                status = _HIT
-                recorder.hits += 1
-            if recorder.has_hook:
-                recorder.announce_lookup(key, status is _HIT)
-        if recorder.unreported:
-            recorder.notify()
+            recorder.hits += 1
+            return _HIT
+        return self._status_of(key if type(key) is bytes else check_keys([key])[0])
+
+    @guarded
+    def _status_of(self, key: bytes) -> Status:
+        table, recorder = self._state.table, self._state.recorder
+        recorder.lookups += 1
+        if key not in table.of:
+            status = _MISS
+            if self._state.filter.store_after:
+                self._state.filter.note((key,))
+        elif key in table.pending:
+            status = _PENDING
+        else:
+            status = _HIT
+            recorder.hits += 1
+        if recorder.has_hook:
+            recorder.announce_lookup(key, status is _HIT)
         return status
 
     def settle_ended(self) -> None:
         """Settle what waits for transfers that have ended, and report events. Inside another call it does nothing."""
-        if self._check_usable is not None:
-            self._check_usable()
-        state = self._state
-        with self.lock:
-            if state.working:
-                return
-            try:
-                state.working = True
-                state.enter()
-            finally:
-                state.working = False
-        if state.recorder.unreported:
-            state.recorder.notify()
+        self._settle_ended(None)
+
+    @partial(guarded, nested=lambda *_: None)
+    def _settle_ended(self, _: None) -> None: ...
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that a request with these keys, found or not, has ended. Once per request: see `BlockCache.touch`."""
         used = check_keys(keys)
         if len(used) > 1 and len(frozenset(used)) < len(used):
             used = list(dict.fromkeys(used))
-        if self._check_usable is not None:
-            self._check_usable()
-        state = self._state
-        with self.lock:
-            if state.working:
-                state.refuse_nested()
-            try:
-                state.working = True
-                state.enter()
-                self._touch(used)
-            finally:
-                state.working = False
-        if state.recorder.unreported:
-            state.recorder.notify()
+        self._touch(used)
+
+    @guarded
+    def _touch(self, used: list[bytes]) -> None:
+        note_end(self._state, used)
 
     # looking ------------------------------------------------------------------------------------------------------
 
-    @entry
     def statistics(self) -> CacheStatistics:
         """Counts now and since the cache was created."""
+        return self._statistics(None)
+
+    @guarded
+    def _statistics(self, _: None) -> CacheStatistics:
         table = self._state.table
         pinned = {index for lease in table.leases for index in lease.indices}
         return self._state.recorder.statistics(
@@ -172,27 +137,35 @@ class Queries:
             pinned=len(pinned),
         )
 
-    @entry
     def check(self) -> None:
         """Verify that derived state, and what each policy knows, agree with the truth (see GLOSSARY); meant for tests.
 
         Raises:
             AssertionError: it does not; the message says where.
         """
-        state = self._state
-        repair.check(state.table)
-        state.pools.check(list(state.table.of), state.pool_number)
+        self._check(None)
+
+    @guarded
+    def _check(self, _: None) -> None:
+        repair.check(self._state.table)
+        self._state.pools.check(list(self._state.table.of), self._state.pool_number)
 
     # showing ------------------------------------------------------------------------------------------------------
 
     @property
-    @entry
     def keys(self) -> list[bytes]:
         """All keys, ready or pending."""
+        return self._keys(None)
+
+    @guarded
+    def _keys(self, _: None) -> list[bytes]:
         return list(self._state.table.of)
 
-    @entry
     def __len__(self) -> int:
+        return self._count(None)
+
+    @guarded
+    def _count(self, _: None) -> int:
         return len(self._state.table)
 
     def __repr__(self) -> str:
@@ -206,7 +179,7 @@ class Queries:
 
     # inner workings -----------------------------------------------------------------------------------------------
 
-    def _lookup(self, keys: list[bytes]) -> int:
+    def _leading_hits(self, keys: list[bytes]) -> int:
         table, state = self._state.table, self._state
         found = leading(table, keys)
         if table.pending:
@@ -217,24 +190,24 @@ class Queries:
         state.recorder.note_lookup(keys, found)
         return found
 
-    def _touch(self, used: list[bytes]) -> None:
-        """`used`: no repeats."""
-        state, table = self._state, self._state.table
-        try:
-            entries = list(map(table.of.__getitem__, used))
-            used = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
-        except KeyError:
-            used = table.originals(used)
-            entries = [table.of[key] for key in used if key in table.of]
-        state.recorder.note_touched(entries, len(used))
-        pools = state.pools
-        split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, state.pool_number)
-        for pool, mine in split if table.capacity else ():
-            state.consistent = False
-            pool.stale = True
-            pool.policy.touch(mine)
-            pool.stale = False
-        state.consistent = True
+
+def note_end(state: CacheState, used: list[bytes]) -> None:
+    """A request with these keys, no repeats, found or not, has ended. Under the lock."""
+    table, pools = state.table, state.pools
+    try:
+        entries = list(map(table.of.__getitem__, used))
+        used = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
+    except KeyError:
+        used = table.originals(used)
+        entries = [table.of[key] for key in used if key in table.of]
+    state.recorder.note_touched(entries, len(used))
+    split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, state.pool_number)
+    for pool, mine in split if table.capacity else ():
+        state.consistent = False
+        pool.stale = True
+        pool.policy.touch(mine)
+        pool.stale = False
+    state.consistent = True
 
 
 def leading(table: EntryTable, keys: list[bytes]) -> int:

@@ -7,7 +7,7 @@ that is dropped leaves nothing behind. `RequestRecord.keys` is changed under the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvoffload.errors import ClosedError
@@ -42,12 +42,6 @@ class RequestRecord:
         self.keys: dict[bytes, None] = {}
         self.notes: dict[int, dict[Any, Any]] = {}
         self.ended = False
-
-    def notes_of(self, pool: int) -> dict[Any, Any]:
-        return self.notes.setdefault(pool, {})
-
-    def add(self, keys: Iterable[bytes]) -> None:
-        self.keys.update(dict.fromkeys(keys))
 
     def tenant_of_call(self, tenant: str) -> str:
         """The tenant of a call that names this request and `tenant`.

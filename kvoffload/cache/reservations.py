@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from kvoffload.cache.completion import Completion
 from kvoffload.cache.engines import CacheStreams
-from kvoffload.cache.entries import OPEN, Completion, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
+from kvoffload.cache.entries import OPEN, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.teardown import run_all
@@ -27,7 +28,9 @@ class Owner(Protocol):
     lock: threading.RLock
     num_groups: int
 
-    def commit(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None: ...
+    def commit(self, record: ReservationRecord) -> None: ...
+
+    def commit_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None: ...
 
     def abort(self, record: ReservationRecord) -> None: ...
 
@@ -89,7 +92,9 @@ class Reservation:
         """
         if jobs:
             _check_jobs(jobs, self._index)
-        self._index.commit(self._record, jobs)
+            self._index.commit_after(self._record, jobs)
+        else:
+            self._index.commit(self._record)
 
     def abort(self) -> None:
         """Make the keys missing and the entries free. The caller must not write the slots any more.

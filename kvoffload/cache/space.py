@@ -3,67 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
 from kvoffload.cache.entries import EntryTable
-from kvoffload.cache.policies import Protected
-from kvoffload.cache.pools import Pool, Pools, Space
+from kvoffload.cache.policies import Protected, RequestPolicy
+from kvoffload.cache.pools import Pool, Pools, Space, Victims
 from kvoffload.cache.requests import RequestRecord
-
-Victims = list[tuple[Pool, list[bytes]]]
-
-
-class FoundSpace(NamedTuple):
-    """What a request's new keys find.
-
-    Attributes:
-        admitted: how many of them, from the first, are stored.
-        victims: what is evicted for them, by pool.
-        short: whether others are declined because too few entries are free or may be evicted.
-    """
-
-    admitted: int
-    victims: Victims
-    short: bool
 
 
 def find_space(
     table: EntryTable,
     pools: Pools,
     pool: Pool,
+    policy: RequestPolicy,
     new: list[bytes],
+    free: int,
     present: list[bytes],
     request: RequestRecord | None = None,
-) -> FoundSpace:
+) -> Space:
     """Find entries for new keys of a pool, whose request has the keys `present`, too, and all of `request`, if that is
-    open. Changes nothing.
+    open. `free` entries hold nothing. Changes nothing.
 
     If there are not enough for all, for as many of the first as there can be.
+
+    Args:
+        policy: the pool's, or what it has for the request.
 
     Raises:
         ValueError: the policy names keys that must not be evicted, or admits more keys than find entries.
     """
     own: Collection[bytes] = () if request is None else request.keys
-    free, protected = table.num_free, _protected(table, present, own)
-    space = pools.make_space(pool, new, free, protected, request)
+    protected = _protected(table, present, own)
+    space = pools.make_space(pool, policy, new, free, protected)
     short = space is None
     if space is None and request is not None:
-        new, space = _most(lambda some: pools.make_space(pool, some, free, protected, request), new)
+        new, space = _most(lambda some: pools.make_space(pool, policy, some, free, protected), new)
     elif space is None:
         most = pools.most_newcomers(pool, free, _protected_pools(table, present))
         if 0 < most < len(new):
             new = new[:most]
-            space = pools.make_space(pool, new, free, protected, request)
+            space = pools.make_space(pool, policy, new, free, protected)
     if space is None or space.admitted == 0:
-        return FoundSpace(0, [], short)
-    _check_victims(table, space.victims, protected)
-    victims = len(space.victims[0][1]) if len(space.victims) == 1 else sum(len(mine) for _, mine in space.victims)
+        return Space(0, [], short)
+    victims = _check_victims(table, space.victims, protected)
     if space.admitted < 0 or space.admitted > len(new) or space.admitted > free + victims:
         raise ValueError(
             f"the policy {pool.policy!r:.80} admitted {space.admitted} of {len(new)} keys with {free} entries free and "
             f"{victims} keys to evict; make_room must name enough of them"
         )
-    return FoundSpace(space.admitted, space.victims, short)
+    return space._replace(short=True) if short else space
 
 
 def _most(make_space: Callable[[list[bytes]], Space | None], new: list[bytes]) -> tuple[list[bytes], Space | None]:
@@ -82,22 +69,27 @@ def _most(make_space: Callable[[list[bytes]], Space | None], new: list[bytes]) -
     return new[:found], space
 
 
-def _check_victims(table: EntryTable, victims: Victims, protected: Protected) -> None:
-    """Raise ValueError unless these are different resident keys, of these pools, none of which has to stay."""
-    seen = set[bytes]()
+def _check_victims(table: EntryTable, victims: Victims, protected: Protected) -> int:
+    """Raise ValueError unless these are different resident keys, of these pools, none of which has to stay.
+
+    Returns how many they are.
+    """
+    count = 0
     for pool, keys in victims:
+        count += len(keys)
+        repeats = len(keys) > 1 and len(frozenset(keys)) < len(keys)
         for key in keys:
             index = table.of.get(key)
             if index is None or table.pool_of[index] != pool.number:
                 wrong = "is not among its resident keys"
             elif protected(key):
                 wrong = "has to stay: `protected` says so"
-            elif key in seen:
+            elif repeats and keys.count(key) > 1:
                 wrong = "was named before"
             else:
-                seen.add(key)
                 continue
             raise ValueError(f"the policy {pool.policy!r:.80} named {key!r:.80} to be evicted, which {wrong}")
+    return count
 
 
 def _protected(table: EntryTable, present: list[bytes], own: Collection[bytes]) -> Protected:

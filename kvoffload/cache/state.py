@@ -21,27 +21,38 @@ from collections.abc import Callable
 from itertools import filterfalse
 
 from kvoffload.cache.admission import ReuseFilter
-from kvoffload.cache.entries import Completion, EntryTable, LeaseRecord, Record, ReservationRecord, Stage, Watch
-from kvoffload.cache.pools import Pool, Pools
+from kvoffload.cache.completion import Completion
+from kvoffload.cache.entries import (
+    ABORTED,
+    COMMITTED,
+    OPEN,
+    SETTLING,
+    EntryTable,
+    LeaseRecord,
+    Record,
+    ReservationRecord,
+    Watch,
+)
+from kvoffload.cache.pools import Pool, Pools, Victims
 from kvoffload.cache.repair import repair
-from kvoffload.cache.requests import CacheRequest, record_of
+from kvoffload.cache.requests import RequestRecord
 from kvoffload.cache.reservations import check_readable
 from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder
 from kvoffload.errors import CapacityError
 from kvoffload.internal.types import Int64Array
 
-ABORTED, COMMITTED, OPEN, SETTLING = Stage.ABORTED, Stage.COMMITTED, Stage.OPEN, Stage.SETTLING
-
 
 class CacheState:
     """The state behind a `CacheIndex`.
 
-    A caller takes the lock, calls `enter`, calls other methods, and releases the lock. `refuse_nested` comes before
-    `enter`. The engine calls `busy` and `check_store` under the same lock; these call `enter` themselves where needed.
+    A caller takes the lock, calls `enter`, calls other methods, and releases the lock: see `calls.guarded`. The engine
+    calls `busy` and `check_store` under the same lock; these call `enter` themselves where needed.
 
     Attributes:
-        working: a call has not returned in the thread that holds the lock; see `refuse_nested`.
+        working: a call has not returned in the thread that holds the lock.
+        changes: how many calls have; counted before `working` is cleared, see `Queries.status_of`.
+        proposed: the record that this call has proposed.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
         awaited: records with transfers in any order; looked through by every `enter`.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
@@ -63,7 +74,9 @@ class CacheState:
         self.filter = reuse_filter
         self.recorder = recorder
         self.working = False
+        self.changes = 0
         self.consistent = True
+        self.proposed: Record | None = None
         self.storing: deque[ReservationRecord] = deque()
         self.loading: deque[LeaseRecord] = deque()
         self.abandoned: deque[Watch | Record | None] = deque()
@@ -73,13 +86,6 @@ class CacheState:
         self._num_groups = num_groups
 
     # up to date ---------------------------------------------------------------------------------------------------
-
-    def refuse_nested(self) -> None:
-        """Raise RuntimeError: a policy, a signal handler or a finalizer calls the cache in the middle of a call."""
-        raise RuntimeError(
-            "the cache was called in the middle of another call of it in the same thread: a policy, a signal handler "
-            "or a finalizer must leave it alone"
-        )
 
     def enter(self) -> None:
         """Bring the state up to date: repair, abort what was abandoned, settle what has ended."""
@@ -142,56 +148,50 @@ class CacheState:
     # filling ------------------------------------------------------------------------------------------------------
 
     def propose(
-        self, keys: list[bytes], tenant: str, all_or_nothing: bool = False, request: CacheRequest | None = None
+        self, keys: list[bytes], tenant: str, all_or_nothing: bool, opened: RequestRecord | None, uses: bool
     ) -> ReservationRecord:
-        """A record of what storing these keys would do. Changes nothing, but that an open request has the keys.
+        """A record of what storing these keys would do. Changes nothing, but that an open request has the keys, and
+        with `uses` uses those that are present.
 
         Raises:
             CapacityError: `all_or_nothing`, and a missing key would be declined.
             ValueError: no tenant of that name, or not the request's; or the policy names keys that must not be evicted.
-            ClosedError, TypeError: the request has ended, or is none.
         """
-        table, opened = self.table, None
-        if request is not None:
-            opened = record_of(request, self)
-            tenant = opened.tenant_of_call(tenant)
+        table = self.table
+        if opened is not None:
+            tenant = opened.tenant_of_call(tenant) if tenant else opened.tenant
         pool = self.pools.by_tenant.get(tenant) or self.pools.of(tenant)
         resident = table.of.__contains__
         present = list(filter(resident, keys))
         missing = list(filterfalse(resident, keys)) if present else keys
+        if uses and present:
+            self.use(keys, opened)
         new = self.filter.passing(missing) if self.filter.store_after else missing
         if pool.max_blocks is not None:
             new = pool.within_quota(new, present, self.pool_number)
-        victims: list[tuple[Pool, list[bytes]]] = []
+        victims: Victims = []
         free, short = table.num_free, False
         if not table.capacity:
             new, short = [], bool(missing)
-        elif new and (len(new) > free or pool.selective):
-            admitted, victims, short = find_space(table, self.pools, pool, new, present, opened)
+        policy = pool.policy if opened is None or not new else pool.policy_for(opened)
+        if new and (len(new) > free or pool.selective):
+            admitted, victims, short = find_space(table, self.pools, pool, policy, new, free, present, opened)
             new = new[:admitted]
         if all_or_nothing and len(new) < len(missing):
             raise CapacityError(shortage(table, len(missing), len(new), short))
+        record = ReservationRecord(pool, tenant, new, victims, present, policy)
+        if len(new) < len(keys):
+            chosen = set(new)
+            record.positions = [place for place, key in enumerate(keys) if key in chosen]
+            if len(new) < len(missing):
+                record.declined = [key for key in missing if key not in chosen]
+            record.short = short
         if opened is not None:
-            opened.add(keys)
-        if len(new) == len(keys):
-            record = ReservationRecord(pool, tenant, new, range(len(keys)), victims, [], present, opened)
-            return self._allocated(record)
-        chosen = set(new)
-        positions = [place for place, key in enumerate(keys) if key in chosen]
-        declined = [key for key in missing if key not in chosen] if len(new) < len(missing) else []
-        record = ReservationRecord(pool, tenant, new, positions, victims, declined, present, opened)
-        record.short = short
-        return self._allocated(record)
-
-    def _allocated(self, record: ReservationRecord) -> ReservationRecord:
-        if record.keys:
-            self.table.allocate(record)
+            opened.keys.update(dict.fromkeys(keys))
+        if new:
+            table.allocate(record)
+        self.proposed = record
         return record
-
-    def reserve(self, record: ReservationRecord) -> None:
-        """Carry a proposal out."""
-        self.publish(record)
-        self.fill(record)
 
     def publish(self, record: ReservationRecord) -> None:
         """Evict the victims and make the keys pending. `fill` follows; or `withdraw`, if nothing may be written."""
@@ -208,11 +208,10 @@ class CacheState:
         self.table.fill(record)
         if record.victims:
             self._note_evicted(record)
-        pool = record.pool
         if record.keys:
-            pool.stale = True
-            (pool.policy if record.request is None else pool.policy_for(record.request)).insert(record.keys)
-            pool.stale = False
+            record.pool.stale = True
+            record.policy.insert(record.keys)
+            record.pool.stale = False
             self.recorder.note_new(record.indices)
         if record.declined:
             self.recorder.note("declined", record.declined, record.tenant)
@@ -229,10 +228,8 @@ class CacheState:
             begin = end
 
     def submitted(self, record: ReservationRecord, jobs: tuple[Completion, ...], *, in_order: bool) -> None:
-        """The record is settled as soon as these transfers have ended.
-
-        Args:
-            in_order: they were submitted after the transfers of all records that were given in order before.
+        """The record is settled as soon as these transfers have ended; with `in_order` they end after those of all
+        records that were given in order before.
         """
         self.consistent = False
         record.jobs = jobs
@@ -244,31 +241,36 @@ class CacheState:
         self.table.writable.difference_update(record.indices)
         self.consistent = True
 
-    def settle(self, record: ReservationRecord, *, well: bool) -> None:
+    def settle(self, record: ReservationRecord, well: bool) -> None:
         """Make the keys hits, or missing; the entries stay held while transfers may still write them."""
         table = self.table
         if record not in table.reservations:
             return
         self.consistent = False
-        record.stage = COMMITTED if well else ABORTED
-        mine = table.still_mine(record)
-        held = not well and not record.transfers_ended
-        if not well:
-            self._unlink(record.pool, mine)
+        if well:
+            record.stage = COMMITTED
+            table.reservations.discard(record)
+            mine, indices = table.fulfil(record)
+            self.recorder.note_stored(mine, indices, record.tenant, record.promoted)
+            if self.filter.store_after:
+                self.filter.forget(mine)
+        else:
+            self._fail(record)
+        record.watch = None
+        self.consistent = True
+
+    def _fail(self, record: ReservationRecord) -> None:
+        record.stage = ABORTED
+        mine = self.table.still_mine(record)
+        held = not record.transfers_ended
+        self._unlink(record.pool, mine)
         if held:
             self.awaited[record] = None
         else:
-            table.reservations.discard(record)
-        table.end(record, mine, held=held)
-        record.watch = None
-        if well:
-            indices = record.indices if mine is record.keys else list(map(table.of.__getitem__, mine))
-            self.recorder.note_stored(mine, indices, record.tenant, "promoted" if record.promoted else "stored")
-            if self.filter.store_after:
-                self.filter.forget(mine)
-        elif mine and not record.promoted:
+            self.table.reservations.discard(record)
+        self.table.end(record, mine, held)
+        if mine and not record.promoted:
             self.recorder.note("failed", mine, record.tenant)
-        self.consistent = True
 
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
         """Resident keys of a pool lose their entries, for another reason than eviction."""
@@ -285,35 +287,29 @@ class CacheState:
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def propose_lease(self, keys: list[bytes], pending: bool, request: CacheRequest | None = None) -> LeaseRecord:
+    def propose_lease(self, keys: list[bytes], pending: bool) -> LeaseRecord:
         """A record for reading the entries of these keys. Changes nothing.
 
         Raises:
             MissingKeyError: a key is absent or not ready.
-            ClosedError, ValueError, TypeError: the open request has ended, is another cache's, or none.
         """
         table = self.table
-        if request is not None:
-            record_of(request, self)
         indices = list(map(table.of.get, keys))
-        if None not in indices and (not table.pending or table.pending.keys().isdisjoint(keys)):
-            return LeaseRecord(keys, indices, ())  # type: ignore[arg-type]  # every key has an entry
-        awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
-        return LeaseRecord(keys, indices, tuple(dict.fromkeys(filter(None, awaited))))  # type: ignore[arg-type]
+        sources: tuple[ReservationRecord, ...] = ()
+        if None in indices or (table.pending and not table.pending.keys().isdisjoint(keys)):
+            awaited = [check_readable(table, position, key, pending) for position, key in enumerate(keys)]
+            sources = tuple(dict.fromkeys(filter(None, awaited)))
+        self.proposed = lease = LeaseRecord(keys, indices, sources)  # type: ignore[arg-type]  # every key has an entry
+        return lease
 
     def begin(self, lease: LeaseRecord) -> None:
         """Hold the entries."""
         self.consistent = False
-        self.table.leases.add(lease)
-        self.table.hold(set(lease.indices))
+        self.table.hold(lease)
         self.consistent = True
 
     def end(self, lease: LeaseRecord, *, loaded: bool = False) -> None:
-        """Release the entries, or as soon as the transfers of the lease have ended.
-
-        Args:
-            loaded: a transfer has copied all of its blocks to the device.
-        """
+        """Release the entries, or as soon as the transfers of the lease have ended; `loaded`: these have succeeded."""
         if lease not in self.table.leases:
             return
         self.consistent = False
@@ -321,22 +317,24 @@ class CacheState:
         lease.watch = None
         if not lease.jobs or lease.transfers_ended:
             self.table.leases.discard(lease)
-            self.table.release(set(lease.indices))
+            self.table.release(lease.held)
             if loaded:
                 self.recorder.loaded += len(lease.keys)
         else:
             self.awaited[lease] = None
         self.consistent = True
 
-    def use(self, keys: list[bytes], request: CacheRequest | None = None) -> None:
+    def use(self, keys: list[bytes], opened: RequestRecord | None = None) -> None:
         """A request loads these keys; those that are not resident, or were its own before, are passed over."""
-        of, pools, opened = self.table.of, self.pools, None
-        if request is not None:
-            opened = record_of(request, self)
+        of, pools = self.table.of, self.pools
+        if opened is not None:
+            for key in keys:
+                if key not in opened.keys:
+                    break
+            else:
+                return
             keys = list(filterfalse(opened.keys.__contains__, keys))
-            opened.add(keys)
-        if not keys:
-            return
+            opened.keys.update(dict.fromkeys(keys))
         used = self.table.originals(filter(of.__contains__, dict.fromkeys(keys)))
         if not used:
             return
@@ -390,6 +388,7 @@ class CacheState:
                 self.working = True
                 self.enter()
             finally:
+                self.changes += 1
                 self.working = False
 
     def pool_number(self, key: bytes) -> int | None:

@@ -8,7 +8,7 @@ import time
 import warnings
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ EventKind = Literal["hit", "miss", "stored", "promoted", "evicted", "declined", 
 
 _RESIDENCY_SECONDS = tuple(float(4**power) for power in range(-5, 12))  # 1 ms to 48 days
 _REUSE_DISTANCES = tuple(float(2**power) for power in range(6, 31))
-_COUNTED = ("stored", "promoted", "evicted", "failed", "declined", "removed")
+_COUNTED = ("promoted", "evicted", "removed")
 _BY_TENANT = ("stored", "failed", "declined")
 _FEW = 6  # keys of one call: where there are no more, Python's own numbers take less time than numpy's
 _MANY = 64  # the same, where nearly all of it is done in C
@@ -137,11 +137,10 @@ class Tally:
         self._counts += np.bincount(self._bounds.searchsorted(values), minlength=len(self._counts))
         self._total += float(values.sum())
 
-    def add_each(self, values: Iterable[float], times: int = 1) -> None:
-        """The same for a few numbers, each of which comes so many times."""
-        for value in values:
-            self._each[bisect_left(self._edges, value)] += times
-            self._total += value * times
+    def add_one(self, value: float, times: int = 1) -> None:
+        """The same for one number, which comes so many times."""
+        self._each[bisect_left(self._edges, value)] += times
+        self._total += value * times
 
     def snapshot(self) -> Histogram:
         return Histogram(tuple(self._bounds.tolist()), tuple(self._counts.tolist()), self._total)
@@ -181,11 +180,10 @@ class StatisticsRecorder:
 
     def note(self, kind: EventKind, keys: Sequence[bytes], tenant: str = "") -> None:
         """Something has happened to these keys."""
-        self._counts[kind] += len(keys)
-        if kind in _BY_TENANT and keys:
-            counts = self._by_tenant.get(tenant)
-            if counts is None:
-                counts = self._by_tenant[tenant] = dict.fromkeys(_BY_TENANT, 0)
+        if kind not in _BY_TENANT:
+            self._counts[kind] += len(keys)
+        elif keys:
+            counts = self._by_tenant.get(tenant) or self._by_tenant.setdefault(tenant, dict.fromkeys(_BY_TENANT, 0))
             counts[kind] += len(keys)
         if self._on_event is not None:
             self._announce(kind, keys, tenant)
@@ -201,14 +199,12 @@ class StatisticsRecorder:
         """The event of a lookup of one key."""
         self._announce("hit" if found else "miss", (key,))
 
-    def note_stored(
-        self, keys: Sequence[bytes], entries: list[int], tenant: str, kind: Literal["stored", "promoted"] = "stored"
-    ) -> None:
+    def note_stored(self, keys: Sequence[bytes], entries: list[int], tenant: str, promoted: bool) -> None:
         if len(entries) == 1:
             self._stored_at_each[entries[0]] = time.monotonic()
         else:
             self._stored_at[entries] = time.monotonic()
-        self.note(kind, keys, tenant)
+        self.note("promoted" if promoted else "stored", keys, tenant)
 
     def note_restored(self, entries: Int64Array) -> None:
         """These entries hold keys of an earlier process: their residency counts from now on."""
@@ -218,10 +214,13 @@ class StatisticsRecorder:
     def note_evicted(self, keys: Sequence[bytes], entries: list[int]) -> None:
         now = time.monotonic()
         if len(entries) <= _FEW:
-            self._residency.add_each([now - self._stored_at_each[entry] for entry in entries])
+            for entry in entries:
+                self._residency.add_one(now - self._stored_at_each[entry])
         else:
             self._residency.add(now - self._stored_at[entries])
-        self.note("evicted", keys)
+        self._counts["evicted"] += len(keys)
+        if self._on_event is not None:
+            self._announce("evicted", keys)
 
     def note_new(self, entries: list[int]) -> None:
         """These entries have got new keys, which may be touched before they are stored."""
@@ -240,7 +239,7 @@ class StatisticsRecorder:
         if len(entries) == 1:
             before = each[entries[0]]
             if before:
-                self._distances.add_each((now - before,))
+                self._distances.add_one(now - before)
             each[entries[0]] = later
             return
         if len(entries) <= _MANY:
@@ -248,7 +247,7 @@ class StatisticsRecorder:
             before = all_before[0]
             if all_before.count(before) == len(entries):  # as of keys that were touched together, or never
                 if before:
-                    self._distances.add_each((now - before,), len(entries))
+                    self._distances.add_one(now - before, len(entries))
                 for entry in entries:
                     each[entry] = later
                 return
@@ -270,6 +269,7 @@ class StatisticsRecorder:
             hits=self.hits,
             loaded=self.loaded,
             **self._counts,
+            **{kind: sum(each[kind] for each in self._by_tenant.values()) for kind in _BY_TENANT},
         )
 
     @property

@@ -16,7 +16,7 @@ reset.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -35,15 +35,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffload.cache.entries import LeaseRecord, Status
+from kvoffload.cache.entries import LeaseRecord, ReservationRecord, Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
-from kvoffload.cache.reservations import Reservation
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.vllm.events import EventLog
 from kvoffload.vllm.metrics import Reporter
 from kvoffload.vllm.offers import Offers
-from kvoffload.vllm.requests import end_request, has_order, in_order, keep_order, state_of
+from kvoffload.vllm.requests import RequestState, end_request, in_order, state_of
 
 _MISS, _HIT, _PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 _IS_MISS, _IS_HIT, _ = Status  # looking them up in the class takes as long as the rest of `lookup`
@@ -58,7 +57,7 @@ class _Filling:
         well: whether no part of it has failed.
     """
 
-    reservation: Reservation
+    record: ReservationRecord
     left: int
     well: bool = True
 
@@ -93,6 +92,8 @@ class KVOffloadManager(OffloadingManager):
         self._resets = 0
         self._offers = Offers(store_threshold, max_tracker_size)
         self._reporter = Reporter(counts_skipped=store_threshold >= 2)
+        self._status_of: Callable[[bytes], Status] = lambda key: self.index.status_of(key)  # until there is an index
+        self._begun: list[ReservationRecord] = []  # whose keys are not in `_filling` yet
         self._filling: dict[bytes, _Filling] = {}
         self._reading: dict[frozenset[bytes], list[LeaseRecord]] = {}
         self._before_reset: list[Callable[[], None]] = []  # ends what was under way at a reset
@@ -100,11 +101,9 @@ class KVOffloadManager(OffloadingManager):
     @cached_property
     def index(self) -> CacheIndex:
         """The keys."""
-        return self._make_index(None if self._events is None else self._events.note)
-
-    @cached_property
-    def _status_of(self) -> Callable[[bytes], Status]:
-        return self.index.status_of
+        index = self._make_index(None if self._events is None else self._events.note)
+        self._status_of = index.status_of
+        return index
 
     def _make_index(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
         return CacheIndex(self._num_chunks, policy=self._policy, on_event=on_event)
@@ -124,28 +123,49 @@ class KVOffloadManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """The slots of keys that `lookup` has found. They stay as they are until `complete_load` of the same keys."""
-        wanted = list(keys)
-        state, used = state_of(self.index, req_context, self._resets), in_order(wanted, req_context)
-        ordered = has_order(wanted, req_context)
+        index, wanted = self.index, list(keys)
+        state = req_context.get_state(RequestState)
+        if state is None or state.owner is not index or state.record.ended:
+            state = state_of(index, req_context, self._resets)
+        used = wanted if len(wanted) < 2 else in_order(wanted, req_context)
+        first = req_context.get_offload_key_position(used[0]) if used else None
+        known = len(state.record.keys)
         leases = self._reading.setdefault(which := frozenset(wanted), [])
         try:
-            lease = self.index.hold(wanted, leases, state.request if ordered else None, used)
+            lease = index.hold((wanted, leases, None if first is None else state.record, used))
         finally:
             if not leases:  # a key is missing
                 del self._reading[which]
-        if ordered:
-            keep_order(self.index, req_context, state, used)
+        if first is not None and len(state.record.keys) > known:
+            state.keep_order(req_context, used, first)
         return CPULoadStoreSpec(lease.indices)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         which = frozenset(keys)
         leases = self._reading[which]
-        self.index.release(leases.pop())
+        self.index.release(leases[-1])
+        leases.pop()
         if not leases:
             del self._reading[which]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.index.touch(keys if type(keys) is list else list(keys))
+        """The request uses these keys; what it has stored, loaded or touched before it uses already.
+
+        Where vLLM has not said where they end, they are taken for all keys of a request, which has ended.
+        """
+        index, wanted = self.index, list(keys)
+        used = wanted if len(wanted) < 2 else in_order(wanted, req_context)
+        first = req_context.get_offload_key_position(used[0]) if used else None
+        if first is None:
+            index.touch(wanted)
+            return
+        state = req_context.get_state(RequestState)
+        if state is None or state.owner is not index or state.record.ended:
+            state = state_of(index, req_context, self._resets)
+        known = len(state.record.keys)
+        index.use((used, state.record))
+        if len(state.record.keys) > known:
+            state.keep_order(req_context, used, first)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         end_request(self.index, req_context)
@@ -158,34 +178,49 @@ class KVOffloadManager(OffloadingManager):
         If too few are free or can be evicted, the first keys of the request get them. None, upon which vLLM offers the
         keys again at its next step, only if none got one while transfers hold slots that will be free later.
         """
-        offered, state = list(dict.fromkeys(keys)), state_of(self.index, req_context, self._resets)
+        index, offered = self.index, list(dict.fromkeys(keys))
+        state = req_context.get_state(RequestState)
+        if state is None or state.owner is not index or state.record.ended:
+            state = state_of(index, req_context, self._resets)
         if self._windowed and state.resets < self._resets:
             offered = [key for key in offered if get_offload_group_idx(key) not in self._windowed]
-        wanted = in_order(offered, req_context)
+        wanted = offered if len(offered) < 2 else in_order(offered, req_context)
         if self._offers.threshold > 1:
             wanted = self._passing(wanted)
-        ordered = has_order(wanted, req_context)
-        request = state.request if ordered else None
-        self.index.load(wanted, request=request)  # what is there already is used by this request, too
-        reservation = self.index.reserve(wanted, request=request)
-        if ordered:
-            keep_order(self.index, req_context, state, wanted)
-        asked = len(reservation.keys) + len(reservation.declined)
+        first = req_context.get_offload_key_position(wanted[0]) if wanted else None
+        known = len(state.record.keys)
+        if self._begun:
+            self._abandon_begun()
+        record = index.reserve_record((wanted, self._begun, None if first is None else state.record))
+        if first is not None and len(state.record.keys) > known:
+            state.keep_order(req_context, wanted, first)
+        asked = len(record.keys) + len(record.declined)
         if asked:
             self._reporter.sizes.append(asked)
-        if not reservation.keys:
-            reservation.commit()
-            if reservation.short and (self._filling or self._reading or self._before_reset):
+        if not record.keys:
+            index.commit(record)
+            self._begun.clear()
+            if record.short and (self._filling or self._reading or self._before_reset):
                 return None
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        filling = _Filling(reservation, len(reservation.keys))
-        self._filling.update(dict.fromkeys(reservation.keys, filling))
-        stored, slots = list(reservation.keys), list(reservation.indices)
+        filling = _Filling(record, len(record.keys))
+        for key in record.keys:
+            self._filling[key] = filling
+        self._begun.clear()
+        stored, slots = record.keys, record.indices
         if wanted is not offered:
-            stored, slots = self._as_offered(offered, reservation)
-        return PrepareStoreOutput(stored, CPULoadStoreSpec(slots), list(reservation.evicted))
+            stored, slots = self._as_offered(offered, record)
+        return PrepareStoreOutput(list(stored), CPULoadStoreSpec(slots), list(record.evicted))
 
-    def _passing(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+    def _abandon_begun(self) -> None:
+        """Abandon what calls that an interrupt has ended have reserved."""
+        for record in self._begun:
+            self.index.abandon(record)
+            for key in record.keys:
+                self._filling.pop(key, None)
+        self._begun.clear()
+
+    def _passing(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Without missing keys that have not been offered often enough."""
         self._offers.note(keys)
         missing = [key for key, status in zip(keys, self.index.status(keys), strict=True) if status is Status.MISS]
@@ -193,25 +228,28 @@ class KVOffloadManager(OffloadingManager):
         return [key for key in keys if key not in left_out]
 
     @staticmethod
-    def _as_offered(offered: list[OffloadKey], reservation: Reservation) -> tuple[list[OffloadKey], list[int]]:
+    def _as_offered(offered: list[OffloadKey], record: ReservationRecord) -> tuple[list[OffloadKey], list[int]]:
         """Keys and slots of a reservation in the order in which vLLM has offered the keys, group after group."""
-        slots = dict(zip(reservation.keys, reservation.indices, strict=True))
+        slots = dict(zip(record.keys, record.indices, strict=True))
         stored = [key for key in offered if key in slots]
         return stored, [slots[key] for key in stored]
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Every worker has ended the store. The keys are hits if none has reported a failure, else missing."""
+        filling_of = self._filling
         for key in keys:
-            filling = self._filling.pop(key, None)
+            filling = filling_of.get(key)
             if filling is None:  # it was present, or stored by another request
                 continue
-            filling.left -= 1
-            filling.well &= success
-            if filling.left == 0:
-                if filling.well:
-                    filling.reservation.commit()
-                else:
-                    filling.reservation.abort()
+            if not success:
+                filling.well = False
+            if filling.left > 1:
+                filling.left -= 1
+            elif filling.well:
+                self.index.commit(filling.record)
+            else:
+                self.index.abort(filling.record)
+            del filling_of[key]
 
     def note_failed(self, slots: Collection[int]) -> None:
         """A worker has failed to store into these slots, or to load from them. Called before `complete_store`.
@@ -221,7 +259,7 @@ class KVOffloadManager(OffloadingManager):
         """
         failed = set(slots)
         for filling in set(self._filling.values()):
-            if not failed.isdisjoint(filling.reservation.indices):
+            if not failed.isdisjoint(filling.record.indices):
                 filling.well = False
         for leases in self._reading.values():
             for lease in leases:
@@ -242,7 +280,7 @@ class KVOffloadManager(OffloadingManager):
         self._before_reset += [
             partial(self.index.release, lease) for leases in self._reading.values() for lease in leases
         ]
-        self._before_reset += [filling.reservation.abort for filling in set(self._filling.values())]
+        self._before_reset += [partial(self.index.abandon, filling.record) for filling in set(self._filling.values())]
         self._reading.clear()
         self._filling.clear()
 

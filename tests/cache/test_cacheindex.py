@@ -243,9 +243,9 @@ def test_entries_are_held_and_loaded_in_one_call(index: CacheIndex) -> None:
     kept: list[Any] = []
     with index.open_request() as request:
         with pytest.raises(MissingKeyError, match=r"keys\[1\]"):
-            index.hold([key(0), key(99)], kept, request, [key(0)])
+            index.hold(([key(0), key(99)], kept, request._record, [key(0)]))
         assert (kept, request.keys, index.statistics().pinned) == ([], (), 0)
-        record = index.hold(keys(0, 2), kept, request, keys(0, 2))
+        record = index.hold((keys(0, 2), kept, request._record, keys(0, 2)))
         assert kept == [record]
         assert request.keys == tuple(keys(0, 2))
         assert index.statistics().pinned == 2

@@ -24,7 +24,8 @@ EDGES = (0, 2, 4, 7, 11, 16, 24, 40, 70, 120, 300)
 def small() -> Iterator[None]:
     """Constants with which learning, forgetting and batches of keys happen within a few steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reuse, "EDGES", EDGES)
+        for module in (reuse, heads):
+            patch.setattr(module, "EDGES", EDGES)
         patch.setattr(prefix, "_FEWEST_REMEMBERED", 9)
         patch.setattr(prefix, "_SHORTEST_ROUND", 20)
         for module in (prefix, heads):
@@ -218,9 +219,9 @@ def test_chain_worths_cover_what_may_need_a_block(seed: int) -> None:
         model.lost(chance.randrange(KINDS), chance.randrange(400), chance.randint(1, 9))
     model.learn([])
     for kind in range(KINDS):
-        for age in EDGES:
+        for place, age in enumerate(EDGES):
             needing = [model.worth(low, old) for low in range(kind + 1) for old in EDGES if old >= age]
-            assert model.chain_worth(kind, age) == max(needing)
+            assert model.chain_worths[kind][place] == max(needing)
 
 
 def test_a_key_that_an_open_request_uses_many_times_is_known_as_long_as_it_is_resident() -> None:
@@ -239,3 +240,18 @@ def test_a_key_that_an_open_request_uses_many_times_is_known_as_long_as_it_is_re
     request.insert([b"a"])
     assert set(policy) == {b"a", b"b"}
     assert len(policy) == 2
+
+
+def test_room_for_one_key_is_found_behind_a_run_that_has_no_keys_left() -> None:
+    """That run comes first in its queue, since that of an open request, which was before it, is the latest now."""
+    policy = Prefix(4)
+    request = policy.for_request({})
+    request.insert([b"a"])
+    policy.for_request({}).insert([b"b"])
+    policy.remove([b"b"], evicted=False)
+    request.insert([b"c"])
+    room = policy.for_request({}).make_room([b"d"], 0, lambda _: False)
+    assert room is not None
+    assert room.victims == [b"c"]
+    own = request.make_room([b"d"], 0, lambda key: key in (b"a", b"c"))
+    assert own is None

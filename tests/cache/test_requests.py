@@ -396,10 +396,10 @@ def test_a_policy_that_raises_leaves_an_open_request_usable() -> None:
     calls = iter([False, False, True, False, False, False])
 
     class Failing(Prefix):
-        def _queue(self, runs: Any) -> None:
+        def _use(self, *given: Any, **options: Any) -> None:
+            super()._use(*given, **options)
             if next(calls, False):
                 raise ZeroDivisionError
-            super()._queue(runs)
 
     index = CacheIndex(8, policy=Failing)
     request = index.open_request()

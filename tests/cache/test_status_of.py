@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -81,6 +81,53 @@ def test_no_thread_sees_a_key_between_its_reservation_and_its_bytes() -> None:
     assert seen == [PENDING]
     reservation.commit()
     assert index.status_of(key(0)) is HIT
+
+
+class Meanwhile(dict[bytes, int]):
+    """The keys of a table; once one of them has been found, another thread does something."""
+
+    def __init__(self, of: dict[bytes, int], call: Callable[[], object]) -> None:
+        super().__init__(of)
+        self._calls = [call]
+
+    def __contains__(self, name: object) -> bool:
+        found = super().__contains__(name)
+        if found and self._calls:
+            thread = threading.Thread(target=self._calls.pop())
+            thread.start()
+            thread.join(0.2)
+        return found
+
+
+def test_a_key_that_changes_while_it_is_looked_up_is_looked_up_again() -> None:
+    """It was pending when it was found, and is gone when it is looked for among the pending ones."""
+    index = CacheIndex(4)
+    reservation = index.reserve(keys(0))
+    table = index._state.table
+    table.of = Meanwhile(table.of, reservation.abort)
+    assert index.status_of(key(0)) is MISS
+    assert (index.statistics().lookups, index.statistics().hits) == (1, 0)
+
+
+def test_a_key_that_a_call_is_changing_is_no_hit() -> None:
+    """The other thread's call aborts two dropped reservations, and has aborted that of this key."""
+    asked: list[float] = []
+
+    def in_flight() -> tuple[()]:
+        asked.append(0.0)
+        if len(asked) == 2:
+            ended.wait(0.5)
+        return ()
+
+    ended = threading.Event()
+    index = CacheIndex(4, in_flight=in_flight)
+    mine, other = index.reserve(keys(0)), index.reserve(keys(1))
+    del mine
+    del other
+    table = index._state.table
+    table.of = Meanwhile(table.of, lambda: index.lookup([]))
+    assert index.status_of(key(0)) is MISS
+    ended.set()
 
 
 def test_a_policy_must_not_ask() -> None:

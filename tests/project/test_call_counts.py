@@ -8,9 +8,9 @@ from call_counts import MEASURED, count_calls
 LIMITS = {
     "engine.store": (70, 13),
     "engine.load": (70, 13),
-    "cache.store": (130, 19),
-    "cache.store, evicting": (240, 24),  # the default policy's search for what is worth least is half of it
-    "cache.load": (130, 19),
+    "cache.store": (90, 20),
+    "cache.store, evicting": (165, 24),  # the default policy's search for what is worth least is half of it
+    "cache.load": (82, 20),
 }
 
 

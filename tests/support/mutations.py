@@ -193,7 +193,7 @@ MUTATIONS = (
     Mutation(
         "the-slots-of-an-abandoned-reservation-are-free-at-once",
         "cache/state.py",
-        "held = not well and not record.transfers_ended",
+        "held = not record.transfers_ended",
         "held = False",
         (f"{CACHE}::test_an_abandoned_reservation_keeps_its_slots_until_the_store_has_ended",),
     ),
@@ -222,8 +222,8 @@ MUTATIONS = (
     Mutation(
         "victims-are-not-checked",
         "cache/space.py",
-        "    _check_victims(table, space.victims, protected)\n",
-        "",
+        "victims = _check_victims(table, space.victims, protected)",
+        "victims = sum(len(mine) for _, mine in space.victims)",
         (f"{CACHE}::test_victims_that_may_not_go_are_not_taken",),
     ),
     Mutation(
@@ -239,6 +239,27 @@ MUTATIONS = (
         "elif key in table.pending:",
         "elif False:",
         ("tests/cache/test_status_of.py::test_it_settles_what_has_ended_and_what_was_abandoned",),
+    ),
+    Mutation(
+        "a-key-may-change-while-its-status-is-read",
+        "cache/queries.py",
+        "            and state.changes == changes\n",
+        "",
+        ("tests/cache/test_status_of.py::test_a_key_that_changes_while_it_is_looked_up_is_looked_up_again",),
+    ),
+    Mutation(
+        "a-call-may-be-changing-the-key-whose-status-is-read",
+        "cache/queries.py",
+        "            and not state.working\n",
+        "",
+        ("tests/cache/test_status_of.py::test_a_key_that_a_call_is_changing_is_no_hit",),
+    ),
+    Mutation(
+        "what-an-interrupted-call-has-proposed-stays",
+        "cache/calls.py",
+        "state.abandoned.append(record)  # ignored",
+        "pass  # ignored",
+        (f"{CACHE}::test_a_policy_that_raises_leaves_the_truth", "tests/cache/test_cache_truth.py"),
     ),
     Mutation(
         "a-slot-is-free-before-its-store-has-ended",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+from cache_interrupts import count_points, interrupt
 from vllm_parts import keys, request
 
 from kvoffload.vllm import KVOffloadManager
@@ -255,3 +257,95 @@ def test_the_manager_says_where_chunks_come_from() -> None:
     assert manager.get_load_source(A[0], request("1")).value == "host"
     assert manager.config_info() == [{"kvoffload_policy": "prefix"}]
     manager.touch([A[0], A[0]], request("1"))
+
+
+def test_keys_that_are_touched_are_used_by_that_request() -> None:
+    manager, first, second = KVOffloadManager(4, policy="lru"), request("1", A), request("2", B)
+    stored(manager, A[:2], first)
+    manager.on_request_finished(first)
+    stored(manager, B[:2], second)
+    manager.on_request_finished(second)
+    manager.touch(A[:2], request("3", A))
+    stored(manager, keys(20), request("4", keys(20)))
+    assert found(manager, A[:2] + B[:2]) == "HHHM"
+
+
+def test_a_request_that_touches_its_keys_uses_them_once() -> None:
+    manager, context = KVOffloadManager(4), request("1", A)
+    stored(manager, A[:2], context)
+    manager.touch(A[:2], context)
+    manager.touch(A[:2], context)
+    assert sum(manager.index.statistics().reuse_distance_blocks.counts) == 0
+    manager.on_request_finished(context)
+    assert sum(manager.index.statistics().reuse_distance_blocks.counts) == 0
+    again = request("2", A)
+    manager.touch(A[:2], again)
+    manager.on_request_finished(again)
+    assert sum(manager.index.statistics().reuse_distance_blocks.counts) == 2
+
+
+def _prepared_load(manager: KVOffloadManager, context: Any) -> None:
+    manager.prepare_load(A[:2], context)
+
+
+def _prepared_store(manager: KVOffloadManager, context: Any) -> None:
+    manager.prepare_store(B[:2], context)
+
+
+INTERRUPTED: dict[str, tuple[Any, Any]] = {  # what is done before, and the call
+    "prepare_store": (None, _prepared_store),
+    "complete_store": (_prepared_store, lambda manager, context: manager.complete_store(set(B[:2]), context)),
+    "failed store": (_prepared_store, lambda manager, context: manager.complete_store(set(B[:2]), context, False)),
+    "prepare_load": (None, _prepared_load),
+    "complete_load": (_prepared_load, lambda manager, context: manager.complete_load(set(A[:2]), context)),
+    "touch": (None, lambda manager, context: manager.touch(A[:2], context)),
+}
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_pitfall_39_an_interrupted_call_keeps_no_slot_beyond_a_reset(name: str) -> None:
+    """At every point: a key that hits has been stored; after a reset all slots are free, and none is given twice."""
+    prepare, call = INTERRUPTED[name]
+
+    def begun() -> tuple[KVOffloadManager, Any]:
+        manager, before = KVOffloadManager(4), request("0", A)
+        stored(manager, A[:2], before)
+        manager.on_request_finished(before)
+        context = request("1", A, B)
+        if prepare is not None:
+            prepare(manager, context)
+        return manager, context
+
+    points = count_points(partial(call, *begun()))
+    assert points > 5
+    for nth in range(1, points + 1):
+        manager, context = begun()
+        where = interrupt(partial(call, manager, context), nth)
+        hits = found(manager, A[:2] + B[:2])
+        assert hits[:2] == "HH", where
+        assert "H" not in hits[2:] or name == "complete_store", where
+        manager.index.check()
+        manager.reset_cache()
+        manager.on_reset_flushed()
+        again = request("2", keys(*range(20, 24)))
+        output: Any = manager.prepare_store(keys(*range(20, 24)), again)
+        assert sorted(output.store_spec.block_ids.tolist()) == [0, 1, 2, 3], where
+        manager.complete_store(set(keys(*range(20, 24))), again)
+        statistics = manager.index.statistics()
+        assert (statistics.resident, statistics.pending, statistics.pinned) == (4, 0, 0), where
+        manager.index.check()
+
+
+def test_what_an_interrupted_store_has_reserved_is_free_for_the_next_one() -> None:
+    """Without a reset, but for the last points, at which the manager has taken note of the store."""
+    free: list[bool] = []
+    where: str | None = "nowhere yet"
+    while where is not None:
+        manager, context = KVOffloadManager(2), request("1", A)
+        where = interrupt(partial(manager.prepare_store, A[:2], context), len(free) + 1, "kvoffload/vllm/manager")
+        output: Any = manager.prepare_store(B[:2], request("2", B))
+        free.append(output is not None and output.keys_to_store == B[:2])
+        manager.index.check()
+    assert free == sorted(free, reverse=True)
+    assert len(free) > 10
+    assert free.count(False) <= 5

@@ -53,14 +53,21 @@ class Survivors(NamedTuple):
 
 
 class ReuseModel:
-    """Learns from observations; says what blocks are worth. Before it has learned, age and uses alone decide."""
+    """Learns from observations; says what blocks are worth. Before it has learned, age and uses alone decide.
+
+    Attributes:
+        chain_worths: by kind, by range of ages: the worth of a block together with all that may need it. What needs it
+            was last used at the same time or earlier and not more often, so this is the highest worth of its kind and
+            lower ones at its age and above. A policy that evicts the lowest chain worth, and of equal ones the lowest
+            kind, evicts a block only after those that need it.
+    """
 
     def __init__(self) -> None:
         self.reused_counts = _table()
         self._lost = _table()
         self._worth = [[(kind // 2 + 1) / (1 + age) for age in EDGES] for kind in range(KINDS)]
         self._known = [False] * KINDS
-        self._chain_worths: list[list[float]] = []
+        self.chain_worths: list[list[float]] = []
         self._compute_chain_worths()
 
     def reused(self, kind: int, age: int, count: int = 1) -> None:
@@ -79,15 +86,6 @@ class ReuseModel:
         """What a block of a kind is worth on arrival; more than any other as long as nothing is known of the kind."""
         return self._worth[kind][0] if self._known[kind] else inf
 
-    def chain_worth(self, kind: int, age: int) -> float:
-        """The worth of a block together with all that may need it.
-
-        What needs it was last used at the same time or earlier and not more often, so this is the highest worth of its
-        kind and lower ones at its age and above. A policy that evicts the lowest chain worth, and of
-        equal ones the lowest kind, evicts a block only after those that need it.
-        """
-        return self._chain_worths[kind][bisect_right(EDGES, age) - 1]
-
     def learn(self, survivors: Iterable[Survivors]) -> None:
         """Estimate worths from what was observed, and weigh it less from now on."""
         waiting = _table()
@@ -100,14 +98,14 @@ class ReuseModel:
         self._compute_chain_worths()
 
     def _compute_chain_worths(self) -> None:
-        self._chain_worths = []
+        self.chain_worths = []
         below = [0.0] * len(EDGES)
         for worths in self._worth:
             chain_worths, highest = below[:], 0.0
             for index in reversed(range(len(EDGES))):
                 highest = max(highest, worths[index], below[index])
                 chain_worths[index] = highest
-            self._chain_worths.append(chain_worths)
+            self.chain_worths.append(chain_worths)
             below = chain_worths
 
 
