@@ -122,6 +122,14 @@ def gpu_device() -> Iterator[kvoffload.Device]:
         yield opened
 
 
+@pytest.fixture(params=["simulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def each_device(request: pytest.FixtureRequest) -> kvoffload.Device:
+    """The simulated device, and the GPU under test in a second test, which is marked `gpu`."""
+    opened = request.getfixturevalue("device" if request.param == "simulated" else "gpu_device")
+    assert isinstance(opened, kvoffload.Device)
+    return opened
+
+
 @pytest.fixture
 def on_gpu(gpu_device: kvoffload.Device) -> tuple[str, ...]:
     """The options with which a command uses the GPU under test."""

@@ -17,23 +17,8 @@ from typing import Any, Literal
 from paged_decode import model
 
 import kvoffload
+from rank_processes import messages
 from rank_processes import rank as rank_module
-from rank_processes.messages import (
-    Answer,
-    Compute,
-    Ended,
-    Floats,
-    Follow,
-    Logits,
-    Open,
-    Opened,
-    Product,
-    Raised,
-    Request,
-    Spoil,
-    Sum,
-    Transfer,
-)
 
 ANSWER_SECONDS = 120.0  # the first step compiles kernels
 END_SECONDS = 10.0  # after the pipe was closed, for a rank to drain and unpin
@@ -51,7 +36,7 @@ class GroupTransfer:
         errors: by rank, why it failed there.
     """
 
-    def __init__(self, request: Transfer, ranks: int, settle: Callable[[bool], None]) -> None:
+    def __init__(self, request: messages.Transfer, ranks: int, settle: Callable[[bool], None]) -> None:
         self.number, self.direction, self.num_blocks = request.number, request.direction, len(request.blocks)
         self.missing = set(range(ranks))
         self.errors: dict[int, str] = {}
@@ -126,8 +111,8 @@ class RankGroup:
         Raises:
             RankError: blocks of the ranks do not mean the same: the layouts have different fingerprints.
         """
-        self._send(Open(num_blocks, num_slots))
-        layouts: list[kvoffload.KVLayout] = [answer.layout for answer in self._gather(Opened)]
+        self._send(messages.Open(num_blocks, num_slots))
+        layouts: list[kvoffload.KVLayout] = [answer.layout for answer in self._gather(messages.Opened)]
         for rank, layout in enumerate(layouts):
             if layout.fingerprint != layouts[0].fingerprint:
                 mine, other = (f"{each} of {each.dtype}" for each in (layout, layouts[0]))
@@ -147,7 +132,7 @@ class RankGroup:
             settle: called once, when it has ended in all ranks, with whether it has succeeded in all.
         """
         self._submitted += 1
-        request = Transfer(self._submitted, direction, list(map(int, blocks)), list(map(int, slots)))
+        request = messages.Transfer(self._submitted, direction, list(map(int, blocks)), list(map(int, slots)))
         transfer = GroupTransfer(request, len(self.processes), settle)
         self._transfers[request.number] = transfer
         self._send(request)
@@ -156,17 +141,17 @@ class RankGroup:
     def follow(self, transfer: GroupTransfer) -> None:
         """Have all steps from now on follow a transfer, in every rank."""
         if transfer.missing:
-            self._send(Follow(transfer.number))
+            self._send(messages.Follow(transfer.number))
 
-    def compute(self, step: model.Step) -> Floats:
+    def compute(self, step: model.Step) -> messages.Floats:
         """The logits of a step, from all ranks together."""
-        self._send(Compute(step))
+        self._send(messages.Compute(step))
         while True:
-            answers = self._gather(Product, Logits)
-            if isinstance(answers[0], Logits):
+            answers = self._gather(messages.Product, messages.Logits)
+            if isinstance(answers[0], messages.Logits):
                 break
-            self._send(Sum(sum((each.values for each in answers[1:]), answers[0].values)))
-        first: Floats = answers[0].values
+            self._send(messages.Sum(sum((each.values for each in answers[1:]), answers[0].values)))
+        first: messages.Floats = answers[0].values
         for rank, each in enumerate(answers):
             if each.values.tobytes() != first.tobytes():
                 raise RankError(f"rank {rank} has other logits than rank 0: weights or sums differ")
@@ -185,7 +170,7 @@ class RankGroup:
 
     def spoil(self, rank: int, slot: int) -> None:
         """Change bits in a slot of one rank, for a test of the comparison."""
-        self._send_to(rank, Spoil(slot))
+        self._send_to(rank, messages.Spoil(slot))
 
     def close(self) -> None:
         """Close the pipes, which ends the ranks; a rank that has not ended after END_SECONDS is killed. Idempotent."""
@@ -206,11 +191,11 @@ class RankGroup:
 
     # messages -----------------------------------------------------------------------------------------------------
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: messages.Request) -> None:
         for rank in range(len(self.processes)):
             self._send_to(rank, request)
 
-    def _send_to(self, rank: int, request: Request) -> None:
+    def _send_to(self, rank: int, request: messages.Request) -> None:
         try:
             self._connections[rank].send(request)
         except OSError:
@@ -231,7 +216,7 @@ class RankGroup:
         assert len(set(map(type, gathered))) == 1, gathered
         return gathered
 
-    def _take_one(self, deadline: float, missing: Iterable[int]) -> tuple[int, Answer] | None:
+    def _take_one(self, deadline: float, missing: Iterable[int]) -> tuple[int, messages.Answer] | None:
         """Wait for the next message of any rank. Returns it, or None if it was the end of a transfer.
 
         Args:
@@ -243,12 +228,12 @@ class RankGroup:
             raise RankError(f"no answer of {names} for {self._answer_seconds:g} seconds")
         rank = min(self._connections.index(each) for each in ready if isinstance(each, Connection))
         try:
-            answer: Answer = self._connections[rank].recv()
+            answer: messages.Answer = self._connections[rank].recv()
         except (EOFError, OSError):
             raise self._dead(rank) from None
-        if isinstance(answer, Raised):
+        if isinstance(answer, messages.Raised):
             raise self._raised(rank, answer)
-        if not isinstance(answer, Ended):
+        if not isinstance(answer, messages.Ended):
             return rank, answer
         transfer = self._transfers[answer.number]
         transfer.end_in(rank, answer.error)
@@ -257,15 +242,15 @@ class RankGroup:
             self.blocks[transfer.direction] += 0 if transfer.errors else transfer.num_blocks
         return None
 
-    def _raised(self, rank: int, answer: Raised) -> RankError:
+    def _raised(self, rank: int, answer: messages.Raised) -> RankError:
         return RankError(f"{self._name(rank)} raised an exception:\n{answer.text}")
 
     def _dead(self, rank: int) -> RankError:
         """Why a rank's pipe is closed: its last message says so, or how its process has ended."""
         try:
             while self._connections[rank].poll():
-                answer: Answer = self._connections[rank].recv()
-                if isinstance(answer, Raised):
+                answer: messages.Answer = self._connections[rank].recv()
+                if isinstance(answer, messages.Raised):
                     return self._raised(rank, answer)
         except (EOFError, OSError):
             pass

@@ -19,22 +19,7 @@ from paged_decode.arrays import NumpyBackend
 from paged_decode.backend import Backend
 
 import kvoffload
-from rank_processes.messages import (
-    Answer,
-    Compute,
-    Ended,
-    Floats,
-    Follow,
-    Logits,
-    Open,
-    Opened,
-    Product,
-    Raised,
-    Request,
-    Spoil,
-    Sum,
-    Transfer,
-)
+from rank_processes import messages
 
 POLL_SECONDS = 0.001  # between two questions whether a transfer has ended, while the pipe is empty
 
@@ -76,7 +61,7 @@ def open_rank(connection: Connection, setup: Setup) -> Iterator[Rank]:
         sys.exit(1)
     except Exception as error:
         try:
-            connection.send(Raised("".join(traceback.format_exception(error))))
+            connection.send(messages.Raised("".join(traceback.format_exception(error))))
         except OSError:
             traceback.print_exception(error)  # there is no scheduler any more
         sys.exit(1)
@@ -103,11 +88,11 @@ class Rank:
         self._engine: kvoffload.OffloadEngine | None = None
         self._jobs: dict[int, kvoffload.Job] = {}  # in flight, by the transfer's number
         self._handlers: dict[type, Callable[[Any], None]] = {
-            Open: self._open,
-            Transfer: self._submit,
-            Follow: self._follow,
-            Compute: self._compute,
-            Spoil: self._spoil,
+            messages.Open: self._open,
+            messages.Transfer: self._submit,
+            messages.Follow: self._follow,
+            messages.Compute: self._compute,
+            messages.Spoil: self._spoil,
         }
 
     def run(self) -> None:
@@ -132,7 +117,7 @@ class Rank:
             self._engine.close()
             self._engine = None
 
-    def _open(self, request: Open) -> None:
+    def _open(self, request: messages.Open) -> None:
         self.close()  # before its planes are freed
         layout = self._backend.new_cache(request.num_blocks)
         assert isinstance(layout, kvoffload.KVLayout)
@@ -143,23 +128,23 @@ class Rank:
             tokens_per_block=layout.tokens_per_block,
             block_axes=layout.block_axes,
         )
-        self._send(Opened(description))
+        self._send(messages.Opened(description))
 
-    def _submit(self, request: Transfer) -> None:
+    def _submit(self, request: messages.Transfer) -> None:
         """A transfer that the engine refuses has failed, as one that fails on the device."""
         assert self._engine is not None, "Open is the first message"
         number, direction, blocks, slots = request
         try:
             self._jobs[number] = self._engine.submit(direction, blocks, slots, after=self._backend.after())
         except kvoffload.KVOffloadError as error:
-            self._send(Ended(number, str(error)))
+            self._send(messages.Ended(number, str(error)))
 
     def _report_ended(self) -> None:
         for number, job in [each for each in self._jobs.items() if each[1].done]:
             del self._jobs[number]
-            self._send(Ended(number, None if job.error is None else str(job.error)))
+            self._send(messages.Ended(number, None if job.error is None else str(job.error)))
 
-    def _follow(self, request: Follow) -> None:
+    def _follow(self, request: messages.Follow) -> None:
         """A transfer that is not in flight has ended. Of one that fails, `Ended` brings the error."""
         job = self._jobs.get(request.number)
         if job is not None:
@@ -168,34 +153,36 @@ class Rank:
             except kvoffload.TransferError:
                 pass
 
-    def _compute(self, request: Compute) -> None:
-        self._send(Logits(self._backend.step(request.step)))
+    def _compute(self, request: messages.Compute) -> None:
+        self._send(messages.Logits(self._backend.step(request.step)))
 
-    def _add_up(self, product: Floats) -> Floats:
-        self._send(Product(product))
+    def _add_up(self, product: messages.Floats) -> messages.Floats:
+        self._send(messages.Product(product))
         answer = self._receive()
-        assert isinstance(answer, Sum), answer
+        assert isinstance(answer, messages.Sum), answer
         return answer.values
 
-    def _spoil(self, request: Spoil) -> None:
+    def _spoil(self, request: messages.Spoil) -> None:
         assert self._engine is not None, "Open is the first message"
         self._engine.slots[request.slot] ^= 1
 
-    def _receive(self) -> Request:
+    def _receive(self) -> messages.Request:
         try:
-            request: Request = self._connection.recv()
+            request: messages.Request = self._connection.recv()
         except (EOFError, OSError) as error:
             raise SchedulerEndedError from error
         return request
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: messages.Answer) -> None:
         try:
             self._connection.send(answer)
         except OSError as error:
             raise SchedulerEndedError from error
 
 
-def make_backend(device: kvoffload.Device, setup: Setup, add_up: Callable[[Floats], Floats]) -> Backend:
+def make_backend(
+    device: kvoffload.Device, setup: Setup, add_up: Callable[[messages.Floats], messages.Floats]
+) -> Backend:
     """The rank's share of the model."""
     division = model.Division(setup.rank, setup.ranks, add_up)
     if setup.simulated:

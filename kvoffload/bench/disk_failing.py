@@ -32,7 +32,7 @@ from kvoffload.internal.models import ModelGeometry
 from kvoffload.replay.trace import Request
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.terminal.console import Advance
-from kvoffload.tiering.below import BelowStatistics
+from kvoffload.tiering.below import CacheTierStatistics
 from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import DiskTier, Tier
 
@@ -185,7 +185,7 @@ def _tier_maker(file: Path, slots: int, files: FaultyFiles) -> Callable[[int], T
     return make
 
 
-def _below(served: VerifiedCache) -> BelowStatistics:
+def _below(served: VerifiedCache) -> CacheTierStatistics:
     assert isinstance(served.cache, TieredCache)
     return served.cache.tier_statistics()[0]
 

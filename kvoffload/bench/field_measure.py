@@ -10,7 +10,8 @@ A cell is a record with these fields; those of times are missing on the simulate
     gb_per_s, samples_gb_per_s                              median of the series that count; of every counted round
     rounds, rounds_compute_ended                            counted rounds; those whose computation ended or paused
     call_median_us, call_max_us                             of the calls that submit a transfer
-    compute_slowdown, samples_compute_slowdown              time of a product during the series over its time alone
+    compute_slowdown, samples_compute_slowdown              time of a product during the series over its time alone;
+                                                            None in a round whose computation ended or paused
     product_alone_us                                        time of a product alone, median of the same rounds
 """
 
@@ -214,7 +215,7 @@ def figures(recorded: Recorded, timing: Timing, warm_up: int, alone_seconds: flo
 
 
 def _slowdowns(compute: Sequence[ComputeTimes], ended: Sequence[bool], alone_seconds: float) -> Mapping[str, Any]:
-    found = [slowdown(times, alone_seconds) for times, early in zip(compute, ended, strict=True) if not early]
+    found = [None if early else slowdown(times, alone_seconds) for times, early in zip(compute, ended, strict=True)]
     values = [value for value in found if value is not None]
     return {
         "compute_slowdown": statistics.median(values) if values else None,

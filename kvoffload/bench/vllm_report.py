@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvoffload.terminal.console import Output, counted
 
 Record = Mapping[str, Any]
 PLACE = ("allocator", "situation", "model", "blocks", "direction")  # what the records of one comparison have in common
-_LEAST_LOSS = 0.005  # of a product's time; less is not told from none
+_FEWEST_ROUNDS = 3  # of each method, to say of a cell whose computation loses more
 _SHORT = {WORKER: "worker", BACKEND: "dma"}
 _LEGEND = (
     "wall clock, from the call that submits a transfer until it is reported to have ended",
@@ -58,24 +59,25 @@ def _figures(cell: Record) -> dict[str, Any]:
     }
 
 
+def _lost_by_round(cell: Record) -> list[float]:
+    """Microseconds of computation lost for each MiB that is moved, in each round that counts; 0 where a product took
+    less time than alone.
+    """
+    rounds = zip(cell.get("samples_compute_slowdown", ()), cell.get("samples_gb_per_s", ()), strict=False)
+    return [max(0.0, 1 - 1 / slow) * (1 << 20) / (rate * 1e3) for slow, rate in rounds if slow is not None]
+
+
 def _lost(cell: Record) -> float | None:
-    """Microseconds of computation lost for each MiB that is moved; None on an idle GPU."""
-    slow = cell.get("compute_slowdown")
-    if slow is None:
-        return None
-    lost: float = max(0.0, 1 - 1 / slow) * (1 << 20) / (cell["gb_per_s"] * 1e3)
-    return lost
+    """The median round; None on an idle GPU."""
+    return statistics.median(rounds) if (rounds := _lost_by_round(cell)) else None
 
 
 def _over(ours: Record, theirs: Record) -> dict[str, Any]:
-    slow = [each["compute_slowdown"] for each in (ours, theirs) if each.get("compute_slowdown") is not None]
+    """`loses` "more" or "less": in every round than in any of the other's. The median of rounds differs by chance."""
     record: dict[str, Any] = {"ratio": ours["gb_per_s"] / theirs["gb_per_s"]}
-    if len(slow) == 2:
-        loss = [max(each - 1, 0.0) for each in slow]
-        record["loses_more"] = loss[0] > loss[1] + _LEAST_LOSS
-        record["loss_ratio"] = max(loss[0], _LEAST_LOSS) / max(loss[1], _LEAST_LOSS)
-        lost = [max(_lost(each) or 0.0, 1e-3) for each in (ours, theirs)]
-        record["lost_per_byte_ratio"] = lost[0] / lost[1]
+    mine, others = _lost_by_round(ours), _lost_by_round(theirs)
+    if min(len(mine), len(others)) >= _FEWEST_ROUNDS:
+        record["loses"] = "more" if min(mine) > max(others) else "less" if max(mine) < min(others) else "alike"
     return record
 
 
@@ -87,7 +89,7 @@ def summarize(comparisons: Sequence[Record]) -> dict[str, dict[str, Any]]:
         if not mine:
             continue
         ratios = [each[name]["ratio"] for each in mine]
-        busy = [each for each in mine if "loses_more" in each[name]]
+        busy = [each for each in mine if "loses" in each[name]]
         summary: dict[str, Any] = {
             "cells": len(mine),
             "at_least_1": sum(ratio >= 1 for ratio in ratios),
@@ -98,11 +100,12 @@ def summarize(comparisons: Sequence[Record]) -> dict[str, dict[str, Any]]:
             "busy_cells": len(busy),
         }
         if busy:
+            lost = {each: [record[each]["lost_us_per_mib"] for record in busy] for each in (name, "vllm")}
             summary |= {
-                "loses_more": sum(each[name]["loses_more"] for each in busy),
-                "loss_ratio": statistics.median(each[name]["loss_ratio"] for each in busy),
-                "lost_per_byte_ratio": statistics.median(each[name]["lost_per_byte_ratio"] for each in busy),
-                "most_lost": max(busy, key=lambda each: each[name]["slowdown"] - each["vllm"]["slowdown"]),
+                "loses": Counter(each[name]["loses"] for each in busy),
+                "lost_us_per_mib": {"ours": sum(lost[name]), "vllm": sum(lost["vllm"])},
+                "most_lost": max(busy, key=lambda each: each[name]["lost_us_per_mib"]),
+                "most_lost_vllm": max(busy, key=lambda each: each["vllm"]["lost_us_per_mib"]),
             }
         found[name] = summary
     return found
@@ -178,11 +181,13 @@ def _summary_lines(name: str, each: Record) -> list[str]:
         f"({_at(each['highest'])})"
     ]
     if each["busy_cells"]:
-        most = each["most_lost"]
+        places, lost = each["loses"], each["lost_us_per_mib"]
+        most, most_vllm = each["most_lost"], each["most_lost_vllm"]
         lines.append(
-            f"{label}: computation loses more than with vLLM's in {each['loses_more']} of {each['busy_cells']} cells; "
-            f"loss over vLLM's, median: {each['loss_ratio']:.2f} of the time, {each['lost_per_byte_ratio']:.2f} for "
-            f"each byte; worst x{most[name]['slowdown']:.2f}, vLLM x{most['vllm']['slowdown']:.2f} ({_at(most)})"
+            f"{label}: computation loses {lost['ours']:.1f} us for a MiB moved in each of {each['busy_cells']} cells, "
+            f"with vLLM's {lost['vllm']:.1f}; in every round more in {places['more']} cells, less in {places['less']}; "
+            f"most {most[name]['lost_us_per_mib']:.1f} us ({_at(most)}), with vLLM's "
+            f"{most_vllm['vllm']['lost_us_per_mib']:.1f} us ({_at(most_vllm)})"
         )
     return lines
 

@@ -7,7 +7,7 @@ by a few percent in their number of blocks, and kept: every transfer of a class 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
@@ -92,8 +92,11 @@ def choose(
             method has a price concurrent with large products of matrices and one concurrent with small ones; the larger
             of its two ratios to the lowest price is its weight, and the least weight wins. A price is the transfer's
             time, the time that computation loses meanwhile, and the time for which the caller is kept, if that is more
-            than a millisecond, or more than one for each 64 MiB. Methods of the copy engine within 1.1x of the best are
-            preferred to a kernel; with "overlap", among them the one that keeps its caller for the shortest time.
+            than a millisecond, or more than one for each 64 MiB. If a method of the copy engine is within 1.1x of the
+            best, these are preferred to a kernel. Then with "overlap" the caller's time counts however short it is: of
+            those that end within 1.1x of the soonest after the call, it is the one that keeps its caller for the
+            shortest time. (Both directions at once, 4 blocks of 32 planes x 64 KiB on an H200: 367 us with strided
+            copies, 476 with contiguous ones.)
         sm_limit: programs of a kernel at most.
         parts: in which it is carried, one after the other; the copies of the shape are those of all parts.
         opposite: whether transfers in the other direction are in flight.
@@ -163,13 +166,17 @@ def rank(
         Expected(method, sum(each) / len(each), _slowdown(method, profile), profile.host_seconds(method, shape), weight)
         for method, each, weight in zip(methods, times, weights, strict=True)
     ]
-    least = TOLERANCE * min(weights)
+    return sorted(found, key=_order_of(found, prefer))
 
-    def order(each: Expected) -> tuple[bool, float, float]:
-        preferred = each.weight <= least and each.method.programs == 0
-        return not preferred, each.host if preferred and prefer == "overlap" else 0.0, each.weight
 
-    return sorted(found, key=order)
+def _order_of(found: list[Expected], prefer: str) -> Callable[[Expected], tuple[bool, bool, float, float]]:
+    """What methods are sorted by; see `choose`."""
+    least = TOLERANCE * min(each.weight for each in found)
+    copies = [each for each in found if each.method.programs == 0]
+    if prefer == "latency" or all(each.weight > least for each in copies):
+        return lambda each: (each.weight > least or each.method.programs > 0, False, 0.0, each.weight)
+    soonest = TOLERANCE * min(each.host + each.seconds for each in copies)
+    return lambda each: (each.method.programs > 0, each.host + each.seconds > soonest, each.host, each.weight)
 
 
 def _over(price: float, lowest: float) -> float:

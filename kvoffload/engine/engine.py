@@ -25,11 +25,7 @@ from kvoffload.engine import tracing
 from kvoffload.engine.groups import GroupTransfer, make_group_requests
 from kvoffload.engine.job import Job
 from kvoffload.engine.preparation import Requests, TransferPreparation
-from kvoffload.engine.request import (
-    Request,
-    SourceOrderName,
-    make_request,
-)
+from kvoffload.engine.request import Request, SourceOrderName, make_request
 from kvoffload.engine.transfer import Event, Transfer
 from kvoffload.engine.urgent import put_ahead
 from kvoffload.engine.wait_streams import After
@@ -128,10 +124,7 @@ class OffloadEngine(TransferPreparation):
             Nothing has happened in any of these cases. After a KeyboardInterrupt the transfer may have begun, and fails
             as soon as nothing of it is left on the GPU: `drain` before the blocks are used for something else.
         """
-        request = make_request(
-            self._limits, Direction.STORE, blocks, slots, group, first_sub_block, after, copier, "auto", None
-        )
-        return self._submit((request,))
+        return self.submit(Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
 
     def load(
         self,
@@ -165,20 +158,9 @@ class OffloadEngine(TransferPreparation):
         Raises:
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
         """
-        request = make_request(
-            self._limits,
-            Direction.LOAD,
-            blocks,
-            slots,
-            group,
-            first_sub_block,
-            after,
-            copier,
-            source_order,
-            parts,
-            urgent,
+        return self.submit(
+            Direction.LOAD, blocks, slots, group, first_sub_block, after, copier, source_order, parts, urgent
         )
-        return self._submit((request,))
 
     def submit(
         self,
@@ -194,18 +176,10 @@ class OffloadEngine(TransferPreparation):
         urgent: bool = False,
     ) -> Job:
         """`store` and `load` in one; arguments and errors as there."""
+        towards = direction if isinstance(direction, Direction) else Direction(direction)
+        limits = self._limits
         request = make_request(
-            self._limits,
-            Direction(direction),
-            blocks,
-            slots,
-            group,
-            first_sub_block,
-            after,
-            copier,
-            source_order,
-            parts,
-            urgent,
+            limits, towards, blocks, slots, group, first_sub_block, after, copier, source_order, parts, urgent
         )
         return self._submit((request,))
 
@@ -228,7 +202,7 @@ class OffloadEngine(TransferPreparation):
         Raises:
             As `store`. The message names the element of `transfers`.
         """
-        return self._submit(make_group_requests(self._limits, Direction.STORE, transfers, after, copier, "auto", False))
+        return self._submit(make_group_requests(self._limits, Direction.STORE, transfers, after, copier))
 
     def load_groups(
         self,
@@ -248,9 +222,8 @@ class OffloadEngine(TransferPreparation):
         Raises:
             As `load`. The message names the element of `transfers`.
         """
-        return self._submit(
-            make_group_requests(self._limits, Direction.LOAD, transfers, after, copier, source_order, urgent)
-        )
+        options = after, copier, source_order, urgent
+        return self._submit(make_group_requests(self._limits, Direction.LOAD, transfers, *options))
 
     def _submit(self, requests: Requests) -> Job:
         """A transfer in its five steps."""

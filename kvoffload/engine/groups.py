@@ -41,8 +41,8 @@ def make_group_requests(
     transfers: Sequence[GroupTransfer],
     after: After,
     copier: CopierName | CopyMethod | None,
-    source_order: SourceOrderName,
-    urgent: bool,
+    source_order: SourceOrderName = "auto",
+    urgent: bool = False,
 ) -> tuple[Request, ...]:
     """The request of each element that has blocks, all with the same sources; one without blocks if none has.
 
@@ -51,25 +51,15 @@ def make_group_requests(
     """
     if not isinstance(transfers, list | tuple) or isinstance(transfers, GroupTransfer):
         raise TypeError(f"transfers must be a list of GroupTransfer, got {shown(transfers)}")
-    common = make_request(limits, direction, (), (), 0, 0, after, copier, source_order, None, urgent)
+    options = copier, source_order, None, urgent
+    common = make_request(limits, direction, (), (), 0, 0, after, *options)
     requests = []
     for index, each in enumerate(transfers):
         if not isinstance(each, GroupTransfer):
             raise TypeError(f"transfers[{index}] must be a GroupTransfer, got {shown(each)}")
         try:
-            request = make_request(
-                limits,
-                direction,
-                each.blocks,
-                each.slots,
-                each.group,
-                each.first_sub_block,
-                NO_WAIT,
-                copier,
-                source_order,
-                None,
-                urgent,
-            )
+            ids = each.blocks, each.slots, each.group, each.first_sub_block
+            request = make_request(limits, direction, *ids, NO_WAIT, *options)
         except (LayoutError, ValueError, TypeError) as error:
             raise type(error)(f"transfers[{index}]: {error}") from None
         if len(request.blocks):

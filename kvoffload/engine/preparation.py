@@ -190,9 +190,8 @@ class TransferPreparation(EngineLifecycle):
     ) -> PlanReport:
         """The operations, copy method and expected time of such a transfer. Submits nothing. Raises as `store`."""
         copiers = self._parts.copiers
-        request = make_request(
-            self._limits, Direction(direction), blocks, slots, group, first_sub_block, NO_WAIT, copier, "auto", None
-        )
+        towards = Direction(direction)
+        request = make_request(self._limits, towards, blocks, slots, group, first_sub_block, NO_WAIT, copier)
         self.device.check_process()
         with self.lock:
             self.check_usable()

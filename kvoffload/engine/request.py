@@ -73,8 +73,8 @@ def make_request(
     first_sub_block: int,
     after: After,
     copier: CopierName | CopyMethod | None,
-    source_order: SourceOrderName,
-    parts: int | Sequence[Sequence[int]] | None,
+    source_order: SourceOrderName = "auto",
+    parts: int | Sequence[Sequence[int]] | None = None,
     urgent: bool = False,
 ) -> Request:
     """Check the arguments of `OffloadEngine.store` and `load`.

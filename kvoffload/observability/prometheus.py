@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from kvoffload.cache.statistics import CacheStatistics, Histogram
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.errors import CapabilityError, ClosedError
-from kvoffload.tiering.below import BelowStatistics
+from kvoffload.tiering.below import CacheTierStatistics
 from kvoffload.tiering.breaker import BreakerState
 
 
@@ -208,7 +208,7 @@ def _samples(cache: Cache | None) -> Iterator[_Sample]:
     engine = getattr(cache, "engine", None)
     if getattr(engine, "closed", False):
         return
-    tiers: Callable[[], Sequence[BelowStatistics]] = getattr(cache, "tier_statistics", tuple)
+    tiers: Callable[[], Sequence[CacheTierStatistics]] = getattr(cache, "tier_statistics", tuple)
     try:
         of_cache, of_engine = cache.statistics(), engine.statistics() if engine is not None else None
         of_tiers = tiers()
@@ -247,7 +247,7 @@ def _engine_samples(statistics: EngineStatistics) -> Iterator[_Sample]:
     yield _Sample("kvoffload_pinned_bytes", statistics.pinned_bytes)
 
 
-def _tier_samples(statistics: BelowStatistics) -> Iterator[_Sample]:
+def _tier_samples(statistics: CacheTierStatistics) -> Iterator[_Sample]:
     name, tier = statistics.name, statistics.tier
     yield _Sample("kvoffload_tier_breaker", _BREAKER[statistics.state], name)
     yield _Sample("kvoffload_tier_breaker_opened", statistics.opened, name)

@@ -11,7 +11,7 @@ So a refusal leaves nothing in flight, and what fails later is a job that ends w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -132,25 +132,18 @@ class ShardedEngine(ShardedLifecycle):
     ) -> ShardedJob:
         """`store` and `load` in one; arguments and errors as there."""
         towards, read = Direction(direction), (blocks, slots)
+        options = copier, source_order, parts, urgent
 
         def check(shard: Shard, following: After) -> Requests:
             nonlocal read
+            of_blocks, in_slots = read
             request = make_request(
-                shard.limits,
-                towards,
-                *read,
-                group,
-                first_sub_block,
-                following,
-                copier,
-                source_order,
-                parts,
-                urgent,
+                shard.limits, towards, of_blocks, in_slots, group, first_sub_block, following, *options
             )
             read = request.blocks, request.slots  # once, so that all devices have the same
             return (request,)
 
-        return self._submit(self._for_each(check, self._per_device("after", after, "value")))
+        return self._submit(check, after)
 
     def store_groups(
         self,
@@ -167,7 +160,7 @@ class ShardedEngine(ShardedLifecycle):
         Raises:
             As `OffloadEngine.store_groups`, and as `store` says.
         """
-        return self._submit_groups(Direction.STORE, transfers, after, copier, "auto", False)
+        return self._submit_groups(Direction.STORE, transfers, after, copier)
 
     def load_groups(
         self,
@@ -194,8 +187,8 @@ class ShardedEngine(ShardedLifecycle):
         transfers: Sequence[GroupTransfer],
         after: ShardedAfter,
         copier: CopierName | CopyMethod | None,
-        source_order: SourceOrderName,
-        urgent: bool,
+        source_order: SourceOrderName = "auto",
+        urgent: bool = False,
     ) -> ShardedJob:
         read = transfers
 
@@ -205,10 +198,11 @@ class ShardedEngine(ShardedLifecycle):
             read = [GroupTransfer(each.group, each.blocks, each.slots, each.first_sub_block) for each in requests]
             return requests
 
-        return self._submit(self._for_each(check, self._per_device("after", after, "value")))
+        return self._submit(check, after)
 
-    def _submit(self, requests: list[Requests]) -> ShardedJob:
-        """A transfer, given for each device, in the steps of this file's head."""
+    def _submit(self, check: Callable[[Shard, After], Requests], after: ShardedAfter) -> ShardedJob:
+        """A transfer in the steps of this file's head; `check` makes its requests for a device."""
+        requests = self._for_each(check, self._per_device("after", after, "value"))
         first = requests[0][0]
         direction = first.direction
         self.check_process()
@@ -268,13 +262,5 @@ class ShardedEngine(ShardedLifecycle):
         copier: CopierName | CopyMethod | None = None,
     ) -> tuple[PlanReport, ...]:
         """As `OffloadEngine.plan`, a report for each device."""
-        step = partial(
-            Shard.plan,
-            direction=direction,
-            blocks=blocks,
-            slots=slots,
-            group=group,
-            first_sub_block=first_sub_block,
-            copier=copier,
-        )
-        return tuple(self._for_each(step))
+        arguments = direction, blocks, slots, group, first_sub_block, copier
+        return tuple(self._for_each(lambda shard: shard.plan(*arguments)))

@@ -17,8 +17,8 @@ _SECONDS_BETWEEN_WARNINGS = 10.0  # a tier that raises does so for every key
 
 
 @dataclass(frozen=True, slots=True)
-class BelowStatistics:
-    """What a cache has done with one of its tiers.
+class CacheTierStatistics:
+    """What a cache, or a TieredIndex, has done with one of its tiers.
 
     Attributes:
         name: of the tier.
@@ -56,7 +56,7 @@ class TierBelow:
         local_index: whether it knows at once what it has.
         hung: seconds after which a call is taken for one that does not return.
         breaker, speed: see there.
-        promoted, not_found, slower, written, not_written, dropped: see `BelowStatistics`.
+        promoted, not_found, slower, written, not_written, dropped: see `CacheTierStatistics`.
     """
 
     def __init__(self, tier: Tier, hung: float) -> None:
@@ -117,8 +117,8 @@ class TierBelow:
             found = []
         return found if len(found) == len(keys) else [False] * len(keys)
 
-    def statistics(self) -> BelowStatistics:
-        return BelowStatistics(
+    def statistics(self) -> CacheTierStatistics:
+        return CacheTierStatistics(
             self.tier.name,
             self.breaker.state,
             self.breaker.opened,

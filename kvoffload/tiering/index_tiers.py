@@ -13,7 +13,7 @@ from kvoffload.cache.statistics import CacheEvent
 from kvoffload.errors import TierError
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiering.attaching import HOST, MISSING, PENDING, UNKNOWN, attach, records_in
-from kvoffload.tiering.below import BelowStatistics, fits
+from kvoffload.tiering.below import CacheTierStatistics, fits
 from kvoffload.tiering.manager import Removal, TierManager
 from kvoffload.tiering.promotion import ChainedLoad, PromotionRecord
 from kvoffload.tiering.writes import WriteAdmitted, WriteBack, WriteChoice, WriteNothing, WriteThrough
@@ -145,7 +145,7 @@ class IndexTiers:
         self.manager.promote(record)
         return record
 
-    def statistics(self) -> list[BelowStatistics]:
+    def statistics(self) -> list[CacheTierStatistics]:
         return [below.statistics() for below in self.manager.tiers]
 
     def remove(self, keys: Sequence[bytes], here: Callable[[], int]) -> int:

@@ -16,7 +16,7 @@ from kvoffload.cache.reservations import CacheJob
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.errors import CapacityError, ClosedError
 from kvoffload.tiering.attaching import admits_all, checked_tiers, digest_of, pools_of, seconds_per_key
-from kvoffload.tiering.below import BelowStatistics
+from kvoffload.tiering.below import CacheTierStatistics
 from kvoffload.tiering.index_tiers import HUNG, Hook, IndexTiers, WriteName, check_options
 from kvoffload.tiering.promotion import ChainedLoad, Promotion, PromotionRecord
 from kvoffload.tiers.tier import Tier
@@ -126,7 +126,7 @@ class TieredCache(BlockCache[EngineT]):
         record = self._tiers.promote(keys, deadline, tenant, self._check_tiers_open)
         return Promotion(record, self._manager.wake, self._load_after)
 
-    def tier_statistics(self) -> list[BelowStatistics]:
+    def tier_statistics(self) -> list[CacheTierStatistics]:
         """What has been done with each tier so far; never blocks."""
         self.engine.check_process()
         return self._tiers.statistics()

@@ -13,7 +13,7 @@ from kvoffload.cache.statistics import CacheEvent
 from kvoffload.errors import CapacityError, ClosedError
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiering.attaching import admits_all, checked_tiers
-from kvoffload.tiering.below import BelowStatistics
+from kvoffload.tiering.below import CacheTierStatistics
 from kvoffload.tiering.index_tiers import HUNG, Hook, IndexTiers, WriteName, check_options
 from kvoffload.tiering.promotion import IndexPromotion
 from kvoffload.tiers.tier import Tier, check_pools
@@ -108,7 +108,7 @@ class TieredIndex(CacheIndex):
         record = self._tiers.promote(keys, deadline, tenant, self._check_open)
         return IndexPromotion(record, self._tiers.manager.wake)
 
-    def tier_statistics(self) -> list[BelowStatistics]:
+    def tier_statistics(self) -> list[CacheTierStatistics]:
         """What has been done with each tier so far; never blocks."""
         return self._tiers.statistics()
 

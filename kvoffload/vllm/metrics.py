@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics as Names
 
 from kvoffload.cache.statistics import CacheStatistics
-from kvoffload.tiering import BelowStatistics, BreakerState
+from kvoffload.tiering import BreakerState, CacheTierStatistics
 
 _COUNTERS = {
     "lookups": "Chunks that vLLM has asked for.",
@@ -87,7 +87,7 @@ class Reporter:
         self.sizes: list[int] = []
         self._counts_skipped = counts_skipped
         self._before: CacheStatistics | None = None
-        self._tiers_before: dict[str, BelowStatistics] = {}
+        self._tiers_before: dict[str, CacheTierStatistics] = {}
 
     def report(self, now: CacheStatistics, skipped: int) -> OffloadingConnectorStats:
         stats, before = OffloadingConnectorStats(), self._before
@@ -109,7 +109,7 @@ class Reporter:
         self._before = now
         return stats
 
-    def report_tiers(self, stats: OffloadingConnectorStats, now: Sequence[BelowStatistics]) -> None:
+    def report_tiers(self, stats: OffloadingConnectorStats, now: Sequence[CacheTierStatistics]) -> None:
         """The same for tiers, into a report."""
         for tier in now:
             before, labels = self._tiers_before.get(tier.name), (tier.name,)

@@ -353,7 +353,10 @@ def cell(method: str, rate: float | None, slowdown: float | None = None, **place
     record = {"allocator": "default", "situation": "idle", "model": "32x64K", "blocks": 4, "direction": "load"}
     record |= place | {"method": method, "gb_per_s": rate, "call_median_us": 50.0, "wrong": 0}
     record["rounds_compute_ended"] = 0
-    return record if slowdown is None else record | {"compute_slowdown": slowdown}
+    if slowdown is None or rate is None:
+        return record
+    rounds = {"samples_compute_slowdown": [slowdown, None, 1.01 * slowdown, slowdown], "samples_gb_per_s": [rate] * 4}
+    return record | {"compute_slowdown": slowdown} | rounds
 
 
 def test_ratios_are_to_the_faster_of_vllms_classes() -> None:
@@ -371,19 +374,28 @@ def test_ratios_are_to_the_faster_of_vllms_classes() -> None:
     assert summary[ENGINE_COPIES]["cells"] == 1
 
 
-def test_what_computation_loses_is_compared_by_time_and_by_byte() -> None:
+def test_what_computation_loses_is_compared_for_the_same_bytes_by_round() -> None:
     busy = {"situation": "large-products"}
     cells = [cell(ENGINE, 40.0, 1.10, **busy), cell(WORKER, 20.0, 1.20, **busy)]
-    cells += [cell(ENGINE, 40.0, 1.50, blocks=32, **busy), cell(WORKER, 20.0, 1.25, blocks=32, **busy)]
+    cells += [cell(ENGINE, 20.0, 1.50, blocks=32, **busy), cell(WORKER, 20.0, 1.25, blocks=32, **busy)]
+    cells += [cell(ENGINE, 20.0, 1.50, blocks=256, **busy), cell(WORKER, 20.0, 1.505, blocks=256, **busy)]
     found = vllm_report.compare(cells)
-    first, second = (each[ENGINE] for each in found)
-    assert (first["loses_more"], second["loses_more"]) == (False, True)
-    assert first["loss_ratio"] == pytest.approx(0.5)
-    assert second["loss_ratio"] == pytest.approx(2.0)
-    assert first["lost_per_byte_ratio"] == pytest.approx((1 - 1 / 1.1) / (1 - 1 / 1.2) / 2)
+    assert [each[ENGINE]["loses"] for each in found] == ["less", "more", "alike"]
+    mib_seconds = (1 << 20) / 40e9
+    assert found[0][ENGINE]["lost_us_per_mib"] == pytest.approx((1 - 1 / 1.1) * mib_seconds * 1e6)
     summary = vllm_report.summarize(found)[ENGINE]
-    assert (summary["loses_more"], summary["busy_cells"]) == (1, 2)
-    assert summary["most_lost"]["blocks"] == 32
+    assert summary["loses"] == {"less": 1, "more": 1, "alike": 1}
+    assert (summary["most_lost"]["blocks"], summary["busy_cells"]) == (32, 3)
+    assert summary["lost_us_per_mib"]["ours"] == pytest.approx(sum(each[ENGINE]["lost_us_per_mib"] for each in found))
+
+
+def test_few_rounds_say_nothing_of_what_computation_loses() -> None:
+    cells = [cell(ENGINE, 40.0, 1.10, situation="large-products"), cell(WORKER, 20.0, 1.20, situation="large-products")]
+    for each in cells:
+        each["samples_compute_slowdown"] = [None, *each["samples_compute_slowdown"][1:3]]
+    (found,) = vllm_report.compare(cells)
+    assert "loses" not in found[ENGINE]
+    assert vllm_report.summarize([found])[ENGINE]["busy_cells"] == 0
 
 
 def test_the_report_names_the_worst_cell_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -407,7 +419,8 @@ def test_the_report_names_the_worst_cell_and_fits_80_columns(capsys: pytest.Capt
     assert [line for line in text.splitlines() if len(line) > WIDTH] == []
     whole = " ".join(text.split())
     assert "1 of 2 cells >= 1.0x, median 1.03, lowest 0.90 (256x160x8K, both, small-products" in whole
-    assert "worst x4.25, vLLM x12.25" in whole
+    assert "most 89.1 us (256x160x8K, both, small-products" in whole
+    assert "with vLLM's 96.3 us (256x160x8K" in whole
 
 
 def test_nothing_measured_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,6 +177,15 @@ def test_of_methods_alike_in_slow_down_the_fastest_wins_unless_it_keeps_the_call
     assert choose(shape(4096, 8), ALL, profile, "overlap", 0).method.copier == "batch", "12 ms are longer than 2.1"
 
 
+@pytest.mark.parametrize("blocks", [2, 4, 8])
+@pytest.mark.parametrize("direction", Direction)
+def test_overlap_counts_the_call_among_copies_that_need_no_multiprocessor(direction: Direction, blocks: int) -> None:
+    where = shape(64 * KIB, blocks, 32, direction=direction)
+    found = {each.method.copier: each for each in rank(where, ALL, H200, "overlap", 0, opposite=True)}
+    assert found["strided"].host < found["batch"].host
+    assert choose(where, ALL, H200, "overlap", 0, opposite=True).method.copier == "strided"
+
+
 def test_latency_counts_from_the_call() -> None:
     profile = profile_of({}, strided=1.09e-4, batch=1.0e-4)
     where = shape(4096, 8)  # 512 rows in 8 operations

@@ -17,7 +17,7 @@ from kvoffload.cache.statistics import CacheStatistics, Histogram, TenantCounts
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.errors import CapabilityError, ClosedError
 from kvoffload.observability.prometheus import CacheCollector, register
-from kvoffload.tiering.below import BelowStatistics
+from kvoffload.tiering.below import CacheTierStatistics
 from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Outcome, TierStatistics, ValkeyTier
 
@@ -344,10 +344,10 @@ def test_importing_the_module_does_not_import_the_package() -> None:
 # tiers
 
 
-def tier_statistics(**changed: Any) -> BelowStatistics:
+def tier_statistics(**changed: Any) -> CacheTierStatistics:
     numbers = dict.fromkeys(("opened", "promoted", "not_found", "slower", "written", "not_written", "dropped"), 0)
     options = {"name": "disk", "state": BreakerState.CLOSED, "seconds_per_record": None, "tier": TierStatistics()}
-    return BelowStatistics(**{**numbers, **options, **changed})
+    return CacheTierStatistics(**{**numbers, **options, **changed})
 
 
 def test_every_count_of_a_tier_is_there(client: Any, registry: Any) -> None:

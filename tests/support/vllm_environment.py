@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import warnings
@@ -18,10 +19,20 @@ def installed() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the packages that it imports
         try:
+            _use_no_compiled_part()
             import vllm.v1.core.sched.scheduler  # noqa: F401
         except ImportError as error:
             return f"vLLM is not installed ({error}); .ci/vllm FOLDER makes an environment with it"
     return ""
+
+
+def _use_no_compiled_part() -> None:
+    """Where vLLM finds a GPU it imports its compiled part, of which the tests need nothing, unless told not to."""
+    if importlib.util.find_spec("vllm") and not importlib.util.find_spec("vllm._C_stable_libtorch"):
+        import vllm.platforms
+        from vllm.platforms.interface import UnspecifiedPlatform
+
+        vllm.platforms._current_platform = UnspecifiedPlatform()
 
 
 def need_vllm() -> None:

@@ -16,10 +16,10 @@ from vllm.v1.kv_offload.base import (
 from vllm_worker import SimulatedSpec
 
 import kvoffload
-from kvoffload.vllm import KVOffloadManager, KVOffloadWorker
+from kvoffload.vllm import KVOffloadManager, KVOffloadSpec, KVOffloadWorker
 
 
-class _SwapsSlots(KVOffloadWorker):
+class SwapsSlots(KVOffloadWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
@@ -28,13 +28,13 @@ class _SwapsSlots(KVOffloadWorker):
         return super().submit_load(job_id, src_spec, dst_spec, expedited)
 
 
-class _FinishesEarly(KVOffloadWorker):
+class FinishesEarly(KVOffloadWorker):
     def get_finished(self) -> list[TransferResult]:
         ended, self._transfers = self._transfers, {}
         return [TransferResult(job_id, success=True) for job_id in ended]
 
 
-class _DoesNotWait(KVOffloadWorker):
+class DoesNotWait(KVOffloadWorker):
     def wait(self, job_ids: set[int]) -> None:
         pass
 
@@ -46,7 +46,9 @@ class _HidesFailures(KVOffloadWorker):
         return set()
 
 
-class _SpecOfWorker(SimulatedSpec):
+class SpecOfWorker(KVOffloadSpec):
+    """With another worker. Inherited together with the spec of a kind of GPU."""
+
     worker: type[KVOffloadWorker]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> KVOffloadWorker:
@@ -55,25 +57,25 @@ class _SpecOfWorker(SimulatedSpec):
         return made
 
 
-class SwappedSlots(_SpecOfWorker):
+class SwappedSlots(SpecOfWorker, SimulatedSpec):
     """A load reads its first two slots in the wrong order."""
 
-    worker = _SwapsSlots
+    worker = SwapsSlots
 
 
-class EarlyFinish(_SpecOfWorker):
+class EarlyFinish(SpecOfWorker, SimulatedSpec):
     """Transfers are reported as ended at once."""
 
-    worker = _FinishesEarly
+    worker = FinishesEarly
 
 
-class DroppedHostWait(_SpecOfWorker):
+class DroppedHostWait(SpecOfWorker, SimulatedSpec):
     """`wait` returns at once."""
 
-    worker = _DoesNotWait
+    worker = DoesNotWait
 
 
-class HiddenFailure(_SpecOfWorker):
+class HiddenFailure(SpecOfWorker, SimulatedSpec):
     """A store that has failed is reported as any other."""
 
     worker = _HidesFailures

@@ -7,6 +7,7 @@ does not wait for it, or that it does not wait for, moves or meets other bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,10 @@ class GpuWorker:
             for place, name in enumerate(names)
         }
 
+    def current(self) -> AbstractContextManager[object]:
+        """What vLLM's model runner has around its work."""
+        return nullcontext()
+
     def queue_model(self, name: str, sequence: Sequence, tables: list[list[int]], start: int, end: int) -> None:
         """Queue a step of a request: the model reads the tokens before `start`, and writes those up to `end`."""
         spans = [(self.memory.address, self.memory.nbytes)]
@@ -109,6 +114,21 @@ class GpuWorker:
     def wait_for_step(self, step: int) -> None:
         """Wait until a step has ended; later ones may go on."""
         wait_until(lambda: self._ended[-1] >= step or self.stream.done, None, f"step {step}")
+
+    def run_all(self) -> None:
+        """Let the GPU come to the end of what is queued."""
+        self.device.simulator.run_all()
+
+    def synchronize(self) -> None:
+        """Wait for the model; `wrong` and `checked` have all of it then."""
+        self.stream.synchronize()
+
+    def fail_call(self, name: str, number: int) -> None:
+        """Let a driver call fail."""
+        self.device.simulator.faults.fail_call(name, number)
+
+    def clear_failures(self) -> None:
+        self.device.simulator.faults.clear()
 
     def _read(self, name: str, group: GroupShape, table: list[int], right: Bytes, first: int, end: int) -> None:
         size = self.shape.block_size

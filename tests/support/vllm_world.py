@@ -1,4 +1,4 @@
-"""vLLM's scheduler and connectors over simulated GPUs, and random requests; every block that is read is compared."""
+"""vLLM's scheduler and connectors over GPUs, simulated or real, and random requests; every block read is compared."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class Setting:
         extra: further options of kv_connector_extra_config.
         connector: the name of the connector's class.
         spec: module and name of the spec's class.
+        gpu: with real GPUs; all workers on the first one. No driver call fails there.
         reset, abort, fail, idle: probabilities for each step: of a reset, of an aborted request, of a driver call that
             fails, of running all that is queued on the GPUs.
     """
@@ -75,6 +76,7 @@ class Setting:
     abort: float = 0.01
     fail: float = 0.0
     idle: float = 0.5
+    gpu: bool = False
 
 
 class World:
@@ -87,7 +89,7 @@ class World:
     def __init__(self, setting: Setting, seed: int, folder: Path) -> None:
         self.setting, self.random = setting, random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self.workers = [GpuWorker(setting.shape, rank, seed + rank) for rank in range(setting.workers)]
+        self.workers = [_make_worker(setting, rank, seed + rank) for rank in range(setting.workers)]
         config, (names, caches) = _config(setting, folder), _caches(setting.shape)
         config.cache_config.num_gpu_blocks = setting.shape.num_blocks
         block_size, hash_block_size = resolve_kv_cache_block_sizes(caches, config)
@@ -104,7 +106,8 @@ class World:
             for worker in self.workers:
                 config.parallel_config.rank = worker.rank
                 worker.connector = connector(config, KVConnectorRole.WORKER, caches)
-                worker.connector.register_kv_caches(worker.tensors(names))
+                with worker.current():
+                    worker.connector.register_kv_caches(worker.tensors(names))
         self.aggregator = KVOutputAggregator(setting.workers)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(setting.shape.block_size, sha256)
@@ -182,7 +185,10 @@ class World:
         self._note(output)
         work = self._work(output)
         sampled = {name: end for name, _, end in work if end >= self.scheduler.requests[name].num_tokens}
-        outputs = [self._run_worker(worker, output, work) for worker in self.workers]
+        outputs = []
+        for worker in self.workers:
+            with worker.current():
+                outputs.append(self._run_worker(worker, output, work))
         runner = self._output(output, sampled, outputs)
         self._behind.append((output, runner))
         while len(self._behind) > (1 if self.setting.asynchronous and output.num_scheduled_tokens else 0):
@@ -223,7 +229,7 @@ class World:
         connector, metadata = worker.connector, pickle.loads(pickle.dumps(output.kv_connector_metadata))
         if self.random.random() < self.setting.fail:
             name = self.random.choice(("cuMemcpy3DBatchAsync", "cuMemcpyBatchAsync", "cuEventRecord"))
-            worker.device.simulator.faults.fail_call(name, self.random.randrange(1, 4))
+            worker.fail_call(name, self.random.randrange(1, 4))
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
         if output.has_sync_kv_loads:
@@ -233,10 +239,10 @@ class World:
         worker.queue_end(self.counts["steps"])
         if not output.has_sync_kv_loads:
             connector.start_load_kv(_CONTEXT)
-        worker.device.simulator.faults.clear()
+        worker.clear_failures()
         connector.wait_for_save()
         if self.random.random() < self.setting.idle:
-            worker.device.simulator.run_all()
+            worker.run_all()
         results = connector.get_transfer_results(output.finished_req_ids)
         self.counts["failed loads"] += len(results.failed_recving)
         report = pickle.loads(pickle.dumps(connector.build_connector_worker_meta()))
@@ -270,7 +276,7 @@ class World:
     def check(self) -> None:
         """Nothing is pending or held, and the index agrees with itself."""
         for worker in self.workers:
-            worker.stream.synchronize()
+            worker.synchronize()
             assert not worker.wrong, worker.wrong[:4]
         self.manager.index.check()
         statistics = self.manager.index.statistics()
@@ -291,6 +297,14 @@ class World:
 
 
 # configuration ----------------------------------------------------------------------------------------------------
+
+
+def _make_worker(setting: Setting, rank: int, seed: int) -> Any:
+    if not setting.gpu:
+        return GpuWorker(setting.shape, rank, seed)
+    from vllm_torch_worker import TorchWorker
+
+    return TorchWorker(setting.shape, rank, seed)
 
 
 def _config(setting: Setting, folder: Path) -> VllmConfig:
