@@ -228,11 +228,9 @@ def _memory_replacements(builder: Any, memory: Memory) -> list[_Replacement]:
 
 
 def _without_unused_sums(builder: Any) -> _Replacement:
-    """Triton computes each sum and product of 32-bit integers once more in 64 bits, compares it with both limits, and
-    then asserts nothing unless `debug` is set, which it is not: a quarter of a kernel's time.
-    """
-    options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    return _Replacement(builder, "options", builder.options, options)
+    """Triton computes 32-bit sums again in 64 bits, for an assertion that only `debug` makes."""
+    options = builder.options
+    return _Replacement(builder, "options", options, dataclasses.replace(options, sanitize_overflow=False))
 
 
 def _check(memory: Memory, pointers: Any, mask: NDArray[np.bool_] | None, writes: bool) -> None:

@@ -26,8 +26,7 @@ from kvoffload.simulator.operations import ANY, DURING_API_CALL, Copy, DeviceFau
 LONGEST_BURST = 6  # operations that one stream may advance in one step
 DRIFT_PROBABILITY = 0.125  # that an operation is done before a submission returns
 GATE_POLL_PROBABILITY = 0.3
-PATIENT_POLLS = 32  # polls without a submission between them, after which each advances more,
-MOST_PATIENCE = 8  # up to so many times as much
+PATIENT_POLLS = 32  # in a row, without a submission
 EARLY_READ_STEPS = 32  # the longest time, in steps, between a submission and an early read of its source
 STALL_SECONDS = 0.001
 
@@ -50,7 +49,7 @@ class Scheduler:
         self._ties = itertools.count()
         self._steps = 0
         self._idle_polls = 0
-        self._polls = 0  # since the last submission
+        self._polls = 0
 
     def now(self) -> float:
         return self.microseconds
@@ -100,13 +99,10 @@ class Scheduler:
             self.step()
 
     def poll(self) -> None:
-        """Do 0 to 2 steps; at least one in every fourth poll, if any is ready.
-
-        A program that only waits gets there sooner: from its 32nd poll on 0 to 4 steps, from its 64th on 0 to 6.
-        """
+        """Do 0 to 2 steps, or more after PATIENT_POLLS; at least one in every fourth poll, if any is ready."""
         self._idle_polls += 1
         self._polls += 1
-        steps = int(self.chance.random() * 3) * min(MOST_PATIENCE, 1 + self._polls // PATIENT_POLLS)
+        steps = int(self.chance.random() * 3) * min(8, 1 + self._polls // PATIENT_POLLS)
         if not steps and self._idle_polls >= 4:
             steps = 1
         for _ in range(steps):

@@ -37,7 +37,8 @@ def test_nothing_runs_while_a_gate_is_shut(program: Program) -> None:
 
 def polls_until_done(program: Program, count: int) -> int:
     """How often a stream with so many functions in its queue is asked before it has called them all."""
-    stream, called = program.stream(), []
+    stream = program.stream()
+    called: list[int] = []
     program.sim.scheduler.drift_probability = 0
     for number in range(count):
         program.sim.enqueue(stream, partial(called.append, number))
