@@ -18,7 +18,7 @@ class RequestOwner(Protocol):
 
     lock: threading.RLock
 
-    def end_request(self, record: RequestRecord) -> bool: ...
+    def end_request(self, record: RequestRecord, /) -> bool: ...
 
 
 class RequestRecord:

@@ -162,7 +162,7 @@ class StatisticsRecorder:
         self.lookups = self.hits = self.loaded = 0  # keys; blocks
         self._notifier: list[int] | None = None  # the thread of the call of `notify` that calls the hook now
         self.deferred_by = 0  # a thread whose calls of `notify` do nothing, since it holds a lock
-        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
         self._by_tenant: dict[str, dict[str, int]] = {}
         self._touched_blocks = 0
         try:
