@@ -86,7 +86,7 @@ class KVOffloadManager(OffloadingManager):
         info: dict[str, Any] | None = None,
     ) -> None:
         self._events = EventLog() if enable_events else None
-        self._num_chunks, self._policy = num_chunks, policy
+        self._num_chunks, self._policy_name = num_chunks, policy
         self._info = info or {}
         self._windowed = frozenset(windowed_groups)
         self._resets = 0
@@ -106,7 +106,7 @@ class KVOffloadManager(OffloadingManager):
         return index
 
     def _make_index(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
-        return CacheIndex(self._num_chunks, policy=self._policy, on_event=on_event)
+        return CacheIndex(self._num_chunks, policy=self._policy_name, on_event=on_event)
 
     # loading ------------------------------------------------------------------------------------------------------
 
