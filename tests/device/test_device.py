@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import sys
 import threading
@@ -27,6 +28,9 @@ from kvoffload import (
 )
 from kvoffload.driver import address_of
 from kvoffload.testing import SimulatedDriver, check_clean_close, leak_check
+
+PACKAGE = os.path.join(os.path.dirname(kvoffload.__file__), "")
+SIMULATOR = os.path.join(PACKAGE, "simulator", "")
 
 
 def current_context(simulator: SimulatedDriver) -> int:
@@ -333,7 +337,7 @@ def test_making_the_context_current_costs_few_python_calls(device: kvoffload.Dev
 
     def count(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        ours = "/kvoffload/" in code.co_filename and "/simulator/" not in code.co_filename
+        ours = code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(SIMULATOR)
         if event == "call" and ours and code.co_name != "call":
             calls.append(code.co_qualname)
 
