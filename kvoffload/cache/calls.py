@@ -45,9 +45,10 @@ def end_later(state: CacheState, record: Record) -> None:
 def guarded(step: Callable[[_O, _A], _R], nested: Callable[[CacheState, Any], _R] = refuse) -> Callable[[_O, _A], _R]:
     """Make a call of the cache of a method. Public calls check their arguments, and then make one guarded call.
 
-    The step has one argument: `*arguments, **options` would cost each call 0.2 us. It runs under the lock, with
-    `state.working` set and the state up to date. What it proposes (`CacheState.propose`) is abandoned if an exception
-    leaves the call, whether it comes out of the step, out of a hook of `notify`, or from a signal at any point.
+    The step has one argument: `*arguments, **options` cost a call 0.14 us more (Python 3.11, in a loop). It runs under
+    the lock, with `state.working` set and the state up to date. What it proposes (`CacheState.propose`) is abandoned if
+    an exception leaves the call, whether it comes out of the step, out of a hook of `notify`, or from a signal at any
+    point.
 
     Args:
         nested: is called in place of the step, under the lock, if a call in the same thread has not returned.

@@ -247,7 +247,7 @@ class EntryTable:
             for index in record.indices:
                 pool_of[index] = number
         self.reservations.add(record)
-        of.update(zip(record.keys, record.indices))  # noqa: B905  they are as many; saying so takes 0.3 us
+        of.update(zip(record.keys, record.indices))  # noqa: B905  they are as many; saying so takes 0.1 us
         self.writable.update(record.indices)  # what the transfer that fills them is checked against
 
     def withdraw(self, record: ReservationRecord) -> None:

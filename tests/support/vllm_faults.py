@@ -13,13 +13,13 @@ from vllm.v1.kv_offload.base import (
     OffloadingManager,
     TransferResult,
 )
-from vllm_worker import SimulatedSpec
+from vllm_worker import WorkerSpec
 
 import kvoffload
-from kvoffload.vllm import KVOffloadManager, KVOffloadSpec, KVOffloadWorker
+from kvoffload.vllm import KVOffloadManager, KVOffloadWorker
 
 
-class SwapsSlots(KVOffloadWorker):
+class _SwapsSlots(KVOffloadWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
@@ -28,13 +28,13 @@ class SwapsSlots(KVOffloadWorker):
         return super().submit_load(job_id, src_spec, dst_spec, expedited)
 
 
-class FinishesEarly(KVOffloadWorker):
+class _FinishesEarly(KVOffloadWorker):
     def get_finished(self) -> list[TransferResult]:
         ended, self._transfers = self._transfers, {}
         return [TransferResult(job_id, success=True) for job_id in ended]
 
 
-class DoesNotWait(KVOffloadWorker):
+class _DoesNotWait(KVOffloadWorker):
     def wait(self, job_ids: set[int]) -> None:
         pass
 
@@ -46,9 +46,7 @@ class _HidesFailures(KVOffloadWorker):
         return set()
 
 
-class SpecOfWorker(KVOffloadSpec):
-    """With another worker. Inherited together with the spec of a kind of GPU."""
-
+class _SpecOfWorker(WorkerSpec):
     worker: type[KVOffloadWorker]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> KVOffloadWorker:
@@ -57,38 +55,38 @@ class SpecOfWorker(KVOffloadSpec):
         return made
 
 
-class SwappedSlots(SpecOfWorker, SimulatedSpec):
+class SwappedSlots(_SpecOfWorker):
     """A load reads its first two slots in the wrong order."""
 
-    worker = SwapsSlots
+    worker = _SwapsSlots
 
 
-class EarlyFinish(SpecOfWorker, SimulatedSpec):
+class EarlyFinish(_SpecOfWorker):
     """Transfers are reported as ended at once."""
 
-    worker = FinishesEarly
+    worker = _FinishesEarly
 
 
-class DroppedHostWait(SpecOfWorker, SimulatedSpec):
+class DroppedHostWait(_SpecOfWorker):
     """`wait` returns at once."""
 
-    worker = DoesNotWait
+    worker = _DoesNotWait
 
 
-class HiddenFailure(SpecOfWorker, SimulatedSpec):
+class HiddenFailure(_SpecOfWorker):
     """A store that has failed is reported as any other."""
 
     worker = _HidesFailures
 
 
-class DroppedStreamWait(SimulatedSpec):
+class DroppedStreamWait(WorkerSpec):
     """Transfers do not wait for what the model has queued."""
 
     def current_stream(self, kv_caches: CanonicalKVCaches) -> Callable[[], Any]:
         return lambda: kvoffload.NO_WAIT
 
 
-class StaleWindows(SimulatedSpec):
+class StaleWindows(WorkerSpec):
     """After a reset, chunks of groups with a sliding window are stored as vLLM offers them."""
 
     def get_manager(self) -> OffloadingManager:

@@ -14,13 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.kv_offload.base import CanonicalKVCaches
-from vllm_faults import DoesNotWait, FinishesEarly, SpecOfWorker, SwapsSlots
 from vllm_model import Sequence, content
-from vllm_worker import GroupShape, Shape
+from vllm_worker import WORKERS, GroupShape, Shape
 
 import kvoffload
-from kvoffload.vllm import KVOffloadSpec
 
 _LONGEST_WAIT = 400_000  # cycles of the GPU, about 0.2 ms
 _WAITS = 0.5  # how often
@@ -35,8 +32,6 @@ class TorchWorker:
         checked: blocks that it has compared.
     """
 
-    of_address: dict[int, TorchWorker] = {}  # noqa: RUF012  # for Spec, which vLLM makes
-
     def __init__(self, shape: Shape, rank: int, seed: int) -> None:
         self.shape, self.rank = shape, rank
         self._where = torch.device("cuda", 0)
@@ -45,7 +40,7 @@ class TorchWorker:
         size = (shape.most_layers, shape.num_blocks * shape.block_size, shape.token_bytes)
         self._cache = torch.full(size, 0xEE, dtype=torch.uint8, device=self._where)
         torch.cuda.synchronize(self._where)
-        self.of_address[self._cache.data_ptr()] = self
+        WORKERS[self._cache.data_ptr()] = self
         self.device: kvoffload.Device | None = None
         self.wrong: list[str] = []
         self.checked = 0
@@ -62,6 +57,14 @@ class TorchWorker:
             for names in layer_names
             for place, name in enumerate(names)
         }
+
+    def open_device(self, of_spec: Callable[[], kvoffload.Device]) -> kvoffload.Device:
+        """That of the spec; it is closed with the worker, while vLLM's processes leave that to their end."""
+        self.device = of_spec()
+        return self.device
+
+    def current_stream(self, of_spec: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+        return of_spec()
 
     def current(self) -> AbstractContextManager[object]:
         context: AbstractContextManager[object] = torch.cuda.stream(self.stream)
@@ -145,34 +148,6 @@ class TorchWorker:
         torch.cuda.synchronize(self._where)
         if self.connector is not None:
             self.connector.shutdown()
-        self.of_address.pop(self._cache.data_ptr(), None)
+        WORKERS.pop(self._cache.data_ptr(), None)
         if self.device is not None:
             self.device.close()
-
-
-class Spec(KVOffloadSpec):
-    """KVOffloadSpec. The test closes the device that it opens; vLLM's processes leave that to their end."""
-
-    def open_device(self, kv_caches: CanonicalKVCaches) -> kvoffload.Device:
-        worker = TorchWorker.of_address[min(tensor.tensor.data_ptr() for tensor in kv_caches.tensors)]
-        worker.device = super().open_device(kv_caches)
-        return worker.device
-
-
-class SwappedSlots(SpecOfWorker, Spec):
-    """See `vllm_faults`; also the others."""
-
-    worker = SwapsSlots
-
-
-class EarlyFinish(SpecOfWorker, Spec):
-    worker = FinishesEarly
-
-
-class DroppedHostWait(SpecOfWorker, Spec):
-    worker = DoesNotWait
-
-
-class DroppedStreamWait(Spec):
-    def current_stream(self, kv_caches: CanonicalKVCaches) -> Callable[[], Any]:
-        return lambda: kvoffload.NO_WAIT

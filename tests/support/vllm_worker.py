@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from vllm_model import Bytes, Sequence, content
 import kvoffload
 from kvoffload.internal.waiting import wait_until
 from kvoffload.vllm import KVOffloadSpec
+
+WORKERS: dict[int, Any] = {}  # by the address of the KV cache, for the spec, which vLLM makes
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,6 @@ class GpuWorker:
         checked: blocks that it has compared.
     """
 
-    of_address: dict[int, GpuWorker] = {}  # noqa: RUF012  # for SimulatedSpec, which vLLM makes
-
     def __init__(self, shape: Shape, rank: int, seed: int) -> None:
         self.shape, self.rank = shape, rank
         self.device = kvoffload.open_device(backend="simulated", seed=seed)
@@ -71,7 +72,7 @@ class GpuWorker:
         whole = self.device.simulator.view(self.memory.address, self.memory.nbytes)
         whole[:] = 0xEE
         self.cache: Bytes = whole.reshape(shape.most_layers, shape.num_blocks, shape.block_size, shape.token_bytes)
-        self.of_address[self.memory.address] = self
+        WORKERS[self.memory.address] = self
         self.wrong: list[str] = []
         self.checked = 0
         self.connector: Any = None
@@ -86,6 +87,14 @@ class GpuWorker:
             for names in layer_names
             for place, name in enumerate(names)
         }
+
+    def open_device(self, of_spec: Callable[[], kvoffload.Device]) -> kvoffload.Device:
+        """The device for a spec, which would open `of_spec()`."""
+        return self.device
+
+    def current_stream(self, of_spec: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+        """The same for the function that returns the stream of the model."""
+        return lambda: self.stream
 
     def current(self) -> AbstractContextManager[object]:
         """What vLLM's model runner has around its work."""
@@ -152,21 +161,22 @@ class GpuWorker:
         if self.connector is not None:
             self.connector.shutdown()
         self.stream.close()
-        self.of_address.pop(self.memory.address, None)
+        WORKERS.pop(self.memory.address, None)
         self.memory.close()
         self.device.close()
 
 
-class SimulatedSpec(KVOffloadSpec):
-    """KVOffloadSpec on the simulated GPU of a `GpuWorker`."""
+class WorkerSpec(KVOffloadSpec):
+    """KVOffloadSpec on the GPU of the worker whose KV cache it gets."""
 
     def open_device(self, kv_caches: CanonicalKVCaches) -> kvoffload.Device:
-        return _worker_of(kv_caches).device
+        device: kvoffload.Device = _worker_of(kv_caches).open_device(partial(super().open_device, kv_caches))
+        return device
 
     def current_stream(self, kv_caches: CanonicalKVCaches) -> Callable[[], Any]:
-        stream = _worker_of(kv_caches).stream
-        return lambda: stream
+        function: Callable[[], Any] = _worker_of(kv_caches).current_stream(partial(super().current_stream, kv_caches))
+        return function
 
 
-def _worker_of(kv_caches: CanonicalKVCaches) -> GpuWorker:
-    return GpuWorker.of_address[min(tensor.tensor.data_ptr() for tensor in kv_caches.tensors)]
+def _worker_of(kv_caches: CanonicalKVCaches) -> Any:
+    return WORKERS[min(tensor.tensor.data_ptr() for tensor in kv_caches.tensors)]

@@ -71,7 +71,7 @@ class Setting:
     policy: str = "prefix"
     extra: tuple[tuple[str, Any], ...] = ()
     connector: str = "KVOffloadConnector"
-    spec: tuple[str, str] = ("vllm_worker", "SimulatedSpec")
+    spec: tuple[str, str] = ("vllm_worker", "WorkerSpec")
     reset: float = 0.01
     abort: float = 0.01
     fail: float = 0.0
@@ -386,3 +386,15 @@ def _caches(shape: Shape) -> tuple[list[list[str]], KVCacheConfig]:
         for mine in names
     ]
     return names, KVCacheConfig(num_blocks=shape.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+def seed_that_shows(setting: Setting, folder: Path, seeds: int = 12) -> int | None:
+    """The first seed with which a model reads wrong bytes; None: none of these."""
+    for seed in range(seeds):
+        with World(setting, seed, folder) as world:
+            world.run(until_wrong=True)
+            for worker in world.workers:
+                worker.synchronize()
+        if any(worker.wrong for worker in world.workers):
+            return seed
+    return None

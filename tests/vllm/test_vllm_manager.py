@@ -118,14 +118,17 @@ def test_a_request_gives_up_its_last_tokens_first_in_whatever_order_it_stored_th
     assert found(manager, A[: len(pieces)]) == "H" * (len(pieces) - 1) + "M"
 
 
-def test_keys_that_are_offered_and_there_are_used_by_that_request() -> None:
+@pytest.mark.parametrize("touched", [False, True])
+def test_keys_that_are_offered_or_touched_while_they_are_there_are_used_by_that_request(touched: bool) -> None:
     manager, first, second = KVOffloadManager(4, policy="lru"), request("1", A), request("2", B)
     stored(manager, A[:2], first)
     manager.on_request_finished(first)
     stored(manager, B[:2], second)
     manager.on_request_finished(second)
-    again = request("3", A)
-    assert offered(manager, A[:2], again) == []
+    if touched:
+        manager.touch(A[:2], request("3", A))
+    else:
+        assert offered(manager, A[:2], request("3", A)) == []
     stored(manager, keys(20), request("4", keys(20)))
     assert found(manager, A[:2] + B[:2]) == "HHHM"
 
@@ -257,17 +260,6 @@ def test_the_manager_says_where_chunks_come_from() -> None:
     assert manager.get_load_source(A[0], request("1")).value == "host"
     assert manager.config_info() == [{"kvoffload_policy": "prefix"}]
     manager.touch([A[0], A[0]], request("1"))
-
-
-def test_keys_that_are_touched_are_used_by_that_request() -> None:
-    manager, first, second = KVOffloadManager(4, policy="lru"), request("1", A), request("2", B)
-    stored(manager, A[:2], first)
-    manager.on_request_finished(first)
-    stored(manager, B[:2], second)
-    manager.on_request_finished(second)
-    manager.touch(A[:2], request("3", A))
-    stored(manager, keys(20), request("4", keys(20)))
-    assert found(manager, A[:2] + B[:2]) == "HHHM"
 
 
 def test_a_request_that_touches_its_keys_uses_them_once() -> None:

@@ -16,7 +16,7 @@ need_vllm()
 
 import torch  # noqa: E402
 from vllm_worker import GroupShape, Shape  # noqa: E402
-from vllm_world import Setting, World  # noqa: E402
+from vllm_world import Setting, World, seed_that_shows  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ TWO = Shape((GroupShape(3), GroupShape(2)), num_blocks=120, **SIZES)
 WINDOW = Shape((GroupShape(3), GroupShape(2, window=64)), num_blocks=100, **SIZES)
 MEMORY = (("kvoffload_tiers", [{"kind": "memory", "nbytes": 1 << 26}]), ("kvoffload_tier_write", "through"))
 
-BASE = Setting(ONE, chunks=200, requests=20, spec=("vllm_torch_worker", "Spec"), gpu=True)
+BASE = Setting(ONE, chunks=200, requests=20, gpu=True)
 SETTINGS = {
     "one group": BASE,
     "with kernels": replace(BASE, extra=(("kvoffload_sm_limit", 4), ("kvoffload_prefer", "latency"))),
@@ -75,12 +75,4 @@ DEFECTS = {
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_found(defect: str, tmp_path: Path) -> None:
-    setting = replace(DEFECTS[defect], spec=("vllm_torch_worker", defect))
-    for seed in range(12):
-        with World(setting, seed, tmp_path) as world:
-            world.run(until_wrong=True)
-            for worker in world.workers:
-                worker.synchronize()
-        if any(worker.wrong for worker in world.workers):
-            return
-    pytest.fail(f"{defect} was not found in 12 runs")
+    assert seed_that_shows(replace(DEFECTS[defect], spec=("vllm_faults", defect)), tmp_path) is not None

@@ -13,7 +13,7 @@ need_vllm()
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config  # noqa: E402
 from vllm.v1.kv_offload.config import OffloadingConfig  # noqa: E402
-from vllm_worker import GroupShape, Shape, SimulatedSpec  # noqa: E402
+from vllm_worker import GroupShape, Shape, WorkerSpec  # noqa: E402
 from vllm_world import Setting, World  # noqa: E402
 
 from kvoffload import CapabilityError, CapacityError, LayoutError  # noqa: E402
@@ -133,8 +133,8 @@ def test_errors_of_tiers_come_at_the_start_if_the_workers_are_there(tmp_path: Pa
     with World(SETTINGS["memory"], 0, tmp_path) as world:
         config = config_of(world)
         with making_connector(world.scheduler.vllm_config):
-            manager = SimulatedSpec(config).get_manager()
+            manager = WorkerSpec(config).get_manager()
             wrong = replace(config, extra_config={**config.extra_config, "kvoffload_tiers": [{"kind": "tape"}]})
             with pytest.raises(ValueError, match="tape"):
-                SimulatedSpec(wrong).get_manager()
+                WorkerSpec(wrong).get_manager()
         manager.shutdown()
