@@ -201,7 +201,7 @@ def test_memory_that_is_still_registered_stays_mapped_also_as_garbage(
     address, alive = pinned.address, weakref.ref(pinned)
     unregister = device.driver.host_unregister
 
-    def failing(address: int) -> None:
+    def failing(_: int) -> None:
         raise DriverError("cuMemHostUnregister", "CUDA_ERROR_UNKNOWN", 999) if error is DriverError else error
 
     monkeypatch.setattr(device.driver, "host_unregister", failing)
