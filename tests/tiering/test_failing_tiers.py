@@ -359,31 +359,32 @@ def test_a_promotion_that_waits_for_another_one_ends_at_its_own_deadline() -> No
         tier.hang_all()
         first = bench.cache.promote(keys(range(4)), deadline=None)
         until(lambda: tier.hung)
-        assert bench.cache.promote(keys(range(4)), deadline=0.05).wait(SECONDS) == 0
+        assert bench.cache.promote(keys(range(4)), deadline=0.05).wait(5) == 0
         assert not first.done
         tier.heal()
         assert first.wait(SECONDS) == 4
 
 
 def test_what_a_tier_has_brought_is_not_evicted_before_the_promotion_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread stores as many keys as there are slots, in the moment in which the key becomes a hit."""
-    commit, others = CacheIndex.commit, list[threading.Thread]()
-
+    """No call of another thread comes between the moment in which a key becomes a hit and the one in which it is held:
+    a store could evict it there."""
+    commit, others, between = CacheIndex.commit, list[threading.Thread](), list[bool]()
     with tiered(capacity=4) as bench:
         bench.written([0])
 
-        def evicting(index: CacheIndex, *arguments: Any) -> None:
+        def committed(index: CacheIndex, *arguments: Any) -> None:
             commit(index, *arguments)
             if threading.current_thread().name == "kvoffload-tiers":
-                others.append(threading.Thread(target=bench.cache.reserve, args=(keys(range(10, 14)),)))
+                others.append(threading.Thread(target=bench.cache.touch, args=(keys([0]),)))
                 others[-1].start()
                 others[-1].join(0.1)
+                between.append(not others[-1].is_alive())
 
-        monkeypatch.setattr(CacheIndex, "commit", evicting)
-        promotion = bench.cache.promote(keys([0]))
-        assert promotion.wait(SECONDS) == 1
-        others[0].join(SECONDS)
+        monkeypatch.setattr(CacheIndex, "commit", committed)
+        assert bench.cache.promote(keys([0])).wait(SECONDS) == 1
         monkeypatch.undo()
+        others[0].join(SECONDS)
+        assert between == [False]
         bench.check_loaded([0])
 
 
