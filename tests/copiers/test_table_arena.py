@@ -128,8 +128,8 @@ def test_after_an_interrupt_tables_in_use_keep_their_room() -> None:
     tables = [arena.take(16) for _ in range(4)]
     assert None not in tables
     used = [table for table in tables[1:3] if table is not None]
-    for number, table in enumerate(used):
-        table.words[:] = number
+    for number, each in enumerate(used):
+        each.words[:] = number
     arena.restore(used)
     assert arena.in_use == 2
     taken = []
@@ -137,7 +137,7 @@ def test_after_an_interrupt_tables_in_use_keep_their_room() -> None:
         table.words[:] = 7
         taken.append(table.start)
     assert taken == [384, 512, 640, 768, 896], "behind those in use"
-    assert [set(table.words.tolist()) for table in used] == [{0}, {1}]
+    assert [set(each.words.tolist()) for each in used] == [{0}, {1}]
     arena.restore([])
     whole = arena.take(NBYTES // 8)
     assert whole is not None

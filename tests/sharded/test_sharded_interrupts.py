@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from interrupts import Methods, interrupt_at
+from interrupts import Methods, Signals, interrupt_at
 from sharding import machine
 
 from kvoffload import NO_WAIT, BlockCache, CapacityError, TransferError
@@ -87,12 +87,12 @@ def test_a_job_that_was_waited_for_is_not_reported_also_if_it_ended_before_an_ea
         made.whole()
 
 
-class Appends:
-    """Where something has just been put into a list or a queue."""
+class Appends(Signals):
+    """Where the package has just put something into a list or a queue."""
 
     def kind_of(self, frame: FrameType, event: str, argument: Any) -> str | None:
-        del frame
-        return event if event == "c_return" and argument.__name__ == "append" else None
+        kind = super().kind_of(frame, event, argument)
+        return kind if kind == "c_return" and argument.__name__ == "append" else None
 
 
 def test_an_interrupted_job_leaves_its_number_to_no_later_one() -> None:
