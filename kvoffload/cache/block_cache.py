@@ -70,8 +70,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
     def __init__(
         self,
         engine: EngineT,
-        policy: PolicyChoice = DEFAULT_POLICY,
         *,
+        policy: PolicyChoice = DEFAULT_POLICY,
         tenants: Mapping[str, Tenant] | None = None,
         store_after: int = 0,
         max_load_blocks: int | None = None,
@@ -109,9 +109,9 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         self,
         keys: Sequence[bytes],
         blocks: BlockIds,
+        *,
         after: CacheAfter = None,
         tenant: str = "",
-        *,
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> CacheJob:
@@ -184,8 +184,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         self,
         keys: Sequence[bytes],
         blocks: BlockIds,
-        after: CacheAfter = None,
         *,
+        after: CacheAfter = None,
         pending: bool = False,
         parts: Parts = None,
         request: CacheRequest | None = None,
@@ -246,8 +246,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
     def reserve(
         self,
         keys: Sequence[bytes],
-        tenant: str = "",
         *,
+        tenant: str = "",
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> Reservation:
@@ -267,7 +267,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         """
         self.engine.advance()
         self.engine.check_room(0)
-        return self._index.reserve(keys, tenant, all_or_nothing=all_or_nothing, request=request)
+        return self._index.reserve(keys, tenant=tenant, all_or_nothing=all_or_nothing, request=request)
 
     def acquire(self, keys: Sequence[bytes], *, pending: bool = False) -> Lease:
         """Hold the slots of keys that are all present and ready, until the lease is released; `pending` as for `load`.

@@ -426,7 +426,7 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
                 return after
 
         engine: Any = NoCopies()
-        cache = BlockCache(engine, "lru")
+        cache = BlockCache(engine, policy="lru")
         batch = 500
         names = [b"%d" % number for number in range(capacity + evictions)]
         blocks = np.zeros(batch, np.int64)
