@@ -26,7 +26,7 @@ OFFERING = """
     from kvoffload.device.shared_slots import SharedSlots
     slots = SharedSlots(4, 4096)
     slots.array[:] = [[number] * 4096 for number in range(1, 5)]
-    slots.offer(sys.argv[1], "rank 0")
+    slots.offer(sys.argv[1], note="rank 0")
     print("offered", flush=True)
     sys.stdin.readline()
     print(int(slots.array[2, 7]), flush=True)
@@ -84,7 +84,7 @@ def test_a_killed_process_leaves_no_offer_and_no_file(name: str, offering: subpr
 
 def test_an_offer_is_waited_for(name: str) -> None:
     with SharedSlots(1, PAGE) as slots:
-        timer = threading.Timer(0.1, slots.offer, (name, "late"))
+        timer = threading.Timer(0.1, lambda: slots.offer(name, note="late"))
         timer.start()
         with SharedSlots.receive(name, timeout=20) as received:
             assert received.note == "late"

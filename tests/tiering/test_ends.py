@@ -220,8 +220,8 @@ PROGRAM = """
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)], **DESCRIBED)
     engine = OffloadEngine(layout, device=device, num_slots=8, sm_limit=0)
     tier = FaultyTier()
-    cache = TieredCache(engine, "lru", tiers=[tier], write="through")
-    cache.store(keys(range(4)), range(4), NO_WAIT).wait(10)
+    cache = TieredCache(engine, policy="lru", tiers=[tier], write="through")
+    cache.store(keys(range(4)), range(4), after=NO_WAIT).wait(10)
     assert cache.drain(10)
     BlockCache.clear(cache)
     print("ready", flush=True)
@@ -246,7 +246,7 @@ def test_the_interpreter_ends_with_calls_in_flight() -> None:
         """
         tier.hang_all()
         promotion = cache.promote(keys(range(4)), deadline=None)
-        cache.store([b"another"], [0], NO_WAIT).wait(10)
+        cache.store([b"another"], [0], after=NO_WAIT).wait(10)
         until(lambda: tier.hung)
         """
     )
@@ -260,8 +260,8 @@ def test_a_killed_process_leaves_no_memory_and_no_files_but_the_disks(tmp_path: 
 
         lower = OffloadEngine(layout, device=device, num_slots=8, sm_limit=0)
         disk = DiskTier({str(tmp_path / "disk")!r}, nbytes=1 << 20, identity="test")
-        other = TieredCache(lower, "lru", tiers=[disk], write="through")
-        other.store(keys(range(4)), range(4), NO_WAIT).wait(10)
+        other = TieredCache(lower, policy="lru", tiers=[disk], write="through")
+        other.store(keys(range(4)), range(4), after=NO_WAIT).wait(10)
         assert other.promote(keys(range(4))).wait(10) == 4
         shared = [line.split(maxsplit=5)[5:] for line in open("/proc/self/maps") if line.split()[1].endswith("s")]
         named = [name[0].strip() for name in shared if name and "(deleted)" not in name[0]]
