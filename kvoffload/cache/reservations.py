@@ -17,6 +17,7 @@ from kvoffload.cache.engines import CacheStreams
 from kvoffload.cache.entries import OPEN, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.errors import ClosedError, MissingKeyError
+from kvoffload.internal.checks import as_timeout
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
@@ -230,7 +231,7 @@ class CacheJob:
             TransferError: a transfer failed, or a pending store that it loaded from; the others have ended, too.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
-        results: list[TransferResult] = []
+        timeout, results = as_timeout(timeout), list[TransferResult]()
         try:
             run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
         finally:

@@ -26,7 +26,7 @@ from kvoffload.errors import (
     KVOffloadWarning,
 )
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import as_timeout, at_least, names_its_calls, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
@@ -96,6 +96,7 @@ def _log_opening(device: Device) -> None:
         LOGGER.log(level, "%s cannot be used on device %d: %s", name, device.index, reason)
 
 
+@names_its_calls
 class Device(DeviceContext):
     """An open device; made by `open_device`. Usable from any thread; a context manager.
 
@@ -309,6 +310,7 @@ class Device(DeviceContext):
         """
         if self.foreign:
             return
+        timeout = as_timeout(timeout)
         deadline = None if timeout is None else time.perf_counter() + timeout
         self.wait_lifecycle(timeout)
         with self.lifecycle:
