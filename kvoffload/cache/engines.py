@@ -102,13 +102,7 @@ else:
 
 
 def check_engine(engine: CacheEngine) -> None:
-    """Raise unless a cache can be made over `engine`.
-
-    Raises:
-        TypeError: it is no engine.
-        ClosedError: it is closed.
-        LayoutError: it copies a staging array, whose blocks are not those of the KV cache.
-    """
+    """Raise TypeError, ClosedError or LayoutError unless a cache can be made over `engine`."""
     if not isinstance(engine, CacheEngine):
         raise TypeError(f"engine must be an OffloadEngine or a ShardedEngine, got {shown(engine)}")
     if engine.closed:

@@ -128,7 +128,7 @@ class SharedSlots:
         Raises:
             TimeoutError: there was no offer within `timeout` seconds.
             PermissionError: the offer is of another user.
-            ValueError: what was offered is not what it is said to be; or `timeout` is no number of seconds.
+            ValueError: what was offered is not what it is said to be.
         """
         address, end = _address(name), time.monotonic() + to_wait("timeout", timeout)
         while True:

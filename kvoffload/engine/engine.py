@@ -127,9 +127,8 @@ class OffloadEngine(TransferPreparation):
             Nothing has happened in any of these cases. After a KeyboardInterrupt the transfer may have begun, and fails
             as soon as nothing of it is left on the GPU: `drain` before the blocks are used for something else.
         """
-        return self.submit(
-            Direction.STORE, blocks, slots, group=group, first_sub_block=first_sub_block, after=after, copier=copier
-        )
+        request = make_request(self._limits, Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
+        return self._submit((request,))
 
     def load(
         self,
@@ -164,18 +163,11 @@ class OffloadEngine(TransferPreparation):
         Raises:
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
         """
-        return self.submit(
-            Direction.LOAD,
-            blocks,
-            slots,
-            group=group,
-            first_sub_block=first_sub_block,
-            after=after,
-            copier=copier,
-            source_order=source_order,
-            parts=parts,
-            urgent=urgent,
+        towards, limits = Direction.LOAD, self._limits
+        request = make_request(
+            limits, towards, blocks, slots, group, first_sub_block, after, copier, source_order, parts, urgent
         )
+        return self._submit((request,))
 
     def submit(
         self,

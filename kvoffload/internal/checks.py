@@ -42,11 +42,7 @@ def seconds(name: str, value: Any, minimum: float = 0.001) -> float:
 
 
 def to_wait(name: str, value: Any) -> float:
-    """Seconds to wait for something, as a float that every clock and lock takes. A negative time has passed already.
-
-    Raises:
-        ValueError: it is not a number. A NaN would never pass: no time is later.
-    """
+    """Seconds to wait, as a float that locks take; ValueError if it is no number. (No time is later than a NaN.)"""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     limited = min(value, threading.TIMEOUT_MAX) if number else math.nan
     if math.isnan(limited):
@@ -87,10 +83,9 @@ def shown(value: Any, length: int = 80) -> str:
 
 
 def names_its_calls(public: _Class) -> _Class:
-    """A decorator of a class whose methods are spread over private ones, which are bases of no other public class.
+    """Have Python's errors about arguments name this class, not the private bases that have its methods.
 
-    Python begins its errors about arguments with a function's `__qualname__`: `OffloadEngine(num_slot=8)` would blame
-    `EngineLifecycle.__init__()`, of which the caller has never heard.
+    A decorator, for bases of one public class only: `OffloadEngine(num_slot=8)` blamed `EngineLifecycle.__init__()`.
     """
     for base in public.__mro__[1:]:
         for name, function in vars(base).items():

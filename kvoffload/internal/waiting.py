@@ -16,7 +16,7 @@ def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) 
 
     Raises:
         TimeoutError: `timeout` seconds have passed.
-        ValueError: it is neither None nor a number of seconds; `condition` was not called.
+        ValueError: it is no number of seconds.
     """
     timeout = as_timeout(timeout)
     begin = time.perf_counter()

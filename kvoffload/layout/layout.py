@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import SupportsIndex
 
 from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import flag, shown
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import DTypeLike, GpuArray
 from kvoffload.layout.arrays import block_shape, common_dtype, is_jax_array, plane_of_view, planes_of_view, view_of
@@ -77,11 +77,9 @@ class KVLayout(HtmlRepresentation):
     ) -> None:
         self.blocks_per_slot = positive("blocks_per_slot", blocks_per_slot)
         if dtype is not None:
-            dtype_name(dtype)  # refuses what is none
+            dtype_name(dtype)
         self.dtype = dtype
-        if not isinstance(on_default_stream, bool):
-            raise LayoutError(f"on_default_stream must be True or False, got {shown(on_default_stream)}")
-        self.on_default_stream = on_default_stream
+        self.on_default_stream = flag("on_default_stream", on_default_stream)
         self.tokens_per_block = None if tokens_per_block is None else positive("tokens_per_block", tokens_per_block)
         self.block_axes = None if block_axes is None else _as_names(block_axes)
         if slot_order not in (None, "plane-major", "block-major"):

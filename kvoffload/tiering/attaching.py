@@ -72,8 +72,7 @@ def checked_tiers(tiers: Sequence[Tier]) -> list[Tier]:
 def seconds_per_key(layout: Any, tokens_per_second: float | None) -> float | None:
     if tokens_per_second is None:
         return None
-    number = isinstance(tokens_per_second, int | float) and not isinstance(tokens_per_second, bool)
-    if not number or not tokens_per_second > 0:
+    if not isinstance(tokens_per_second, int | float) or tokens_per_second is True or not tokens_per_second > 0:
         raise ValueError(f"prefill_tokens_per_second must be above 0, or None, got {tokens_per_second!r:.80}")
     if layout.tokens_per_block is None:
         raise LayoutError("prefill_tokens_per_second needs a layout with tokens_per_block: name it")

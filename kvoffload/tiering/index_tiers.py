@@ -39,7 +39,7 @@ def check_options(write: str, hung: float) -> None:
     """Raise ValueError unless they are what `TieredCache` takes."""
     if write not in _CHOICES:
         raise ValueError(f"write must be one of {', '.join(_CHOICES)}, got {write!r:.80}")
-    if isinstance(hung, bool) or not isinstance(hung, int | float) or not hung > 0:
+    if not to_wait("hung", hung) > 0:
         raise ValueError(f"hung must be seconds above 0, got {hung!r:.80}")
 
 
