@@ -23,5 +23,5 @@ def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) 
     while not condition():
         waited = time.perf_counter() - begin
         if timeout is not None and waited >= timeout:
-            raise TimeoutError(f"{what} was not done within {timeout} seconds; it goes on")
+            raise TimeoutError(f"{what} was not done within {timeout:g} seconds; it goes on")
         time.sleep(0.0 if waited < 2.5e-3 else min(2e-4, waited / 50))

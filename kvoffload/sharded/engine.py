@@ -284,5 +284,13 @@ class ShardedEngine(ShardedLifecycle):
         copier: CopierName | CopyMethod | None = None,
     ) -> tuple[PlanReport, ...]:
         """As `OffloadEngine.plan`, a report for each device."""
-        ids, where = (direction, blocks, slots), {"group": group, "first_sub_block": first_sub_block}
-        return tuple(self._for_each(lambda shard: shard.plan(*ids, **where, copier=copier)))
+        transfer = partial(
+            Shard.plan,
+            direction=direction,
+            blocks=blocks,
+            slots=slots,
+            group=group,
+            first_sub_block=first_sub_block,
+            copier=copier,
+        )
+        return tuple(self._for_each(transfer))
