@@ -17,6 +17,7 @@ from kvoffload.cache.engines import CacheStreams
 from kvoffload.cache.entries import OPEN, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.errors import ClosedError, MissingKeyError
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
@@ -165,6 +166,7 @@ class Lease:
             TransferError: a store failed; the bytes in its slot are not those of its key.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
+        refuse_nested(self._index.lock, "wait")
         wait_until(self._written, timeout, repr(self))
         self.check()
 
@@ -230,6 +232,7 @@ class CacheJob:
             TransferError: a transfer failed, or a pending store that it loaded from; the others have ended, too.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
+        refuse_nested(self._index.lock, "wait")
         results: list[TransferResult] = []
         try:
             run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)

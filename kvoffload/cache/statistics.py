@@ -158,9 +158,8 @@ class StatisticsRecorder:
         self._on_event = on_event
         self.has_hook = on_event is not None
         self.unreported = deque[CacheEvent]()
-        self._lock = threading.Lock()
         self.lookups = self.hits = self.loaded = 0  # keys; blocks
-        self._notifier: list[int] | None = None  # the thread of the call of `notify` that calls the hook now
+        self._notifier: dict[str, list[int]] = {}  # "now": the thread of the call of `notify` that calls the hook
         self.deferred_by = 0  # a thread whose calls of `notify` do nothing, since it holds a lock
         self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
         self._by_tenant: dict[str, dict[str, int]] = {}
@@ -275,7 +274,7 @@ class StatisticsRecorder:
     @property
     def reporting(self) -> bool:
         """Whether events have not come to the hook yet, or another thread calls it now."""
-        notifier = self._notifier
+        notifier = self._notifier.get("now")
         return bool(self.unreported) or (notifier is not None and notifier[0] != threading.get_ident())
 
     def notify(self) -> None:
@@ -289,15 +288,12 @@ class StatisticsRecorder:
         while self.unreported:
             mine = [threading.get_ident()]
             try:
-                with self._lock:
-                    if self._notifier is None:
-                        self._notifier = mine
-                if self._notifier is not mine:
+                if self._notifier.setdefault("now", mine) is not mine:  # one operation: a lock could be taken twice
                     return
                 self._notify_all()
             finally:
-                if self._notifier is mine:
-                    self._notifier = None
+                if "now" in self._notifier and self._notifier["now"] is mine:  # no call, after which a signal comes
+                    del self._notifier["now"]
 
     def _notify_all(self) -> None:
         while self.unreported:

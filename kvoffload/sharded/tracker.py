@@ -62,9 +62,14 @@ class ShardedTracker:
         """How many are in flight, as far as is known."""
         return len(self.stores.transfers) + len(self.loads.transfers)
 
+    def records(self) -> list[ShardedTransfer]:
+        """Those that are in flight, as far as is known."""
+        return [record for queue in self.both for record in list(queue.transfers)]
+
     @property
     def submitted(self) -> int:
-        return self.stores.submitted + self.loads.submitted
+        latest = (queue.transfers[-1].sequence if queue.transfers else 0 for queue in self.both)
+        return sum(max(queue.submitted, sequence) for queue, sequence in zip(self.both, latest, strict=True))
 
     def publish(self, record: ShardedTransfer) -> None:
         """The record is in flight from here on; its transfers follow. `consistent` is set when they have."""

@@ -146,28 +146,20 @@ class Promoter:
 
     def _look(self, record: PromotionRecord, positions: Sequence[int]) -> None:
         """Look which of some keys are in slots: lease these, wait for pending ones, and ask tiers for the rest."""
-        keys = [record.keys[position] for position in positions]
-        with self._index.lock:  # so that nothing evicts them in between
-            found = dict(zip(positions, self._index.status(keys), strict=True))
-            present = [position for position in positions if found[position] is Status.HIT]
-            if present and not record.released:
-                record.leases.append(self._index.acquire([record.keys[position] for position in present]))
-            filled = {position for position in positions if self._is_filled(record.keys[position])}
-        for position in positions:
-            if found[position] is Status.HIT:
+        statuses, lease = self._index.hold_ready([record.keys[position] for position in positions], not record.released)
+        found = dict(zip(positions, statuses, strict=True))
+        if lease is not None:
+            record.leases.append(lease)
+        for position, status in found.items():
+            if status is Status.HIT:
                 record.settle(position, Outcome.DONE)
-            elif found[position] is Status.PENDING and position not in filled:
+            elif status is Status.PENDING:
                 record.settle(position, Outcome.MISSING)
-        record.awaited = [position for position in positions if position in filled]
+        record.awaited = [position for position, status in found.items() if status is None]
         record.advance_ready()
-        wanted = [position for position in positions if found[position] is Status.MISS]
+        wanted = [position for position, status in found.items() if status is Status.MISS]
         if wanted:
             self._ask(record, wanted, self._tiers)
-
-    def _is_filled(self, key: bytes) -> bool:
-        """Whether a key is pending, and will be ready, or missing, without more calls of the cache."""
-        pending = self._index._state.table.pending.get(key)
-        return pending is not None and (pending.promoted or bool(pending.jobs))
 
     def _ask(self, record: PromotionRecord, wanted: list[int], tiers: Sequence[TierBelow]) -> None:
         """Have these tiers fetch missing keys that they may have, into their entries or new ones; the others are gone.
@@ -274,14 +266,10 @@ class Promoter:
 
     def _commit(self, record: PromotionRecord, position: int) -> bool:
         """A key has come: make it a hit, and lease it; False if it has been removed meanwhile."""
-        key, index = record.keys[position], self._index
-        each = record.records.pop(position)
-        with index.lock:  # so that nothing evicts it in between
-            mine = bool(index._state.table.still_mine(each))
-            index.commit(each)
-            if mine and not record.released:
-                record.leases.append(index.acquire([key]))
-                record.brought += 1
+        mine, lease = self._index.commit_and_hold(record.records.pop(position), not record.released)
+        if lease is not None:
+            record.leases.append(lease)
+            record.brought += 1
         record.settle(position, Outcome.DONE if mine else Outcome.MISSING)
         return mine
 

@@ -94,7 +94,7 @@ class DiskTier(ThreadedTier):
         self._key, self._reset, self._direct, self._operations = key, reset, direct, operations
         self._disk: DiskIndex | None = None
         self._puts: dict[TierJob, DiskPut] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def direct_io(self) -> tuple[bool, ...]:
