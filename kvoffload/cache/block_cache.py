@@ -70,8 +70,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
     def __init__(
         self,
         engine: EngineT,
-        policy: PolicyChoice = DEFAULT_POLICY,
         *,
+        policy: PolicyChoice = DEFAULT_POLICY,
         tenants: Mapping[str, Tenant] | None = None,
         store_after: int = 0,
         max_load_blocks: int | None = None,
@@ -109,9 +109,9 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         self,
         keys: Sequence[bytes],
         blocks: BlockIds,
+        *,
         after: CacheAfter = None,
         tenant: str = "",
-        *,
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> CacheJob:
@@ -169,7 +169,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         try:
             for group, ids in enumerate(self._chosen(record, per_group)):
                 slots = slot_numbers(record.indices, self._groups, group)
-                jobs = (*jobs, self.engine.submit_locked(Direction.STORE, ids, slots, group, after=after))
+                jobs = (*jobs, self.engine.submit_locked(Direction.STORE, ids, slots, group=group, after=after))
         except _REFUSALS as error:
             if jobs:
                 state.fill(record)
@@ -184,8 +184,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         self,
         keys: Sequence[bytes],
         blocks: BlockIds,
-        after: CacheAfter = None,
         *,
+        after: CacheAfter = None,
         pending: bool = False,
         parts: Parts = None,
         request: CacheRequest | None = None,
@@ -231,7 +231,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
             for group, ids in enumerate(per_group):
                 slots = slot_numbers(record.indices, self._groups, group)
                 ids = ids.reshape(-1)
-                jobs = (*jobs, self.engine.submit_locked(Direction.LOAD, ids, slots, group, after=after, parts=parts))
+                job = self.engine.submit_locked(Direction.LOAD, ids, slots, group=group, after=after, parts=parts)
+                jobs = (*jobs, job)
         except _REFUSALS as error:
             if not jobs and self._refused(error, submitted):
                 state.end(record)
@@ -246,8 +247,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
     def reserve(
         self,
         keys: Sequence[bytes],
-        tenant: str = "",
         *,
+        tenant: str = "",
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> Reservation:
@@ -267,7 +268,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         """
         self.engine.advance()
         self.engine.check_usable()
-        return self._index.reserve(keys, tenant, all_or_nothing=all_or_nothing, request=request)
+        return self._index.reserve(keys, tenant=tenant, all_or_nothing=all_or_nothing, request=request)
 
     def acquire(self, keys: Sequence[bytes], *, pending: bool = False) -> Lease:
         """Hold the slots of keys that are all present and ready, until the lease is released; `pending` as for `load`.

@@ -65,13 +65,13 @@ class BlockQueries(Generic[EngineT]):
         """
         self._index.touch(keys)
 
-    def open_request(self, tenant: str = "") -> CacheRequest:
+    def open_request(self, *, tenant: str = "") -> CacheRequest:
         """A handle for a request that stores and loads its keys in pieces: see `CacheRequest`.
 
         Raises:
             ValueError: the cache has no such tenant.
         """
-        return self._index.open_request(tenant)
+        return self._index.open_request(tenant=tenant)
 
     # looking ------------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class CacheIndex(Queries):
     # filling ------------------------------------------------------------------------------------------------------
 
     def open_request(
-        self, tenant: str = "", *, on_end: Callable[[tuple[bytes, ...]], None] = lambda _: None
+        self, *, tenant: str = "", on_end: Callable[[tuple[bytes, ...]], None] = lambda _: None
     ) -> CacheRequest:
         """A handle for a request whose keys are stored and loaded in pieces: see `CacheRequest`.
 
@@ -120,8 +120,8 @@ class CacheIndex(Queries):
     def reserve(
         self,
         keys: Sequence[bytes],
-        tenant: str = "",
         *,
+        tenant: str = "",
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> Reservation:
@@ -177,7 +177,7 @@ class CacheIndex(Queries):
         state.fill(record)
         return record
 
-    def reserve_each(self, keys: Sequence[bytes], tenant: str = "") -> list[ReservationRecord]:
+    def reserve_each(self, keys: Sequence[bytes], *, tenant: str = "") -> list[ReservationRecord]:
         """For tiers: see `promoting.reserve_each`. `commit` or `abort_after` ends each."""
         return self._reserve_each((check_keys(keys, repeats=False), tenant))
 
@@ -257,6 +257,7 @@ class CacheIndex(Queries):
         keys: Sequence[bytes],
         entries: Int64Array,
         requests: Int64Array,
+        *,
         tenants: Sequence[str] | None = None,
     ) -> int:
         """Fill an index that has held no key yet: each key is ready, at the entry given. For owners, after a restart.
@@ -302,7 +303,7 @@ class CacheIndex(Queries):
         self._state.begin(record)
         return handle
 
-    def load(self, keys: Sequence[bytes], request: CacheRequest | None = None) -> None:
+    def load(self, keys: Sequence[bytes], *, request: CacheRequest | None = None) -> None:
         """Record that a request loads those of `keys` that are present. Policies count that use before its `touch`.
 
         Args:

@@ -251,14 +251,14 @@ class CacheJob:
         """In how many parts each of the jobs is copied; see `BlockCache.load`."""
         return self.jobs[0].num_parts if self.jobs else 1
 
-    def order_before(self, stream: CacheStreams, part: int | None = None) -> None:
+    def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after all of it has ended; see `Job.order_before`.
 
         Args:
             part: of a load in parts: after this part of every job has ended.
         """
         jobs: tuple[Any, ...] = self.jobs  # of one device or of several
-        run_all(partial(job.order_before, stream, part) for job in jobs)
+        run_all(partial(job.order_before, stream, part=part) for job in jobs)
 
     def _settle(self) -> None:
         """Have the cache take note of what has ended, unless it has done so."""

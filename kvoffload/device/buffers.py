@@ -65,7 +65,7 @@ class DeviceBuffer:
     def _bytes(self) -> DeviceArray:
         return DeviceArray(self, (self.nbytes,), np.uint8)
 
-    def copy_from(self, array: ArrayLike, offset: int = 0) -> None:
+    def copy_from(self, array: ArrayLike, *, offset: int = 0) -> None:
         """Copy the bytes of a host array into the buffer from `offset` bytes on; returns when they are there.
 
         Ordered after work on the legacy default stream, not after work on other streams.

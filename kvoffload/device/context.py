@@ -170,7 +170,7 @@ class DeviceContext:
         return [engine for known in list(self._users) if (engine := known()) is not None]
 
     def refuse_nested(self, call: str) -> None:
-        """Raise RuntimeError inside a call of an engine: `lifecycle` is taken before the lock of that, never after it."""
+        """Raise RuntimeError inside a call of an engine: `lifecycle` is taken before its lock, never after it."""
         for engine in self.engines():
             refuse_nested(engine.lock, call)
 

@@ -85,7 +85,7 @@ class SharedSlots:
 
     # handing over -------------------------------------------------------------------------------------------------
 
-    def offer(self, name: str, note: str = "") -> None:
+    def offer(self, name: str, *, note: str = "") -> None:
         """Hand the memory to each process of this user that asks for `name`, until `close`.
 
         Args:
@@ -118,7 +118,7 @@ class SharedSlots:
         self._thread.start()
 
     @classmethod
-    def receive(cls, name: str, timeout: float = 0.0) -> SharedSlots:
+    def receive(cls, name: str, *, timeout: float = 0.0) -> SharedSlots:
         """The slots that a process of this machine and user offers under `name`; waits for the offer if there is none.
 
         Raises:

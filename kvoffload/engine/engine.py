@@ -84,6 +84,7 @@ class OffloadEngine(TransferPreparation):
         self,
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: After = None,
@@ -97,8 +98,8 @@ class OffloadEngine(TransferPreparation):
 
         Args:
             blocks: source ids: ints, or what numpy turns into a 1-D integer array; a repeated one is copied each time.
-            slots: target ids, `layout.slots_for(len(blocks), first_sub_block)` of them, no repeats. If a BlockCache
-                owns the engine's slots, they must belong to an open reservation of that cache.
+            slots: target ids, as many as `layout.slots_for` says, no repeats. If a BlockCache owns the engine's slots,
+                they must belong to an open reservation of that cache.
             group: which group's block table `blocks` refers to.
             first_sub_block: where in the first slot to begin.
             after: what must have ended before a block is read: the work so far of a stream (a handle, or anything with
@@ -126,12 +127,15 @@ class OffloadEngine(TransferPreparation):
             Nothing has happened in any of these cases. After a KeyboardInterrupt the transfer may have begun, and fails
             as soon as nothing of it is left on the GPU: `drain` before the blocks are used for something else.
         """
-        return self.submit(Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
+        return self.submit(
+            Direction.STORE, blocks, slots, group=group, first_sub_block=first_sub_block, after=after, copier=copier
+        )
 
     def load(
         self,
         slots: Ids,
         blocks: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: After = None,
@@ -161,7 +165,16 @@ class OffloadEngine(TransferPreparation):
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
         """
         return self.submit(
-            Direction.LOAD, blocks, slots, group, first_sub_block, after, copier, source_order, parts, urgent
+            Direction.LOAD,
+            blocks,
+            slots,
+            group=group,
+            first_sub_block=first_sub_block,
+            after=after,
+            copier=copier,
+            source_order=source_order,
+            parts=parts,
+            urgent=urgent,
         )
 
     def submit(
@@ -169,6 +182,7 @@ class OffloadEngine(TransferPreparation):
         direction: Direction | Literal["store", "load"],
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: After = None,
@@ -188,6 +202,7 @@ class OffloadEngine(TransferPreparation):
     def store_groups(
         self,
         transfers: Sequence[GroupTransfer],
+        *,
         after: After = None,
         copier: CopierName | CopyMethod | None = None,
     ) -> Job:
@@ -209,6 +224,7 @@ class OffloadEngine(TransferPreparation):
     def load_groups(
         self,
         transfers: Sequence[GroupTransfer],
+        *,
         after: After = None,
         copier: CopierName | CopyMethod | None = None,
         source_order: SourceOrderName = "auto",
@@ -228,7 +244,7 @@ class OffloadEngine(TransferPreparation):
         return self._submit(make_group_requests(self._limits, Direction.LOAD, transfers, *options))
 
     def submit_locked(
-        self, direction: Direction, blocks: Ids, slots: Ids, group: int = 0, *, after: After = None, parts: Any = None
+        self, direction: Direction, blocks: Ids, slots: Ids, *, group: int, after: After, parts: Any = None
     ) -> Job:
         """`submit` for a cache, which calls it with the lock held."""
         request = make_request(self._limits, direction, blocks, slots, group, 0, after, None, parts=parts)

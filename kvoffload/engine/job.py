@@ -258,7 +258,7 @@ class Job:
         yield from ended
         return self.wait()
 
-    def order_before(self, stream: StreamLike, part: int | None = None) -> None:
+    def order_before(self, stream: StreamLike, *, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after this transfer has ended. The host does not wait for that.
 
         (Where the driver's queues are full, it waits up to a second for the transfer, or the part, to be queued.)

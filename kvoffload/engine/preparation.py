@@ -187,6 +187,7 @@ class TransferPreparation(EngineLifecycle):
         direction: Direction | Literal["store", "load"],
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,

@@ -69,6 +69,7 @@ class ShardedEngine(ShardedLifecycle):
         self,
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: ShardedAfter = None,
@@ -87,12 +88,15 @@ class ShardedEngine(ShardedLifecycle):
             As `OffloadEngine.store`. Nothing is in flight on any device then; a note on the exception names the device.
             A driver error on one device after that fails the job, which ends when all devices have ended theirs.
         """
-        return self.submit(Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
+        return self.submit(
+            Direction.STORE, blocks, slots, group=group, first_sub_block=first_sub_block, after=after, copier=copier
+        )
 
     def load(
         self,
         slots: Ids,
         blocks: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: ShardedAfter = None,
@@ -115,7 +119,16 @@ class ShardedEngine(ShardedLifecycle):
             As `OffloadEngine.load`, and as `store` says.
         """
         return self.submit(
-            Direction.LOAD, blocks, slots, group, first_sub_block, after, copier, source_order, parts, urgent
+            Direction.LOAD,
+            blocks,
+            slots,
+            group=group,
+            first_sub_block=first_sub_block,
+            after=after,
+            copier=copier,
+            source_order=source_order,
+            parts=parts,
+            urgent=urgent,
         )
 
     def submit(
@@ -123,6 +136,7 @@ class ShardedEngine(ShardedLifecycle):
         direction: Direction | Literal["store", "load"],
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: ShardedAfter = None,
@@ -140,9 +154,9 @@ class ShardedEngine(ShardedLifecycle):
         direction: Direction,
         blocks: Ids,
         slots: Ids,
-        group: int = 0,
         *,
-        after: ShardedAfter = None,
+        group: int,
+        after: ShardedAfter,
         parts: int | Sequence[Sequence[int]] | None = None,
     ) -> ShardedJob:
         """`submit` for a cache, which calls it with the lock held."""
@@ -152,6 +166,7 @@ class ShardedEngine(ShardedLifecycle):
     def store_groups(
         self,
         transfers: Sequence[GroupTransfer],
+        *,
         after: ShardedAfter = None,
         copier: CopierName | CopyMethod | None = None,
     ) -> ShardedJob:
@@ -169,6 +184,7 @@ class ShardedEngine(ShardedLifecycle):
     def load_groups(
         self,
         transfers: Sequence[GroupTransfer],
+        *,
         after: ShardedAfter = None,
         copier: CopierName | CopyMethod | None = None,
         source_order: SourceOrderName = "auto",
@@ -199,7 +215,10 @@ class ShardedEngine(ShardedLifecycle):
         def check(shard: Shard, following: After) -> Requests:
             nonlocal read
             requests = make_group_requests(shard.limits, direction, read, following, copier, source_order, urgent)
-            read = [GroupTransfer(each.group, each.blocks, each.slots, each.first_sub_block) for each in requests]
+            read = [
+                GroupTransfer(each.group, each.blocks, each.slots, first_sub_block=each.first_sub_block)
+                for each in requests
+            ]
             return requests
 
         return self._submit(check, after)
@@ -267,13 +286,22 @@ class ShardedEngine(ShardedLifecycle):
         direction: Direction | Literal["store", "load"],
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,
     ) -> tuple[PlanReport, ...]:
         """As `OffloadEngine.plan`, a report for each device."""
-        arguments = direction, blocks, slots, group, first_sub_block, copier
-        return tuple(self._for_each(lambda shard: shard.plan(*arguments)))
+        transfer = partial(
+            Shard.plan,
+            direction=direction,
+            blocks=blocks,
+            slots=slots,
+            group=group,
+            first_sub_block=first_sub_block,
+            copier=copier,
+        )
+        return tuple(self._for_each(transfer))
 
 
 def _maker(

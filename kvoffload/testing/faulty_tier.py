@@ -14,7 +14,7 @@ from kvoffload.tiers import MemoryTier, Origin, Outcome, ThreadedTier, TierJob
 from kvoffload.tiers.threaded import Rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierFaults:
     """How often a call of a tier's methods does what, 0.0 to 1.0 of all calls.
 
@@ -67,8 +67,8 @@ class FaultyTier(ThreadedTier):
     def __init__(
         self,
         faults: TierFaults | None = None,
-        inner: ThreadedTier | None = None,
         *,
+        inner: ThreadedTier | None = None,
         seed: int = 0,
         threads: int = 1,
         max_queued: int = 4096,

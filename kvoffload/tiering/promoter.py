@@ -181,7 +181,9 @@ class Promoter:
         keys = [record.keys[position] for position in positions[: self._room()]]
         reserved: dict[bytes, ReservationRecord] = {}
         try:
-            reserved = {each.keys[0]: each for each in self._index.reserve_each(keys, record.tenant)} if keys else {}
+            reserved = (
+                {each.keys[0]: each for each in self._index.reserve_each(keys, tenant=record.tenant)} if keys else {}
+            )
         except (KVOffloadError, ValueError):
             pass
         for position in positions:

@@ -225,7 +225,7 @@ class Promotion(IndexPromotion):
         super().__init__(record, wake)
         self._load_after = load_after
 
-    def load(self, blocks: Any, after: Any = None, *, parts: Any = None) -> ChainedLoad:
+    def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
         """Load the keys as soon as the promotion has ended; a shorter promotion shortens the load. Returns at once.
 
         A thread of the cache submits it then, as `BlockCache.load` would; no stream waits for a tier.
@@ -284,7 +284,7 @@ class ChainedLoad:
         return self._promotion is None or self._promotion.ended
 
     def _submit(self, load: Callable[..., CacheJob] | None) -> None:
-        """Load what has come by `load(keys, blocks, after, parts=)`; None: there is no cache any more."""
+        """Load what has come by `load(keys, blocks, after=, parts=)`; None: there is no cache any more."""
         record, (per_group, after, parts) = self._promotion, self._load
         if record is None:
             return
@@ -292,7 +292,7 @@ class ChainedLoad:
             if record.ready and load is not None:
                 blocks = [ids[: record.ready].reshape(-1) for ids in per_group]
                 keys = record.keys[: record.ready]
-                self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after, parts=parts)
+                self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after=after, parts=parts)
         except BaseException as error:
             self.error = error
         self._promotion, self._load = None, ([], None, None)

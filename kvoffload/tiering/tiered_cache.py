@@ -57,8 +57,8 @@ class TieredCache(BlockCache[EngineT]):
     def __init__(
         self,
         engine: EngineT,
-        policy: PolicyChoice = DEFAULT_POLICY,
         *,
+        policy: PolicyChoice = DEFAULT_POLICY,
         tiers: Sequence[Tier],
         write: WriteName = "admitted",
         prefill_tokens_per_second: float | None = None,
@@ -76,7 +76,7 @@ class TieredCache(BlockCache[EngineT]):
         hook = Hook(on_event)
         super().__init__(
             engine,
-            admits_all if policy == "prefix" else policy,
+            policy=admits_all if policy == "prefix" else policy,
             tenants=tenants,
             store_after=store_after,
             max_load_blocks=max_load_blocks,
@@ -160,13 +160,13 @@ class TieredCache(BlockCache[EngineT]):
         self,
         keys: Sequence[bytes],
         blocks: BlockIds,
+        *,
         after: CacheAfter = None,
         tenant: str = "",
-        *,
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> CacheJob:
-        job = super().store(keys, blocks, after, tenant, all_or_nothing=all_or_nothing, request=request)
+        job = super().store(keys, blocks, after=after, tenant=tenant, all_or_nothing=all_or_nothing, request=request)
         self._manager.stored()
         return job
 
@@ -178,8 +178,8 @@ class TieredCache(BlockCache[EngineT]):
 
     touch.__doc__ = BlockCache.touch.__doc__
 
-    def open_request(self, tenant: str = "") -> CacheRequest:
-        return self._index.open_request(tenant, on_end=self._manager.post)
+    def open_request(self, *, tenant: str = "") -> CacheRequest:
+        return self._index.open_request(tenant=tenant, on_end=self._manager.post)
 
     open_request.__doc__ = BlockCache.open_request.__doc__
 

@@ -134,7 +134,7 @@ class TieredIndex(CacheIndex):
         self._tiers.manager.post(tuple(keys))
 
     def open_request(
-        self, tenant: str = "", *, on_end: Callable[[tuple[bytes, ...]], None] = lambda _: None
+        self, *, tenant: str = "", on_end: Callable[[tuple[bytes, ...]], None] = lambda _: None
     ) -> CacheRequest:
         """See `CacheIndex.open_request`."""
 
@@ -142,7 +142,7 @@ class TieredIndex(CacheIndex):
             self._tiers.manager.post(keys)
             on_end(keys)
 
-        return super().open_request(tenant, on_end=ended)
+        return super().open_request(tenant=tenant, on_end=ended)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove keys from the entries, and from the tiers: see `TieredCache.remove`. `CacheIndex.remove(index, keys)`

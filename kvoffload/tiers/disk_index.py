@@ -77,7 +77,7 @@ class DiskIndex:
             records.keys,
             records.slots,
             records.sequences.astype(np.int64),
-            _names(records.tenants, {} if tenants is None else tenants),
+            tenants=_names(records.tenants, {} if tenants is None else tenants),
         )
 
     # asking -------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class DiskIndex:
         for key in keys:
             self.files.check_key(key)
         with self._lock:
-            reservation = self.index.reserve(keys, tenant)
+            reservation = self.index.reserve(keys, tenant=tenant)
             put = DiskPut(reservation, self._next_sequence)
             self._next_sequence += 1
             self._writing.update(dict.fromkeys(put.slots, put))

@@ -300,7 +300,7 @@ class ThreadedTier(Tier):
         keys = check_keys(keys)
         places = () if entries is None else check_entries(entries, keys, self.pools)
         check_call(deadline, notify)
-        return TierJob(keys, places, deadline, notify, self._workers.count_ended, ended)
+        return TierJob(keys, places, deadline=deadline, notify=notify, count=self._workers.count_ended, ended=ended)
 
     def _job(self, keys: Sequence[bytes], notify: Notify | None = None) -> TierJob:
         return TierJob(keys, notify=notify, count=self._workers.count_ended)

@@ -127,7 +127,7 @@ class TiersOfWorkers:
         pools, notes = [], []
         for rank in range(self._config.parallel.world_size):
             try:
-                with SharedSlots.receive(self.name_of(rank), self._wait) as slots:
+                with SharedSlots.receive(self.name_of(rank), timeout=self._wait) as slots:
                     pools.append(slots.array)
                     notes.append(slots.note)
             except TimeoutError as error:

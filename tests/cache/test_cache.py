@@ -345,7 +345,7 @@ def test_a_refusal_after_the_first_group_spends_its_slots_until_they_are_free(mo
         submit = cache.engine.submit_locked
 
         def only_first(*arguments: Any, **options: Any) -> Any:
-            if arguments[3]:
+            if options["group"]:
                 raise CapacityError("no room for the second group")
             return submit(*arguments, **options)
 
@@ -426,7 +426,7 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
                 return after
 
         engine: Any = NoCopies()
-        cache = BlockCache(engine, "lru")
+        cache = BlockCache(engine, policy="lru")
         batch = 500
         names = [b"%d" % number for number in range(capacity + evictions)]
         blocks = np.zeros(batch, np.int64)

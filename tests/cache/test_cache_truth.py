@@ -377,7 +377,7 @@ def test_a_store_into_slots_of_a_cache_is_refused() -> None:
 def test_unknown_tenants_are_refused() -> None:
     with simulated() as device, rig(device, num_slots=4) as bench:
         cache = BlockCache(bench.engine, tenants={"guests": Tenant(max_blocks=2)})
-        for call in (lambda: cache.store(keys(0), [1], tenant="guest"), lambda: cache.reserve(keys(0), "guest")):
+        for call in (lambda: cache.store(keys(0), [1], tenant="guest"), lambda: cache.reserve(keys(0), tenant="guest")):
             with pytest.raises(ValueError, match="tenant must be one of '', 'guests', got 'guest'"):
                 call()
         assert cache.store(keys(0), [1], tenant="guests").keys == tuple(keys(0))

@@ -120,7 +120,7 @@ def test_pitfall_33_any_alignment_gives_the_right_bytes(
         scramble(buffer, index)
     rng = np.random.default_rng(block_bytes)
     layout = KVLayout([planes], blocks_per_slot=factor)
-    used = layout.slots_for(150, factor - 1)
+    used = layout.slots_for(150, first_sub_block=factor - 1)
     with OffloadEngine(layout, device=gpu_device, num_slots=used, sm_limit=4) as engine:
         fill_slots(engine, 1)
         mirror = Mirror(engine, buffers)

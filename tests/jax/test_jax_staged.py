@@ -28,7 +28,7 @@ def jax(device: kvoffload.Device) -> Iterator[Any]:
 
 
 def cache_of(jax: Any, device: kvoffload.Device, stage_blocks: int) -> StagedCache:
-    return StagedCache(device, jax.numpy.array(CONTENT), stage_blocks, plane_axis=0, block_axis=1)
+    return StagedCache(device, jax.numpy.array(CONTENT), stage_blocks=stage_blocks, plane_axis=0, block_axis=1)
 
 
 class Gathered:

@@ -22,7 +22,7 @@ def _open(world: CacheWorld) -> Call:
 
     def call() -> None:
         for _ in range(2):
-            cache = BlockCache(engine, "lru")
+            cache = BlockCache(engine, policy="lru")
             del cache
 
     world.kept.append(engine)

@@ -280,7 +280,7 @@ class CacheWorld(World):
         **options: Any,
     ) -> None:
         super().__init__(policy, **options)
-        self.cache: Any = BlockCache(self.busy, POLICIES[policy], **(cache_options or {}))
+        self.cache: Any = BlockCache(self.busy, policy=POLICIES[policy], **(cache_options or {}))
         if filled:
             self.store(*range(filled)).wait(SECONDS)
         self.wanted: list[int] = [4, 5]  # keys that the interrupted call stores

@@ -31,7 +31,7 @@ def _of_promotion(use: Callable[[Any], object]) -> Call:
 
 CALLS: dict[str, Call] = {
     "promote": lambda bench, kept: lambda: kept.append(bench.cache.promote(keys([0, 1]))),
-    "store": lambda bench, _: lambda: bench.cache.store(keys([20]), [0], NO_WAIT),
+    "store": lambda bench, _: lambda: bench.cache.store(keys([20]), [0], after=NO_WAIT),
     "touch": lambda bench, _: lambda: bench.cache.touch(keys([0, 1])),
     "remove": lambda bench, _: lambda: bench.cache.remove(keys([30, 31])),
     "remove nothing": lambda bench, _: lambda: bench.cache.remove([]),
