@@ -64,10 +64,10 @@ def _of_keys(world: Any, name: str) -> Inner | None:
     if name == "reserve":
         return lambda: cache.reserve(keys([7])).abort()
     if name == "release":
-        lease, reservation = cache.acquire(keys([2])), cache.reserve(keys([7]))
+        lease, reservation = _handles(cache)
         return lambda: (lease.release(), reservation.abort())
     if name == "collect":
-        _Cycle(cache.acquire(keys([2])), cache.reserve(keys([7])))
+        _Cycle(*_handles(cache))
         return gc.collect
     if not isinstance(world, CacheWorld):
         return None
@@ -78,6 +78,12 @@ def _of_keys(world: Any, name: str) -> Inner | None:
     if name in ("promote", "promote_wait") and isinstance(world, TieredWorld):
         return lambda: _promote(world, wait=name == "promote_wait")
     return None
+
+
+def _handles(cache: Any) -> tuple[Any, Any]:
+    """A lease of key 2, if it is there, and a reservation."""
+    there = keys([2]) if cache.status(keys([2])) == [Status.HIT] else []
+    return cache.acquire(there), cache.reserve(keys([7]))
 
 
 def _promote(world: TieredWorld, wait: bool) -> None:
@@ -128,7 +134,7 @@ class Nested:
         try:
             assert self._call is not None
             self._call()
-        except KVOffloadError:
+        except (KVOffloadError, TimeoutError):  # behind a stream that stands still
             pass
         except RuntimeError as error:
             if _NESTED not in str(error):
