@@ -16,7 +16,7 @@ import numpy as np
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_queries import BlockQueries
 from kvoffload.cache.calls import guarded
-from kvoffload.cache.engines import CacheAfter, EngineT
+from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import ReservationRecord, check_keys, slot_numbers
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
@@ -25,6 +25,7 @@ from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
+from kvoffload.internal.checks import flag, names_its_calls
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
@@ -35,6 +36,7 @@ Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
 
+@names_its_calls
 class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
     """A prefix cache over the slots of an engine, which it owns. Usable from any thread.
 
@@ -64,6 +66,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
 
     Raises:
         CapacityError: the engine has fewer slots than groups, but some; or another cache owns its slots.
+        ClosedError: the engine is closed.
+        LayoutError: the engine is one for a `kvoffload.jax.StagedCache`.
         ValueError, TypeError: bad arguments.
     """
 
@@ -77,6 +81,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         max_load_blocks: int | None = None,
         on_event: Callable[[CacheEvent], None] | None = None,
     ) -> None:
+        check_engine(engine)
         self.engine = engine
         self._groups = engine.layout.num_groups
         self.capacity = engine.num_slots // self._groups
@@ -135,6 +140,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
                 between two groups of one call: then the keys evicted for it are gone.
         """
         checked = check_keys(keys, repeats=False)
+        if all_or_nothing is not False:
+            flag("all_or_nothing", all_or_nothing)
         per_group = self._block_ids(len(checked), blocks)
         after = self.engine.resolve(after)
         self.engine.advance()
@@ -207,6 +214,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
             LayoutError, and what `OffloadEngine.load` raises. Nothing has changed in any of these cases.
         """
         checked = check_keys(keys)
+        if pending is not False:
+            flag("pending", pending)
         per_group = self._block_ids(len(checked), blocks)
         if parts is not None:
             self._check_parts(parts)

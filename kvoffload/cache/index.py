@@ -25,10 +25,11 @@ from kvoffload.cache.requests import CacheRequest, RequestRecord, record_of
 from kvoffload.cache.reservations import Lease, Reservation, check_open
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, StatisticsRecorder
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import at_least, flag, names_its_calls
 from kvoffload.internal.types import Int64Array
 
 
+@names_its_calls
 class CacheIndex(Queries):
     """The bookkeeping of a prefix cache. Usable from any thread.
 
@@ -144,7 +145,7 @@ class CacheIndex(Queries):
                 of another cache, or of another tenant than `tenant`.
             ClosedError: `request` has ended. Nothing has changed in any of these cases.
         """
-        return self._reserve((check_keys(keys, repeats=False), tenant, all_or_nothing, request))
+        return self._reserve((check_keys(keys, repeats=False), tenant, flag("all_or_nothing", all_or_nothing), request))
 
     @guarded
     def _reserve(self, given: tuple[list[bytes], str, bool, CacheRequest | None]) -> Reservation:
@@ -293,7 +294,7 @@ class CacheIndex(Queries):
         Raises:
             MissingKeyError: a key is absent or not ready. Nothing has changed.
         """
-        return self._acquire((check_keys(keys), pending))
+        return self._acquire((check_keys(keys), flag("pending", pending)))
 
     @guarded
     def _acquire(self, given: tuple[list[bytes], bool]) -> Lease:

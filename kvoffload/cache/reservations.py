@@ -17,6 +17,7 @@ from kvoffload.cache.engines import CacheStreams
 from kvoffload.cache.entries import OPEN, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.errors import ClosedError, MissingKeyError
+from kvoffload.internal.checks import as_timeout
 from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
@@ -233,7 +234,7 @@ class CacheJob:
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
         refuse_nested(self._index.lock, "wait")
-        results: list[TransferResult] = []
+        timeout, results = as_timeout(timeout), list[TransferResult]()
         try:
             run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
         finally:

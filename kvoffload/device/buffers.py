@@ -263,6 +263,8 @@ def _free(driver: Driver, addresses: list[Any], copying: list[bool]) -> None:
 def check_shape(shape: Any) -> tuple[int, ...]:
     """`shape` as a tuple of positive ints."""
     try:
+        if isinstance(shape, bytes | bytearray):  # a sequence of integers: b"1" would be the shape (49,)
+            raise TypeError
         extents = tuple(-1 if isinstance(extent, bool) else operator.index(extent) for extent in shape)
     except TypeError:
         extents = ()

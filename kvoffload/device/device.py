@@ -26,7 +26,7 @@ from kvoffload.errors import (
     KVOffloadWarning,
 )
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import as_timeout, at_least, names_its_calls, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import refuse_nested
 from kvoffload.layout.dtypes import dtype_name, element_bytes
@@ -97,6 +97,7 @@ def _log_opening(device: Device) -> None:
         LOGGER.log(level, "%s cannot be used on device %d: %s", name, device.index, reason)
 
 
+@names_its_calls
 class Device(DeviceContext):
     """An open device; made by `open_device`. Usable from any thread; a context manager.
 
@@ -314,6 +315,7 @@ class Device(DeviceContext):
             return
         self.refuse_nested("close")
         refuse_nested(self.lifecycle, "close")
+        timeout = as_timeout(timeout)
         deadline = None if timeout is None else time.perf_counter() + timeout
         self.wait_lifecycle(timeout)
         with self.lifecycle:

@@ -30,12 +30,14 @@ from kvoffload.engine.transfer import Event, Transfer
 from kvoffload.engine.urgent import put_ahead
 from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
+from kvoffload.internal.checks import names_its_calls
 from kvoffload.internal.nesting import in_call, raise_nested
 from kvoffload.internal.types import Ids
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierName, CopyMethod
 
 
+@names_its_calls
 class OffloadEngine(TransferPreparation):
     """Moves blocks between the planes of `layout` and a pool of pinned slots.
 

@@ -31,7 +31,7 @@ from kvoffload.engine.stream_order import as_part, await_queueing
 from kvoffload.engine.tracing import deliver
 from kvoffload.engine.transfer import Transfer
 from kvoffload.errors import ClosedError, DriverError, TransferError
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import as_timeout, at_least
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call, refuse_nested
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
@@ -314,7 +314,7 @@ class EngineLifecycle(EngineForIntegrations):
         if self.device.foreign:
             return
         refuse_nested(self.lock, "close")
-        token = object()
+        timeout, token = as_timeout(timeout), object()
         try:
             self._closing.add(token)
             if self._parts.in_flight.count:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
-from typing import Any
+import threading
+from types import FunctionType
+from typing import Any, TypeVar
 
+_Class = TypeVar("_Class", bound=type)
 _SHOWN_BITS = 128  # of an integer in a message; Python refuses to print very long ones
 _REASON = 500  # characters: addresses and names of records come before what is wrong
 
@@ -36,6 +41,31 @@ def seconds(name: str, value: Any, minimum: float = 0.001) -> float:
     return float(value)
 
 
+def to_wait(name: str, value: Any) -> float:
+    """Seconds to wait for something, as a float that every clock and lock takes. A negative time has passed already.
+
+    Raises:
+        ValueError: it is not a number. A NaN would never pass: no time is later.
+    """
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    limited = min(value, threading.TIMEOUT_MAX) if number else math.nan
+    if math.isnan(limited):
+        raise ValueError(f"{name} must be a number of seconds, got {shown(value)}")
+    return float(limited)
+
+
+def as_timeout(timeout: float | None) -> float | None:
+    """`to_wait`, where None waits for as long as it takes."""
+    return None if timeout is None else to_wait("timeout", timeout)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Raise ValueError unless `value` is True or False."""
+    if value is not True and value is not False:
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
 def reason(error: BaseException) -> str:
     """An exception for a message: its type and the first line of its text; no error for any exception."""
     try:
@@ -54,3 +84,16 @@ def shown(value: Any, length: int = 80) -> str:
     except Exception:  # an object that cannot show itself must not replace the error that names the argument
         return f"an object of type {type(value).__name__}"
     return text[:length]
+
+
+def names_its_calls(public: _Class) -> _Class:
+    """A decorator of a class whose methods are spread over private ones, which are bases of no other public class.
+
+    Python begins its errors about arguments with a function's `__qualname__`: `OffloadEngine(num_slot=8)` would blame
+    `EngineLifecycle.__init__()`, of which the caller has never heard.
+    """
+    for base in public.__mro__[1:]:
+        for name, function in vars(base).items():
+            if isinstance(function, FunctionType) and (name == "__init__" or not name.startswith("_")):
+                function.__qualname__ = f"{public.__name__}.{name}"
+    return public

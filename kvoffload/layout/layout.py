@@ -58,9 +58,11 @@ class KVLayout(HtmlRepresentation):
 
     Raises:
         LayoutError: no groups, planes that share bytes, planes of one group with different `num_blocks`, numbers below
-            1, `blocks_per_slot` with which a slot would have more than 1 TiB, an unknown `slot_order`, or `block_axes`
-            that are no names or repeat one.
+            1, `blocks_per_slot` with which a slot would have more than 1 TiB, a `dtype` that is none, an unknown
+            `slot_order`, or `block_axes` that are no names or repeat one.
     """
+
+    _of_staging = False  # whether its blocks are there only while they are copied, as those of a StagedCache
 
     def __init__(
         self,
@@ -74,6 +76,8 @@ class KVLayout(HtmlRepresentation):
         block_axes: Sequence[str] | None = None,
     ) -> None:
         self.blocks_per_slot = positive("blocks_per_slot", blocks_per_slot)
+        if dtype is not None:
+            dtype_name(dtype)  # refuses what is none
         self.dtype = dtype
         if not isinstance(on_default_stream, bool):
             raise LayoutError(f"on_default_stream must be True or False, got {shown(on_default_stream)}")

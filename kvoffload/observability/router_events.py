@@ -15,16 +15,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
+from kvoffload.cache.keys import as_tokens
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.nesting import refuse_nested
-from kvoffload.layout.ids import as_ids
 
 Medium = Literal["GPU", "CPU", "DISK", "EXTERNAL"]
 Form = Literal["array", "map"]
 
 _HASH_BYTES = 8
-_TOKEN_LIMIT = 1 << 32
 _STORED, _REMOVED = ("stored", "promoted"), ("evicted", "removed")
 
 
@@ -138,10 +137,9 @@ class RouterEvents:
             lora_name: name of the adapter; None: the model without one.
 
         Raises:
-            ValueError: there are too few tokens for so many keys.
-            LayoutError: `token_ids` are not integers.
+            ValueError: there are too few tokens for so many keys, or `token_ids` are not integers.
         """
-        step, ids = self.tokens_per_key, as_ids("token_ids", token_ids, _TOKEN_LIMIT).tolist()
+        step, ids = self.tokens_per_key, as_tokens(token_ids).tolist()
         if len(ids) < step * len(keys):
             raise ValueError(
                 f"{len(keys)} keys of {step} tokens each need {step * len(keys)} token_ids, got {len(ids)}"

@@ -22,6 +22,7 @@ from kvoffload.engine.preparation import Requests, slots_of
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import SourceOrderName, make_request
 from kvoffload.engine.wait_streams import After
+from kvoffload.internal.checks import names_its_calls
 from kvoffload.internal.nesting import in_call, raise_nested
 from kvoffload.internal.types import Ids
 from kvoffload.planning.transfer_plan import Direction
@@ -33,6 +34,7 @@ from kvoffload.sharded.shard import Shard
 from kvoffload.tuning import CopierName, CopyMethod
 
 
+@names_its_calls
 class ShardedEngine(ShardedLifecycle):
     """Moves blocks between the planes of several devices and pinned slots, as one `OffloadEngine` does for one device.
 

@@ -22,7 +22,7 @@ from kvoffload.engine.statistics import EngineStatistics
 from kvoffload.engine.stream_order import as_part
 from kvoffload.engine.tracing import deliver
 from kvoffload.errors import CapacityError, ClosedError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import as_timeout, shown
 from kvoffload.internal.nesting import in_call, refuse_nested
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import StreamLike, UInt8Array
@@ -323,6 +323,7 @@ class ShardedLifecycle:
         if os.getpid() != self._process:
             return
         refuse_nested(self.lock, "close")
+        timeout = as_timeout(timeout)
         deadline = None if timeout is None else time.perf_counter() + timeout
 
         def close(shard: Shard) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvoffload.internal.checks import seconds
 from kvoffload.tiers import MemoryTier, Origin, Outcome, ThreadedTier, TierJob
 from kvoffload.tiers.threaded import Rows
 
@@ -46,6 +47,7 @@ class TierFaults:
             value = getattr(self, field.name)
             if field.name != "longest_delay" and not 0.0 <= value <= 1.0:
                 raise ValueError(f"{field.name} must be in [0.0, 1.0], got {value!r}")
+        seconds("longest_delay", self.longest_delay, 0.0)
 
 
 class FaultyTier(ThreadedTier):

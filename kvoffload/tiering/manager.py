@@ -17,7 +17,7 @@ from itertools import groupby
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import as_timeout, shown, to_wait
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.waiting import wait_until
@@ -262,6 +262,7 @@ class TierManager:
     def drain(self, timeout: float | None) -> bool:
         """Wait until what is to be written so far is written, and durable; False after `timeout` seconds."""
         self.refuse_nested("drain")
+        timeout = as_timeout(timeout)
         end = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float | None:
@@ -284,7 +285,7 @@ class TierManager:
     def close(self, timeout: float) -> bool:
         """End the thread and close the tiers; whether no call of a tier goes on."""
         self.refuse_nested("close")
-        end = time.monotonic() + timeout
+        end = time.monotonic() + to_wait("timeout", timeout)
         self.closed = True
         self.wake()
         ended = [_closed(below.tier, max(0.0, end - time.monotonic())) for below in self.tiers]

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache, BlockIds, Parts
-from kvoffload.cache.engines import CacheAfter, EngineT
+from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import check_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.requests import CacheRequest
@@ -68,6 +68,7 @@ class TieredCache(BlockCache[EngineT]):
         max_load_blocks: int | None = None,
         on_event: Callable[[CacheEvent], None] | None = None,
     ) -> None:
+        check_engine(engine)
         check_options(write, hung)
         if engine.num_slots == 0:
             raise CapacityError("tiers are read into slots, and this engine has none; raise num_slots")

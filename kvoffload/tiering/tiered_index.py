@@ -11,6 +11,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.errors import CapacityError, ClosedError
+from kvoffload.internal.checks import to_wait
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiering.attaching import admits_all, checked_tiers
 from kvoffload.tiering.below import CacheTierStatistics
@@ -64,7 +65,7 @@ class TieredIndex(CacheIndex):
         on_event: Callable[[CacheEvent], None] | None = None,
     ) -> None:
         check_options(write, hung)
-        if seconds_per_key is not None and not seconds_per_key > 0:
+        if seconds_per_key is not None and not to_wait("seconds_per_key", seconds_per_key) > 0:
             raise ValueError(f"seconds_per_key must be above 0, or None, got {seconds_per_key!r:.80}")
         check_pools(pools)
         if len(pools[0]) == 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import at_least, flag
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
@@ -75,13 +75,14 @@ class DiskTier(ThreadedTier):
         operations: FileOperations = SYSTEM,
     ) -> None:
         self.io_threads = at_least("threads", threads, 1)
+        self._reset, self._direct = flag("reset", reset), flag("direct", direct)
+        self.read_only = flag("read_only", read_only)
         super().__init__(threads=threads + 1, max_queued=max_queued, bytes_per_call=_BYTES_PER_CALL)
         self.paths = [path] if isinstance(path, str | Path) else list(path)
         self.nbytes = 0 if read_only else at_least("nbytes", nbytes, 1)
         make_checksum(key)
         self.name = name
         self.identity = check_identity(identity)
-        self.read_only = read_only
         self.capabilities = TierCapabilities(
             durable=True,
             shared=False,
@@ -91,7 +92,7 @@ class DiskTier(ThreadedTier):
             alignment=4096,
         )
         self._policy, self._tenants = policy, dict(tenants or {})
-        self._key, self._reset, self._direct, self._operations = key, reset, direct, operations
+        self._key, self._operations = key, operations
         self._disk: DiskIndex | None = None
         self._puts: dict[TierJob, DiskPut] = {}
         self._lock = threading.RLock()

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvoffload.errors import ClosedError
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import as_timeout, at_least, shown, to_wait
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call
 from kvoffload.internal.types import UInt8Array
@@ -243,6 +243,7 @@ class ThreadedTier(Tier):
         return TierStatistics(records=self.num_records(), **self._workers.figures())
 
     def drain(self, timeout: float | None = None) -> bool:
+        timeout = as_timeout(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         self._check_open()
         job = self._job(_WHOLE_TIER)
@@ -266,7 +267,7 @@ class ThreadedTier(Tier):
     def close(self, timeout: float = 10.0) -> bool:
         if os.getpid() != self._process:  # its threads are in the parent, and so is the owner of what is open
             return True
-        if not self._workers.close(timeout):
+        if not self._workers.close(to_wait("timeout", timeout)):
             return False
         self._release()  # if no thread has ended: `attach` was interrupted
         return True

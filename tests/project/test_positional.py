@@ -7,33 +7,15 @@ out: a new one is argued for and added there, or gets its `*`.
 
 from __future__ import annotations
 
-import enum
-import importlib
-import inspect
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from helpers import rig
+from public_calls import public_calls
 from sharding import Machine
 
 import kvoffload
 from kvoffload import BlockCache
-from kvoffload.cache.policies import Policy
-from kvoffload.testing import SimulatedDriver
-from kvoffload.tiers import RemoteTier, ThreadedTier, Tier
-
-MODULES = (
-    "kvoffload",
-    "kvoffload.cache.policies",
-    "kvoffload.jax",
-    "kvoffload.observability.prometheus",
-    "kvoffload.observability.router_events",
-    "kvoffload.testing",
-    "kvoffload.tiering",
-    "kvoffload.tiers",
-    "kvoffload.tuning",
-)
 
 POSITIONAL = {
     # the data of a transfer, in the direction in which it moves
@@ -111,65 +93,13 @@ POSITIONAL = {
     "ShardedEngine.when_done": "job callback",
 }
 
-USERS_IMPLEMENT = (Policy, RemoteTier, ThreadedTier, Tier)
-"""A user's subclass has their methods with the same arguments, so these are exempt; so are Protocols. (`kvoffload.vllm`
-is not among the modules: vLLM prescribes its signatures.)"""
-
-ONLY_THE_LIBRARY_MAKES = {
-    *("Batch", "CacheEvent", "CacheJob", "CacheRequest", "CacheStatistics", "CacheTierStatistics", "ChainedLoad"),
-    *("ConformanceCase", "Deviation", "Device", "DeviceArray", "DeviceBuffer", "FuzzReport", "HostCosts"),
-    *("IndexPromotion", "Job", "Lease", "Origin", "PlanReport", "Profile", "ProfileKey", "Promotion", "Reservation"),
-    *("Room", "Shape", "ShardedJob", "Stream", "TransferResult"),
-}
-"""Handles and records whose constructors are no calls of a user's."""
-
-
-def public_calls() -> Iterator[tuple[str, list[inspect.Parameter]]]:
-    """Functions, constructors and methods, each once, with the parameters that may go by position."""
-    public: dict[type, str] = {}
-    for module in map(importlib.import_module, MODULES):
-        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        for name in getattr(module, "__all__", own):
-            found = getattr(module, name)
-            if inspect.isfunction(found) and not name.startswith("_"):
-                yield name, by_position(found)
-            elif (
-                inspect.isclass(found)
-                and not name.startswith("_")
-                and not issubclass(found, BaseException | enum.Enum | SimulatedDriver)
-            ):
-                public.setdefault(found, name)
-    for found, name in public.items():
-        if getattr(found, "_is_protocol", False):
-            continue
-        if name not in ONLY_THE_LIBRARY_MAKES:
-            yield name, by_position(found)
-        yield from methods_of(found, name, public)
-
-
-def methods_of(found: type, name: str, public: dict[type, str]) -> Iterator[tuple[str, list[inspect.Parameter]]]:
-    """Those that are not inherited from another public class, nor for users to implement."""
-    for method in dir(found):
-        origin = next(each for each in found.__mro__ if method in vars(each))
-        inherited = origin.__module__ == "builtins" or (origin is not found and origin in public)
-        implemented = any(hasattr(each, method) for each in USERS_IMPLEMENT if each in found.__mro__)
-        if method.startswith("_") or inherited or implemented:
-            continue
-        function = inspect.getattr_static(found, method)
-        if inspect.isfunction(function):
-            yield f"{name}.{method}", by_position(function)[1:]
-        elif isinstance(function, classmethod | staticmethod):
-            yield f"{name}.{method}", by_position(getattr(found, method))
-
-
-def by_position(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    parameters = inspect.signature(function).parameters.values()
-    return [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-
 
 def test_only_obvious_data_goes_by_position() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
-    calls = dict(public_calls())
+    calls = {
+        name: [each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        for name, (_, given) in public_calls().items()
+    }
     assert len(calls) > 250
     assert not {name for name, parameters in calls.items() if len(parameters) > 3}
     found = {

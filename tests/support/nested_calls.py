@@ -34,7 +34,7 @@ def _of_engine(world: Any, name: str) -> Inner | None:
     if engine is None:
         return None
     cache = getattr(world, "cache", None)
-    simple = {"poll": engine.poll, "statistics": engine.statistics}
+    simple: dict[str, Inner] = {"poll": engine.poll, "statistics": engine.statistics}
     if name in simple:
         return simple[name]
     if name in ("drain", "close"):
@@ -44,7 +44,12 @@ def _of_engine(world: Any, name: str) -> Inner | None:
         return lambda: getattr(engine, name)(*ids, after=NO_WAIT)
     if name in ("done", "wait", "wait_timeout"):
         job: Any = engine.load([0], [_TARGET], after=NO_WAIT)
-        return {"done": lambda: job.done, "wait": job.wait, "wait_timeout": lambda: job.wait(SECONDS)}[name]
+        waits: dict[str, Inner] = {
+            "done": lambda: job.done,
+            "wait": job.wait,
+            "wait_timeout": lambda: job.wait(timeout=SECONDS),
+        }
+        return waits[name]
     return None
 
 

@@ -39,7 +39,7 @@ CALLS: dict[str, Call] = {
     "statistics": lambda bench, _: bench.cache.tier_statistics,
     "cancel": _of_promotion(lambda promotion: promotion.cancel()),
     "release": _of_promotion(lambda promotion: promotion.release()),
-    "load": _of_promotion(lambda promotion: promotion.load([6, 7], NO_WAIT)),
+    "load": _of_promotion(lambda promotion: promotion.load([6, 7], after=NO_WAIT)),
 }
 
 
