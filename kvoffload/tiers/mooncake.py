@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import at_least, seconds
+from kvoffload.internal.checks import at_least, seconds, shown
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.masking import masked
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.mooncake_client import (
@@ -202,9 +203,10 @@ class MooncakeTier(RemoteTier):
 
     def _new_client(self) -> Any:
         if not any(accepts(address, self._timeout / 1000) for address in self._masters):
-            raise ConnectionError(f"no connection to the Mooncake master at {self._setup['master_server_addr']}")
+            master = masked(self._setup["master_server_addr"])
+            raise ConnectionError(f"no connection to the Mooncake master at {master}")
         set_environment(self._timeout)
-        refused = f"no Mooncake master answers, or none takes this client: {self._setup}"
+        refused = f"no Mooncake master answers, or none takes this client: {shown(self._setup, 500)}"
         if not can_set_up(self._setup, self._timeout / 1000 + _STARTING):
             raise ConnectionError(refused)
         client = self._store.MooncakeDistributedStore()

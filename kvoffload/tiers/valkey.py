@@ -353,6 +353,8 @@ def _count(answer: Any) -> int | None:
 
 def _address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    if not host or "/" in host or not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f'addresses must be "host:port", such as "127.0.0.1:6379", got {shown(address)}')
+    if not host or set(host) & set("/@") or not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            f'addresses must be "host:port", such as "127.0.0.1:6379", without scheme and login, got {shown(address)}'
+        )
     return host.strip("[]"), int(port)

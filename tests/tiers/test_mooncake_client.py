@@ -96,6 +96,23 @@ def test_a_client_is_set_up_here_only_if_it_could_be_in_a_child(
         assert client.setups()[2:] == [(False, 0), (True, 4096)]
 
 
+def test_no_message_shows_the_password_of_an_address(
+    client: Client, master: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.answer("-1")
+    server = "redis://:hunter2@127.0.0.1:1"
+    with RemoteSession(MooncakeTier(master, identity="t", protocol="tcp", metadata_server=server)) as session:
+        assert session.tier.exists([b"k"]).wait(30) == [Outcome.FAILED]
+    nobody = "etcd://root:hunter2@127.0.0.1:1"
+    with RemoteSession(MooncakeTier(nobody, identity="t", protocol="tcp", timeout=0.5)):
+        pass
+    with pytest.raises(ValueError, match="master must be") as found:
+        MooncakeTier("etcd://root:hunter2@host", identity="t", protocol="tcp")
+    assert "redis://***@127.0.0.1:1" in caplog.text
+    assert "etcd://***@127.0.0.1:1" in caplog.text
+    assert "hunter2" not in caplog.text + str(found.value)
+
+
 def test_a_child_that_gets_no_answer_is_ended(client: Client) -> None:
     client.answer("none")
     assert not can_set_up({"global_segment_size": "0"}, 2.0)

@@ -320,11 +320,16 @@ def until(session: RemoteSession, version: int, *, put: bool = True) -> bool:
 
 
 @pytest.mark.parametrize(
-    "addresses", ["", "host", "host:", ":1", "host:port", [7], [], "host:0", "host:65536", "redis://host:6379"]
-)
+    "addresses",
+    [
+        "", "host", "host:", ":1", "host:port", [7], [], "host:0", "host:65536", "redis://host:6379",
+        "user:hunter2@host:6379", "redis://user:hunter2@host:6379",
+    ],
+)  # fmt: skip
 def test_addresses_that_are_refused(addresses: Any) -> None:
-    with pytest.raises(ValueError, match="addresses must be"):
+    with pytest.raises(ValueError, match="addresses must be") as found:
         ValkeyTier(addresses, identity="x")
+    assert "hunter2" not in str(found.value)
 
 
 @pytest.mark.parametrize("argument", ["timeout", "expiry"])
