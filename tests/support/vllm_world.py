@@ -47,7 +47,7 @@ from vllm_worker import GpuWorker, Shape
 
 _CONTEXT = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
 _LONGEST = 4000  # tokens of a request
-_LATE_SECONDS = 0.05  # some steps of the scheduler
+_LATE_SECONDS = {"simulated": 0.05, "gpu": 0.2}  # many steps of the scheduler and the model
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class World:
         self._late, self._undo = [], ExitStack()
         for worker in self.workers:
             engine = worker.connector.connector_worker.worker.engine
-            late = Late(engine.device, _LATE_SECONDS, seed + worker.rank)
+            late = Late(engine.device, _LATE_SECONDS["gpu" if setting.gpu else "simulated"], seed + worker.rank)
             self._undo.callback(late.close)
             self._undo.enter_context(late.copies(engine, setting.late_copies))
             self._late.append(late)

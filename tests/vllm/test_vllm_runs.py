@@ -76,7 +76,7 @@ def test_what_the_model_reads_is_what_it_has_written(name: str, tmp_path: Path) 
         assert total["synchronous loads"] > 0
 
 
-# Each defect, and a setting in which it shows.
+# Each defect, and a setting in which it shows; on a quick GPU three of them show only where something begins late.
 DEFECTS = {
     "SwappedSlots": SETTINGS["one group"],
     "EarlyFinish": replace(SETTINGS["one group"], idle=0.1),
