@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from gathering import (
     submit,
 )
 from helpers import Rig, held_by_process, paint, rig, warm_up, whole
-from splitting import PROGRAMS
 
 import kvoffload
 from kvoffload import Direction, KVLayout, OffloadEngine
@@ -186,14 +185,6 @@ def test_long_transfers_in_many_tables(gpu_device: kvoffload.Device, monkeypatch
 
 
 # order
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_both_parts_of_a_split_wait_and_are_waited_for(
-    bench: Rig, monkeypatch: pytest.MonkeyPatch, program: Callable[[Rig, pytest.MonkeyPatch], bool]
-) -> None:
-    """Behind a stream that is slow, or with a kernel that is."""
-    assert program(bench, monkeypatch)
 
 
 def test_a_split_is_one_job_with_a_time(bench: Rig) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import fake_vllm
 import numpy as np
+import pytest
 from tier_classes import DictTier
 from tiering import SECONDS, aligned, until
 
@@ -165,6 +166,32 @@ def test_a_request_waits_no_longer_than_its_deadline() -> None:
         assert time.monotonic() - begun >= 0.29
         bench.end_step()
         assert bench.look(range(2), context) == [MISS, MISS], "asked for once"
+
+
+def test_the_promotions_of_a_request_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it asks for in a later step has what is left of its time; after that nothing more is asked for."""
+    tier, promote, given = FaultyTier(), TieredIndex.promote, []
+
+    def noted(index: TieredIndex, *arguments: Any, deadline: float) -> Any:
+        given.append(deadline)
+        return promote(index, *arguments, deadline=deadline)
+
+    monkeypatch.setattr(TieredIndex, "promote", noted)
+    with host(tier, seconds=1.0) as bench:
+        bench.written(range(3))
+        tier.hang_all()
+        context = bench.context(range(3))
+        assert bench.look([0], context) == [PENDING]
+        bench.end_step()
+        time.sleep(0.1)
+        assert bench.look([1], context) == [PENDING]
+        bench.end_step()
+        assert given[1] < given[0] - 0.05
+        assert bench.look([2], context) == [PENDING]
+        time.sleep(1.0)
+        bench.end_step()
+        bench.look_until(range(3), context, [MISS] * 3)
+    assert len(given) == 2
 
 
 def test_a_failing_tier_is_a_miss() -> None:
