@@ -133,15 +133,22 @@ class IndexTiers:
         return places
 
     def promote(
-        self, keys: Sequence[bytes], deadline: float | None, tenant: str, check_open: Callable[[], None]
+        self,
+        keys: Sequence[bytes],
+        deadline: float | None,
+        tenant: str,
+        check_open: Callable[[], None],
+        *,
+        counted: bool = True,
     ) -> PromotionRecord:
-        """See `TieredCache.promote`; `check_open` raises if nothing can be promoted any more."""
+        """See `TieredIndex.promote`; `check_open` raises if nothing can be promoted any more."""
         checked = check_keys(keys, repeats=False)
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
         self._index._state.pools.of(tenant)
         check_open()
-        record = PromotionRecord(checked, tenant, None if deadline is None else time.monotonic() + deadline)
+        until = None if deadline is None else time.monotonic() + deadline
+        record = PromotionRecord(checked, tenant, until, counted=counted)
         self.manager.promote(record)
         return record
 
