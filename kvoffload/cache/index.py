@@ -10,6 +10,7 @@ refused, nothing has changed; where an exception interrupts one, see `state`.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -213,6 +214,11 @@ class CacheIndex(Queries):
     def next_to_go(self, count: int) -> list[bytes]:
         """For tiers: see `promoting.next_to_go`."""
         return promoting.next_to_go(self._state, count)
+
+    @guarded
+    def note_promotion(self, given: tuple[list[bytes], int, Counter[str]]) -> None:
+        """For tiers: see `promoting.note_promotion`."""
+        promoting.note_promotion(self._state, *given)
 
     def abort_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
         """Make its key missing at once; its entry is free when `jobs`, which may write it, have ended."""

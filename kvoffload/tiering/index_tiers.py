@@ -135,17 +135,23 @@ class IndexTiers:
         return places
 
     def promote(
-        self, keys: Sequence[bytes], deadline: float | None, tenant: str, check_open: Callable[[], None]
+        self,
+        keys: Sequence[bytes],
+        deadline: float | None,
+        tenant: str,
+        check_open: Callable[[], None],
+        *,
+        counted: bool = True,
     ) -> PromotionRecord:
-        """See `TieredCache.promote`; `check_open` raises if nothing can be promoted any more."""
+        """See `TieredIndex.promote`; `check_open` raises if nothing can be promoted any more."""
         refuse_nested(self._index.lock, "promote")
         checked = check_keys(keys, repeats=False)
         if deadline is not None and not to_wait("deadline", deadline) > 0:
             raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
         self._index._state.pools.of(tenant)
         check_open()
-        end = None if deadline is None else time.monotonic() + deadline
-        record = PromotionRecord(checked, tenant, end, self._index.lock)
+        until = None if deadline is None else time.monotonic() + deadline
+        record = PromotionRecord(checked, tenant, until, self._index.lock, counted=counted)
         self.manager.promote(record)
         return record
 

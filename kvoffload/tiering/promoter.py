@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvoffload.cache.entries import ReservationRecord, Stage, Status
@@ -95,6 +96,7 @@ class Promoter:
         except KVOffloadError:  # evicted since
             return False
         record.ready = missing
+        self._count(record)
         record.end()
         return True
 
@@ -117,10 +119,18 @@ class Promoter:
             if record.goes_on and (over or record.broken):
                 self._stop(record, now, at_once=over, blame=late and not record.cancelled)
         ended = [record for record in self.going_on if not record.goes_on]
+        for record in ended:
+            self._count(record)
         self.going_on = [record for record in self.going_on if record.goes_on]
         if self._settled != before and any(record.awaited for record in self.going_on):
             self._notify()  # what they wait for may have come
         return ended
+
+    def _count(self, record: PromotionRecord) -> None:
+        """Before `end`, so that who has waited for it finds it counted."""
+        if record.counted:
+            in_tiers = Counter(name for position, name in record.tiers.items() if position < record.ready)
+            self._index.note_promotion((record.keys, record.ready, in_tiers))
 
     def next_look(self) -> float | None:
         """When `advance` is due next although nothing has happened, by `time.monotonic`; None: not at all."""
@@ -253,6 +263,7 @@ class Promoter:
             came = outcome is Outcome.DONE and not self.refused(record.keys[position])
             if came:
                 came = self._commit(record, position)
+                record.tiers[position] = fetch.below.tier.name
             else:
                 missed.append(position)
             fetch.below.promoted += came

@@ -87,15 +87,20 @@ class PromotionRecord:
         leases: hold the entries of keys that have come, or were there.
         brought: how many of the leased entries tiers have filled.
         lock: the index's.
+        tiers: names of the tiers that have brought keys, by position.
+        counted: whether it counts as a lookup of its keys once it has ended.
         ended: whether `ready` is final.
         cancelled: whether the caller wants no more.
         released: whether nothing more is to be leased.
         loads: chained to it, and not submitted yet.
     """
 
-    def __init__(self, keys: list[bytes], tenant: str, deadline: float | None, lock: threading.RLock) -> None:
+    def __init__(
+        self, keys: list[bytes], tenant: str, deadline: float | None, lock: threading.RLock, *, counted: bool = True
+    ) -> None:
         self.lock = lock
-        self.keys, self.tenant, self.deadline = keys, tenant, deadline
+        self.keys, self.tenant, self.deadline, self.counted = keys, tenant, deadline, counted
+        self.tiers: dict[int, str] = {}
         self.here = bytearray(len(keys))
         self.gone = bytearray(len(keys))
         self.ready = self.brought = 0

@@ -132,6 +132,9 @@ def test_promoted_keys_are_hits_with_their_bytes() -> None:
         context = bench.context([7, 0, 1, 2, 9])
         assert bench.look([7, 0, 1, 2, 9], context) == [HIT, PENDING, PENDING, PENDING, MISS]
         bench.end_step()
+        until(lambda: bench.index.tier_statistics()[0].promoted == 3)
+        assert bench.index.drain(SECONDS)  # until the promotion has ended
+        assert bench.index.statistics().lookups == 5, "vLLM's own, to which the promotion adds none"
         bench.look_until([7, 0, 1, 2, 9], context, [HIT] * 4 + [MISS])
         assert bench.loaded([7, 0, 1, 2], context)
         sources = [bench.manager.get_load_source(key, context) for key in keys([7, 0])]
