@@ -24,6 +24,7 @@ from helpers import (
     simulated,
     whole,
 )
+from seeds import seeds
 
 import kvoffload
 from kvoffload import (
@@ -255,7 +256,7 @@ def test_several_groups_and_blocks_per_key() -> None:
         cache.check()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_counts_do_not_depend_on_when_copies_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group's copies may have ended before the next group's are submitted."""
     with grouped(seed=seed) as (bench, cache, _):

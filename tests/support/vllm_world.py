@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from late import Late
+from seeds import seeds
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -90,11 +91,15 @@ class Setting:
 class World:
     """A scheduler, its workers, and requests; `run` takes them to their end.
 
+    Args:
+        seed: which of the seeds that KVOFFLOAD_TEST_SEED chooses, from 0 on.
+
     Attributes:
         counts: what has happened.
     """
 
     def __init__(self, setting: Setting, seed: int, folder: Path) -> None:
+        seed = seeds(seed + 1)[-1]
         self.setting, self.random = setting, random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.workers = [_make_worker(setting, rank, seed + rank) for rank in range(setting.workers)]

@@ -1,6 +1,6 @@
 """Random requests under vLLM's scheduler and connector, on simulated GPUs: all that the model reads is compared.
 
-KVOFFLOAD_VLLM_RUNS=20 runs each setting with 20 seeds.
+KVOFFLOAD_VLLM_RUNS=20 runs each setting with 20 seeds, KVOFFLOAD_TEST_SEED=n with others.
 """
 
 from __future__ import annotations
@@ -74,6 +74,15 @@ def test_what_the_model_reads_is_what_it_has_written(name: str, tmp_path: Path) 
         assert total["failed loads"] + total["failed stores"] > 0
     if setting.extra == SYNCHRONOUS:
         assert total["synchronous loads"] > 0
+
+
+def test_the_seed_of_the_tests_chooses_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = []
+    for chosen in "001":
+        monkeypatch.setenv("KVOFFLOAD_TEST_SEED", chosen)
+        with World(SETTINGS["one group"], 0, tmp_path) as world:
+            prompts.append(world.prompts())
+    assert prompts[0] == prompts[1] != prompts[2]
 
 
 # Each defect, and a setting in which it shows; on a quick GPU three of them show only where something begins late.
