@@ -423,6 +423,8 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
 
             def check_room(self, jobs: int) -> None: ...
 
+            def check_usable(self) -> None: ...
+
             def resolve(self, after: Any) -> Any:
                 return after
 
