@@ -176,7 +176,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         try:
             for group, ids in enumerate(self._chosen(record, per_group)):
                 slots = slot_numbers(record.indices, self._groups, group)
-                jobs = (*jobs, self.engine.submit(Direction.STORE, ids, slots, group=group, after=after))
+                jobs = (*jobs, self.engine.submit_locked(Direction.STORE, ids, slots, group=group, after=after))
         except _REFUSALS as error:
             if jobs:
                 state.fill(record)
@@ -240,7 +240,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
             for group, ids in enumerate(per_group):
                 slots = slot_numbers(record.indices, self._groups, group)
                 ids = ids.reshape(-1)
-                jobs = (*jobs, self.engine.submit(Direction.LOAD, ids, slots, group=group, after=after, parts=parts))
+                job = self.engine.submit_locked(Direction.LOAD, ids, slots, group=group, after=after, parts=parts)
+                jobs = (*jobs, job)
         except _REFUSALS as error:
             if not jobs and self._refused(error, submitted):
                 state.end(record)
@@ -275,7 +276,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
             Nothing has changed in any of these cases.
         """
         self.engine.advance()
-        self.engine.check_room(0)
+        self.engine.check_usable()
         return self._index.reserve(keys, tenant=tenant, all_or_nothing=all_or_nothing, request=request)
 
     def acquire(self, keys: Sequence[bytes], *, pending: bool = False) -> Lease:

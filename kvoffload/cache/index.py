@@ -10,6 +10,7 @@ refused, nothing has changed; where an exception interrupts one, see `state`.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -17,7 +18,7 @@ from kvoffload.cache import promoting, restoring
 from kvoffload.cache.admission import ReuseFilter, Tenant
 from kvoffload.cache.calls import end_later, guarded
 from kvoffload.cache.completion import Completion
-from kvoffload.cache.entries import OPEN, LeaseRecord, Record, ReservationRecord, check_keys, watch
+from kvoffload.cache.entries import OPEN, LeaseRecord, Record, ReservationRecord, Status, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
 from kvoffload.cache.queries import Queries, note_end
@@ -186,10 +187,38 @@ class CacheIndex(Queries):
     def _reserve_each(self, given: tuple[list[bytes], str]) -> list[ReservationRecord]:
         return promoting.reserve_each(self._state, *given)
 
+    def hold_ready(self, keys: list[bytes], hold: bool) -> tuple[list[Status | None], Lease | None]:
+        """For tiers: see `promoting.hold_ready`; the keys are not checked."""
+        return self._hold_ready((keys, hold))
+
+    @guarded
+    def _hold_ready(self, given: tuple[list[bytes], bool]) -> tuple[list[Status | None], Lease | None]:
+        found, record = promoting.hold_ready(self._state, *given)
+        return found, None if record is None else self._handle(record)
+
+    def commit_and_hold(self, record: ReservationRecord, hold: bool) -> tuple[bool, Lease | None]:
+        """For tiers: see `promoting.commit_and_hold`."""
+        return self._commit_and_hold((record, hold))
+
+    @guarded
+    def _commit_and_hold(self, given: tuple[ReservationRecord, bool]) -> tuple[bool, Lease | None]:
+        mine, record = promoting.commit_and_hold(self._state, *given)
+        return mine, None if record is None else self._handle(record)
+
+    def _handle(self, record: LeaseRecord) -> Lease:
+        handle = Lease(self, record)
+        watch(handle, record, self._state.abandoned.append)
+        return handle
+
     @guarded
     def next_to_go(self, count: int) -> list[bytes]:
         """For tiers: see `promoting.next_to_go`."""
         return promoting.next_to_go(self._state, count)
+
+    @guarded
+    def note_promotion(self, given: tuple[list[bytes], int, Counter[str]]) -> None:
+        """For tiers: see `promoting.note_promotion`."""
+        promoting.note_promotion(self._state, *given)
 
     def abort_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
         """Make its key missing at once; its entry is free when `jobs`, which may write it, have ended."""
@@ -277,8 +306,7 @@ class CacheIndex(Queries):
     def _acquire(self, given: tuple[list[bytes], bool]) -> Lease:
         keys, pending = given
         record = self._state.propose_lease(keys, pending)
-        handle = Lease(self, record)
-        watch(handle, record, self._state.abandoned.append)
+        handle = self._handle(record)
         self._state.begin(record)
         return handle
 

@@ -18,6 +18,7 @@ from kvoffload.cache.entries import OPEN, EntryTable, LeaseRecord, ReservationRe
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.errors import ClosedError, MissingKeyError
 from kvoffload.internal.checks import as_timeout
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
@@ -166,6 +167,7 @@ class Lease:
             TransferError: a store failed; the bytes in its slot are not those of its key.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
+        refuse_nested(self._index.lock, "wait")
         wait_until(self._written, timeout, repr(self))
         self.check()
 
@@ -231,6 +233,7 @@ class CacheJob:
             TransferError: a transfer failed, or a pending store that it loaded from; the others have ended, too.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
+        refuse_nested(self._index.lock, "wait")
         timeout, results = as_timeout(timeout), list[TransferResult]()
         try:
             run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)

@@ -28,6 +28,7 @@ from kvoffload.errors import (
 from kvoffload.internal import hostinfo
 from kvoffload.internal.checks import as_timeout, at_least, names_its_calls, shown
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
@@ -41,7 +42,7 @@ _FOR_ENGINES = frozenset(
     [
         *("adopt", "advance_engines", "allocations", "check_open", "check_process", "check_stream_priority"),
         *("engines", "engines_over", "foreign", "free", "lifecycle", "owned", "reclaim", "register_engine"),
-        "wait_lifecycle",
+        *("refuse_nested", "wait_lifecycle"),
     ]
 )
 
@@ -155,6 +156,7 @@ class Device(DeviceContext):
             CapacityError: the GPU has not that much free; the message says what it has.
         """
         nbytes = at_least("nbytes", nbytes, 1)
+        self.refuse_nested("allocate")
         self.reclaim()
         try:
             with self.lifecycle:
@@ -253,6 +255,7 @@ class Device(DeviceContext):
         """
         self.check_process()
         self.check_stream_priority(priority, "priority")
+        self.refuse_nested("stream")
         self.reclaim()
         with self.lifecycle:
             return Stream(self, priority)
@@ -310,6 +313,8 @@ class Device(DeviceContext):
         """
         if self.foreign:
             return
+        self.refuse_nested("close")
+        refuse_nested(self.lifecycle, "close")
         timeout = as_timeout(timeout)
         deadline = None if timeout is None else time.perf_counter() + timeout
         self.wait_lifecycle(timeout)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from kvoffload.device.current import make_current
 from kvoffload.device.streams import raise_for_stream
@@ -31,6 +31,7 @@ from kvoffload.engine.urgent import put_ahead
 from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
 from kvoffload.internal.checks import names_its_calls
+from kvoffload.internal.nesting import in_call, raise_nested
 from kvoffload.internal.types import Ids
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierName, CopyMethod
@@ -124,6 +125,7 @@ class OffloadEngine(TransferPreparation):
             ClosedError: the engine is closed.
             TransferError: `after` is being captured, or the CUDA context is lost.
             DriverError: the driver failed before anything was queued.
+            RuntimeError: it is called inside another call in the same thread, such as by a signal handler.
             Nothing has happened in any of these cases. After a KeyboardInterrupt the transfer may have begun, and fails
             as soon as nothing of it is left on the GPU: `drain` before the blocks are used for something else.
         """
@@ -235,8 +237,17 @@ class OffloadEngine(TransferPreparation):
         options = after, copier, source_order, urgent
         return self._submit(make_group_requests(self._limits, Direction.LOAD, transfers, *options))
 
-    def _submit(self, requests: Requests) -> Job:
-        """A transfer in its five steps."""
+    def submit_locked(
+        self, direction: Direction, blocks: Ids, slots: Ids, *, group: int, after: After, parts: Any = None
+    ) -> Job:
+        """`submit` for a cache, which calls it with the lock held."""
+        request = make_request(self._limits, direction, blocks, slots, group, 0, after, None, parts=parts)
+        return self._submit((request,), locked=True)
+
+    def _submit(self, requests: Requests, *, locked: bool = False) -> Job:
+        """A transfer in its five steps; `locked`: for a cache, which holds the lock."""
+        if in_call(self.lock) and not locked:
+            raise_nested("a submission")
         request = requests[0]
         if self._closed or os.getpid() != self._process:  # what follows needs the device's context
             self.device.check_process()

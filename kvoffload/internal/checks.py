@@ -9,8 +9,11 @@ import threading
 from types import FunctionType
 from typing import Any, TypeVar
 
+from kvoffload.internal.masking import masked
+
 _Class = TypeVar("_Class", bound=type)
 _SHOWN_BITS = 128  # of an integer in a message; Python refuses to print very long ones
+_MASKED = 10_000  # characters of a repr in which logins are looked for, so that no part of one is left where it is cut
 _REASON = 500  # characters: addresses and names of records come before what is wrong
 
 
@@ -63,23 +66,23 @@ def flag(name: str, value: Any) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """An exception for a message: its type and the first line of its text; no error for any exception."""
+    """An exception for a message: its type and the first line of its text, masked; no error for any exception."""
     try:
         text = str(error).partition("\n")[0]
     except Exception:  # an exception that cannot show itself must not replace what is reported
         text = ""
-    return f"{type(error).__name__}: {text}"[:_REASON] if text else type(error).__name__
+    return f"{type(error).__name__}: {masked(text)}"[:_REASON] if text else type(error).__name__
 
 
 def shown(value: Any, length: int = 80) -> str:
-    """A value for an error message: its repr, cut to `length` characters, and no error for any value."""
+    """A value for an error message: its repr, masked, cut to `length` characters, and no error for any value."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(value)
     except Exception:  # an object that cannot show itself must not replace the error that names the argument
         return f"an object of type {type(value).__name__}"
-    return text[:length]
+    return masked(text[:_MASKED])[:length]
 
 
 def names_its_calls(public: _Class) -> _Class:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine import tracing
@@ -23,6 +23,7 @@ from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import SourceOrderName, make_request
 from kvoffload.engine.wait_streams import After
 from kvoffload.internal.checks import names_its_calls
+from kvoffload.internal.nesting import in_call, raise_nested
 from kvoffload.internal.types import Ids
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.sharded.after import ShardedAfter
@@ -147,19 +148,22 @@ class ShardedEngine(ShardedLifecycle):
         urgent: bool = False,
     ) -> ShardedJob:
         """`store` and `load` in one; arguments and errors as there."""
-        towards, read = Direction(direction), (blocks, slots)
         options = copier, source_order, parts, urgent
+        return self._submit(_maker(Direction(direction), blocks, slots, group, first_sub_block, options), after)
 
-        def check(shard: Shard, following: After) -> Requests:
-            nonlocal read
-            of_blocks, in_slots = read
-            request = make_request(
-                shard.limits, towards, of_blocks, in_slots, group, first_sub_block, following, *options
-            )
-            read = request.blocks, request.slots  # once, so that all devices have the same
-            return (request,)
-
-        return self._submit(check, after)
+    def submit_locked(
+        self,
+        direction: Direction,
+        blocks: Ids,
+        slots: Ids,
+        *,
+        group: int,
+        after: ShardedAfter,
+        parts: int | Sequence[Sequence[int]] | None = None,
+    ) -> ShardedJob:
+        """`submit` for a cache, which calls it with the lock held."""
+        make = _maker(direction, blocks, slots, group, 0, (None, "auto", parts, False))
+        return self._submit(make, after, locked=True)
 
     def store_groups(
         self,
@@ -221,8 +225,14 @@ class ShardedEngine(ShardedLifecycle):
 
         return self._submit(check, after)
 
-    def _submit(self, check: Callable[[Shard, After], Requests], after: ShardedAfter) -> ShardedJob:
-        """A transfer in the steps of this file's head; `check` makes its requests for a device."""
+    def _submit(
+        self, check: Callable[[Shard, After], Requests], after: ShardedAfter, *, locked: bool = False
+    ) -> ShardedJob:
+        """A transfer in the steps of this file's head; `check` makes its requests for a device. `locked`: for a cache,
+        which holds the lock.
+        """
+        if in_call(self.lock) and not locked:
+            raise_nested("a submission")
         requests = self._for_each(check, self._per_device("after", after, "value"))
         first = requests[0][0]
         direction = first.direction
@@ -294,3 +304,18 @@ class ShardedEngine(ShardedLifecycle):
             copier=copier,
         )
         return tuple(self._for_each(transfer))
+
+
+def _maker(
+    direction: Direction, blocks: Ids, slots: Ids, group: int, first_sub_block: int, options: tuple[Any, ...]
+) -> Callable[[Shard, After], Requests]:
+    """A function that makes the request of a device; `options`: the arguments of `make_request` behind `after`."""
+    read = blocks, slots
+
+    def make(shard: Shard, after: After) -> Requests:
+        nonlocal read
+        request = make_request(shard.limits, direction, *read, group, first_sub_block, after, *options)
+        read = request.blocks, request.slots  # once, so that all devices have the same
+        return (request,)
+
+    return make

@@ -28,8 +28,7 @@ class TieredCache(BlockCache[EngineT]):
     What `BlockCache` has works as it does there, and knows the slots alone: `lookup` says what can be loaded now. Keys
     that are only in a tier are promoted into slots first, which a thread of the cache does:
 
-        found = cache.lookup(keys)
-        with cache.promote(keys, deadline=0.2) as promotion:           # found or not: what is in slots stays there
+        with cache.promote(keys, deadline=0.2) as promotion:           # what is in slots stays there
             hits = promotion.wait()
             cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
         cache.store(keys, blocks, after=stream)                        # tiers get what is worth writing
@@ -112,6 +111,8 @@ class TieredCache(BlockCache[EngineT]):
         """Bring leading keys into slots, as many as come in time. Returns at once.
 
         Call it for what is about to run: each promotion takes slots. Keys that are in slots already are held there.
+        Statistics and events count it, once it has ended, as a `lookup` that found what it has made ready: so call one
+        of the two for a request.
 
         Args:
             keys: bytes, no repeats, in the order of a request; may be all of its keys.

@@ -99,14 +99,20 @@ class TieredIndex(CacheIndex):
             return Status.HIT
         return Status.PENDING if askable else Status.MISS
 
-    def promote(self, keys: Sequence[bytes], *, deadline: float | None = 10.0, tenant: str = "") -> IndexPromotion:
+    def promote(
+        self, keys: Sequence[bytes], *, deadline: float | None = 10.0, tenant: str = "", counted: bool = True
+    ) -> IndexPromotion:
         """Bring leading keys into entries, as many as come in time. Returns at once; see `TieredCache.promote`.
+
+        Args:
+            keys, deadline, tenant: as there.
+            counted: whether it counts as a lookup of its keys; False for a host that looks them up by `status_of`.
 
         Raises:
             LayoutError, ValueError: as there.
             ClosedError: the index is closed.
         """
-        record = self._tiers.promote(keys, deadline, tenant, self._check_open)
+        record = self._tiers.promote(keys, deadline, tenant, self._check_open, counted=counted)
         return IndexPromotion(record, self._tiers.manager.wake)
 
     def tier_statistics(self) -> list[CacheTierStatistics]:

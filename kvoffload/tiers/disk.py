@@ -16,7 +16,7 @@ from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import check_identity
 from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.slot_files import SlotFiles
+from kvoffload.tiers.slot_files import ReadResult, SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 from kvoffload.tiers.tier import TierCapabilities
 
@@ -34,7 +34,8 @@ class DiskTier(ThreadedTier):
 
     Args:
         path: a file, or several, best on different disks: records are spread over them. Created if there is none; the
-            folder must exist, and not be open to every user. Files get the mode 0600.
+            folder must exist, and not be open to every user, unless it has the sticky bit as `/tmp`, which the system
+            may clean. Files get the mode 0600.
         nbytes: of all files together, allocated at once.
         identity: what the bytes depend on besides the layout: model and revision, adapter, quantisation, positions,
             shard. Files of another identity are refused.
@@ -95,7 +96,7 @@ class DiskTier(ThreadedTier):
         self._key, self._operations = key, operations
         self._disk: DiskIndex | None = None
         self._puts: dict[TierJob, DiskPut] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def direct_io(self) -> tuple[bool, ...]:
@@ -159,13 +160,11 @@ class DiskTier(ThreadedTier):
         return Outcome.DONE if result else Outcome.DECLINED
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> list[Outcome]:
-        disk = self._here
-        expected = disk.contains(keys)
-        results = disk.read(keys, list(map(_views, rows)))
-        self.count_corrupt(sum(known and result is False for known, result in zip(expected, results, strict=True)))
+        results = self._here.read(keys, list(map(_views, rows)))
+        self.count_corrupt(results.count(None))
         return list(map(self._get_outcome, results))
 
-    def _get_outcome(self, result: bool | OSError) -> Outcome:
+    def _get_outcome(self, result: ReadResult) -> Outcome:
         if isinstance(result, OSError):
             self.warn(result)
             return Outcome.FAILED

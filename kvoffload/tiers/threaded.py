@@ -18,6 +18,7 @@ from typing import TypeVar
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import as_timeout, at_least, shown, to_wait
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import in_call
 from kvoffload.internal.types import UInt8Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiers.job import Outcome, TierJob
@@ -86,10 +87,10 @@ class ThreadedTier(Tier):
         self.pools: tuple[UInt8Array, ...] = ()
         self.record_bytes = 0
         self._workers = Workers(self.max_queued)
-        self._attaching = threading.Lock()
+        self._attaching = threading.RLock()
         self._attached = False  # or being attached
         self._opened = False  # `start` has returned, and `release` has not
-        self._releasing = threading.Lock()
+        self._releasing = threading.RLock()
         self._process = os.getpid()
 
     # what a subclass does -----------------------------------------------------------------------------------------
@@ -276,6 +277,8 @@ class ThreadedTier(Tier):
 
     def _release(self) -> None:
         """By the last thread, so that `close` does not wait longer than it was asked to; once."""
+        if in_call(self._releasing):
+            return  # the call that has not returned sees to it
         with self._releasing:
             if self._opened:
                 try:

@@ -91,8 +91,8 @@ class TiersOfWorkers:
         """The index, over all workers' slots.
 
         Raises:
-            CapabilityError: a worker's memory cannot be mapped, such as one on another machine; or a tier needs a
-                package.
+            CapabilityError: a worker's memory cannot be mapped, such as one on another machine; a tier needs a package;
+                or no identity was given, and the model's weights are not found.
             ValueError: a tier's arguments.
             And what `Tier.attach` raises.
         """
@@ -155,8 +155,8 @@ class TiersOfWorkers:
             name: value.replace("{dp}", replica) if isinstance(value, str) else value
             for name, value in choice.arguments.items()
         }
-        if choice.kind != "memory":
-            arguments.setdefault("identity", self.identity)
+        if choice.kind != "memory" and "identity" not in arguments:
+            arguments["identity"] = self.identity
         try:
             return load_tier(choice.kind, **arguments)
         except (TypeError, ValueError) as error:

@@ -24,6 +24,7 @@ from helpers import (
     simulated,
     whole,
 )
+from seeds import seeds
 
 import kvoffload
 from kvoffload import (
@@ -255,18 +256,18 @@ def test_several_groups_and_blocks_per_key() -> None:
         cache.check()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_counts_do_not_depend_on_when_copies_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group's copies may have ended before the next group's are submitted."""
     with grouped(seed=seed) as (bench, cache, _):
         simulator: Any = bench.device.simulator
-        submit = cache.engine.submit
+        submit = cache.engine.submit_locked
 
         def slowly(*arguments: Any, **options: Any) -> Any:
             simulator.run_all()
             return submit(*arguments, **options)
 
-        monkeypatch.setattr(cache.engine, "submit", slowly)
+        monkeypatch.setattr(cache.engine, "submit_locked", slowly)
         cache.store(keys(0, 1), [[1, 2, 3, 4], [5, 6, 7, 8]]).wait(10)
         assert cache.statistics().stored == 2
         assert cache.lookup(keys(0, 1)) == 2
@@ -342,14 +343,14 @@ def test_a_refusal_after_the_first_group_spends_its_slots_until_they_are_free(mo
     with grouped() as (bench, cache, _):
         held = bench.stream()
         gate = bench.gate(held)
-        submit = cache.engine.submit
+        submit = cache.engine.submit_locked
 
         def only_first(*arguments: Any, **options: Any) -> Any:
             if options["group"]:
                 raise CapacityError("no room for the second group")
             return submit(*arguments, **options)
 
-        monkeypatch.setattr(cache.engine, "submit", only_first)
+        monkeypatch.setattr(cache.engine, "submit_locked", only_first)
         with pytest.raises(CapacityError, match="second group"):
             cache.store(keys(0, 1), [[1, 2, 3, 4], [1, 2, 3, 4]], after=held)
         monkeypatch.undo()
@@ -405,12 +406,13 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
             def __init__(self) -> None:
                 self.lock = threading.RLock()
                 self.num_slots = self.max_in_flight = capacity
-                self.submitted = 0
+                self.submitted, self.closed, self.devices = 0, False, ()
                 self.layout = layout
+                self.statistics = self.check_parts = NotImplemented
 
             def check_process(self) -> None: ...
 
-            def submit(self, *_: Any, **__: Any) -> Any:
+            def submit_locked(self, *_: Any, **__: Any) -> Any:
                 return done
 
             def jobs_in_flight(self) -> tuple[Any, ...]:
@@ -421,6 +423,8 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
             def advance(self) -> None: ...
 
             def check_room(self, jobs: int) -> None: ...
+
+            def check_usable(self) -> None: ...
 
             def resolve(self, after: Any) -> Any:
                 return after

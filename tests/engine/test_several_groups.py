@@ -236,6 +236,23 @@ def test_groups_that_share_memory_otherwise_may_load_to_blocks_that_share_no_byt
         mirror.check()
 
 
+@pytest.mark.parametrize("apart", [63, 64])
+def test_targets_of_two_groups_may_touch_and_not_share_a_byte(device: kvoffload.Device, apart: int) -> None:
+    buffer = device.allocate(1024)
+    first, second = (
+        [Plane(buffer.address + start, block_bytes=64, num_blocks=4, block_stride=256, owner=buffer)]
+        for start in (0, apart)
+    )
+    together = [GroupTransfer(0, [1], [0]), GroupTransfer(1, [1], [1])]
+    with OffloadEngine(KVLayout([first, second]), device=device, num_slots=SLOTS, **COPY_ENGINE_ONLY) as engine:
+        engine.load_groups([together[0], GroupTransfer(1, [2], [1])], after=NO_WAIT).wait(10)
+        if apart == 64:
+            engine.load_groups(together, after=NO_WAIT).wait(10)
+        else:
+            with pytest.raises(LayoutError, match=r"groups \[0, 1\] share memory, and the transfers load to the same"):
+                engine.load_groups(together, after=NO_WAIT)
+
+
 @pytest.mark.parametrize("of_last", [False, True], ids=["by-slot", "by-block"])
 def test_a_transfer_of_several_groups_waits_for_the_other_direction_in_each(
     device: kvoffload.Device, engine: OffloadEngine, of_last: bool

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import ENGINE_STREAMS, LEVELS, Rig, copiers_in, held_by_process, no_leaks, rig, simulated, whole
+from seeds import seeds
 
 from kvoffload import NO_WAIT, CapacityError, Direction, TransferError
 from kvoffload.driver import functions
@@ -138,7 +139,7 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing() -> None:
 
 
 @pytest.mark.parametrize(("level", "kernels"), [*((level, False) for level in LEVELS), ("batch", True), ("raw", True)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_a_mixed_load_gives_the_bytes_of_doing_one_after_the_other(level: str, kernels: bool, seed: int) -> None:
     """Random transfers over few slots and blocks, all queued without waiting: the result is that of program order."""
     rng = np.random.default_rng(seed)

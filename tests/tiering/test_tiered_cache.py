@@ -258,7 +258,7 @@ def test_any_deadline_above_0_is_a_deadline(deadline: float | None) -> None:
 
 @pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
 def test_other_deadlines_are_refused(deadline: float) -> None:
-    with tiered() as bench, pytest.raises(ValueError, match="deadline must be seconds above 0"):
+    with tiered() as bench, pytest.raises(ValueError, match="deadline must be"):
         bench.cache.promote(keys([0]), deadline=deadline)
 
 
@@ -353,10 +353,11 @@ def test_events_and_statistics_of_promotions() -> None:
         bench.written([1, 2])
         events.clear()
         bench.cache.promote(keys([1, 2, 3])).wait(SECONDS)
-        until(lambda: sum(len(each.keys) for each in events) == 2)
+        until(lambda: sum(len(each.keys) for each in events) == 5)
+        looked_up = [("hit", tuple(keys([1, 2]))), ("miss", (key(3),))]
         assert [(each.kind, each.keys) for each in events] in (
-            [("promoted", (key(1),)), ("promoted", (key(2),))],
-            [("promoted", tuple(keys([1, 2])))],
+            [("promoted", (key(1),)), ("promoted", (key(2),)), *looked_up],
+            [("promoted", tuple(keys([1, 2]))), *looked_up],
         )
         counts = bench.cache.statistics()
         assert (counts.promoted, counts.stored, counts.failed, counts.declined) == (2, 2, 0, 0)
