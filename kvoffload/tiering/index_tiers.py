@@ -11,7 +11,7 @@ from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.errors import TierError
-from kvoffload.internal.checks import to_wait
+from kvoffload.internal.checks import flag, to_wait
 from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiering.attaching import HOST, MISSING, PENDING, UNKNOWN, attach, records_in
@@ -146,6 +146,7 @@ class IndexTiers:
         """See `TieredIndex.promote`; `check_open` raises if nothing can be promoted any more."""
         refuse_nested(self._index.lock, "promote")
         checked = check_keys(keys, repeats=False)
+        flag("counted", counted)
         if deadline is not None and not to_wait("deadline", deadline) > 0:
             raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
         self._index._state.pools.of(tenant)

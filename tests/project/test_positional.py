@@ -84,12 +84,16 @@ POSITIONAL = {
     # between the library's own classes
     "CacheIndex.abort_after": "record jobs",
     "CacheIndex.commit_after": "record jobs",
+    "CacheIndex.commit_and_hold": "record hold",
+    "CacheIndex.hold_ready": "keys hold",
     "Device.adopt": "owner release what",
     "Device.check_stream_priority": "priority name",
     "Faults.next_call": "name args",
     "OffloadEngine.order_job_before": "transfer stream part",
+    "OffloadEngine.submit_locked": "direction blocks slots",
     "OffloadEngine.when_done": "job callback",
     "ShardedEngine.order_job_before": "record streams part",
+    "ShardedEngine.submit_locked": "direction blocks slots",
     "ShardedEngine.when_done": "job callback",
 }
 
