@@ -239,19 +239,25 @@ class ValkeyTier(RemoteTier):
                 if not isinstance(found, list) or len(found) != len(part_names):
                     raise _OutOfStepError(f"{len(part_names)} values expected, got {shown(found)}")
         except self._glide.RequestError as error:
-            if type(error) is not self._glide.RequestError:  # its time is over, or the server is gone
+            answered = type(error) is self._glide.RequestError  # else its time is over, or the server is gone
+            outcomes = self._without_misfits(names, parts) if answered else []
+            if not outcomes:
                 raise
-            return self._without_misfits(names, parts, error)
+            return outcomes
         lengths = iter(found)
         of_each = [[next(lengths) for _ in record] for record in parts]
         return [self._outcome(*each) for each in zip(names, parts, of_each, strict=True)]
 
-    def _without_misfits(self, names: Sequence[str], parts: Sequence[Parts], error: Exception) -> list[Outcome]:
-        """`_fetch` again: a value that is longer than its part fails the whole command."""
+    def _without_misfits(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        """`_fetch` without values longer than their parts, each of which fails the whole command; [] if there is none.
+
+        The error is no argument: a frame in its own traceback would hold it, and the garbage collector crash on the
+        buffers in glide's frames.
+        """
         looks = dict(zip(names, self._look(names), strict=True))
         outcomes = {name: self.reject(name) for name in names if looks[name] is None}
         if not outcomes:
-            raise error
+            return []
         others = [at for at, name in enumerate(names) if name not in outcomes]
         if others:
             left = [names[at] for at in others]
@@ -336,7 +342,7 @@ def _fits(length: int | None, size: int) -> bool:
 def _count(answer: Any) -> int | None:
     if isinstance(answer, Exception):
         if "WRONGTYPE" not in str(answer):
-            raise answer
+            raise type(answer)(*answer.args)  # another one: a frame of this one's traceback has a list with it
         return None
     if not isinstance(answer, int):
         raise _OutOfStepError(f"a count expected, got {shown(answer)}")
