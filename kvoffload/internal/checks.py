@@ -1,20 +1,26 @@
-"""Checks of plain arguments: the error names the argument, the value and the values that are accepted."""
+"""Checks of plain arguments, and values in messages: named, cut, and without passwords."""
 
 from __future__ import annotations
 
 import math
 import numbers
 import operator
+import re
 import threading
 from types import FunctionType
 from typing import Any, TypeVar
-
-from kvoffload.internal.masking import masked
 
 _Class = TypeVar("_Class", bound=type)
 _SHOWN_BITS = 128  # of an integer in a message; Python refuses to print very long ones
 _MASKED = 10_000  # characters of a repr in which logins are looked for, so that no part of one is left where it is cut
 _REASON = 500  # characters: addresses and names of records come before what is wrong
+_LOGIN = re.compile(r"(?<!\S)\S*@")  # with a colon: "redis://user:password@", "user:password@", "https://token@"
+_FIELD = re.compile(
+    r"""((?:passw|secret|signature|credential|\bsig\b|\bsas(?:_|\b)|(?:access|account|api|private|shared)[_-]?key"""
+    r"""|(?:access|auth|sas|security|session)[_-]?token|[?&]token)[\w-]*["']?\s?[=:]\s?)"""
+    r"""(?!env:)(?:"[^"]*"|'[^']*'|(?<==)[^\s"'&;,)}\]]+)""",
+    re.IGNORECASE,
+)
 
 
 def at_least(name: str, value: Any, minimum: int) -> int:
@@ -83,6 +89,24 @@ def shown(value: Any, length: int = 80) -> str:
     except Exception:  # an object that cannot show itself must not replace the error that names the argument
         return f"an object of type {type(value).__name__}"
     return masked(text[:_MASKED])[:length]
+
+
+def masked(text: str) -> str:
+    """The text with "***" for user and password of addresses, and for values whose names say that they are secret.
+
+    It rather hides too much: whatever stands before the last "@" of a word with a colon, as passwords may have any
+    characters but blanks.
+    """
+    return _LOGIN.sub(_without_login, _FIELD.sub(r"\1***", text))
+
+
+def _without_login(found: re.Match[str]) -> str:
+    word = found[0]
+    if ":" not in word:
+        return word
+    scheme, separator, _ = word.partition("://")
+    known = separator and ":" not in scheme and "@" not in scheme
+    return f"{scheme}://***@" if known else "***@"
 
 
 def names_its_calls(public: _Class) -> _Class:

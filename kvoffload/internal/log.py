@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 
-from kvoffload.internal.masking import masked
+from kvoffload.internal.checks import masked
 
 LOGGER = logging.getLogger("kvoffload")
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import reason, seconds, shown
-from kvoffload.internal.masking import masked
+from kvoffload.internal.checks import masked, reason, seconds, shown
 from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.remote import Parts, RemoteTier
 

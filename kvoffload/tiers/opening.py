@@ -118,20 +118,14 @@ def _check_file(file: OpenFile) -> None:
     status = file.operations.fstat(file.descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"path must be a regular file, or none yet, got {file.path!r}")
-    if status.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(status.st_mode) & 0o077:
+    everyone = os.stat(os.path.dirname(os.path.abspath(file.path))).st_mode & stat.S_IWOTH
+    theirs = status.st_uid not in ((os.geteuid(),) if everyone else (os.geteuid(), 0))
+    if theirs or stat.S_IMODE(status.st_mode) & 0o077 or (everyone and status.st_nlink != 1):
         raise PermissionError(
             errno.EPERM,
-            f"the file must belong to this user with mode 600, and has owner {status.st_uid} and mode "
-            f"{stat.S_IMODE(status.st_mode):o}; its content decides what the model continues from. chown and chmod 600 "
-            "it if you trust it",
-            file.path,
-        )
-    open_folder = os.stat(os.path.dirname(os.path.abspath(file.path))).st_mode & stat.S_IWOTH
-    if open_folder and (status.st_uid != os.geteuid() or status.st_nlink != 1):
-        raise PermissionError(
-            errno.EPERM,
-            f"the file must be this user's, under one name, in a folder that every user may write, and has owner "
-            f"{status.st_uid} and {status.st_nlink} names; use another folder",
+            "the file must be this user's with mode 600, under one name if every user may write the folder, and has "
+            f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o} and {status.st_nlink} names; its content "
+            "decides what the model continues from. chown and chmod 600 it if you trust it",
             file.path,
         )
 

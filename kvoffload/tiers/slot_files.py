@@ -282,7 +282,10 @@ class SlotFiles:
     def _read_shared(
         self, member: Member, places: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
     ) -> list[ReadResult]:
-        """Another process may write: a header has to be there, of the set's epoch, before and after the payload."""
+        """Another process may write: a header has to be there, of the set's epoch, before and after the payload.
+
+        A payload that is being replaced, whose new header waits, cannot be told from damage.
+        """
         results: list[ReadResult] = []
         for place, key, views in zip(places, keys, payloads, strict=True):
             try:

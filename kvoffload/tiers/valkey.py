@@ -118,8 +118,7 @@ class ValkeyTier(RemoteTier):
         return outcomes
 
     def have_names(self, names: Sequence[str]) -> list[bool]:
-        sizes = self._sizes()
-        return [lengths == sizes for lengths in self._lengths(names)]
+        return [found is True for found in self._look(names)]
 
     def delete_names(self, names: Sequence[str]) -> list[bool]:
         batch = self._batch()
@@ -233,61 +232,56 @@ class ValkeyTier(RemoteTier):
         return [f"{{{name}}}:{part}" for part in range(1 + len(self.pools))]
 
     def _fetch(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        part_names = [each for name in names for each in self._part_names(name)]
         try:
-            found = self._values(names, parts)
-        except self._glide.RequestError as error:  # one value that is too long for its part fails the whole command
+            with self._connected() as client:
+                found = client.mget(part_names, buffers=[part.data for record in parts for part in record])
+                if not isinstance(found, list) or len(found) != len(part_names):
+                    raise _OutOfStepError(f"{len(part_names)} values expected, got {shown(found)}")
+        except self._glide.RequestError as error:
             answered = type(error) is self._glide.RequestError  # else its time is over, or the server is gone
-            misfits = self._misfits(names) if answered else []
-            if not misfits:
+            outcomes = self._without_misfits(names, parts) if answered else []
+            if not outcomes:
                 raise
-            outcomes = {name: self.reject(name) for name in misfits}
-            others = [at for at, name in enumerate(names) if name not in outcomes]
-            if others:
-                left = [names[at] for at in others]
-                outcomes.update(zip(left, self._fetch(left, [parts[at] for at in others]), strict=True))
-            return [outcomes[name] for name in names]
+            return outcomes
         lengths = iter(found)
         of_each = [[next(lengths) for _ in record] for record in parts]
         return [self._outcome(*each) for each in zip(names, parts, of_each, strict=True)]
 
-    def _values(self, names: Sequence[str], parts: Sequence[Parts]) -> list[bytes | None]:
-        """Read the values into the parts; the length of each, None if there is no string."""
-        part_names = [each for name in names for each in self._part_names(name)]
-        with self._connected() as client:
-            found = client.mget(part_names, buffers=[part.data for record in parts for part in record])
-            if not isinstance(found, list) or len(found) != len(part_names):
-                raise _OutOfStepError(f"{len(part_names)} values expected, got {shown(found)}")
-        return found
+    def _without_misfits(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        """`_fetch` without values longer than their parts, each of which fails the whole command; [] if there is none.
+
+        The error is no argument: a frame in its own traceback would hold it, and the garbage collector crash on the
+        buffers in glide's frames.
+        """
+        looks = dict(zip(names, self._look(names), strict=True))
+        outcomes = {name: self.reject(name) for name in names if looks[name] is None}
+        if not outcomes:
+            return []
+        others = [at for at, name in enumerate(names) if name not in outcomes]
+        if others:
+            left = [names[at] for at in others]
+            outcomes.update(zip(left, self._fetch(left, [parts[at] for at in others]), strict=True))
+        return [outcomes[name] for name in names]
 
     def _outcome(self, name: str, parts: Parts, lengths: Sequence[bytes | None]) -> Outcome:
         """By the lengths of the values that glide has written to the parts; None: there is no string."""
-        if None in lengths:  # evicted in part, unless a part is a hash, say
-            partial = any(length is not None for length in lengths)
-            return self.reject(name) if partial and self._misfits([name]) else Outcome.MISSING
+        if None in lengths:  # evicted, unless a part is a hash, say
+            partly = any(length is not None for length in lengths)
+            return self.reject(name) if partly and self._look([name]) == [None] else Outcome.MISSING
         whole = all(int(length or 0) == part.nbytes for length, part in zip(lengths, parts, strict=True))
         return Outcome.DONE if whole else self.reject(name)
 
-    def _misfits(self, names: Sequence[str]) -> list[str]:
-        """Records of which a part is there, and is not a string of its size."""
-        sizes = self._sizes()
-        return [
-            name
-            for name, lengths in zip(names, self._lengths(names), strict=True)
-            if any(length not in (0, size) for length, size in zip(lengths, sizes, strict=True))
-        ]
-
-    def _sizes(self) -> list[int | None]:
-        """Bytes of each part of a record."""
-        return [HEADER_BYTES, *(pool.shape[1] for pool in self.pools)]
-
-    def _lengths(self, names: Sequence[str]) -> list[list[int | None]]:
-        """Bytes of each part of the records; 0 if it is missing, None if it is no string."""
+    def _look(self, names: Sequence[str]) -> list[bool | None]:
+        """Whether all parts of each record are there; None if one is no string of its size."""
+        sizes = [HEADER_BYTES, *(pool.shape[1] for pool in self.pools)]
         batch = self._batch()
         for name in names:
             for part_name in self._part_names(name):
                 batch.strlen(part_name)
-        found = iter(self._counts(batch))
-        return [[next(found) for _ in self._part_names(name)] for name in names]
+        counts = iter(self._counts(batch))
+        lengths = [[next(counts) for _ in sizes] for _ in names]
+        return [all(each) if all(map(_fits, each, sizes)) else None for each in lengths]
 
     def _store(self, names: Sequence[str], parts: Sequence[Parts]) -> Outcome:
         glide = self._glide
@@ -341,10 +335,14 @@ def _import_glide() -> Any:
     return glide_sync
 
 
+def _fits(length: int | None, size: int) -> bool:
+    return length in (0, size)  # 0: there is no value
+
+
 def _count(answer: Any) -> int | None:
     if isinstance(answer, Exception):
         if "WRONGTYPE" not in str(answer):
-            raise answer
+            raise type(answer)(*answer.args)  # another one: a frame of this one's traceback has a list with it
         return None
     if not isinstance(answer, int):
         raise _OutOfStepError(f"a count expected, got {shown(answer)}")

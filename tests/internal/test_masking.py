@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.internal.checks import reason, shown
+from kvoffload.internal.checks import masked, reason, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.masking import masked
 
 SECRET = "hunter2"
 

@@ -15,7 +15,7 @@ from tier_classes import SECONDS, attached
 from kvoffload.tiers import DiskTier, Outcome
 from kvoffload.tiers.disk_index import DiskIndex
 from kvoffload.tiers.files import FileOperations
-from kvoffload.tiers.slot_files import SlotFiles, SlotPut
+from kvoffload.tiers.slot_files import ReadResult, SlotFiles, SlotPut
 
 
 class BadSlots(FileOperations):
@@ -47,7 +47,7 @@ def put_all(files: SlotFiles, slots: Sequence[int]) -> list[bool | OSError]:
     return files.write(puts, "", 1)
 
 
-def get_all(files: SlotFiles, slots: Sequence[int]) -> list[bool | OSError | None]:
+def get_all(files: SlotFiles, slots: Sequence[int]) -> list[ReadResult]:
     """What `read` says; what it says is there has the right bytes."""
     payloads = [blank() for _ in slots]
     results = files.read(slots, [b"%d" % slot for slot in slots], payloads)
