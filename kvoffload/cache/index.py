@@ -217,8 +217,10 @@ class CacheIndex(Queries):
 
     @guarded
     def note_promotion(self, given: tuple[list[bytes], int, Counter[str]]) -> None:
-        """For tiers: see `promoting.note_promotion`."""
-        promoting.note_promotion(self._state, *given)
+        """For tiers: count a promotion as a lookup of its keys. It has found so many leading ones, some in tiers."""
+        keys, found, in_tiers = given
+        self._state.filter.note(key for key in keys[found:] if key not in self._state.table.of)
+        self._state.recorder.note_promotion(keys, found, in_tiers)
 
     def abort_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
         """Make its key missing at once; its entry is free when `jobs`, which may write it, have ended."""

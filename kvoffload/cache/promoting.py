@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from kvoffload.cache.entries import EntryTable, LeaseRecord, ReservationRecord, Status
 from kvoffload.cache.pools import most_victims
 from kvoffload.cache.state import CacheState
@@ -54,12 +52,6 @@ def commit_and_hold(state: CacheState, record: ReservationRecord, hold: bool) ->
     lease = state.propose_lease(record.keys, False)
     state.begin(lease)
     return mine, lease
-
-
-def note_promotion(state: CacheState, keys: list[bytes], found: int, in_tiers: Counter[str]) -> None:
-    """Count a promotion as a lookup of its keys: it has found so many leading ones, those of `in_tiers` in tiers."""
-    state.filter.note(key for key in keys[found:] if key not in state.table.of)
-    state.recorder.note_promotion(keys, found, in_tiers)
 
 
 def next_to_go(state: CacheState, count: int) -> list[bytes]:

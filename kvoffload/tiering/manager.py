@@ -17,6 +17,7 @@ from itertools import groupby
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.engine.callbacks import Callbacks, WhenDone
 from kvoffload.internal.checks import as_timeout, shown, to_wait
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import refuse_nested
@@ -67,6 +68,8 @@ class TierManager:
     Attributes:
         tiers: with their breakers and counts.
         closed: no promotion and no write begins any more.
+        wake: has the thread look at everything.
+        when_done: calls a function once a promotion, or a load behind it, has ended, from a thread of its own.
     """
 
     def __init__(
@@ -88,7 +91,8 @@ class TierManager:
         self._choice = choice
         self._settle, self._submit = settle, submit
         self._waker = waker = Waker()
-        self.wake = notify = waker.now  # have the thread look at everything
+        self.wake = notify = waker.now
+        self.when_done: WhenDone = Callbacks().add
         most_occupied, most_leased = (max(1, int(share * index.capacity)) for share in shares)
         self._index, self._ahead = index, min(most_leased, _MOST_AHEAD)
         self._filled = False  # since the latest look at what is evicted next

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from kvoffload.cache.entries import ReservationRecord
 from kvoffload.cache.reservations import CacheJob, Lease
+from kvoffload.engine.callbacks import Waitable, WhenDone
 from kvoffload.errors import ClosedError
 from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import Int64Array
@@ -152,22 +153,24 @@ class PromotionRecord:
         return self.ready == len(self.keys) or bool(self.gone[self.ready])
 
 
-class IndexPromotion:
+class IndexPromotion(Waitable[int]):
     """Leading keys of a request that are brought from tiers into entries of a `TieredIndex`, as many as come in time.
 
     What has come can be loaded while the rest is on its way, and is not evicted as long as the promotion is held: until
     `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the index take keys
-    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread.
+    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread, and
+    awaitable: `await promotion` is `wait()` in an asyncio task.
 
     Attributes:
         keys: as given.
     """
 
-    def __init__(self, record: PromotionRecord, wake: Callable[[], None]) -> None:
-        """`wake`: has the thread of the tiers look at the record soon."""
+    def __init__(self, record: PromotionRecord, wake: Callable[[], None], when_done: WhenDone) -> None:
+        """`wake`: has the thread of the tiers look at the record soon; `when_done`: see `TierManager`."""
         self.keys = tuple(record.keys)
         self._record = record
         self._wake = wake
+        self._when_done = when_done
 
     @property
     def ready(self) -> int:
@@ -178,6 +181,8 @@ class IndexPromotion:
     def done(self) -> bool:
         """Whether no more will come."""
         return self._record.ended
+
+    finished = done
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until no more will come, and return how many leading keys can be loaded.
@@ -217,17 +222,22 @@ class Promotion(IndexPromotion):
 
     What has come can be loaded while the rest is on its way, and is not evicted as long as the promotion is held: until
     `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the cache take keys
-    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread.
+    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread, and
+    awaitable: `await promotion` is `wait()` in an asyncio task.
 
     Attributes:
         keys: as given.
     """
 
     def __init__(
-        self, record: PromotionRecord, wake: Callable[[], None], load_after: Callable[..., ChainedLoad]
+        self,
+        record: PromotionRecord,
+        wake: Callable[[], None],
+        when_done: WhenDone,
+        load_after: Callable[..., ChainedLoad],
     ) -> None:
         """`load_after`: see `TieredCache._load_after`."""
-        super().__init__(record, wake)
+        super().__init__(record, wake, when_done)
         self._load_after = load_after
 
     def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
@@ -249,8 +259,9 @@ class Promotion(IndexPromotion):
         return self._load_after(self._record, blocks, after, parts)
 
 
-class ChainedLoad:
-    """A load that follows a promotion, whose keys it holds until it has been submitted. Usable from any thread.
+class ChainedLoad(Waitable[tuple[bytes, ...]]):
+    """A load that follows a promotion, whose keys it holds until it has been submitted. Usable from any thread, and
+    awaitable.
 
     Attributes:
         job: the load, once it has been submitted; None before, and if no key has come.
@@ -258,12 +269,25 @@ class ChainedLoad:
         error: why it could not be submitted, or None.
     """
 
-    def __init__(self, promotion: PromotionRecord, blocks: list[Int64Array], after: Any, parts: Any) -> None:
+    def __init__(
+        self, promotion: PromotionRecord, blocks: list[Int64Array], after: Any, parts: Any, when_done: WhenDone
+    ) -> None:
         self._promotion: PromotionRecord | None = promotion
+        self._when_done = when_done
         self._load = blocks, after, parts
         self.job: CacheJob | None = None
         self.submitted = False
         self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the promotion and the load have ended, well or not. Asks the GPU, and does not wait for it."""
+        return self.submitted and (self.job is None or self.job.done)
+
+    @property
+    def finished(self) -> bool:
+        """Whether they are known to have ended. Does not ask the GPU."""
+        return self.submitted and (self.job is None or self.job.finished)
 
     def wait(self, timeout: float | None = None) -> tuple[bytes, ...]:
         """Wait until the promotion and the load have ended; returns the leading keys that were loaded.

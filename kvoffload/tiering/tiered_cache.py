@@ -126,7 +126,7 @@ class TieredCache(BlockCache[EngineT]):
             ClosedError: the cache or its engine is closed.
         """
         record = self._tiers.promote(keys, deadline, tenant, self._check_tiers_open)
-        return Promotion(record, self._manager.wake, self._load_after)
+        return Promotion(record, self._manager.wake, self._manager.when_done, self._load_after)
 
     def tier_statistics(self) -> list[CacheTierStatistics]:
         """What has been done with each tier so far; never blocks."""
@@ -220,7 +220,7 @@ class TieredCache(BlockCache[EngineT]):
         if parts is not None:
             self._check_parts(parts)
         self._check_tiers_open()
-        chained = ChainedLoad(record, per_group, self.engine.resolve(after), parts)
+        chained = ChainedLoad(record, per_group, self.engine.resolve(after), parts, self._manager.when_done)
         record.loads.append(chained)
         self._manager.post(chained)
         return chained

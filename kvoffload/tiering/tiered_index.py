@@ -113,7 +113,7 @@ class TieredIndex(CacheIndex):
             ClosedError: the index is closed.
         """
         record = self._tiers.promote(keys, deadline, tenant, self._check_open, counted=counted)
-        return IndexPromotion(record, self._tiers.manager.wake)
+        return IndexPromotion(record, self._tiers.manager.wake, self._tiers.manager.when_done)
 
     def tier_statistics(self) -> list[CacheTierStatistics]:
         """What has been done with each tier so far; never blocks."""
