@@ -17,6 +17,8 @@ from kvoffload.cache.engines import CacheStreams
 from kvoffload.cache.entries import OPEN, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.errors import ClosedError, MissingKeyError
+from kvoffload.internal.checks import as_timeout
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
@@ -165,6 +167,7 @@ class Lease:
             TransferError: a store failed; the bytes in its slot are not those of its key.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
+        refuse_nested(self._index.lock, "wait")
         wait_until(self._written, timeout, repr(self))
         self.check()
 
@@ -230,7 +233,8 @@ class CacheJob:
             TransferError: a transfer failed, or a pending store that it loaded from; the others have ended, too.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
-        results: list[TransferResult] = []
+        refuse_nested(self._index.lock, "wait")
+        timeout, results = as_timeout(timeout), list[TransferResult]()
         try:
             run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
         finally:
@@ -248,14 +252,14 @@ class CacheJob:
         """In how many parts each of the jobs is copied; see `BlockCache.load`."""
         return self.jobs[0].num_parts if self.jobs else 1
 
-    def order_before(self, stream: CacheStreams, part: int | None = None) -> None:
+    def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after all of it has ended; see `Job.order_before`.
 
         Args:
             part: of a load in parts: after this part of every job has ended.
         """
         jobs: tuple[Any, ...] = self.jobs  # of one device or of several
-        run_all(partial(job.order_before, stream, part) for job in jobs)
+        run_all(partial(job.order_before, stream, part=part) for job in jobs)
 
     def _settle(self) -> None:
         """Have the cache take note of what has ended, unless it has done so."""

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 
 from kvoffload.engine.job import Job
-from kvoffload.errors import KVOffloadError
+from kvoffload.errors import ClosedError
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import in_call
 
 _POLL_SECONDS = 2e-4
 _WAITING = tuple[Job, Callable[[Job], object]]
@@ -18,7 +19,7 @@ class Callbacks:
     """Calls functions when jobs have ended."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of the thread's begin and end
         self._waiting: list[_WAITING] = []
         self._thread: threading.Thread | None = None
 
@@ -29,26 +30,28 @@ class Callbacks:
         if job.finished:
             _call(callback, job)
             return
+        self._waiting.append((job, callback))
+        if in_call(self._lock):
+            return  # a call of `add` that has not returned sees to the thread
         with self._lock:
-            self._waiting.append((job, callback))
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._serve, name="kvoffload-callbacks", daemon=True)
                 self._thread.start()
 
     def _serve(self) -> None:
-        """Poll until nothing is waited for."""
+        """Poll until nothing is waited for. Nothing else ends the thread: `await` and all callbacks depend on it."""
         while True:
             with self._lock:
-                waiting = list(self._waiting)
-                if not waiting:
+                if not self._waiting:
                     self._thread = None
                     return
-            ended = [entry for entry in waiting if _has_ended(entry[0])]
-            with self._lock:
-                for entry in ended:
-                    self._waiting.remove(entry)
-            for job, callback in ended:
-                _call(callback, job)
+            ended = [entry for entry in list(self._waiting) if _has_ended(entry[0])]
+            for entry in ended:
+                self._waiting.remove(entry)
+                try:
+                    _call(entry[1], entry[0])
+                except BaseException:  # SystemExit, CancelledError: they would end the thread
+                    LOGGER.exception("a done callback of %r raised", entry[0])
             if not ended:
                 time.sleep(_POLL_SECONDS)
 
@@ -56,8 +59,10 @@ class Callbacks:
 def _has_ended(job: Job) -> bool:
     try:
         return job.done
-    except KVOffloadError:  # a forked child, a closed device: the job will not change any more
+    except ClosedError:  # a closed device: the job will not change any more
         return True
+    except BaseException:  # the driver's, which may pass, or a tracer's: it is asked again
+        return job.finished
 
 
 def _call(callback: Callable[[Job], object], job: Job) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvoffload.engine.transfer import State
 from kvoffload.errors import TransferError
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import StreamLike
 from kvoffload.internal.waiting import wait_until
 from kvoffload.planning.transfer_plan import Direction
@@ -186,7 +187,8 @@ class Job:
     def done(self) -> bool:
         """Whether the transfer has ended, well or not. Asks the GPU, and does not wait for it.
 
-        It takes the engine's lock, and may call a tracer's `on_end` in this thread before it returns.
+        It takes the engine's lock, and may call a tracer's `on_end` in this thread before it returns. Inside another
+        call in the same thread it says what is known, as `finished` does.
         """
         if not self._transfer.finished:
             self._engine.advance()
@@ -201,7 +203,9 @@ class Job:
         Raises:
             TransferError: the transfer failed.
             TimeoutError: `timeout` seconds have passed; the transfer goes on.
+            RuntimeError: it is called inside another call in the same thread, such as by a signal handler.
         """
+        refuse_nested(self._engine.lock, "wait")
         wait_until(lambda: self.done, timeout, repr(self))
         self._engine.forget_report(self._transfer.id)
         self._raise_error()
@@ -254,7 +258,7 @@ class Job:
         yield from ended
         return self.wait()
 
-    def order_before(self, stream: StreamLike, part: int | None = None) -> None:
+    def order_before(self, stream: StreamLike, *, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after this transfer has ended. The host does not wait for that.
 
         (Where the driver's queues are full, it waits up to a second for the transfer, or the part, to be queued.)

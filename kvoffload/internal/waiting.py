@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kvoffload.internal.checks import as_timeout
+
 
 def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) -> None:
     """Poll `condition` with sleeps that grow from nothing to 0.2 ms, so that Ctrl-C and timeouts work.
@@ -14,7 +16,9 @@ def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) 
 
     Raises:
         TimeoutError: `timeout` seconds have passed.
+        ValueError: it is neither None nor a number of seconds; `condition` was not called.
     """
+    timeout = as_timeout(timeout)
     begin = time.perf_counter()
     while not condition():
         waited = time.perf_counter() - begin

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import shown
+from kvoffload.internal.masking import masked
 from kvoffload.terminal.console import CommandError
 from kvoffload.tiers import RemoteTier, load_tier
 from kvoffload.tiers.files import PAGE
@@ -131,7 +132,7 @@ class Store:
             return error
         if self.kind == "valkey" and "timed out" in str(error):  # glide says so of all that is wrong with connections
             error = _tried_connection(self.arguments) or error
-        text = " ".join(str(error).split()).partition(" Debug source")[0] or type(error).__name__
+        text = masked(" ".join(str(error).split())).partition(" Debug source")[0] or type(error).__name__
         if isinstance(error, CapabilityError):
             problem, _, remedy = text.rpartition("; ")
             return StoreError(self, problem, remedy.removeprefix("install it: "))
@@ -144,7 +145,7 @@ class Store:
 
     def __str__(self) -> str:
         address = self.arguments.get(_ADDRESSES.get(self.kind, ""), "")
-        return f"--store {self.kind} {address}".rstrip()
+        return masked(f"--store {self.kind} {address}".rstrip())
 
 
 def add_store_option(parser: argparse.ArgumentParser, text: str) -> None:

@@ -17,8 +17,9 @@ from itertools import groupby
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import as_timeout, shown, to_wait
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiering.below import TierBelow
 from kvoffload.tiering.breaker import BreakerState
@@ -260,6 +261,8 @@ class TierManager:
 
     def drain(self, timeout: float | None) -> bool:
         """Wait until what is to be written so far is written, and durable; False after `timeout` seconds."""
+        self.refuse_nested("drain")
+        timeout = as_timeout(timeout)
         end = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float | None:
@@ -281,7 +284,8 @@ class TierManager:
 
     def close(self, timeout: float) -> bool:
         """End the thread and close the tiers; whether no call of a tier goes on."""
-        end = time.monotonic() + timeout
+        self.refuse_nested("close")
+        end = time.monotonic() + to_wait("timeout", timeout)
         self.closed = True
         self.wake()
         ended = [_closed(below.tier, max(0.0, end - time.monotonic())) for below in self.tiers]
@@ -290,6 +294,11 @@ class TierManager:
             self._thread.join(max(_AFTER_ERROR, end - time.monotonic()))
         self._end_messages()
         return all(ended) and not self.busy
+
+    def refuse_nested(self, call: str) -> None:
+        """Raise RuntimeError inside another call: the thread of the tiers may be waiting for what that call holds."""
+        refuse_nested(self._index.lock, call)
+        refuse_nested(self._lock, call)
 
     def _abandon(self) -> None:
         self._end_messages()

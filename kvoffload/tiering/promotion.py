@@ -10,6 +10,7 @@ from typing import Any, Self
 from kvoffload.cache.entries import ReservationRecord
 from kvoffload.cache.reservations import CacheJob, Lease
 from kvoffload.errors import ClosedError
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiering.below import TierBelow
@@ -85,14 +86,21 @@ class PromotionRecord:
         fetches: the tiers' jobs.
         leases: hold the entries of keys that have come, or were there.
         brought: how many of the leased entries tiers have filled.
+        lock: the index's.
+        tiers: names of the tiers that have brought keys, by position.
+        counted: whether it counts as a lookup of its keys once it has ended.
         ended: whether `ready` is final.
         cancelled: whether the caller wants no more.
         released: whether nothing more is to be leased.
         loads: chained to it, and not submitted yet.
     """
 
-    def __init__(self, keys: list[bytes], tenant: str, deadline: float | None) -> None:
-        self.keys, self.tenant, self.deadline = keys, tenant, deadline
+    def __init__(
+        self, keys: list[bytes], tenant: str, deadline: float | None, lock: threading.RLock, *, counted: bool = True
+    ) -> None:
+        self.lock = lock
+        self.keys, self.tenant, self.deadline, self.counted = keys, tenant, deadline, counted
+        self.tiers: dict[int, str] = {}
         self.here = bytearray(len(keys))
         self.gone = bytearray(len(keys))
         self.ready = self.brought = 0
@@ -177,6 +185,7 @@ class IndexPromotion:
         Raises:
             TimeoutError: `timeout` seconds have passed; it goes on.
         """
+        refuse_nested(self._record.lock, "wait")
         wait_until(lambda: self._record.ended, timeout, f"a promotion of {len(self.keys)} keys")
         return self._record.ready
 
@@ -221,7 +230,7 @@ class Promotion(IndexPromotion):
         super().__init__(record, wake)
         self._load_after = load_after
 
-    def load(self, blocks: Any, after: Any = None, *, parts: Any = None) -> ChainedLoad:
+    def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
         """Load the keys as soon as the promotion has ended; a shorter promotion shortens the load. Returns at once.
 
         A thread of the cache submits it then, as `BlockCache.load` would; no stream waits for a tier.
@@ -263,6 +272,8 @@ class ChainedLoad:
             TransferError: the load failed; and what else `BlockCache.load` raises.
             TimeoutError: `timeout` seconds have passed, for each of the two; they go on.
         """
+        if self._promotion is not None:
+            refuse_nested(self._promotion.lock, "wait")
         wait_until(lambda: self.submitted, timeout, "a promotion with a load behind it")
         if self.error is not None:
             raise self.error
@@ -278,7 +289,7 @@ class ChainedLoad:
         return self._promotion is None or self._promotion.ended
 
     def _submit(self, load: Callable[..., CacheJob] | None) -> None:
-        """Load what has come by `load(keys, blocks, after, parts=)`; None: there is no cache any more."""
+        """Load what has come by `load(keys, blocks, after=, parts=)`; None: there is no cache any more."""
         record, (per_group, after, parts) = self._promotion, self._load
         if record is None:
             return
@@ -286,7 +297,7 @@ class ChainedLoad:
             if record.ready and load is not None:
                 blocks = [ids[: record.ready].reshape(-1) for ids in per_group]
                 keys = record.keys[: record.ready]
-                self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after, parts=parts)
+                self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after=after, parts=parts)
         except BaseException as error:
             self.error = error
         self._promotion, self._load = None, ([], None, None)

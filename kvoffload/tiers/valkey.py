@@ -12,6 +12,7 @@ from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import seconds, shown
 from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.remote import Parts, RemoteTier
+from kvoffload.tiers.remote_format import HEADER_BYTES
 
 _BYTES_PER_CALL = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower
 _ERRORS = (1, 10)  # after which a client of one server, and of a cluster, is replaced
@@ -41,7 +42,7 @@ class ValkeyTier(RemoteTier):
         identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
         cluster: whether the servers are a cluster.
         username, password: for AUTH; without a username the server's user "default". In the server's ACL the user needs
-            "~{<prefix>/*", +mget +set +exists +unlink +scan, and for the client itself +info +client +ping, in a
+            "~{<prefix>/*", +mget +set +strlen +unlink +scan, and for the client itself +info +client +ping, in a
             cluster +cluster|slots +cluster|myid.
         tls: encrypt connections, and verify the servers' certificates.
         ca_file: PEM file with the certificates to trust instead of the system's.
@@ -117,16 +118,14 @@ class ValkeyTier(RemoteTier):
         return outcomes
 
     def have_names(self, names: Sequence[str]) -> list[bool]:
-        batch = self._batch()
-        for name in names:
-            batch.exists(self._part_names(name))
-        return [found == 1 + len(self.pools) for found in self._counts(batch)]
+        sizes = self._sizes()
+        return [lengths == sizes for lengths in self._lengths(names)]
 
     def delete_names(self, names: Sequence[str]) -> list[bool]:
         batch = self._batch()
         for name in names:
             batch.unlink(self._part_names(name))
-        return [deleted > 0 for deleted in self._counts(batch)]
+        return [bool(deleted) for deleted in self._counts(batch)]
 
     def delete_folder(self, folder: str) -> None:
         for route in self._routes() if self.cluster else [None]:
@@ -234,22 +233,61 @@ class ValkeyTier(RemoteTier):
         return [f"{{{name}}}:{part}" for part in range(1 + len(self.pools))]
 
     def _fetch(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
-        part_names = [each for name in names for each in self._part_names(name)]
-        buffers = [part.data for record in parts for part in record]
-        with self._connected() as client:
-            found = client.mget(part_names, buffers=buffers)
-            if not isinstance(found, list) or len(found) != len(part_names):
-                raise _OutOfStepError(f"{len(part_names)} values expected, got {shown(found)}")
+        try:
+            found = self._values(names, parts)
+        except self._glide.RequestError as error:  # one value that is too long for its part fails the whole command
+            answered = type(error) is self._glide.RequestError  # else its time is over, or the server is gone
+            misfits = self._misfits(names) if answered else []
+            if not misfits:
+                raise
+            outcomes = {name: self.reject(name) for name in misfits}
+            others = [at for at, name in enumerate(names) if name not in outcomes]
+            if others:
+                left = [names[at] for at in others]
+                outcomes.update(zip(left, self._fetch(left, [parts[at] for at in others]), strict=True))
+            return [outcomes[name] for name in names]
         lengths = iter(found)
         of_each = [[next(lengths) for _ in record] for record in parts]
         return [self._outcome(*each) for each in zip(names, parts, of_each, strict=True)]
 
+    def _values(self, names: Sequence[str], parts: Sequence[Parts]) -> list[bytes | None]:
+        """Read the values into the parts; the length of each, None if there is no string."""
+        part_names = [each for name in names for each in self._part_names(name)]
+        with self._connected() as client:
+            found = client.mget(part_names, buffers=[part.data for record in parts for part in record])
+            if not isinstance(found, list) or len(found) != len(part_names):
+                raise _OutOfStepError(f"{len(part_names)} values expected, got {shown(found)}")
+        return found
+
     def _outcome(self, name: str, parts: Parts, lengths: Sequence[bytes | None]) -> Outcome:
-        """By the lengths of the values that glide has written to the parts; None: there is no value."""
-        if None in lengths:
-            return Outcome.MISSING
+        """By the lengths of the values that glide has written to the parts; None: there is no string."""
+        if None in lengths:  # evicted in part, unless a part is a hash, say
+            partial = any(length is not None for length in lengths)
+            return self.reject(name) if partial and self._misfits([name]) else Outcome.MISSING
         whole = all(int(length or 0) == part.nbytes for length, part in zip(lengths, parts, strict=True))
         return Outcome.DONE if whole else self.reject(name)
+
+    def _misfits(self, names: Sequence[str]) -> list[str]:
+        """Records of which a part is there, and is not a string of its size."""
+        sizes = self._sizes()
+        return [
+            name
+            for name, lengths in zip(names, self._lengths(names), strict=True)
+            if any(length not in (0, size) for length, size in zip(lengths, sizes, strict=True))
+        ]
+
+    def _sizes(self) -> list[int | None]:
+        """Bytes of each part of a record."""
+        return [HEADER_BYTES, *(pool.shape[1] for pool in self.pools)]
+
+    def _lengths(self, names: Sequence[str]) -> list[list[int | None]]:
+        """Bytes of each part of the records; 0 if it is missing, None if it is no string."""
+        batch = self._batch()
+        for name in names:
+            for part_name in self._part_names(name):
+                batch.strlen(part_name)
+        found = iter(self._counts(batch))
+        return [[next(found) for _ in self._part_names(name)] for name in names]
 
     def _store(self, names: Sequence[str], parts: Sequence[Parts]) -> Outcome:
         glide = self._glide
@@ -269,13 +307,13 @@ class ValkeyTier(RemoteTier):
                 raise _OutOfStepError(f"OK expected of each value, got {shown(answer)}")
         return Outcome.DONE
 
-    def _counts(self, batch: Any) -> list[int]:
-        """What a batch of commands that count has counted."""
+    def _counts(self, batch: Any) -> list[int | None]:
+        """What a batch of commands that count has counted; None of a value that is no string."""
         with self._connected() as client:
-            answer = client.exec(batch, True)
-            if not isinstance(answer, list) or not all(isinstance(each, int) for each in answer):
+            answer = client.exec(batch, False)
+            if not isinstance(answer, list):
                 raise _OutOfStepError(f"counts expected, got {shown(answer)}")
-        return answer
+            return [_count(each) for each in answer]
 
     def _batch(self) -> Any:
         """For commands that are sent together; no transaction."""
@@ -303,8 +341,20 @@ def _import_glide() -> Any:
     return glide_sync
 
 
+def _count(answer: Any) -> int | None:
+    if isinstance(answer, Exception):
+        if "WRONGTYPE" not in str(answer):
+            raise answer
+        return None
+    if not isinstance(answer, int):
+        raise _OutOfStepError(f"a count expected, got {shown(answer)}")
+    return answer
+
+
 def _address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    if not host or "/" in host or not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f'addresses must be "host:port", such as "127.0.0.1:6379", got {shown(address)}')
+    if not host or set(host) & set("/@") or not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            f'addresses must be "host:port", such as "127.0.0.1:6379", without scheme and login, got {shown(address)}'
+        )
     return host.strip("[]"), int(port)

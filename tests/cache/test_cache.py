@@ -262,13 +262,13 @@ def test_counts_do_not_depend_on_when_copies_end(seed: int, monkeypatch: pytest.
     """A group's copies may have ended before the next group's are submitted."""
     with grouped(seed=seed) as (bench, cache, _):
         simulator: Any = bench.device.simulator
-        submit = cache.engine.submit
+        submit = cache.engine.submit_locked
 
         def slowly(*arguments: Any, **options: Any) -> Any:
             simulator.run_all()
             return submit(*arguments, **options)
 
-        monkeypatch.setattr(cache.engine, "submit", slowly)
+        monkeypatch.setattr(cache.engine, "submit_locked", slowly)
         cache.store(keys(0, 1), [[1, 2, 3, 4], [5, 6, 7, 8]]).wait(10)
         assert cache.statistics().stored == 2
         assert cache.lookup(keys(0, 1)) == 2
@@ -344,14 +344,14 @@ def test_a_refusal_after_the_first_group_spends_its_slots_until_they_are_free(mo
     with grouped() as (bench, cache, _):
         held = bench.stream()
         gate = bench.gate(held)
-        submit = cache.engine.submit
+        submit = cache.engine.submit_locked
 
         def only_first(*arguments: Any, **options: Any) -> Any:
             if options["group"]:
                 raise CapacityError("no room for the second group")
             return submit(*arguments, **options)
 
-        monkeypatch.setattr(cache.engine, "submit", only_first)
+        monkeypatch.setattr(cache.engine, "submit_locked", only_first)
         with pytest.raises(CapacityError, match="second group"):
             cache.store(keys(0, 1), [[1, 2, 3, 4], [1, 2, 3, 4]], after=held)
         monkeypatch.undo()
@@ -412,7 +412,7 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
 
             def check_process(self) -> None: ...
 
-            def submit(self, *_: Any, **__: Any) -> Any:
+            def submit_locked(self, *_: Any, **__: Any) -> Any:
                 return done
 
             def jobs_in_flight(self) -> tuple[Any, ...]:
@@ -428,7 +428,7 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
                 return after
 
         engine: Any = NoCopies()
-        cache = BlockCache(engine, "lru")
+        cache = BlockCache(engine, policy="lru")
         batch = 500
         names = [b"%d" % number for number in range(capacity + evictions)]
         blocks = np.zeros(batch, np.int64)

@@ -26,6 +26,7 @@ LAYOUTS = {
     "other sizes": KVLayout([[plane(4096, 32, 4)], [plane(4096)], [plane(16384)]]),
     "chained": KVLayout([[plane(4096)], [plane(4096 + 112)], [plane(4096 + 224)], [plane(65536)]]),
     "interleaved": KVLayout([[plane(4096, 16, 8, 32)], [plane(4112, 16, 8, 32)]]),
+    "nested": KVLayout([[plane(4096, 64, 32)], [plane(4096 + 128, 64, 2)], [plane(4096 + 640, 64, 2)]]),
     "order": KVLayout([[plane(65536)], [plane(4096)], [plane(65536 + 64)], [plane(4096 + 16)]]),
 }
 
@@ -79,3 +80,24 @@ def test_groups_apart_do_not_hinder_each_other() -> None:
     assert table.latest_on_blocks(Direction.STORE, 2, np.array([7])) == 5, "overlapping groups share an entry"
     assert table.latest_on_blocks(Direction.STORE, 1, np.array([0])) == 0
     assert table.latest_on_blocks(Direction.STORE, 3, np.array([0])) == 0
+
+
+def test_when_the_order_is_forgotten_all_that_may_be_in_flight_counts_as_the_latest() -> None:
+    """Transfers 1 and 2 have ended; 3 to 5, of which nobody knows any more which is which, have not."""
+    table = HazardTable(LAYOUTS["one"], num_slots=6)
+    for sequence in range(1, 6):
+        table.record(Direction.LOAD, 0, np.array([sequence]), np.array([sequence]), sequence)
+        table.record(Direction.STORE, 0, np.array([sequence]), np.array([sequence]), sequence)
+    table.forget_order(Direction.LOAD, ended=2, latest=7)
+    expected = [0, 1, 2, 7, 7, 7]
+    assert [table.latest_on_slots(Direction.LOAD, np.array([slot])) for slot in range(6)] == expected
+    assert [table.latest_on_blocks(Direction.LOAD, 0, np.array([block])) for block in range(6)] == expected
+    assert [table.latest_on_slots(Direction.STORE, np.array([slot])) for slot in range(6)] == list(range(6))
+
+
+def test_a_group_inside_another_one_shares_its_entry_also_behind_a_third() -> None:
+    """The third group begins behind the end of the second one, and before that of the first."""
+    table = HazardTable(LAYOUTS["nested"], num_slots=4)
+    table.record(Direction.STORE, 2, np.array([0]), np.array([1]), 5)
+    assert table.latest_on_blocks(Direction.STORE, 0, np.array([11])) == 5
+    assert table.sharing_memory([2]) == [{0, 1, 2}]

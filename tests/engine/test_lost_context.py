@@ -225,6 +225,27 @@ def test_a_callers_context_destroyed_under_the_engine(in_flight: bool) -> None:
     assert int(driver.cuCtxGetCurrent()[1]) == 0
 
 
+@pytest.mark.parametrize("seen_by", ["poll", "done", "drain"])
+def test_a_destroyed_context_that_shows_while_waiting(seen_by: str) -> None:
+    """Nothing but making the context current says so: no query reaches the driver."""
+    driver = SimulatedDriver(seed=2)
+    driver.cuInit(0)
+    context = driver.cuCtxCreate(None, 0, 0)[1]
+    driver.cuCtxPopCurrent()
+    with rig(kvoffload.open_device(backend=driver, context=context)) as bench:
+        held = bench.stream()
+        bench.gate(held)
+        jobs = [bench.engine.store([1], [1], after=held), bench.engine.load([1], [2], after=NO_WAIT)]
+        assert int(driver.cuCtxDestroy(context)[0]) == 0
+        if seen_by == "poll":
+            assert [result.error is not None for result in bench.engine.poll()] == [True, True]
+        elif seen_by == "done":
+            assert [job.done for job in jobs] == [True, True]
+        else:
+            bench.engine.drain(1)
+        _everything_ends(bench, jobs, failed=True)
+
+
 # queries that fail
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from gathering import (
 )
 from helpers import Rig, held_by_process, paint, rig, warm_up, whole
 from leaks import leaked
-from splitting import PROGRAMS
 
 import kvoffload
 from kvoffload import Direction, KVLayout, OffloadEngine
@@ -119,7 +118,7 @@ def test_pitfall_33_any_alignment_gives_the_right_bytes(
         scramble(buffer, index)
     rng = np.random.default_rng(block_bytes)
     layout = KVLayout([planes], blocks_per_slot=factor)
-    used = layout.slots_for(150, factor - 1)
+    used = layout.slots_for(150, first_sub_block=factor - 1)
     with OffloadEngine(layout, device=gpu_device, num_slots=used, sm_limit=4) as engine:
         fill_slots(engine, 1)
         mirror = Mirror(engine, buffers)
@@ -185,14 +184,6 @@ def test_long_transfers_in_many_tables(gpu_device: kvoffload.Device, monkeypatch
 
 
 # order
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_both_parts_of_a_split_wait_and_are_waited_for(
-    bench: Rig, monkeypatch: pytest.MonkeyPatch, program: Callable[[Rig, pytest.MonkeyPatch], bool]
-) -> None:
-    """Behind a stream that is slow, or with a kernel that is."""
-    assert program(bench, monkeypatch)
 
 
 def test_a_split_is_one_job_with_a_time(bench: Rig) -> None:

@@ -146,7 +146,7 @@ def test_pitfall_11_slots_for_partial_first_and_last_slots(factor: int) -> None:
     for count in range(12):
         for first in range(factor):
             touched = {(first + index) // factor for index in range(count)}
-            assert layout.slots_for(count, first) == len(touched)
+            assert layout.slots_for(count, first_sub_block=first) == len(touched)
 
 
 # groups

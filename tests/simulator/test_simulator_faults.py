@@ -38,7 +38,7 @@ def test_any_nth_call_fails_and_calls_can_be_logged(program: Program) -> None:
     faults = program.sim.faults
     faults.calls = []
     faults.fail_nth(2)
-    faults.fail_nth(3, R.CUDA_ERROR_OUT_OF_MEMORY)
+    faults.fail_nth(3, error=R.CUDA_ERROR_OUT_OF_MEMORY)
     assert program.status("cuMemGetInfo") == R.CUDA_SUCCESS
     assert program.status("cuEventCreate", 0) == R.CUDA_ERROR_UNKNOWN
     assert program.status("cuEventCreate", 1) == R.CUDA_ERROR_OUT_OF_MEMORY

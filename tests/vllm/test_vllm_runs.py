@@ -42,6 +42,11 @@ SETTINGS = {
     "synchronous loads": Setting(ONE, chunks=200, extra=SYNCHRONOUS),
     "synchronous loads, a window": Setting(WINDOW, chunks=200, extra=SYNCHRONOUS, asynchronous=True),
     "vLLM's connector": Setting(ONE, chunks=200, connector="OffloadingConnector"),
+    "late copies": Setting(ONE, chunks=200, requests=20, idle=0, quick=True, late_copies=0.3),
+    "late copies, synchronous loads": Setting(
+        ONE, chunks=200, requests=20, idle=0, quick=True, late_copies=0.3, extra=SYNCHRONOUS
+    ),
+    "a late model": Setting(ONE, chunks=200, requests=20, idle=0, quick=True, late_model=0.3, asynchronous=True),
     "failures": Setting(ONE, chunks=200, fail=0.3),
     "failures, two workers, a window": Setting(WINDOW, chunks=200, fail=0.3, workers=2),
     "failures, asynchronous": Setting(ONE, chunks=100, fail=0.3, asynchronous=True, blocks_per_chunk=2),
@@ -64,6 +69,7 @@ def test_what_the_model_reads_is_what_it_has_written(name: str, tmp_path: Path) 
     if setting.chunks:
         assert total["stored blocks"] > 0
         assert total["loaded blocks"] > 0 or setting.chunks < 60
+    assert (total["late"] > 0) is bool(setting.late_copies or setting.late_model)
     if setting.fail:
         assert total["failed loads"] + total["failed stores"] > 0
     if setting.extra == SYNCHRONOUS:
@@ -79,12 +85,15 @@ def test_the_seed_of_the_tests_chooses_the_runs(tmp_path: Path, monkeypatch: pyt
     assert prompts[0] == prompts[1] != prompts[2]
 
 
-# Each defect, and a setting in which it shows.
+# Each defect, and a setting in which it shows; on a quick GPU three of them show only where something begins late.
 DEFECTS = {
     "SwappedSlots": SETTINGS["one group"],
     "EarlyFinish": replace(SETTINGS["one group"], idle=0.1),
     "DroppedStreamWait": replace(SETTINGS["asynchronous scheduler"], idle=0.1),
     "DroppedHostWait": replace(SETTINGS["synchronous loads"], idle=0.1),
+    "EarlyFinish on a quick GPU": SETTINGS["late copies"],
+    "DroppedStreamWait on a quick GPU": SETTINGS["a late model"],
+    "DroppedHostWait on a quick GPU": SETTINGS["late copies, synchronous loads"],
     "HiddenFailure": SETTINGS["failures"],
     "StaleWindows": replace(SETTINGS["a window"], reset=0.05),
 }
@@ -92,4 +101,5 @@ DEFECTS = {
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_found(defect: str, tmp_path: Path) -> None:
-    assert seed_that_shows(replace(DEFECTS[defect], spec=("vllm_faults", defect)), tmp_path) is not None
+    spec = ("vllm_faults", defect.partition(" ")[0])
+    assert seed_that_shows(replace(DEFECTS[defect], spec=spec), tmp_path) is not None
