@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm import envs
+import vllm.envs
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvoffload.errors import CapabilityError
@@ -97,7 +97,7 @@ def _weights(model: str, revision: str | None, cache: str | None) -> str:
     hub = Path(cache, "models--" + model.replace("/", "--"))
     ref = hub / "refs" / (revision or "main")
     commit = ref.read_text().strip() if ref.is_file() else revision
-    if commit and not envs.VLLM_USE_MODELSCOPE and (hub / "snapshots" / commit).is_dir():
+    if commit and not vllm.envs.VLLM_USE_MODELSCOPE and (hub / "snapshots" / commit).is_dir():
         return f"commit {commit}"
     raise CapabilityError(
         f"kvoffload_tiers cannot tell which weights model={model!r} has: there is no folder or file of weights by that "

@@ -407,8 +407,9 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
             def __init__(self) -> None:
                 self.lock = threading.RLock()
                 self.num_slots = self.max_in_flight = capacity
-                self.submitted = 0
+                self.submitted, self.closed, self.devices = 0, False, ()
                 self.layout = layout
+                self.statistics = self.check_parts = NotImplemented
 
             def check_process(self) -> None: ...
 
@@ -423,6 +424,8 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
             def advance(self) -> None: ...
 
             def check_room(self, jobs: int) -> None: ...
+
+            def check_usable(self) -> None: ...
 
             def resolve(self, after: Any) -> Any:
                 return after

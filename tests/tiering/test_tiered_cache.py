@@ -258,7 +258,7 @@ def test_any_deadline_above_0_is_a_deadline(deadline: float | None) -> None:
 
 @pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
 def test_other_deadlines_are_refused(deadline: float) -> None:
-    with tiered() as bench, pytest.raises(ValueError, match="deadline must be seconds above 0"):
+    with tiered() as bench, pytest.raises(ValueError, match="deadline must be"):
         bench.cache.promote(keys([0]), deadline=deadline)
 
 

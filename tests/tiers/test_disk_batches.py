@@ -47,7 +47,7 @@ def put_all(files: SlotFiles, slots: Sequence[int]) -> list[bool | OSError]:
     return files.write(puts, "", 1)
 
 
-def get_all(files: SlotFiles, slots: Sequence[int]) -> list[bool | OSError]:
+def get_all(files: SlotFiles, slots: Sequence[int]) -> list[bool | OSError | None]:
     """What `read` says; what it says is there has the right bytes."""
     payloads = [blank() for _ in slots]
     results = files.read(slots, [b"%d" % slot for slot in slots], payloads)

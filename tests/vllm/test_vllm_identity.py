@@ -13,7 +13,7 @@ import pytest
 
 fake_vllm.install()
 
-from vllm import envs  # noqa: E402
+import vllm.envs  # noqa: E402
 
 from kvoffload import CapabilityError  # noqa: E402
 from kvoffload.vllm.identity import identity_of  # noqa: E402
@@ -133,6 +133,6 @@ def test_weights_that_cannot_be_told_are_refused(tmp_path: Path, monkeypatch: py
         identity(folder_of(tmp_path), cache=tmp_path, model_weights="s3://bucket/model")
     with pytest.raises(CapabilityError, match="model='someone/draft'"):
         identity("someone/model", cache=tmp_path, draft="someone/draft")
-    monkeypatch.setattr(envs, "VLLM_USE_MODELSCOPE", True, raising=False)
+    monkeypatch.setattr(vllm.envs, "VLLM_USE_MODELSCOPE", True, raising=False)
     with pytest.raises(CapabilityError, match="model='someone/model'"):
         identity("someone/model", cache=tmp_path)
