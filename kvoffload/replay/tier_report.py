@@ -36,7 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--disk-path", type=Path, metavar="FOLDER", help="of its file, with bytes; removed at the end")
     writes = (*WRITES, "all")
     group.add_argument("--write", choices=writes, metavar="NAME", help=f"{', '.join(writes)} (default all)")
-    group.add_argument("--least-hits", type=_not_negative, metavar="X", help="of admitted: reads for a write (0.22)")
+    group.add_argument(
+        "--least-hits", type=_not_negative, metavar="X", help="reads that a write has to bring (default 0.22)"
+    )
     policies = tuple(sorted(POLICIES))
     group.add_argument("--disk-policy", choices=policies, metavar="NAME", help=", ".join(policies))
     group.add_argument("--disk-gb-per-s", type=positive, metavar="X", help="its speed, for the time that hits save")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from caching import caches, grouped
+from counting import steps
 from helpers import (
     LEVELS,
     Rig,
@@ -397,9 +398,9 @@ def test_threads_share_a_cache() -> None:
 
 
 def test_pitfall_27_evictions_take_linear_time() -> None:
-    """100,000 evictions in caches of two sizes: the cost of one does not grow with the cache."""
+    """Evictions in caches of two sizes: the steps of one do not grow with the cache."""
 
-    def seconds_per_eviction(capacity: int, evictions: int) -> float:
+    def steps_per_eviction(capacity: int, evictions: int) -> float:
         class NoCopies:
             """An engine whose transfers are over at once: what is left is the cache's own work."""
 
@@ -436,11 +437,14 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
         blocks = np.zeros(batch, np.int64)
         for start in range(0, capacity, batch):
             cache.store(names[start : start + batch], blocks)
-        began = time.process_time()
-        for start in range(capacity, capacity + evictions, batch):
-            cache.store(names[start : start + batch], blocks)
+
+        def evict_all() -> None:
+            for start in range(capacity, capacity + evictions, batch):
+                cache.store(names[start : start + batch], blocks)
+
+        taken = steps(evict_all)
         assert cache.statistics().evicted == evictions
-        return (time.process_time() - began) / evictions
+        return taken / evictions
 
     layout = KVLayout([[kvoffload.Plane(4096, block_bytes=16, num_blocks=4)]])
 
@@ -449,6 +453,5 @@ def test_pitfall_27_evictions_take_linear_time() -> None:
         error, finished = None, True
 
     done = Done()
-    small = min(seconds_per_eviction(1_000, 10_000) for _ in range(3))
-    large = seconds_per_eviction(50_000, 100_000)
-    assert large < 6 * small + 5e-6, f"{small * 1e6:.2f} us with 1,000 keys, {large * 1e6:.2f} us with 50,000"
+    small, large = steps_per_eviction(1_000, 2_000), steps_per_eviction(30_000, 32_000)
+    assert large < 2 * small

@@ -100,6 +100,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_defect_is_found(defect: str, tmp_path: Path) -> None:
+def test_a_defect_is_found(defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVOFFLOAD_TEST_SEED", raising=False)  # shown by one of these seeds; others may need more runs
     spec = ("vllm_faults", defect.partition(" ")[0])
     assert seed_that_shows(replace(DEFECTS[defect], spec=spec), tmp_path) is not None
