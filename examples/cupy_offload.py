@@ -3,9 +3,14 @@
 python examples/cupy_offload.py
 """
 
-import cupy as cp
+import sys
 
 import kvoffload
+
+try:
+    import cupy as cp
+except ImportError as error:
+    sys.exit(f"this example needs CuPy, which cannot be imported ({error}): pip install 'kvoffload[cupy]'")
 
 LAYERS, BLOCKS, TOKENS, HEADS, HEAD_SIZE = 32, 128, 16, 8, 128
 

@@ -13,6 +13,7 @@ import pytest
 from driver_levels import LEVELS
 from hypothesis import settings
 from mooncake_servers import MooncakeServers
+from seeds import chosen
 from servers import Process, ValkeyCluster, seaweed, valkey
 
 import kvoffload
@@ -76,9 +77,8 @@ def _jax_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A number of this test's own. KVOFFLOAD_TEST_SEED chooses others; it is printed when the test fails."""
-    chosen = os.environ.get("KVOFFLOAD_TEST_SEED", "0")
-    value = zlib.crc32(f"{chosen} {request.node.nodeid}".encode())
-    print(f"seed={value} (KVOFFLOAD_TEST_SEED={chosen})")
+    value = zlib.crc32(f"{chosen()} {request.node.nodeid}".encode())
+    print(f"seed={value} (KVOFFLOAD_TEST_SEED={chosen()})")
     return value
 
 

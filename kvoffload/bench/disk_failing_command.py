@@ -26,14 +26,14 @@ _NEED_FAILING = ("trace", "workload", "requests", "slots", "model", "scale")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """`--failing`, and the options that need it, whose defaults are None so that `check` knows who gave them."""
-    hidden = argparse.SUPPRESS
-    parser.add_argument("--failing", action="store_true", help="instead: requests while a disk fails; see the docs")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help=hidden)
-    parser.add_argument("--workload", choices=tuple(WORKLOADS), metavar="NAME", help=hidden)
-    parser.add_argument("--requests", type=whole(1, 1_000_000), metavar="N", help=hidden)
-    parser.add_argument("--slots", type=whole(1), metavar="N", help=hidden)
-    parser.add_argument("--model", type=model, metavar="NAME", help=hidden)
-    parser.add_argument("--scale", type=scale, metavar="X", help=hidden)
+    group = parser.add_argument_group("instead: requests while a disk fails")
+    group.add_argument("--failing", action="store_true", help="needed for the rest")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="the requests")
+    group.add_argument("--workload", choices=tuple(WORKLOADS), metavar="NAME", help=f"or these (default {_WORKLOAD})")
+    group.add_argument("--requests", type=whole(1, 1_000_000), metavar="N", help=f"default {_REQUESTS}")
+    group.add_argument("--slots", type=whole(1), metavar="N", help=f"of the host (default {_SLOTS})")
+    group.add_argument("--model", type=model, metavar="NAME", help=f"default {_MODEL}")
+    group.add_argument("--scale", type=scale, metavar="X", help=f"of blocks' bytes (default {_SCALE}; simulated 1/64)")
 
 
 def check(arguments: argparse.Namespace) -> None:

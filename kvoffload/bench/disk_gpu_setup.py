@@ -65,7 +65,9 @@ class DiskTransfers:
     def __init__(self, device: Device, geometry: ModelGeometry, blocks: int, transfers: int) -> None:
         planes = device.allocate_blocks(blocks, planes=sum(geometry.planes_per_group), block_bytes=geometry.block_bytes)
         axes = ("tokens", "heads", "dim")
-        self.layout = KVLayout([planes], 1, "bfloat16", geometry.tokens_per_block, block_axes=axes)
+        self.layout = KVLayout(
+            [planes], blocks_per_slot=1, dtype="bfloat16", tokens_per_block=geometry.tokens_per_block, block_axes=axes
+        )
         self.blocks, self._transfers = blocks, transfers
         self.verified = Verified()
         self._keys = [number.to_bytes(16, "big") for number in range(blocks)]

@@ -79,9 +79,9 @@ class EngineSubmitter:
         self._in_series = index < self._count
         for group, each in enumerate(self._transfers[direction][index]):
             if direction is Direction.STORE:
-                job = self._engine.store(each.blocks, each.slots, group, after=NO_WAIT, copier=copier)
+                job = self._engine.store(each.blocks, each.slots, group=group, after=NO_WAIT, copier=copier)
             else:
-                job = self._engine.load(each.slots, each.blocks, group, after=NO_WAIT, copier=copier)
+                job = self._engine.load(each.slots, each.blocks, group=group, after=NO_WAIT, copier=copier)
             self._unfinished.append(job)
 
     def done(self) -> bool:

@@ -59,12 +59,12 @@ def measure_promotion(
 ) -> dict[str, Any]:
     """Milliseconds from `promote` of 64 keys that only the store has, until the first and the last can be loaded."""
     planes = device.allocate_blocks(1, planes=_PLANES, block_bytes=record_bytes // _PLANES)
-    layout = KVLayout([planes], 1, "uint8", 1, block_axes=("tokens",))
+    layout = KVLayout([planes], blocks_per_slot=1, dtype="uint8", tokens_per_block=1, block_axes=("tokens",))
     keys = numbered_keys(0, _PROMOTED)
     times: list[tuple[float, float]] = []
     with OffloadEngine(layout, device=device, num_slots=2 * _PROMOTED) as engine:
         tier = store.tier(identity=IDENTITY, prefix=f"{prefix}/promote")
-        with closing(TieredCache(engine, "lru", tiers=[tier], write="through")) as cache:
+        with closing(TieredCache(engine, policy="lru", tiers=[tier], write="through")) as cache:
             try:
                 with cache.reserve(keys) as reserved:
                     slots = reserved.slots()

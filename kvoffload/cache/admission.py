@@ -11,7 +11,7 @@ from kvoffload.internal.checks import at_least
 _FEWEST_COUNTED = 16_384
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
     """The share of a cache that the keys of one tenant, model or adapter may take.
 

@@ -16,7 +16,7 @@ import numpy as np
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_queries import BlockQueries
 from kvoffload.cache.calls import guarded
-from kvoffload.cache.engines import CacheAfter, EngineT
+from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import ReservationRecord, check_keys, slot_numbers
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
@@ -25,6 +25,7 @@ from kvoffload.cache.reservations import CacheJob, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError
+from kvoffload.internal.checks import flag, names_its_calls
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
@@ -35,6 +36,7 @@ Parts = int | Sequence[Sequence[int]] | None
 _REFUSALS = (KVOffloadError, ValueError, TypeError)  # of `engine.submit`: nothing has been queued
 
 
+@names_its_calls
 class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
     """A prefix cache over the slots of an engine, which it owns. Usable from any thread.
 
@@ -64,19 +66,22 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
 
     Raises:
         CapacityError: the engine has fewer slots than groups, but some; or another cache owns its slots.
+        ClosedError: the engine is closed.
+        LayoutError: the engine is one for a `kvoffload.jax.StagedCache`.
         ValueError, TypeError: bad arguments.
     """
 
     def __init__(
         self,
         engine: EngineT,
-        policy: PolicyChoice = DEFAULT_POLICY,
         *,
+        policy: PolicyChoice = DEFAULT_POLICY,
         tenants: Mapping[str, Tenant] | None = None,
         store_after: int = 0,
         max_load_blocks: int | None = None,
         on_event: Callable[[CacheEvent], None] | None = None,
     ) -> None:
+        check_engine(engine)
         self.engine = engine
         self._groups = engine.layout.num_groups
         self.capacity = engine.num_slots // self._groups
@@ -109,9 +114,9 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         self,
         keys: Sequence[bytes],
         blocks: BlockIds,
+        *,
         after: CacheAfter = None,
         tenant: str = "",
-        *,
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> CacheJob:
@@ -135,6 +140,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
                 between two groups of one call: then the keys evicted for it are gone.
         """
         checked = check_keys(keys, repeats=False)
+        if all_or_nothing is not False:
+            flag("all_or_nothing", all_or_nothing)
         per_group = self._block_ids(len(checked), blocks)
         after = self.engine.resolve(after)
         self.engine.advance()
@@ -169,7 +176,7 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         try:
             for group, ids in enumerate(self._chosen(record, per_group)):
                 slots = slot_numbers(record.indices, self._groups, group)
-                jobs = (*jobs, self.engine.submit(Direction.STORE, ids, slots, group=group, after=after))
+                jobs = (*jobs, self.engine.submit_locked(Direction.STORE, ids, slots, group=group, after=after))
         except _REFUSALS as error:
             if jobs:
                 state.fill(record)
@@ -184,8 +191,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
         self,
         keys: Sequence[bytes],
         blocks: BlockIds,
-        after: CacheAfter = None,
         *,
+        after: CacheAfter = None,
         pending: bool = False,
         parts: Parts = None,
         request: CacheRequest | None = None,
@@ -207,6 +214,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
             LayoutError, and what `OffloadEngine.load` raises. Nothing has changed in any of these cases.
         """
         checked = check_keys(keys)
+        if pending is not False:
+            flag("pending", pending)
         per_group = self._block_ids(len(checked), blocks)
         if parts is not None:
             self._check_parts(parts)
@@ -231,7 +240,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
             for group, ids in enumerate(per_group):
                 slots = slot_numbers(record.indices, self._groups, group)
                 ids = ids.reshape(-1)
-                jobs = (*jobs, self.engine.submit(Direction.LOAD, ids, slots, group=group, after=after, parts=parts))
+                job = self.engine.submit_locked(Direction.LOAD, ids, slots, group=group, after=after, parts=parts)
+                jobs = (*jobs, job)
         except _REFUSALS as error:
             if not jobs and self._refused(error, submitted):
                 state.end(record)
@@ -246,8 +256,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
     def reserve(
         self,
         keys: Sequence[bytes],
-        tenant: str = "",
         *,
+        tenant: str = "",
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> Reservation:
@@ -266,8 +276,8 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
             Nothing has changed in any of these cases.
         """
         self.engine.advance()
-        self.engine.check_room(0)
-        return self._index.reserve(keys, tenant, all_or_nothing=all_or_nothing, request=request)
+        self.engine.check_usable()
+        return self._index.reserve(keys, tenant=tenant, all_or_nothing=all_or_nothing, request=request)
 
     def acquire(self, keys: Sequence[bytes], *, pending: bool = False) -> Lease:
         """Hold the slots of keys that are all present and ready, until the lease is released; `pending` as for `load`.

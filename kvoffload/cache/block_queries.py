@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic
 
+from kvoffload.cache.calls import guarded
 from kvoffload.cache.engines import EngineT
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.queries import check_state
 from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics
@@ -63,13 +65,13 @@ class BlockQueries(Generic[EngineT]):
         """
         self._index.touch(keys)
 
-    def open_request(self, tenant: str = "") -> CacheRequest:
+    def open_request(self, *, tenant: str = "") -> CacheRequest:
         """A handle for a request that stores and loads its keys in pieces: see `CacheRequest`.
 
         Raises:
             ValueError: the cache has no such tenant.
         """
-        return self._index.open_request(tenant)
+        return self._index.open_request(tenant=tenant)
 
     # looking ------------------------------------------------------------------------------------------------------
 
@@ -81,11 +83,13 @@ class BlockQueries(Generic[EngineT]):
     def check(self) -> None:
         """Verify the cache's invariants; AssertionError says which does not hold. Meant for tests."""
         self.engine.advance()
-        with self.engine.lock:
-            idle = self.engine.statistics().in_flight == 0
-            self._index.check()
-            waiting = [*self._state.storing, *self._state.loading]
-            assert not idle or not waiting, "reservations and loads wait for transfers that are in flight"
+        self._check(None)
+
+    @guarded
+    def _check(self, _: None) -> None:
+        check_state(self._state)
+        waiting = [*self._state.storing, *self._state.loading]
+        assert not waiting or self.engine.jobs_in_flight(), "reservations and loads wait for transfers in flight"
 
     def __len__(self) -> int:
         return len(self._index)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvoffload.cache.entries import Record
 from kvoffload.cache.state import CacheState
+from kvoffload.internal.nesting import in_call, raise_nested
 
 _A = TypeVar("_A")
 _R = TypeVar("_R")
@@ -28,21 +29,29 @@ class Owner(Protocol):
 _O = TypeVar("_O", bound=Owner)
 
 
-def refuse(state: CacheState, argument: object) -> Any:
+def refuse(owner: Owner, argument: object) -> Any:
     """Raise RuntimeError: a policy, a signal handler or a finalizer calls the cache in the middle of a call."""
-    del state, argument
-    raise RuntimeError(
-        "the cache was called in the middle of another call of it in the same thread: a policy, a signal handler "
-        "or a finalizer must leave it alone"
-    )
+    del owner, argument
+    raise_nested("the cache")
 
 
-def end_later(state: CacheState, record: Record) -> None:
+def end_later(owner: Owner, record: Record) -> None:
     """Have the next call of the cache end a record."""
-    state.abandoned.append(record)
+    owner._state.abandoned.append(record)
 
 
-def guarded(step: Callable[[_O, _A], _R], nested: Callable[[CacheState, Any], _R] = refuse) -> Callable[[_O, _A], _R]:
+def from_truth(answer: Callable[[_O, _A], _R]) -> Callable[[_O, _A], _R]:
+    """Answer in the middle of another call, unless a policy asks: that call is changing it, or follows its advice."""
+
+    def nested(owner: _O, argument: _A) -> _R:
+        if owner._state.asks_policy:
+            refuse(owner, argument)
+        return answer(owner, argument)
+
+    return nested
+
+
+def guarded(step: Callable[[_O, _A], _R], nested: Callable[[Any, Any], _R] = refuse) -> Callable[[_O, _A], _R]:
     """Make a call of the cache of a method. Public calls check their arguments, and then make one guarded call.
 
     The step has one argument: `*arguments, **options` cost a call 0.14 us more (Python 3.11, in a loop). It runs under
@@ -51,7 +60,8 @@ def guarded(step: Callable[[_O, _A], _R], nested: Callable[[CacheState, Any], _R
     point.
 
     Args:
-        nested: is called in place of the step, under the lock, if a call in the same thread has not returned.
+        nested: is called in place of the step if a call in the same thread has not returned, of this cache or of
+            anything that shares its lock. The state is then in the middle of a change: it may read the truth alone.
     """
 
     @wraps(step)
@@ -59,10 +69,10 @@ def guarded(step: Callable[[_O, _A], _R], nested: Callable[[CacheState, Any], _R
         if self._check_usable is not None:
             self._check_usable()
         state, record = self._state, None
+        if in_call(state.lock):
+            return nested(self, argument)
         try:
             with state.lock:
-                if state.working:
-                    return nested(state, argument)
                 try:
                     state.working = True
                     if state.abandoned or state.storing or state.loading or state.awaited or not state.consistent:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
@@ -12,6 +12,8 @@ from kvoffload.engine.job import Job
 from kvoffload.engine.slot_guard import SlotGuard
 from kvoffload.engine.statistics import EngineStatistics
 from kvoffload.engine.wait_streams import After
+from kvoffload.errors import ClosedError, LayoutError
+from kvoffload.internal.checks import shown
 from kvoffload.internal.types import StreamLike
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.sharded.after import ShardedAfter
@@ -48,6 +50,7 @@ class BlockLayout(Protocol):
     def blocks_per_slot(self) -> int: ...
 
 
+@runtime_checkable
 class CacheEngine(Protocol):
     """An engine over which a cache can be made. What its methods do is said where `OffloadEngine` has them."""
 
@@ -79,10 +82,12 @@ class CacheEngine(Protocol):
 
     def check_room(self, jobs: int) -> None: ...
 
+    def check_usable(self) -> None: ...
+
     def resolve(self, after: Any) -> Any: ...
 
-    def submit(
-        self, direction: Direction, blocks: Any, slots: Any, group: int = 0, *, after: Any = None, parts: Any = None
+    def submit_locked(
+        self, direction: Direction, blocks: Any, slots: Any, *, group: int, after: Any, parts: Any = None
     ) -> Job: ...
 
     def jobs_in_flight(self) -> tuple[Job, ...]: ...
@@ -96,3 +101,17 @@ if TYPE_CHECKING:  # typing has defaults from Python 3.13 on
     EngineT = TypeVar("EngineT", bound=CacheEngine, default=OffloadEngine)
 else:
     EngineT = TypeVar("EngineT", bound=CacheEngine)
+
+
+def check_engine(engine: CacheEngine) -> None:
+    """Raise TypeError, ClosedError or LayoutError unless a cache can be made over `engine`."""
+    if not isinstance(engine, CacheEngine):
+        raise TypeError(f"engine must be an OffloadEngine or a ShardedEngine, got {shown(engine)}")
+    if engine.closed:
+        raise ClosedError("the engine is closed; make the cache over one that is open")
+    layouts = getattr(engine.layout, "layouts", (engine.layout,))  # a layout for each device
+    if any(getattr(layout, "_of_staging", False) for layout in layouts):
+        raise LayoutError(
+            "engine copies the staging array of a kvoffload.jax.StagedCache, which holds a block only during its "
+            "transfer: a cache of keys needs a kvoffload.jax.OwnedCache; or store and load by cache.store(engine, ...)"
+        )

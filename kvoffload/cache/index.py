@@ -10,6 +10,7 @@ refused, nothing has changed; where an exception interrupts one, see `state`.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -17,7 +18,7 @@ from kvoffload.cache import promoting, restoring
 from kvoffload.cache.admission import ReuseFilter, Tenant
 from kvoffload.cache.calls import end_later, guarded
 from kvoffload.cache.completion import Completion
-from kvoffload.cache.entries import OPEN, LeaseRecord, Record, ReservationRecord, check_keys, watch
+from kvoffload.cache.entries import OPEN, LeaseRecord, Record, ReservationRecord, Status, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Pools
 from kvoffload.cache.queries import Queries, note_end
@@ -25,10 +26,11 @@ from kvoffload.cache.requests import CacheRequest, RequestRecord, record_of
 from kvoffload.cache.reservations import Lease, Reservation, check_open
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, StatisticsRecorder
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import at_least, flag, names_its_calls
 from kvoffload.internal.types import Int64Array
 
 
+@names_its_calls
 class CacheIndex(Queries):
     """The bookkeeping of a prefix cache. Usable from any thread.
 
@@ -89,7 +91,7 @@ class CacheIndex(Queries):
     # filling ------------------------------------------------------------------------------------------------------
 
     def open_request(
-        self, tenant: str = "", *, on_end: Callable[[tuple[bytes, ...]], None] = lambda _: None
+        self, *, tenant: str = "", on_end: Callable[[tuple[bytes, ...]], None] = lambda _: None
     ) -> CacheRequest:
         """A handle for a request whose keys are stored and loaded in pieces: see `CacheRequest`.
 
@@ -120,8 +122,8 @@ class CacheIndex(Queries):
     def reserve(
         self,
         keys: Sequence[bytes],
-        tenant: str = "",
         *,
+        tenant: str = "",
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> Reservation:
@@ -144,7 +146,7 @@ class CacheIndex(Queries):
                 of another cache, or of another tenant than `tenant`.
             ClosedError: `request` has ended. Nothing has changed in any of these cases.
         """
-        return self._reserve((check_keys(keys, repeats=False), tenant, all_or_nothing, request))
+        return self._reserve((check_keys(keys, repeats=False), tenant, flag("all_or_nothing", all_or_nothing), request))
 
     @guarded
     def _reserve(self, given: tuple[list[bytes], str, bool, CacheRequest | None]) -> Reservation:
@@ -177,7 +179,7 @@ class CacheIndex(Queries):
         state.fill(record)
         return record
 
-    def reserve_each(self, keys: Sequence[bytes], tenant: str = "") -> list[ReservationRecord]:
+    def reserve_each(self, keys: Sequence[bytes], *, tenant: str = "") -> list[ReservationRecord]:
         """For tiers: see `promoting.reserve_each`. `commit` or `abort_after` ends each."""
         return self._reserve_each((check_keys(keys, repeats=False), tenant))
 
@@ -185,10 +187,40 @@ class CacheIndex(Queries):
     def _reserve_each(self, given: tuple[list[bytes], str]) -> list[ReservationRecord]:
         return promoting.reserve_each(self._state, *given)
 
+    def hold_ready(self, keys: list[bytes], hold: bool) -> tuple[list[Status | None], Lease | None]:
+        """For tiers: see `promoting.hold_ready`; the keys are not checked."""
+        return self._hold_ready((keys, hold))
+
+    @guarded
+    def _hold_ready(self, given: tuple[list[bytes], bool]) -> tuple[list[Status | None], Lease | None]:
+        found, record = promoting.hold_ready(self._state, *given)
+        return found, None if record is None else self._handle(record)
+
+    def commit_and_hold(self, record: ReservationRecord, hold: bool) -> tuple[bool, Lease | None]:
+        """For tiers: see `promoting.commit_and_hold`."""
+        return self._commit_and_hold((record, hold))
+
+    @guarded
+    def _commit_and_hold(self, given: tuple[ReservationRecord, bool]) -> tuple[bool, Lease | None]:
+        mine, record = promoting.commit_and_hold(self._state, *given)
+        return mine, None if record is None else self._handle(record)
+
+    def _handle(self, record: LeaseRecord) -> Lease:
+        handle = Lease(self, record)
+        watch(handle, record, self._state.abandoned.append)
+        return handle
+
     @guarded
     def next_to_go(self, count: int) -> list[bytes]:
         """For tiers: see `promoting.next_to_go`."""
         return promoting.next_to_go(self._state, count)
+
+    @guarded
+    def note_promotion(self, given: tuple[list[bytes], int, Counter[str]]) -> None:
+        """For tiers: count a promotion as a lookup of its keys. It has found so many leading ones, some in tiers."""
+        keys, found, in_tiers = given
+        self._state.filter.note(key for key in keys[found:] if key not in self._state.table.of)
+        self._state.recorder.note_promotion(keys, found, in_tiers)
 
     def abort_after(self, record: ReservationRecord, jobs: tuple[Completion, ...]) -> None:
         """Make its key missing at once; its entry is free when `jobs`, which may write it, have ended."""
@@ -234,6 +266,7 @@ class CacheIndex(Queries):
         keys: Sequence[bytes],
         entries: Int64Array,
         requests: Int64Array,
+        *,
         tenants: Sequence[str] | None = None,
     ) -> int:
         """Fill an index that has held no key yet: each key is ready, at the entry given. For owners, after a restart.
@@ -269,18 +302,17 @@ class CacheIndex(Queries):
         Raises:
             MissingKeyError: a key is absent or not ready. Nothing has changed.
         """
-        return self._acquire((check_keys(keys), pending))
+        return self._acquire((check_keys(keys), flag("pending", pending)))
 
     @guarded
     def _acquire(self, given: tuple[list[bytes], bool]) -> Lease:
         keys, pending = given
         record = self._state.propose_lease(keys, pending)
-        handle = Lease(self, record)
-        watch(handle, record, self._state.abandoned.append)
+        handle = self._handle(record)
         self._state.begin(record)
         return handle
 
-    def load(self, keys: Sequence[bytes], request: CacheRequest | None = None) -> None:
+    def load(self, keys: Sequence[bytes], *, request: CacheRequest | None = None) -> None:
         """Record that a request loads those of `keys` that are present. Policies count that use before its `touch`.
 
         Args:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.errors import LayoutError
+from kvoffload.internal.types import Int64Array
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
 from kvoffload.sharded.layout import ShardedLayout
@@ -47,13 +48,13 @@ def chain_keys(
         Keys of 16 bytes, in the order of the tokens.
 
     Raises:
-        LayoutError: token_ids are not such integers, or the layout has no dtype, block_axes or tokens_per_block.
+        ValueError: token_ids are not such integers, or parent does not have 16 bytes.
+        LayoutError: the layout has no dtype, block_axes or tokens_per_block.
         TypeError: layout, salt, extra or parent has the wrong type.
-        ValueError: parent does not have 16 bytes.
     """
     root = _root(layout, salt, extra)
     previous = root if parent is None else _parent(parent)
-    data = _token_bytes(token_ids)
+    data = as_tokens(token_ids).astype("<u4").tobytes()
     assert layout.tokens_per_block is not None, "else it has no fingerprint"
     step = _TOKEN_BYTES * layout.tokens_per_block * layout.blocks_per_slot
     begin = blake2b(root, digest_size=KEY_BYTES, person=b"kvoffload key").copy  # half as long as options each time
@@ -90,12 +91,12 @@ def _parent(parent: bytes) -> bytes:
     return parent
 
 
-def _token_bytes(token_ids: Any) -> bytes:
-    """Token ids as little-endian 32-bit words."""
+def as_tokens(token_ids: Any) -> Int64Array:
+    """Token ids as `chain_keys` takes them; raises its ValueError."""
     try:
-        return as_ids("token_ids", token_ids, _TOKEN_LIMIT).astype("<u4").tobytes()
+        return as_ids("token_ids", token_ids, _TOKEN_LIMIT)
     except LayoutError as error:
-        raise LayoutError(
+        raise ValueError(
             f"{_culprit(token_ids) or error}; token_ids must be one sequence of integers in [0, 2**32), and what is no "
             "token goes into extra"
         ) from None

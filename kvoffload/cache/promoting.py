@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvoffload.cache.entries import EntryTable, ReservationRecord
+from kvoffload.cache.entries import EntryTable, LeaseRecord, ReservationRecord, Status
 from kvoffload.cache.pools import most_victims
 from kvoffload.cache.state import CacheState
 
@@ -22,6 +22,36 @@ def reserve_each(state: CacheState, keys: list[bytes], tenant: str) -> list[Rese
     parts = _split(state.table, record)
     state.consistent = True
     return parts
+
+
+def hold_ready(state: CacheState, keys: list[bytes], hold: bool) -> tuple[list[Status | None], LeaseRecord | None]:
+    """Of each key its status, or None if it is pending and no call of the cache is needed to make it ready, or missing.
+
+    With `hold`, those that are ready are held by the lease, so that nothing evicts them; None: there is none.
+    """
+    of, pending = state.table.of, state.table.pending
+    found: list[Status | None] = []
+    for key in keys:
+        record = pending.get(key)
+        filled = record is not None and (record.promoted or bool(record.jobs))
+        found.append(None if filled else Status.PENDING if record else Status.HIT if key in of else Status.MISS)
+    ready = [key for key, status in zip(keys, found, strict=True) if status is Status.HIT]
+    if not (ready and hold):
+        return found, None
+    lease = state.propose_lease(ready, False)
+    state.begin(lease)
+    return found, lease
+
+
+def commit_and_hold(state: CacheState, record: ReservationRecord, hold: bool) -> tuple[bool, LeaseRecord | None]:
+    """Make the key of a record from `reserve_each` a hit, unless it was removed meanwhile, and hold it, as above."""
+    mine = bool(state.table.still_mine(record))
+    state.settle(record, well=True)
+    if not (mine and hold):
+        return mine, None
+    lease = state.propose_lease(record.keys, False)
+    state.begin(lease)
+    return mine, lease
 
 
 def next_to_go(state: CacheState, count: int) -> list[bytes]:

@@ -9,7 +9,7 @@ from itertools import takewhile
 from operator import eq
 
 from kvoffload.cache import repair
-from kvoffload.cache.calls import guarded
+from kvoffload.cache.calls import from_truth, guarded
 from kvoffload.cache.entries import EntryTable, Status, check_keys
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics
@@ -18,8 +18,28 @@ _FEW = 8  # adjacent keys; where fewer are, comparing neighbours is not worth it
 _MISS, _HIT, _PENDING = Status  # looking them up in the class takes as long as all the rest of a call
 
 
+@from_truth
+def _statuses(queries: Queries, keys: list[bytes]) -> list[Status]:
+    of = queries._state.table.of
+    unready = {index for record in queries._state.unready() for index in record.indices}
+    entries = map(of.get, keys)
+    return [_MISS if entry is None else _PENDING if entry in unready else _HIT for entry in entries]
+
+
+def _status_from_truth(queries: Queries, key: bytes) -> Status:
+    return _statuses(queries, [key])[0]
+
+
+def _hits_from_truth(queries: Queries, requests: list[list[bytes]]) -> list[int]:
+    most = queries.max_load_blocks
+    found = [len(list(takewhile(_HIT.__eq__, _statuses(queries, keys)))) for keys in requests]
+    return found if most is None else [min(each, most) for each in found]
+
+
 class Queries:
     """The part of a `CacheIndex` that makes no reservation and no lease.
+
+    Inside another call in the same thread (see `internal.nesting`) look-ups answer from the truth, and count nothing.
 
     Attributes:
         capacity, max_load_blocks: as given to `CacheIndex`.
@@ -43,7 +63,7 @@ class Queries:
         """`lookup` for each of several requests; the index does not change in between."""
         return self._lookup_many([check_keys(keys) for keys in requests])
 
-    @guarded
+    @partial(guarded, nested=_hits_from_truth)
     def _lookup_many(self, requests: list[list[bytes]]) -> list[int]:
         return [self._leading_hits(keys) for keys in requests]
 
@@ -51,7 +71,7 @@ class Queries:
         """For each key, whether it is missing, ready or pending."""
         return self._status(check_keys(keys))
 
-    @guarded
+    @partial(guarded, nested=_statuses)
     def _status(self, keys: list[bytes]) -> list[Status]:
         of, pending = self._state.table.of, self._state.table.pending
         return [Status.MISS if key not in of else Status.PENDING if key in pending else Status.HIT for key in keys]
@@ -85,7 +105,7 @@ class Queries:
             return _HIT
         return self._status_of(key if type(key) is bytes else check_keys([key])[0])
 
-    @guarded
+    @partial(guarded, nested=_status_from_truth)
     def _status_of(self, key: bytes) -> Status:
         table, recorder = self._state.table, self._state.recorder
         recorder.lookups += 1
@@ -126,16 +146,16 @@ class Queries:
         """Counts now and since the cache was created."""
         return self._statistics(None)
 
-    @guarded
-    def _statistics(self, _: None) -> CacheStatistics:
+    def _statistics_now(self, _: None) -> CacheStatistics:
+        """By the truth alone."""
         table = self._state.table
-        pinned = {index for lease in table.leases for index in lease.indices}
+        pending = sum(len(table.still_mine(record)) for record in self._state.unready())
+        pinned = {index for lease in list(table.leases) for index in lease.indices}
         return self._state.recorder.statistics(
-            capacity=self.capacity,
-            resident=len(table) - len(table.pending),
-            pending=len(table.pending),
-            pinned=len(pinned),
+            capacity=self.capacity, resident=len(table) - pending, pending=pending, pinned=len(pinned)
         )
+
+    _statistics = guarded(_statistics_now, nested=_statistics_now)
 
     def check(self) -> None:
         """Verify that derived state, and what each policy knows, agree with the truth (see GLOSSARY); meant for tests.
@@ -147,8 +167,7 @@ class Queries:
 
     @guarded
     def _check(self, _: None) -> None:
-        repair.check(self._state.table)
-        self._state.pools.check(list(self._state.table.of), self._state.pool_number)
+        check_state(self._state)
 
     # showing ------------------------------------------------------------------------------------------------------
 
@@ -157,16 +176,18 @@ class Queries:
         """All keys, ready or pending."""
         return self._keys(None)
 
-    @guarded
-    def _keys(self, _: None) -> list[bytes]:
+    def _keys_now(self, _: None) -> list[bytes]:
         return list(self._state.table.of)
+
+    _keys = guarded(_keys_now, nested=_keys_now)
 
     def __len__(self) -> int:
         return self._count(None)
 
-    @guarded
-    def _count(self, _: None) -> int:
+    def _count_now(self, _: None) -> int:
         return len(self._state.table)
+
+    _count = guarded(_count_now, nested=_count_now)
 
     def __repr__(self) -> str:
         return f"CacheIndex({self.describe()})"
@@ -189,6 +210,12 @@ class Queries:
         found = found if self.max_load_blocks is None else min(found, self.max_load_blocks)
         state.recorder.note_lookup(keys, found)
         return found
+
+
+def check_state(state: CacheState) -> None:
+    """See `CacheIndex.check`. Under the lock."""
+    repair.check(state.table)
+    state.pools.check(list(state.table.of), state.pool_number)
 
 
 def note_end(state: CacheState, used: list[bytes]) -> None:

@@ -8,6 +8,7 @@ to a queue of the index, and the next call of the index aborts the reservation, 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,8 +16,11 @@ from typing import Any, Protocol
 from kvoffload.cache.completion import Completion
 from kvoffload.cache.engines import CacheStreams
 from kvoffload.cache.entries import OPEN, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
+from kvoffload.engine.callbacks import Callbacks, Waitable
 from kvoffload.engine.job import Job, TransferResult
-from kvoffload.errors import ClosedError, MissingKeyError
+from kvoffload.errors import ClosedError, MissingKeyError, TransferError
+from kvoffload.internal.checks import as_timeout
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
@@ -165,6 +169,7 @@ class Lease:
             TransferError: a store failed; the bytes in its slot are not those of its key.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
+        refuse_nested(self._index.lock, "wait")
         wait_until(self._written, timeout, repr(self))
         self.check()
 
@@ -194,8 +199,10 @@ class Lease:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CacheJob:
+class CacheJob(Waitable[list[TransferResult]]):
     """The transfers of one `BlockCache.store` or `load`: one job per group, none if there was nothing to copy.
+
+    Usable from any thread, and awaitable: `await cache.store(...)` is `wait()` in an asyncio task.
 
     When `wait` has returned or raised TransferError, or `done` was True, the cache has taken note of the end: the keys
     are hits, and its event ("stored", or "failed") has been reported. If `wait` is called inside `on_event`, the job's
@@ -230,39 +237,77 @@ class CacheJob:
             TransferError: a transfer failed, or a pending store that it loaded from; the others have ended, too.
             TimeoutError: `timeout` seconds have passed; the transfers go on.
         """
-        results: list[TransferResult] = []
+        refuse_nested(self._index.lock, "wait")
+        timeout, results = as_timeout(timeout), list[TransferResult]()
         try:
             run_all(partial(lambda job: results.append(job.wait(timeout)), job) for job in self.jobs)
         finally:
             self._settle()
-        for source in self._record.sources if isinstance(self._record, LeaseRecord) else ():
-            source.raise_if_failed()
+        self._check_sources()
         return results
 
-    def result(self) -> list[TransferResult]:
-        """The same as `wait()`."""
-        return self.wait()
+    @property
+    def finished(self) -> bool:
+        """Whether all of it is known to have ended, by the cache, too. Does not ask the GPU; `done` does."""
+        return self._settled and all(job.finished for job in self.jobs)
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why a transfer failed, or a pending store that it loaded from; None: none did, or not yet. `wait` raises it.
+
+        As long as not all of it is `done`, the blocks of all jobs are in use.
+        """
+        for job in self.jobs:
+            if job.error is not None:
+                return job.error
+        try:
+            self._check_sources()
+        except TransferError as error:
+            return error
+        return None
+
+    def outcome(self) -> list[TransferResult]:
+        """A result per job when all of it has ended, with the `error` of each that failed; does not raise that.
+
+        Raises:
+            RuntimeError: a job is not known to have ended; `wait` for it, or ask `done`, first.
+        """
+        return [job.outcome() for job in self.jobs]
 
     @property
     def num_parts(self) -> int:
         """In how many parts each of the jobs is copied; see `BlockCache.load`."""
         return self.jobs[0].num_parts if self.jobs else 1
 
-    def order_before(self, stream: CacheStreams, part: int | None = None) -> None:
+    def order_before(self, stream: CacheStreams, *, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after all of it has ended; see `Job.order_before`.
 
         Args:
             part: of a load in parts: after this part of every job has ended.
         """
         jobs: tuple[Any, ...] = self.jobs  # of one device or of several
-        run_all(partial(job.order_before, stream, part) for job in jobs)
+        run_all(partial(job.order_before, stream, part=part) for job in jobs)
 
-    def _settle(self) -> None:
-        """Have the cache take note of what has ended, unless it has done so."""
+    def _check_sources(self) -> None:
+        for source in self._record.sources if isinstance(self._record, LeaseRecord) else ():
+            source.raise_if_failed()
+
+    @property
+    def _settled(self) -> bool:
+        """Whether the cache has taken note of the end."""
         record = self._record
         settled = record.released if isinstance(record, LeaseRecord) else record.stage is not Stage.SETTLING
-        if self.jobs and not settled:
+        return settled or not self.jobs
+
+    def _settle(self) -> None:
+        if not self._settled:
             self._index.settle_ended()
+
+    def _call_when_done(self, callback: Callable[[Any], object]) -> None:
+        if self.jobs:
+            self.jobs[0]._engine.when_done(self, callback)
+        else:
+            Callbacks().add(self, callback)  # which calls it at once
 
     def __repr__(self) -> str:
         return f"CacheJob({len(self.keys)} keys, {list(self.jobs)})"

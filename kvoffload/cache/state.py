@@ -51,6 +51,7 @@ class CacheState:
 
     Attributes:
         working: a call has not returned in the thread that holds the lock.
+        consulting: the policy is asked where new keys go.
         changes: how many calls have; counted before `working` is cleared, see `Queries.status_of`.
         proposed: the record that this call has proposed.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
@@ -74,6 +75,7 @@ class CacheState:
         self.filter = reuse_filter
         self.recorder = recorder
         self.working = False
+        self.consulting = False
         self.changes = 0
         self.consistent = True
         self.proposed: Record | None = None
@@ -175,7 +177,11 @@ class CacheState:
             new, short = [], bool(missing)
         policy = pool.policy if opened is None or not new else pool.policy_for(opened)
         if new and (len(new) > free or pool.selective):
-            admitted, victims, short = find_space(table, self.pools, pool, policy, new, free, present, opened)
+            try:
+                self.consulting = True
+                admitted, victims, short = find_space(table, self.pools, pool, policy, new, free, present, opened)
+            finally:
+                self.consulting = False
             new = new[:admitted]
         if all_or_nothing and len(new) < len(missing):
             raise CapacityError(shortage(table, len(missing), len(new), short))
@@ -356,6 +362,17 @@ class CacheState:
             pending.pop(key, None)
         self.recorder.note("removed", gone)
         self.consistent = True
+
+    # in the middle of a call --------------------------------------------------------------------------------------
+
+    @property
+    def asks_policy(self) -> bool:
+        """Whether code of a policy runs."""
+        return self.consulting or any(pool.stale for pool in self.pools.all)
+
+    def unready(self) -> list[ReservationRecord]:
+        """Those in whose entries the bytes are not known to be, by the truth alone."""
+        return [record for record in list(self.table.reservations) if record.stage is not COMMITTED]
 
     # for the engine -----------------------------------------------------------------------------------------------
 

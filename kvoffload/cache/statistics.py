@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -66,7 +66,7 @@ class CacheStatistics:
         resident: keys that can be loaded.
         pending: keys reserved or being stored, not ready yet.
         pinned: keys that a lease or an unfinished load holds.
-        lookups, hits: keys asked for by `lookup`, and leading ones found.
+        lookups, hits: keys asked for by `lookup` and by promotions, and leading ones found.
         stored, loaded, evicted, failed: blocks stored, loaded, evicted, and stores that failed or were aborted.
         declined: blocks that were not stored: worth less than what they would have displaced, not looked up often
             enough, beyond a tenant's quota, or more than the entries that were free or could be evicted.
@@ -75,6 +75,7 @@ class CacheStatistics:
         reuse_distance_blocks: blocks that were touched between two touches of a key.
         tenants: the same counts by tenant, for tenants that have stored something; "" is the default tenant.
         promoted: blocks that a tier has filled; they do not count as stored.
+        hits_from: the hits by where they were: "host", then each tier that promotions have found some in.
     """
 
     capacity: int
@@ -93,10 +94,11 @@ class CacheStatistics:
     reuse_distance_blocks: Histogram
     tenants: tuple[tuple[str, TenantCounts], ...] = ()
     promoted: int = 0
+    hits_from: tuple[tuple[str, int], ...] = ()
 
     @property
     def hit_rate(self) -> float:
-        """Share of the keys asked for by `lookup` that were found, 0.0 to 1.0; NaN if none was asked for."""
+        """Share of the keys asked for that were found, 0.0 to 1.0; NaN if none was asked for."""
         return self.hits / self.lookups if self.lookups else math.nan
 
     def __repr__(self) -> str:
@@ -112,8 +114,8 @@ class CacheEvent:
     """Something that happened in a block cache.
 
     Attributes:
-        kind: "hit" and "miss" (what `lookup` found and did not find of a request), "stored" (can be loaded from now
-            on), "promoted" (the same, out of a tier), "evicted", "declined", "failed", "removed".
+        kind: "hit" and "miss" (what `lookup`, or a promotion, found and did not find of a request), "stored" (can be
+            loaded from now on), "promoted" (the same, out of a tier), "evicted", "declined", "failed", "removed".
         keys: the keys concerned, in the order of the request.
         tenant: of the request that stored them, for "stored", "declined" and "failed"; else "".
     """
@@ -158,9 +160,9 @@ class StatisticsRecorder:
         self._on_event = on_event
         self.has_hook = on_event is not None
         self.unreported = deque[CacheEvent]()
-        self._lock = threading.Lock()
         self.lookups = self.hits = self.loaded = 0  # keys; blocks
-        self._notifier: list[int] | None = None  # the thread of the call of `notify` that calls the hook now
+        self._hits_in_tiers = Counter[str]()  # among the hits, by the tier's name
+        self._notifier: dict[str, list[int]] = {}  # "now": the thread of the call of `notify` that calls the hook
         self.deferred_by = 0  # a thread whose calls of `notify` do nothing, since it holds a lock
         self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
         self._by_tenant: dict[str, dict[str, int]] = {}
@@ -194,6 +196,11 @@ class StatisticsRecorder:
         if self._on_event is not None:
             self._announce("hit", keys[:found])
             self._announce("miss", keys[found:])
+
+    def note_promotion(self, keys: Sequence[bytes], found: int, in_tiers: Counter[str]) -> None:
+        """The same for a promotion that has ended; `in_tiers`: the hits of each tier, all others were in the host."""
+        self.note_lookup(keys, found)
+        self._hits_in_tiers.update(in_tiers)
 
     def announce_lookup(self, key: bytes, found: bool) -> None:
         """The event of a lookup of one key."""
@@ -267,6 +274,7 @@ class StatisticsRecorder:
             tenants=tuple((name, TenantCounts(**counts)) for name, counts in sorted(self._by_tenant.items())),
             lookups=self.lookups,
             hits=self.hits,
+            hits_from=(("host", self.hits - self._hits_in_tiers.total()), *sorted(self._hits_in_tiers.items())),
             loaded=self.loaded,
             **self._counts,
             **{kind: sum(each[kind] for each in self._by_tenant.values()) for kind in _BY_TENANT},
@@ -275,7 +283,7 @@ class StatisticsRecorder:
     @property
     def reporting(self) -> bool:
         """Whether events have not come to the hook yet, or another thread calls it now."""
-        notifier = self._notifier
+        notifier = self._notifier.get("now")
         return bool(self.unreported) or (notifier is not None and notifier[0] != threading.get_ident())
 
     def notify(self) -> None:
@@ -289,15 +297,12 @@ class StatisticsRecorder:
         while self.unreported:
             mine = [threading.get_ident()]
             try:
-                with self._lock:
-                    if self._notifier is None:
-                        self._notifier = mine
-                if self._notifier is not mine:
+                if self._notifier.setdefault("now", mine) is not mine:  # one operation: a lock could be taken twice
                     return
                 self._notify_all()
             finally:
-                if self._notifier is mine:
-                    self._notifier = None
+                if "now" in self._notifier and self._notifier["now"] is mine:  # no call, after which a signal comes
+                    del self._notifier["now"]
 
     def _notify_all(self) -> None:
         while self.unreported:

@@ -177,4 +177,4 @@ def _fill(buffer: DeviceBuffer, random: np.random.Generator, *, half: bool) -> N
     values = random.standard_normal(min(buffer.nbytes, _CHUNK_BYTES) // 2, dtype=np.float32)
     bits = values.astype(np.float16).view(np.uint16) if half else (values.view(np.uint32) >> 16).astype(np.uint16)
     for offset in range(0, buffer.nbytes, bits.nbytes):
-        buffer.copy_from(bits[: (buffer.nbytes - offset) // 2], offset)
+        buffer.copy_from(bits[: (buffer.nbytes - offset) // 2], offset=offset)

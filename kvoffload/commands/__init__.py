@@ -11,16 +11,18 @@ arguments and returns the exit code.
 
 Exit codes:
     0    done
-    1    done, and a byte was wrong
+    1    done, and a byte was wrong, or a finding of `doctor` is a failure
     2    refused or failed: bad usage, a missing device or file, a trace that asks for no blocks, too little memory; the
          message on standard error names the reason
-    3    standard output could not be written: closed, full, or its reader has ended
+    3    standard output could not be written: closed or full
     130  interrupted by Ctrl-C
+    141  the reader of standard output has ended, as after `| head`; nothing is said
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,7 +31,7 @@ from kvoffload.bench import command as bench
 from kvoffload.commands import demo, doctor, tune
 from kvoffload.errors import KVOffloadError
 from kvoffload.replay import command as replay
-from kvoffload.terminal.console import CommandError, OutputError, discard_out, write_error, write_out
+from kvoffload.terminal.console import CommandError, OutputError, ReaderEndedError, discard_out, write_error, write_out
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -50,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = str(error) or "Python could not allocate more"
         write_error(f"kvoffload: error: host memory is short: {reason}; choose smaller numbers for the options")
         return 2
+    except ReaderEndedError:  # nothing went wrong: `kvoffload tune --show | head`
+        discard_out()
+        return 128 + signal.SIGPIPE  # as the shell says of a program that the signal has ended
     except OutputError as error:
         write_error(f"kvoffload: error: {error}")
         discard_out()
@@ -106,18 +111,19 @@ Every command verifies the bytes that it moves, and runs without a GPU, too.
 
 commands:
   doctor    what works here, and what to do about the rest
-              kvoffload doctor
+      kvoffload doctor
   demo      a chat workload through the cache, every byte verified
-              kvoffload demo
+      kvoffload demo
   replay    hit rates of your trace, or of synthetic traffic
-              kvoffload replay --workload agents --metadata-only --policy all
+      kvoffload replay --workload chat --slots 2048 --metadata-only --policy all
   tune      measure what transfers cost on this machine
-              kvoffload tune
+      kvoffload tune
   bench     compare copy methods, with and without concurrent computation
-              kvoffload bench field --quick
+      kvoffload bench field --quick
 
-exit codes: 0 done; 1 done, and a byte was wrong; 2 refused or failed;
-            3 standard output could not be written; 130 interrupted
+exit codes: 0 done; 1 a byte was wrong, or doctor found a failure; 2 refused or
+            failed; 3 standard output could not be written; 130 interrupted;
+            141 its reader has ended
 more: docs/command-line.md
 """
 

@@ -23,13 +23,13 @@ Conversations take turns with one system prompt; the cache holds less than all o
 and loaded. Every byte of every load is verified. Takes seconds, with and without a GPU."""
 
 
-_AGENTS = ("hit rates of agents' traffic", "kvoffload replay --workload agents --metadata-only")
+_CHAT = ("hit rates of chat, by policy", "kvoffload replay --workload chat --slots 2048 --metadata-only --policy all")
 _NEXT = {  # by whether the device is simulated
-    True: (("what this machine lacks for a GPU", "kvoffload doctor"), _AGENTS),
+    True: (("what this machine lacks for a GPU", "kvoffload doctor"), _CHAT),
     False: (
         ("copy methods by this machine's figures", "kvoffload tune"),
         ("transfers concurrent with computation", "kvoffload bench field --quick"),
-        _AGENTS,
+        _CHAT,
     ),
 }
 

@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings; 0, or 2 if `--backend cuda` was given and no GPU can be used."""
+    """Print the findings; 2 if `--backend cuda` was given and there is no GPU, 1 if a finding is a failure, else 0."""
     output = Output(arguments.json)
     gpus, problem = (None, None) if arguments.backend == "simulated" else _gpus()
     fields: dict[str, Any] = {
@@ -75,7 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     fields["advice"] = _advice(fields)
     output.result(fields)
     _print(fields, output)
-    return 2 if arguments.backend == "cuda" and problem is not None else 0
+    if arguments.backend == "cuda" and problem is not None:
+        return 2
+    return int(any(each.status == "fail" for group in findings.groups(fields).values() for each in group))
 
 
 def _folders(paths: Sequence[Path], output: Output) -> list[dict[str, Any]]:
@@ -223,5 +225,5 @@ def _print(fields: dict[str, Any], output: Output) -> None:
     if fields["problem"] is not None:
         output.line("")
         output.line("without a GPU, on the simulated device:")
-        for command in ("demo", "replay --workload agents --metadata-only"):
+        for command in ("demo", "replay --workload chat --slots 2048 --metadata-only --policy all"):
             output.line(f"  kvoffload {command}")

@@ -65,7 +65,7 @@ class DeviceBuffer:
     def _bytes(self) -> DeviceArray:
         return DeviceArray(self, (self.nbytes,), np.uint8)
 
-    def copy_from(self, array: ArrayLike, offset: int = 0) -> None:
+    def copy_from(self, array: ArrayLike, *, offset: int = 0) -> None:
         """Copy the bytes of a host array into the buffer from `offset` bytes on; returns when they are there.
 
         Ordered after work on the legacy default stream, not after work on other streams.
@@ -263,6 +263,8 @@ def _free(driver: Driver, addresses: list[Any], copying: list[bool]) -> None:
 def check_shape(shape: Any) -> tuple[int, ...]:
     """`shape` as a tuple of positive ints."""
     try:
+        if isinstance(shape, bytes | bytearray):  # a sequence of integers: b"1" would be the shape (49,)
+            raise TypeError
         extents = tuple(-1 if isinstance(extent, bool) else operator.index(extent) for extent in shape)
     except TypeError:
         extents = ()

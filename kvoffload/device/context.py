@@ -13,6 +13,7 @@ from kvoffload.device.current import Current
 from kvoffload.device.ownership import DeviceResources, Resource, warn_unreleased
 from kvoffload.driver import Driver
 from kvoffload.errors import ClosedError
+from kvoffload.internal.nesting import refuse_nested
 
 
 class DeviceUser(Protocol):
@@ -20,8 +21,11 @@ class DeviceUser(Protocol):
 
     Attributes:
         number: no two engines of a process have the same.
+        lock: held by its calls.
         submitted: transfers submitted so far.
     """
+
+    lock: threading.RLock
 
     @property
     def number(self) -> int: ...
@@ -56,8 +60,7 @@ class DeviceUser(Protocol):
         """
 
 
-_contexts: list[weakref.ref[DeviceContext]] = []  # replaced as a whole, under the lock
-_contexts_lock = threading.Lock()
+_contexts: list[weakref.ref[DeviceContext]] = []  # each takes itself out; changed by one operation at a time
 
 
 class DeviceContext:
@@ -86,12 +89,7 @@ class DeviceContext:
         self._process = resources.process
         self._closed = False
         self._users: list[weakref.ref[DeviceUser]] = []
-        self._register()
-
-    def _register(self) -> None:
-        global _contexts
-        with _contexts_lock:
-            _contexts = [known for known in _contexts if known() is not None] + [weakref.ref(self)]
+        _contexts.append(weakref.ref(self, _contexts.remove))
 
     def current(self) -> Current:
         """A context manager: the device's context is current inside, the caller's again afterwards.
@@ -165,12 +163,16 @@ class DeviceContext:
     def register_engine(self, engine: DeviceUser) -> None:
         """Have the engine closed with the device. It is not kept alive."""
         self.check_process()
-        with self.lifecycle:
-            self._users = [known for known in self._users if known() is not None] + [weakref.ref(engine)]
+        self._users.append(weakref.ref(engine, self._users.remove))
 
     def engines(self) -> list[DeviceUser]:
         """The registered engines that are not garbage."""
-        return [engine for known in self._users if (engine := known()) is not None]
+        return [engine for known in list(self._users) if (engine := known()) is not None]
+
+    def refuse_nested(self, call: str) -> None:
+        """Raise RuntimeError inside a call of an engine: `lifecycle` is taken before its lock, never after it."""
+        for engine in self.engines():
+            refuse_nested(engine.lock, call)
 
     def advance_engines(self) -> None:
         """Have every engine take note of transfers that have ended: an engine with unfinished ones is kept alive."""
@@ -185,7 +187,7 @@ class DeviceContext:
             ClosedError: the device is closed, or this is a forked child.
         """
         self.check_open()
-        devices = (device for known in _contexts if (device := known()) is not None)
+        devices = (device for known in list(_contexts) if (device := known()) is not None)
         engines = (engine for device in devices if device.driver.api is self.driver.api for engine in device.engines())
         return [engine for engine in engines if engine.touches(address, nbytes)]
 

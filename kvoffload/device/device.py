@@ -26,8 +26,9 @@ from kvoffload.errors import (
     KVOffloadWarning,
 )
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import as_timeout, at_least, names_its_calls, shown
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.layout.dtypes import dtype_name, element_bytes
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
@@ -41,7 +42,7 @@ _FOR_ENGINES = frozenset(
     [
         *("adopt", "advance_engines", "allocations", "check_open", "check_process", "check_stream_priority"),
         *("engines", "engines_over", "foreign", "free", "lifecycle", "owned", "reclaim", "register_engine"),
-        "wait_lifecycle",
+        *("refuse_nested", "wait_lifecycle"),
     ]
 )
 
@@ -96,6 +97,7 @@ def _log_opening(device: Device) -> None:
         LOGGER.log(level, "%s cannot be used on device %d: %s", name, device.index, reason)
 
 
+@names_its_calls
 class Device(DeviceContext):
     """An open device; made by `open_device`. Usable from any thread; a context manager.
 
@@ -154,6 +156,7 @@ class Device(DeviceContext):
             CapacityError: the GPU has not that much free; the message says what it has.
         """
         nbytes = at_least("nbytes", nbytes, 1)
+        self.refuse_nested("allocate")
         self.reclaim()
         try:
             with self.lifecycle:
@@ -252,6 +255,7 @@ class Device(DeviceContext):
         """
         self.check_process()
         self.check_stream_priority(priority, "priority")
+        self.refuse_nested("stream")
         self.reclaim()
         with self.lifecycle:
             return Stream(self, priority)
@@ -309,6 +313,9 @@ class Device(DeviceContext):
         """
         if self.foreign:
             return
+        self.refuse_nested("close")
+        refuse_nested(self.lifecycle, "close")
+        timeout = as_timeout(timeout)
         deadline = None if timeout is None else time.perf_counter() + timeout
         self.wait_lifecycle(timeout)
         with self.lifecycle:

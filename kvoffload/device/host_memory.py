@@ -18,7 +18,7 @@ import numpy as np
 from kvoffload.device.pinned import RegisteredMemory, ranges
 from kvoffload.driver import Driver, address_of
 from kvoffload.errors import CapacityError, DriverError
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import at_least, flag, shown
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import SLOT_ALIGNMENT
 
@@ -61,8 +61,7 @@ class HostMemory:
         _check_multiple("address", self.address)
         _check_multiple("slot_stride", self.slot_stride)
         at_least("num_slots", self.num_slots, 0)
-        if not isinstance(self.registered, bool):
-            raise ValueError(f"registered must be True or False, got {shown(self.registered)}")
+        flag("registered", self.registered)
         if self.nbytes is not None:
             at_least("nbytes", self.nbytes, 0)
 

@@ -29,7 +29,7 @@ from kvoffload.device.host_memory import HostMemory
 from kvoffload.device.pinned import RANGE_BYTES, SPARE_BYTES
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal import hostinfo
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import at_least, shown, to_wait
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
 from kvoffload.layout.layout import SLOT_ALIGNMENT
@@ -85,7 +85,7 @@ class SharedSlots:
 
     # handing over -------------------------------------------------------------------------------------------------
 
-    def offer(self, name: str, note: str = "") -> None:
+    def offer(self, name: str, *, note: str = "") -> None:
         """Hand the memory to each process of this user that asks for `name`, until `close`.
 
         Args:
@@ -94,16 +94,20 @@ class SharedSlots:
 
         Raises:
             ValueError: the name is offered already; the note is too long; or this object has an offer, or is closed.
+            TypeError: the name or the note is no string.
         """
         if self._listener is not None or self._descriptor is None:
             raise ValueError("an offer has been made already, or the slots are closed")
+        if not isinstance(note, str):
+            raise TypeError(f"note must be a string, got {shown(note)}")
         num_slots, slot_bytes = self.array.shape
         message = json.dumps({"num_slots": num_slots, "slot_bytes": slot_bytes, "note": note}).encode()
         if len(message) > _LONGEST_NOTE:
             raise ValueError(f"note must have at most {_LONGEST_NOTE} bytes as JSON, got {len(message)}")
+        address = _address(name)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            listener.bind(_address(name))
+            listener.bind(address)
             listener.listen(64)
         except OSError as error:
             listener.close()
@@ -118,7 +122,7 @@ class SharedSlots:
         self._thread.start()
 
     @classmethod
-    def receive(cls, name: str, timeout: float = 0.0) -> SharedSlots:
+    def receive(cls, name: str, *, timeout: float = 0.0) -> SharedSlots:
         """The slots that a process of this machine and user offers under `name`; waits for the offer if there is none.
 
         Raises:
@@ -126,11 +130,11 @@ class SharedSlots:
             PermissionError: the offer is of another user.
             ValueError: what was offered is not what it is said to be.
         """
-        end = time.monotonic() + timeout
+        address, end = _address(name), time.monotonic() + to_wait("timeout", timeout)
         while True:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
                 try:
-                    connection.connect(_address(name))
+                    connection.connect(address)
                 except ConnectionRefusedError:
                     pass
                 else:
@@ -229,4 +233,6 @@ def _user_of(connection: socket.socket) -> int:
 
 def _address(name: str) -> str:
     """In the abstract name space, which has no files."""
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {shown(name)}")
     return "\0kvoffload-slots-" + blake2b(name.encode(), digest_size=16).hexdigest()

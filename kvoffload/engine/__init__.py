@@ -2,7 +2,8 @@
 
 OffloadEngine      store, load, plan; the life of an engine                   engine.py, preparation.py, lifecycle.py
                    what caches and integrations ask of it                     integration.py
-Job                the handle of a transfer, and waits of streams for it      job.py, stream_order.py, callbacks.py
+Job                the handle of a transfer, and waits of streams for it      job.py, stream_order.py
+Waitable           waiting, awaiting and callbacks of all handles             callbacks.py
 make_request       the arguments of a transfer, checked                       request.py
 GroupTransfer      one transfer of several groups                             groups.py
 Source, NO_WAIT    what a transfer is to follow                               wait_streams.py

@@ -1,66 +1,128 @@
-"""Callbacks at the end of transfers: one thread for an engine, which runs while there is something to wait for."""
+"""Waiting, awaiting and callbacks: of jobs, jobs of caches, promotions.
+
+Callbacks are called by one thread of an engine, or of the tiers of a cache, while there is something to wait for.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any, Generic, Self, TypeVar
 
-from kvoffload.engine.job import Job
-from kvoffload.errors import KVOffloadError
+from kvoffload.errors import ClosedError
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import in_call
 
 _POLL_SECONDS = 2e-4
-_WAITING = tuple[Job, Callable[[Job], object]]
+_R = TypeVar("_R")
+WhenDone = Callable[[Any, Callable[[Any], object]], None]
+"""`Callbacks.add`."""
+
+
+class Waitable(Generic[_R]):
+    """What a thread waits for, an asyncio task awaits, and callbacks follow. Subclasses say how."""
+
+    __slots__ = ()
+    _when_done: WhenDone
+
+    @property
+    def done(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def finished(self) -> bool:
+        raise NotImplementedError
+
+    def wait(self, timeout: float | None = None) -> _R:
+        raise NotImplementedError
+
+    def result(self) -> _R:
+        """The same as `wait()`."""
+        return self.wait()
+
+    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
+        """Call `callback(self)` once it has ended, successfully or not.
+
+        One thread of its engine, or of its cache's tiers, which polls for that, calls it, outside all locks. If it is
+        already known to have ended, the calling thread does so at once. What it raises is logged (logger "kvoffload").
+        """
+        self._call_when_done(callback)
+
+    def _call_when_done(self, callback: Callable[[Any], object]) -> None:
+        self._when_done(self, callback)
+
+    def __await__(self) -> Generator[Any, None, _R]:
+        """Wait in an asyncio task until it has ended; as `wait`. The event loop goes on meanwhile."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not ended.done():  # the task may have been cancelled
+                ended.set_result(None)
+
+        def notify_loop(_: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(notify_loop)
+        yield from ended
+        return self.wait()
 
 
 class Callbacks:
     """Calls functions when jobs have ended."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: list[_WAITING] = []
+        self._lock = threading.RLock()  # of the thread's begin and end
+        self._waiting: list[tuple[Waitable[Any], Callable[[Any], object]]] = []
         self._thread: threading.Thread | None = None
 
-    def add(self, job: Job, callback: Callable[[Job], object]) -> None:
+    def add(self, job: Waitable[Any], callback: Callable[[Any], object]) -> None:
         """Call `callback(job)` once the job has ended, from a thread; now, if it is known to have ended."""
         if not callable(callback):
-            raise TypeError(f"callback must be a function of a Job, got {callback!r:.80}")
+            raise TypeError(f"callback must be a function of a {type(job).__name__}, got {callback!r:.80}")
         if job.finished:
             _call(callback, job)
             return
+        self._waiting.append((job, callback))
+        if in_call(self._lock):
+            return  # a call of `add` that has not returned sees to the thread
         with self._lock:
-            self._waiting.append((job, callback))
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._serve, name="kvoffload-callbacks", daemon=True)
                 self._thread.start()
 
     def _serve(self) -> None:
-        """Poll until nothing is waited for."""
+        """Poll until nothing is waited for. Nothing else ends the thread: `await` and all callbacks depend on it."""
         while True:
             with self._lock:
-                waiting = list(self._waiting)
-                if not waiting:
+                if not self._waiting:
                     self._thread = None
                     return
-            ended = [entry for entry in waiting if _has_ended(entry[0])]
-            with self._lock:
-                for entry in ended:
-                    self._waiting.remove(entry)
-            for job, callback in ended:
-                _call(callback, job)
+            ended = [entry for entry in list(self._waiting) if _has_ended(entry[0])]
+            for entry in ended:
+                self._waiting.remove(entry)
+                try:
+                    _call(entry[1], entry[0])
+                except BaseException:  # SystemExit, CancelledError: they would end the thread
+                    LOGGER.exception("a done callback of %r raised", entry[0])
             if not ended:
                 time.sleep(_POLL_SECONDS)
 
 
-def _has_ended(job: Job) -> bool:
+def _has_ended(job: Waitable[Any]) -> bool:
     try:
         return job.done
-    except KVOffloadError:  # a forked child, a closed device: the job will not change any more
+    except ClosedError:  # a closed device: the job will not change any more
         return True
+    except BaseException:  # the driver's, which may pass, or a tracer's: it is asked again
+        return job.finished
 
 
-def _call(callback: Callable[[Job], object], job: Job) -> None:
+def _call(callback: Callable[[Any], object], job: Waitable[Any]) -> None:
     try:
         callback(job)
     except Exception:  # as concurrent.futures does: the other callbacks are called all the same

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from kvoffload.device.current import make_current
 from kvoffload.device.streams import raise_for_stream
@@ -30,11 +30,14 @@ from kvoffload.engine.transfer import Event, Transfer
 from kvoffload.engine.urgent import put_ahead
 from kvoffload.engine.wait_streams import After
 from kvoffload.errors import DriverError
+from kvoffload.internal.checks import names_its_calls
+from kvoffload.internal.nesting import in_call, raise_nested
 from kvoffload.internal.types import Ids
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierName, CopyMethod
 
 
+@names_its_calls
 class OffloadEngine(TransferPreparation):
     """Moves blocks between the planes of `layout` and a pool of pinned slots.
 
@@ -83,6 +86,7 @@ class OffloadEngine(TransferPreparation):
         self,
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: After = None,
@@ -96,8 +100,8 @@ class OffloadEngine(TransferPreparation):
 
         Args:
             blocks: source ids: ints, or what numpy turns into a 1-D integer array; a repeated one is copied each time.
-            slots: target ids, `layout.slots_for(len(blocks), first_sub_block)` of them, no repeats. If a BlockCache
-                owns the engine's slots, they must belong to an open reservation of that cache.
+            slots: target ids, as many as `layout.slots_for` says, no repeats. If a BlockCache owns the engine's slots,
+                they must belong to an open reservation of that cache.
             group: which group's block table `blocks` refers to.
             first_sub_block: where in the first slot to begin.
             after: what must have ended before a block is read: the work so far of a stream (a handle, or anything with
@@ -121,15 +125,18 @@ class OffloadEngine(TransferPreparation):
             ClosedError: the engine is closed.
             TransferError: `after` is being captured, or the CUDA context is lost.
             DriverError: the driver failed before anything was queued.
+            RuntimeError: it is called inside another call in the same thread, such as by a signal handler.
             Nothing has happened in any of these cases. After a KeyboardInterrupt the transfer may have begun, and fails
             as soon as nothing of it is left on the GPU: `drain` before the blocks are used for something else.
         """
-        return self.submit(Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
+        request = make_request(self._limits, Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
+        return self._submit((request,))
 
     def load(
         self,
         slots: Ids,
         blocks: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: After = None,
@@ -158,15 +165,18 @@ class OffloadEngine(TransferPreparation):
         Raises:
             ValueError: as `store`; also `source_order="any"` while a store to one of the slots is unfinished.
         """
-        return self.submit(
-            Direction.LOAD, blocks, slots, group, first_sub_block, after, copier, source_order, parts, urgent
+        towards, limits = Direction.LOAD, self._limits
+        request = make_request(
+            limits, towards, blocks, slots, group, first_sub_block, after, copier, source_order, parts, urgent
         )
+        return self._submit((request,))
 
     def submit(
         self,
         direction: Direction | Literal["store", "load"],
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: After = None,
@@ -186,6 +196,7 @@ class OffloadEngine(TransferPreparation):
     def store_groups(
         self,
         transfers: Sequence[GroupTransfer],
+        *,
         after: After = None,
         copier: CopierName | CopyMethod | None = None,
     ) -> Job:
@@ -207,6 +218,7 @@ class OffloadEngine(TransferPreparation):
     def load_groups(
         self,
         transfers: Sequence[GroupTransfer],
+        *,
         after: After = None,
         copier: CopierName | CopyMethod | None = None,
         source_order: SourceOrderName = "auto",
@@ -225,8 +237,17 @@ class OffloadEngine(TransferPreparation):
         options = after, copier, source_order, urgent
         return self._submit(make_group_requests(self._limits, Direction.LOAD, transfers, *options))
 
-    def _submit(self, requests: Requests) -> Job:
-        """A transfer in its five steps."""
+    def submit_locked(
+        self, direction: Direction, blocks: Ids, slots: Ids, *, group: int, after: After, parts: Any = None
+    ) -> Job:
+        """`submit` for a cache, which calls it with the lock held."""
+        request = make_request(self._limits, direction, blocks, slots, group, 0, after, None, parts=parts)
+        return self._submit((request,), locked=True)
+
+    def _submit(self, requests: Requests, *, locked: bool = False) -> Job:
+        """A transfer in its five steps; `locked`: for a cache, which holds the lock."""
+        if in_call(self.lock) and not locked:
+            raise_nested("a submission")
         request = requests[0]
         if self._closed or os.getpid() != self._process:  # what follows needs the device's context
             self.device.check_process()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,20 +19,20 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierName, CopyMethod
 
 
-class GroupTransfer(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class GroupTransfer:
     """What a transfer of several groups moves of one, see `OffloadEngine.store_groups`.
 
     Attributes:
         group: whose block table `blocks` refers to.
-        blocks, slots: ids, as for `OffloadEngine.store` and `load`; `layout.slots_for(len(blocks), first_sub_block)`
-            slots.
+        blocks, slots: ids, as for `OffloadEngine.store` and `load`; as many slots as `layout.slots_for` says.
         first_sub_block: where in the first slot to begin.
     """
 
     group: int
     blocks: Ids
     slots: Ids
-    first_sub_block: int = 0
+    first_sub_block: int = field(default=0, kw_only=True)
 
 
 def make_group_requests(
@@ -49,7 +49,7 @@ def make_group_requests(
     Raises:
         LayoutError, ValueError, TypeError, CapabilityError: as `make_request`; the message names the element.
     """
-    if not isinstance(transfers, list | tuple) or isinstance(transfers, GroupTransfer):
+    if not isinstance(transfers, list | tuple):
         raise TypeError(f"transfers must be a list of GroupTransfer, got {shown(transfers)}")
     options = copier, source_order, None, urgent
     common = make_request(limits, direction, (), (), 0, 0, after, *options)

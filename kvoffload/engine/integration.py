@@ -8,6 +8,7 @@ import weakref
 from kvoffload.device.device import Device
 from kvoffload.engine.resources import EngineResources
 from kvoffload.engine.slot_guard import SlotGuard, replaced_guard
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.layer_groups import PartsLike, as_parts
@@ -53,6 +54,7 @@ class EngineForIntegrations(HtmlRepresentation):
                 transfers are in flight that may be its own.
         """
         self.device.check_process()
+        refuse_nested(self.lock, "guard_slots")
         with self.lock:
             self._slot_guard = replaced_guard(self._slot_guard, guard, self._parts.in_flight.count)
 

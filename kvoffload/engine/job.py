@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from kvoffload.engine.callbacks import Waitable
 from kvoffload.engine.transfer import State
 from kvoffload.errors import TransferError
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import StreamLike
 from kvoffload.internal.waiting import wait_until
 from kvoffload.planning.transfer_plan import Direction
@@ -116,10 +118,10 @@ class JobEngine(Protocol):
 
     def order_job_before(self, transfer: Any, stream: Any, part: int | None) -> None: ...
 
-    def when_done(self, job: Job, callback: Callable[[Job], object]) -> None: ...
+    def when_done(self, job: Any, callback: Callable[[Any], object]) -> None: ...
 
 
-class Job:
+class Job(Waitable[TransferResult]):
     """One submitted transfer; returned by `OffloadEngine.store` and `load`. Usable from any thread, and awaitable.
 
     Until it is done, the caller must not write its blocks (a load's targets, a store's sources) or, for a store, read
@@ -186,7 +188,8 @@ class Job:
     def done(self) -> bool:
         """Whether the transfer has ended, well or not. Asks the GPU, and does not wait for it.
 
-        It takes the engine's lock, and may call a tracer's `on_end` in this thread before it returns.
+        It takes the engine's lock, and may call a tracer's `on_end` in this thread before it returns. Inside another
+        call in the same thread it says what is known, as `finished` does.
         """
         if not self._transfer.finished:
             self._engine.advance()
@@ -201,15 +204,13 @@ class Job:
         Raises:
             TransferError: the transfer failed.
             TimeoutError: `timeout` seconds have passed; the transfer goes on.
+            RuntimeError: it is called inside another call in the same thread, such as by a signal handler.
         """
+        refuse_nested(self._engine.lock, "wait")
         wait_until(lambda: self.done, timeout, repr(self))
         self._engine.forget_report(self._transfer.id)
         self._raise_error()
         return result_of(self._transfer)
-
-    def result(self) -> TransferResult:
-        """The same as `wait()`."""
-        return self.wait()
 
     def outcome(self) -> TransferResult:
         """The result of a finished transfer, with its `error` if it failed; does not raise that.
@@ -227,34 +228,10 @@ class Job:
         if error is not None:
             raise TransferError(*error.args) from error.__cause__
 
-    def add_done_callback(self, callback: Callable[[Job], object]) -> None:
-        """Call `callback(job)` once the transfer has ended, successfully or not.
-
-        A thread of the engine, which polls for that, calls it, outside all locks. If the transfer is already known to
-        have ended, the calling thread does so at once. What it raises is logged (logger "kvoffload").
-        """
+    def _call_when_done(self, callback: Callable[[Any], object]) -> None:
         self._engine.when_done(self, callback)
 
-    def __await__(self) -> Generator[Any, None, TransferResult]:
-        """Wait in an asyncio task until the transfer has ended; as `wait`. The event loop goes on meanwhile."""
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not ended.done():  # the task may have been cancelled
-                ended.set_result(None)
-
-        def notify_loop(_: Job) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(wake)
-
-        self.add_done_callback(notify_loop)
-        yield from ended
-        return self.wait()
-
-    def order_before(self, stream: StreamLike, part: int | None = None) -> None:
+    def order_before(self, stream: StreamLike, *, part: int | None = None) -> None:
         """Work queued on `stream` from now on starts after this transfer has ended. The host does not wait for that.
 
         (Where the driver's queues are full, it waits up to a second for the transfer, or the part, to be queued.)

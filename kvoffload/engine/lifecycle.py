@@ -31,8 +31,9 @@ from kvoffload.engine.stream_order import as_part, await_queueing
 from kvoffload.engine.tracing import deliver
 from kvoffload.engine.transfer import Transfer
 from kvoffload.errors import ClosedError, DriverError, TransferError
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import as_timeout, at_least
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import in_call, refuse_nested
 from kvoffload.internal.types import Int64Array, StreamLike, UInt8Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.fold import describe_fold
@@ -46,7 +47,7 @@ _FOR_INTEGRATIONS = frozenset(
     [
         *("advance", "check_parts", "check_process", "check_room", "check_usable", "devices", "forget_report"),
         *("guard_slots", "in_flight", "jobs_in_flight", "lock", "number", "order_all_before"),
-        *("order_job_before", "resolve", "submitted", "touches", "wait_stream", "when_done"),
+        *("order_job_before", "resolve", "submit_locked", "submitted", "touches", "wait_stream", "when_done"),
     ]
 )
 
@@ -83,6 +84,7 @@ class EngineLifecycle(EngineForIntegrations):
         self.num_slots = checked_slots(num_slots, host_memory, layout)
         device.check_process()
         device.check_stream_priority(stream_priority)
+        device.refuse_nested("OffloadEngine")
         device.reclaim()
         self.sm_limit = at_least("sm_limit", sm_limit, 0)
         self.prefer = check_prefer(prefer)
@@ -129,26 +131,33 @@ class EngineLifecycle(EngineForIntegrations):
     def advance(self) -> None:
         """Take note of transfers that have ended, and queue as many segments as there is room for.
 
-        Does not wait for the GPU. `poll`, `wait` and `done` do it too, and a submission where it needs to know.
+        Does not wait for the GPU. `poll`, `wait` and `done` do it too, and a submission where it needs to know. Inside
+        another call in the same thread it does nothing.
         """
         if os.getpid() != self._process:
             self.device.check_process()
+        if in_call(self.lock):
+            return
         with self.lock:
             in_flight = self._parts.in_flight
             idle = not in_flight.stores.transfers and not in_flight.loads.transfers
             up_to_date = self._closed or (idle and in_flight.consistent)
         if not up_to_date:
-            try:
-                with make_current(self._driver, self._context), self.lock:
-                    self._repair()
-                    self._parts.tracker.advance()
-            except DriverError as error:
-                if not error.sticky:
-                    raise
-                with self.lock:  # every transfer in flight has failed: that is what there was to find out
-                    self._parts.tracker.mark_lost(error)
+            self._track()
         if self._parts.tracker.notices:
             deliver(self._parts.tracker.notices)
+
+    def _track(self) -> None:
+        """`advance`, also for a thread that holds the lock."""
+        try:
+            with make_current(self._driver, self._context), self.lock:
+                self._repair()
+                self._parts.tracker.advance()
+        except DriverError as error:
+            if not error.sticky:
+                raise
+            with self.lock:  # every transfer in flight has failed: that is what there was to find out
+                self._parts.tracker.mark_lost(error)
 
     def _repair(self) -> None:
         """If a call was interrupted, put the engine in order. Under the lock, with the context current."""
@@ -170,8 +179,11 @@ class EngineLifecycle(EngineForIntegrations):
         """Results of jobs that have ended since the last call, in the order in which they were found to have ended.
 
         Each job is reported once, and not at all after `wait()` or `result()` returned or raised for it. Failed jobs
-        are reported with their `error`. At most 65,536 results are kept for the next call, the newest.
+        are reported with their `error`. At most 65,536 results are kept for the next call, the newest. Inside another
+        call in the same thread it returns none, and the next one reports them.
         """
+        if in_call(self.lock):
+            return []
         self.advance()
         with self.lock:
             return self._parts.tracker.take_reports()
@@ -226,7 +238,7 @@ class EngineLifecycle(EngineForIntegrations):
             return in_flight.stores.submitted + in_flight.loads.submitted
 
     def statistics(self) -> EngineStatistics:
-        """Counts and totals since the engine was created."""
+        """Counts and totals since the engine was created; inside another call in the same thread, as they stand."""
         self.device.check_process()
         if not self._parts.in_flight.consistent:
             self.advance()
@@ -237,6 +249,7 @@ class EngineLifecycle(EngineForIntegrations):
 
     def order_job_before(self, transfer: Transfer, stream: StreamLike, part: int | None) -> None:
         """See `Job.order_before`."""
+        refuse_nested(self.lock, "order_before")
         handle = stream_handle(stream, "stream")
         number = None if part is None else as_part(part, transfer)
         self._order_before(transfer, handle, number, raise_error=True)
@@ -248,6 +261,7 @@ class EngineLifecycle(EngineForIntegrations):
             CapacityError, TransferError: as `Job.order_before`.
         """
         self.device.check_process()
+        refuse_nested(self.lock, "order_all_before")
         with self.lock:
             latest = self._parts.order.latest()
         for transfer in latest:
@@ -273,7 +287,9 @@ class EngineLifecycle(EngineForIntegrations):
 
         Raises:
             TimeoutError: `timeout` seconds have passed; the jobs go on.
+            RuntimeError: it is called inside another call in the same thread.
         """
+        refuse_nested(self.lock, "drain")
         in_flight = self._parts.in_flight
 
         def ended() -> bool:
@@ -293,10 +309,12 @@ class EngineLifecycle(EngineForIntegrations):
 
         Raises:
             TimeoutError: jobs were still running. Nothing was freed, and the engine accepts transfers again.
+            RuntimeError: it is called inside another call in the same thread; nothing has happened.
         """
         if self.device.foreign:
             return
-        token = object()
+        refuse_nested(self.lock, "close")
+        timeout, token = as_timeout(timeout), object()
         try:
             self._closing.add(token)
             if self._parts.in_flight.count:

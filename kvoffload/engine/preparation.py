@@ -18,6 +18,7 @@ from kvoffload.engine.request import Request, make_request, refuse_repeated_targ
 from kvoffload.engine.transfer import Transfer
 from kvoffload.engine.wait_streams import After, Followed, Source
 from kvoffload.errors import DriverError
+from kvoffload.internal.nesting import in_call, raise_nested, refuse_nested
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.planning.transfer_plan import BlockPlan, Direction, build
 from kvoffload.tuning import CopierName, CopyMethod
@@ -162,6 +163,8 @@ class TransferPreparation(EngineLifecycle):
 
         Call it before taking the lock. Raises what `store` raises for `after`.
         """
+        if in_call(self.lock):
+            raise_nested("a submission")
         if after is NO_WAIT or (after is None and self.layout.on_default_stream):
             return after
         sources = sources_of(after, self.layout)
@@ -184,6 +187,7 @@ class TransferPreparation(EngineLifecycle):
         direction: Direction | Literal["store", "load"],
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,
@@ -193,6 +197,7 @@ class TransferPreparation(EngineLifecycle):
         towards = Direction(direction)
         request = make_request(self._limits, towards, blocks, slots, group, first_sub_block, NO_WAIT, copier)
         self.device.check_process()
+        refuse_nested(self.lock, "plan")
         with self.lock:
             self.check_usable()
             refuse_repeated_targets(request, self._scratch)

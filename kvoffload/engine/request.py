@@ -13,6 +13,7 @@ from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.engine.wait_streams import After, Followed, Source, as_sources
 from kvoffload.errors import LayoutError
+from kvoffload.internal.checks import flag
 from kvoffload.internal.types import Ids, Int64Array
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
@@ -128,11 +129,9 @@ def _checked_parts(
 
 
 def _checked_urgency(urgent: Any, direction: Direction) -> bool:
-    if urgent is not True:
-        raise ValueError(f"urgent must be True or False, got {urgent!r:.80}")
-    if direction is Direction.STORE:
+    if flag("urgent", urgent) and direction is Direction.STORE:
         raise ValueError("urgent=True is for loads, which a request waits for: leave it out of a store")
-    return urgent
+    return True
 
 
 def sources_of(after: After, layout: KVLayout) -> tuple[Source, ...]:

@@ -105,21 +105,27 @@ class EngineResources:
         )
 
     def statistics(self) -> EngineStatistics:
-        """Counts and totals."""
+        """Counts and totals; in the middle of a call, what is in use by the transfers, which are the truth."""
         in_flight = self.in_flight
         lanes = [queue.lane for queue in in_flight.both]
+        transfers = [transfer for queue in in_flight.both for transfer in list(queue.transfers)]
+        streams_in_use = sum(lane.in_use for lane in lanes)
+        events_in_use = in_flight.timers.in_use + in_flight.markers.in_use
+        if not in_flight.consistent:
+            streams_in_use = len({segment.stream for transfer in transfers for segment in list(transfer.segments)})
+            events_in_use = len({event for transfer in transfers for event in transfer.events()})
         return EngineStatistics(
             simulated=self._simulated,
             num_slots=self._num_slots,
             pinned_bytes=self.memory.pinned_bytes,
             in_flight=in_flight.count,
-            held=sum(len(queue.waiting) for queue in in_flight.both),
+            held=sum(not transfer.enqueued for transfer in transfers),
             unreported=len(self.tracker.reports),
             dropped_reports=self.tracker.dropped_reports,
             streams=sum(len(lane.streams) for lane in lanes) + len(self.wait_streams),
-            streams_in_use=sum(lane.in_use for lane in lanes),
+            streams_in_use=streams_in_use,
             events=in_flight.timers.created + in_flight.markers.created,
-            events_in_use=in_flight.timers.in_use + in_flight.markers.in_use,
+            events_in_use=events_in_use,
             store=in_flight.stores.totals,
             load=in_flight.loads.totals,
         )

@@ -6,7 +6,7 @@ Everything here is called under the engine's lock, with the context current, and
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 
 from kvoffload.copiers import CopierSet
 from kvoffload.copiers.table_arena import Table
@@ -27,7 +27,7 @@ class Tracker:
     """Completes transfers.
 
     Attributes:
-        reports: by id, finished transfers that `poll` has still to report, the oldest first.
+        reports: by id, the results that `poll` has still to report, the oldest first. They keep no transfer alive.
         dropped_reports: how many were dropped because there were more than `most_reports`.
         notices: what is reported once the lock is released, see `tracing`.
     """
@@ -38,7 +38,7 @@ class Tracker:
         self._launcher = launcher
         self._copiers = copiers
         self.most_reports = MOST_REPORTS
-        self.reports: dict[int, Transfer] = {}
+        self.reports: OrderedDict[int, TransferResult] = OrderedDict()  # forgets its oldest in O(1)
         self.dropped_reports = 0
         self.notices = new_notices()
 
@@ -138,8 +138,9 @@ class Tracker:
         self._report(self._in_flight.of(transfer.direction), transfer)
 
     def _report(self, queue: TransferQueue, transfer: Transfer) -> None:
-        """Count a finished transfer, once, and keep it for `poll`."""
+        """Count a finished transfer, once, and keep its result for `poll`."""
         if transfer.sequence == 0 or transfer.sequence > queue.counted:
+            result = result_of(transfer)
             queue.counted = transfer.sequence or queue.counted  # no call from here to the report: all of it is done
             queue.ended += 1
             if transfer.error is not None:
@@ -148,19 +149,19 @@ class Tracker:
                 queue.nbytes += transfer.nbytes
                 if transfer.seconds == transfer.seconds:  # not NaN
                     queue.seconds += transfer.seconds
-            self.reports[transfer.id] = transfer
+            self.reports[transfer.id] = result
             if transfer.trace is not None:
                 self.notices.append(transfer)
             if transfer.error is not None and self._in_flight.lost is None:
                 note_failure(self.notices, transfer.error)
         if len(self.reports) > self.most_reports:
-            del self.reports[next(iter(self.reports))]
             self.dropped_reports += 1
+            self.reports.popitem(last=False)
 
     def take_reports(self) -> list[TransferResult]:
         """The results that `poll` has still to report, which are then reported."""
-        reports, self.reports = self.reports, {}
-        return list(map(result_of, reports.values()))
+        reports, self.reports = self.reports, OrderedDict()
+        return list(reports.values())
 
     def mark_lost(self, error: Exception) -> None:
         """The context is lost: nothing runs any more, nothing can be freed, every transfer in flight has failed."""

@@ -18,6 +18,7 @@ from kvoffload.device.streams import NO_WAIT, NoWait, refuse_capturing, stream_h
 from kvoffload.driver import Driver
 from kvoffload.driver.core import DISABLE_TIMING, LEGACY_STREAM, NON_BLOCKING
 from kvoffload.errors import CapacityError
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import GpuArray, StreamLike
 from kvoffload.layout.dlpack import CPU, CUDA_HOST
 
@@ -104,7 +105,7 @@ class WaitStreams:
     def __init__(self, driver: Driver, priority: int) -> None:
         self._driver = driver
         self._priority = priority
-        self._lock = threading.Lock()  # of the lists below
+        self._lock = threading.RLock()  # of the lists below
         self._handles: list[int] = []
         self._users: dict[int, weakref.ref[Followed]] = {}
         self._event: list[int] = []  # one, once a stream has been followed
@@ -121,6 +122,7 @@ class WaitStreams:
         Raises:
             TypeError: an array in host memory (on a simulated device: one that is not).
             TransferError: a stream is being captured.
+            RuntimeError: it is called in the middle of another call of it in the same thread.
             CapacityError: 64 other transfers follow arrays that are still being computed.
             Whatever an array raises when it is asked for its producer.
         """
@@ -128,6 +130,7 @@ class WaitStreams:
         arrays = [source for source in sources if isinstance(source, Array)]
         if not arrays:
             return Followed(tuple(streams))
+        refuse_nested(self._lock, "a transfer after an array")
         followed = Followed(())
         wait_stream = self._reserve(followed)
         for array in arrays:
@@ -137,6 +140,7 @@ class WaitStreams:
 
     def exported(self) -> int:
         """A stream for importers of our memory to wait for. It is made to wait for transfers, and for nothing else."""
+        refuse_nested(self._lock, "wait_stream")
         with self._lock:
             if not self._exported:
                 self._driver.create("cuStreamCreateWithPriority", self._exported, NON_BLOCKING, self._priority)

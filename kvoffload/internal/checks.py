@@ -1,12 +1,26 @@
-"""Checks of plain arguments: the error names the argument, the value and the values that are accepted."""
+"""Checks of plain arguments, and values in messages: named, cut, and without passwords."""
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
-from typing import Any
+import re
+import threading
+from types import FunctionType
+from typing import Any, TypeVar
 
+_Class = TypeVar("_Class", bound=type)
 _SHOWN_BITS = 128  # of an integer in a message; Python refuses to print very long ones
+_MASKED = 10_000  # characters of a repr in which logins are looked for, so that no part of one is left where it is cut
 _REASON = 500  # characters: addresses and names of records come before what is wrong
+_LOGIN = re.compile(r"(?<!\S)\S*@")  # with a colon: "redis://user:password@", "user:password@", "https://token@"
+_FIELD = re.compile(
+    r"""((?:passw|secret|signature|credential|\bsig\b|\bsas(?:_|\b)|(?:access|account|api|private|shared)[_-]?key"""
+    r"""|(?:access|auth|sas|security|session)[_-]?token|[?&]token)[\w-]*["']?\s?[=:]\s?)"""
+    r"""(?!env:)(?:"[^"]*"|'[^']*'|(?<==)[^\s"'&;,)}\]]+)""",
+    re.IGNORECASE,
+)
 
 
 def at_least(name: str, value: Any, minimum: int) -> int:
@@ -36,21 +50,72 @@ def seconds(name: str, value: Any, minimum: float = 0.001) -> float:
     return float(value)
 
 
+def to_wait(name: str, value: Any) -> float:
+    """Seconds to wait, as a float that locks take; ValueError if it is no number. (No time is later than a NaN.)"""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    limited = min(value, threading.TIMEOUT_MAX) if number else math.nan
+    if math.isnan(limited):
+        raise ValueError(f"{name} must be a number of seconds, got {shown(value)}")
+    return float(limited)
+
+
+def as_timeout(timeout: float | None) -> float | None:
+    """`to_wait`, where None waits for as long as it takes."""
+    return None if timeout is None else to_wait("timeout", timeout)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Raise ValueError unless `value` is True or False."""
+    if value is not True and value is not False:
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
 def reason(error: BaseException) -> str:
-    """An exception for a message: its type and the first line of its text; no error for any exception."""
+    """An exception for a message: its type and the first line of its text, masked; no error for any exception."""
     try:
         text = str(error).partition("\n")[0]
     except Exception:  # an exception that cannot show itself must not replace what is reported
         text = ""
-    return f"{type(error).__name__}: {text}"[:_REASON] if text else type(error).__name__
+    return f"{type(error).__name__}: {masked(text)}"[:_REASON] if text else type(error).__name__
 
 
 def shown(value: Any, length: int = 80) -> str:
-    """A value for an error message: its repr, cut to `length` characters, and no error for any value."""
+    """A value for an error message: its repr, masked, cut to `length` characters, and no error for any value."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(value)
     except Exception:  # an object that cannot show itself must not replace the error that names the argument
         return f"an object of type {type(value).__name__}"
-    return text[:length]
+    return masked(text[:_MASKED])[:length]
+
+
+def masked(text: str) -> str:
+    """The text with "***" for user and password of addresses, and for values whose names say that they are secret.
+
+    It rather hides too much: whatever stands before the last "@" of a word with a colon, as passwords may have any
+    characters but blanks.
+    """
+    return _LOGIN.sub(_without_login, _FIELD.sub(r"\1***", text))
+
+
+def _without_login(found: re.Match[str]) -> str:
+    word = found[0]
+    if ":" not in word:
+        return word
+    scheme, separator, _ = word.partition("://")
+    known = separator and ":" not in scheme and "@" not in scheme
+    return f"{scheme}://***@" if known else "***@"
+
+
+def names_its_calls(public: _Class) -> _Class:
+    """Have Python's errors about arguments name this class, not the private bases that have its methods.
+
+    A decorator, for bases of one public class only: `OffloadEngine(num_slot=8)` blamed `EngineLifecycle.__init__()`.
+    """
+    for base in public.__mro__[1:]:
+        for name, function in vars(base).items():
+            if isinstance(function, FunctionType) and (name == "__init__" or not name.startswith("_")):
+                function.__qualname__ = f"{public.__name__}.{name}"
+    return public

@@ -5,12 +5,14 @@
     ERROR     a CUDA context is lost; code of the caller's raised: a done callback, a tracer
 
 Errors are printed to stderr where no logging is configured, since nothing else tells of them. Nothing is logged for a
-transfer that succeeds, and nothing while the engine's lock is held.
+transfer that succeeds, and nothing while the engine's lock is held. Passwords in a record are masked.
 """
 
 from __future__ import annotations
 
 import logging
+
+from kvoffload.internal.checks import masked
 
 LOGGER = logging.getLogger("kvoffload")
 
@@ -24,4 +26,15 @@ class _UnlessConfigured(logging.Handler):
             logging.lastResort.handle(record)
 
 
+def _mask(record: logging.LogRecord) -> bool:
+    try:
+        text = record.getMessage()
+    except Exception:  # an object that cannot show itself: handlers say so
+        return True
+    if masked(text) != text:
+        record.msg, record.args = masked(text), ()
+    return True
+
+
+LOGGER.addFilter(_mask)
 LOGGER.addHandler(_UnlessConfigured(logging.ERROR))

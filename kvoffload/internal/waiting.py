@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kvoffload.internal.checks import as_timeout
+
 
 def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) -> None:
     """Poll `condition` with sleeps that grow from nothing to 0.2 ms, so that Ctrl-C and timeouts work.
@@ -14,10 +16,12 @@ def wait_until(condition: Callable[[], bool], timeout: float | None, what: str) 
 
     Raises:
         TimeoutError: `timeout` seconds have passed.
+        ValueError: it is no number of seconds.
     """
+    timeout = as_timeout(timeout)
     begin = time.perf_counter()
     while not condition():
         waited = time.perf_counter() - begin
         if timeout is not None and waited >= timeout:
-            raise TimeoutError(f"{what} was not done within {timeout} seconds; it goes on")
+            raise TimeoutError(f"{what} was not done within {timeout:g} seconds; it goes on")
         time.sleep(0.0 if waited < 2.5e-3 else min(2e-4, waited / 50))

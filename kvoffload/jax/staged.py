@@ -60,7 +60,7 @@ class StagedCache:
 
     Attributes:
         shape, dtype: of the array.
-        layout: of the staging array, for an `OffloadEngine` that has no other use.
+        layout: of the staging array, for an `OffloadEngine` that has no other use; a `BlockCache` over it is refused.
         stage: the staging array, a block-major `DeviceArray` of shape (stage_blocks, planes, ...): a block is one copy,
             whatever the axes of the cache.
 
@@ -75,8 +75,8 @@ class StagedCache:
         self,
         device: Device,
         array: Any,
-        stage_blocks: int = 32,
         *,
+        stage_blocks: int = 32,
         plane_axis: int,
         block_axis: int,
         **options: Any,
@@ -95,6 +95,7 @@ class StagedCache:
         self.stage = device.empty((at_least("stage_blocks", stage_blocks, 1), *in_stage[1:]), array.dtype)
         stated: dict[str, Any] = {"on_default_stream": False} | options
         self.layout = KVLayout.from_stacked(self.stage, plane_axis=1, block_axis=0, **stated)
+        self.layout._of_staging = True  # no BlockCache may be made over it
         self._gather, self._scatter = _programs(*axes)
         self._gathered: deque[_Gathered] = deque()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 
 import numpy as np
@@ -41,14 +42,15 @@ def dtype_name(dtype: DTypeLike | None) -> str:
     Raises:
         LayoutError: `dtype` is None, or not the type of one element.
     """
+    number = isinstance(dtype, numbers.Number)  # the texts of True and nan could be names of types
     try:
         found: np.dtype[np.generic] = np.dtype(dtype)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         name = str(dtype).rpartition(".")[2].lower()
-        if re.fullmatch("[a-z][a-z0-9_]*", name):  # else a repr, perhaps with an address in it
+        if not number and re.fullmatch("[a-z][a-z0-9_]*", name):  # else a repr, perhaps with an address in it
             return _ABBREVIATIONS.get(name, name)
     else:
-        if dtype is not None and not issubclass(found.type, np.flexible | np.object_):
+        if dtype is not None and not number and not issubclass(found.type, np.flexible | np.object_):
             return f"{'>' if found.str[0] == '>' else ''}{found.name}"
     raise LayoutError(f'dtype must be the type of one element, such as "bfloat16" or np.float16, got {shown(dtype)}')
 

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import SupportsIndex
 
 from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import flag, shown
 from kvoffload.internal.representation import HtmlRepresentation
 from kvoffload.internal.types import DTypeLike, GpuArray
 from kvoffload.layout.arrays import block_shape, common_dtype, is_jax_array, plane_of_view, planes_of_view, view_of
@@ -58,26 +58,28 @@ class KVLayout(HtmlRepresentation):
 
     Raises:
         LayoutError: no groups, planes that share bytes, planes of one group with different `num_blocks`, numbers below
-            1, `blocks_per_slot` with which a slot would have more than 1 TiB, an unknown `slot_order`, or `block_axes`
-            that are no names or repeat one.
+            1, `blocks_per_slot` with which a slot would have more than 1 TiB, a `dtype` that is none, an unknown
+            `slot_order`, or `block_axes` that are no names or repeat one.
     """
+
+    _of_staging = False  # whether its blocks are there only while they are copied, as those of a StagedCache
 
     def __init__(
         self,
         groups: Sequence[Sequence[Plane]],
+        *,
         blocks_per_slot: SupportsIndex = 1,
         dtype: DTypeLike | None = None,
         tokens_per_block: SupportsIndex | None = None,
         on_default_stream: bool = True,
-        *,
         slot_order: SlotOrder | None = None,
         block_axes: Sequence[str] | None = None,
     ) -> None:
         self.blocks_per_slot = positive("blocks_per_slot", blocks_per_slot)
+        if dtype is not None:
+            dtype_name(dtype)
         self.dtype = dtype
-        if not isinstance(on_default_stream, bool):
-            raise LayoutError(f"on_default_stream must be True or False, got {shown(on_default_stream)}")
-        self.on_default_stream = on_default_stream
+        self.on_default_stream = flag("on_default_stream", on_default_stream)
         self.tokens_per_block = None if tokens_per_block is None else positive("tokens_per_block", tokens_per_block)
         self.block_axes = None if block_axes is None else _as_names(block_axes)
         if slot_order not in (None, "plane-major", "block-major"):
@@ -124,10 +126,10 @@ class KVLayout(HtmlRepresentation):
         views = [view_of(*each) for each in zip(given, names, strict=True)]
         layout = cls(
             [[plane_of_view(*each) for each in zip(views, names, given, strict=True)]],
-            blocks_per_slot,
-            common_dtype(given) if dtype is None else dtype,
-            tokens_per_block,
-            not any(map(is_jax_array, given)) if on_default_stream is None else on_default_stream,
+            blocks_per_slot=blocks_per_slot,
+            dtype=common_dtype(given) if dtype is None else dtype,
+            tokens_per_block=tokens_per_block,
+            on_default_stream=not any(map(is_jax_array, given)) if on_default_stream is None else on_default_stream,
             slot_order=slot_order,
             block_axes=block_axes,
         )
@@ -166,10 +168,10 @@ class KVLayout(HtmlRepresentation):
         view = view_of(array, "array")
         layout = cls(
             [planes_of_view(view, plane_axis, block_axis, array)],
-            blocks_per_slot,
-            common_dtype([array]) if dtype is None else dtype,
-            tokens_per_block,
-            not is_jax_array(array) if on_default_stream is None else on_default_stream,
+            blocks_per_slot=blocks_per_slot,
+            dtype=common_dtype([array]) if dtype is None else dtype,
+            tokens_per_block=tokens_per_block,
+            on_default_stream=not is_jax_array(array) if on_default_stream is None else on_default_stream,
             slot_order=slot_order,
             block_axes=block_axes,
         )
@@ -208,7 +210,7 @@ class KVLayout(HtmlRepresentation):
         message += struct.pack(f"<{len(words)}Q", *words)
         return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
 
-    def slots_for(self, num_blocks: int, first_sub_block: int = 0) -> int:
+    def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
         """How many slots a transfer of `num_blocks` blocks takes if the first block is sub-block `first_sub_block`."""
         return -(-(num_blocks + first_sub_block) // self.blocks_per_slot) if num_blocks else 0
 

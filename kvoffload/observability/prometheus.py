@@ -38,8 +38,8 @@ class _Metric(NamedTuple):
 
 _STATES = ("resident", "pending", "pinned")
 _COUNTED = {
-    "lookups": "Blocks that lookups asked for.",
-    "hits": "Leading blocks that lookups found.",
+    "lookups": "Blocks that lookups and promotions asked for.",
+    "hits": "Leading blocks that lookups and promotions found.",
     "stored": "Blocks stored.",
     "loaded": "Blocks loaded.",
     "evicted": "Blocks evicted to make room for others.",
@@ -80,6 +80,9 @@ _METRICS = {
         f"kvoffload_cache_tenant_{field}": _Metric("Counter", f"{_COUNTED[field][:-1]}; by tenant.", "tenant")
         for field in _COUNTED_BY_TENANT
     },
+    "kvoffload_cache_tier_hits": _Metric(
+        "Counter", "The hits by where they were: host, or the name of a tier.", "tier"
+    ),
     "kvoffload_cache_residency_seconds": _Metric("Histogram", "How long evicted blocks had been in the cache."),
     "kvoffload_cache_reuse_distance_blocks": _Metric("Histogram", "Blocks touched between two touches of a block."),
     "kvoffload_transfer_bytes": _Metric("Counter", "Payload bytes of transfers that did not fail.", "direction"),
@@ -230,6 +233,8 @@ def _cache_samples(statistics: CacheStatistics) -> Iterator[_Sample]:
     for tenant, counts in statistics.tenants:
         for field in _COUNTED_BY_TENANT:
             yield _Sample(f"kvoffload_cache_tenant_{field}", getattr(counts, field), tenant)
+    for place, hits in statistics.hits_from:
+        yield _Sample("kvoffload_cache_tier_hits", hits, place)
     yield _Sample("kvoffload_cache_residency_seconds", statistics.residency_seconds)
     yield _Sample("kvoffload_cache_reuse_distance_blocks", statistics.reuse_distance_blocks)
 

@@ -15,15 +15,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
+from kvoffload.cache.keys import as_tokens
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.internal.checks import at_least
-from kvoffload.layout.ids import as_ids
+from kvoffload.internal.nesting import refuse_nested
 
 Medium = Literal["GPU", "CPU", "DISK", "EXTERNAL"]
 Form = Literal["array", "map"]
 
 _HASH_BYTES = 8
-_TOKEN_LIMIT = 1 << 32
 _STORED, _REMOVED = ("stored", "promoted"), ("evicted", "removed")
 
 
@@ -111,7 +111,7 @@ class RouterEvents:
         self._remembered = at_least("remembered", remembered, 1)
         self._most_pending = at_least("most_pending", most_pending, 1)
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._described: OrderedDict[bytes, _Described] = OrderedDict()
         self._present: dict[bytes, set[Medium]] = {}  # keys that routers know of, and where
         self._waiting: dict[bytes, dict[tuple[bytes, Medium], None]] = {}  # by the parent that they do not know of
@@ -137,14 +137,14 @@ class RouterEvents:
             lora_name: name of the adapter; None: the model without one.
 
         Raises:
-            ValueError: there are too few tokens for so many keys.
-            LayoutError: `token_ids` are not integers.
+            ValueError: there are too few tokens for so many keys, or `token_ids` are not integers.
         """
-        step, ids = self.tokens_per_key, as_ids("token_ids", token_ids, _TOKEN_LIMIT).tolist()
+        step, ids = self.tokens_per_key, as_tokens(token_ids).tolist()
         if len(ids) < step * len(keys):
             raise ValueError(
                 f"{len(keys)} keys of {step} tokens each need {step * len(keys)} token_ids, got {len(ids)}"
             )
+        refuse_nested(self._lock, "describe")
         with self._lock:
             for number, key in enumerate(keys):
                 tokens = tuple(ids[step * number : step * (number + 1)])
@@ -168,6 +168,7 @@ class RouterEvents:
 
         A key is reported when its parent has been: a promotion brings keys in any order.
         """
+        refuse_nested(self._lock, "stored")
         with self._lock:
             together: list[bytes] = []
             last = medium
@@ -182,6 +183,7 @@ class RouterEvents:
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
         """These keys can no longer be loaded from that medium. The cache reports its slots itself, by `on_event`."""
+        refuse_nested(self._lock, "removed")
         with self._lock:
             gone = [key for key in keys if not self._stops_waiting(key, medium)]
             for key in gone:
@@ -194,6 +196,7 @@ class RouterEvents:
 
     def cleared(self) -> None:
         """This server holds nothing any more, in any medium: after a restart, for example."""
+        refuse_nested(self._lock, "cleared")
         with self._lock:
             for known in (self._present, self._waiting, self._parent_of):
                 known.clear()
@@ -203,6 +206,7 @@ class RouterEvents:
 
     def take(self) -> Batch | None:
         """The messages since the previous call, as a batch to be sent; None if there are none."""
+        refuse_nested(self._lock, "take")
         with self._lock:
             if not self._pending:
                 return None

@@ -331,7 +331,7 @@ def build(
         group, group_index: the group's folds, and its index in the layout.
         slot_addresses: of every slot of the pool, see `addresses_of_slots`.
         slots, blocks: valid ids, int64, which the plan keeps and which must not change while it is used;
-            `len(slots) == layout.slots_for(len(blocks), first_sub_block)`.
+            `len(slots) == layout.slots_for(len(blocks), first_sub_block=...)`.
     """
     factor = layout.blocks_per_slot
     if factor == 1:

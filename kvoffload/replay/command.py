@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         "replay",
         "hit rates of a trace, every byte verified",
         _TEXT,
-        example="replay --workload agents --metadata-only --policy all",
+        example="replay trace.jsonl --metadata-only --policy all --slots 2048",
         common=f"--wide, {COMMON}",
         usage="(TRACE | --workload NAME) [options]",
     )

@@ -27,11 +27,11 @@ _ONE_VALUE = ("slots", "disk_slots")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """`--hosts`, and the options that need it, whose defaults are None so that `check` knows which were given."""
-    hidden = argparse.SUPPRESS
-    parser.add_argument("--hosts", type=_hosts, metavar="N[,N...]", help=hidden)
-    parser.add_argument("--routing", choices=ROUTINGS, metavar="NAME", help=hidden)
-    parser.add_argument("--store-slots", type=whole(1), metavar="N", help=hidden)
-    parser.add_argument("--store-gb-per-s", type=positive, metavar="X", help=hidden)
+    group = parser.add_argument_group("several hosts over one shared store, without bytes")
+    group.add_argument("--hosts", type=_hosts, metavar="N[,N...]", help="each number of hosts on its own")
+    group.add_argument("--routing", choices=ROUTINGS, metavar="NAME", help=f"{' or '.join(ROUTINGS)} (default random)")
+    group.add_argument("--store-slots", type=whole(1), metavar="N", help="hash ids the store holds")
+    group.add_argument("--store-gb-per-s", type=positive, metavar="X", help="its speed; needs --model")
 
 
 def _hosts(text: str) -> list[int]:

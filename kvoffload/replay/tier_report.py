@@ -31,15 +31,17 @@ _WITHOUT_BYTES = ("least_hits", "disk_policy", "disk_gb_per_s")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """`--disk-slots`, and the options that need it, whose defaults are None so that `check` knows who gave them."""
-    hidden = argparse.SUPPRESS
-    parser.add_argument(
-        "--disk-slots", type=numbers, metavar="N[,N...]", help="a disk below: see the docs; as for --hosts"
+    group = parser.add_argument_group("a disk below the cache")
+    group.add_argument("--disk-slots", type=numbers, metavar="N[,N...]", help="hash ids the disk holds")
+    group.add_argument("--disk-path", type=Path, metavar="FOLDER", help="of its file, with bytes; removed at the end")
+    writes = (*WRITES, "all")
+    group.add_argument("--write", choices=writes, metavar="NAME", help=f"{', '.join(writes)} (default all)")
+    group.add_argument(
+        "--least-hits", type=_not_negative, metavar="X", help="reads that a write has to bring (default 0.22)"
     )
-    parser.add_argument("--disk-path", type=Path, metavar="FOLDER", help=hidden)
-    parser.add_argument("--write", choices=(*WRITES, "all"), metavar="NAME", help=hidden)
-    parser.add_argument("--least-hits", type=_not_negative, metavar="X", help=hidden)
-    parser.add_argument("--disk-policy", choices=tuple(sorted(POLICIES)), metavar="NAME", help=hidden)
-    parser.add_argument("--disk-gb-per-s", type=positive, metavar="X", help=hidden)
+    policies = tuple(sorted(POLICIES))
+    group.add_argument("--disk-policy", choices=policies, metavar="NAME", help=", ".join(policies))
+    group.add_argument("--disk-gb-per-s", type=positive, metavar="X", help="its speed, for the time that hits save")
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -141,7 +141,7 @@ class VerifiedCache:
             self.cache = BlockCache(self.engine, policy=chosen)
         else:
             tier = make_tier(self.layout.slot_bytes * self.layout.num_groups)
-            self.cache = TieredCache(self.engine, policy, tiers=[tier], write=write)  # type: ignore[arg-type]
+            self.cache = TieredCache(self.engine, policy=policy, tiers=[tier], write=write)  # type: ignore[arg-type]
         self._patterns = KeyPatterns(self.layout.groups[0].payload_bytes, seed)
         self._random = np.random.default_rng(seed)
         self.counts = Counts()
@@ -330,7 +330,7 @@ def _make_layout(device: Device, geometry: ModelGeometry, places: int, blocks_pe
     ]
     axes = ("tokens", "heads", "dim")
     tokens = geometry.tokens_per_block
-    return KVLayout(groups, blocks_per_key, "bfloat16", tokens, block_axes=axes)
+    return KVLayout(groups, blocks_per_slot=blocks_per_key, dtype="bfloat16", tokens_per_block=tokens, block_axes=axes)
 
 
 def _finish(job: CacheJob) -> tuple[float, int]:

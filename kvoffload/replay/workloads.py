@@ -5,7 +5,9 @@ A block's key stands for the block and everything before it, so a key is always 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -59,6 +61,25 @@ def make_workload(name: str, requests: int = DEFAULT_REQUESTS, seed: int = 0) ->
         islice(source(random, blocks), share) for source, share in zip(sources, shares, strict=True)
     )
     return [tuple(number.to_bytes(KEY_BYTES, "big", signed=True) for number in request) for request in synthetic]
+
+
+def chat(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]:
+    """Most conversations end after a question; the more turns one has had, the likelier is another.
+
+    Lengths, in blocks of 512 tokens, pauses and turns are as in the conversation trace of the Mooncake FAST'25 release.
+    """
+    system = blocks.new(1)
+    waiting: list[tuple[float, int, list[int]]] = []  # when its next turn comes, in requests; turns so far; the prompt
+    for now in itertools.count():
+        if waiting and waiting[0][0] <= now:
+            _, turns, prompt = heappop(waiting)
+            prompt = prompt + blocks.new(_about(random, 2, 1.4))
+        else:
+            turns, prompt = 0, system + blocks.new(_about(random, 11, 1.2))
+        turns += 1
+        if random.random() < turns / (turns + 3):
+            heappush(waiting, (now + _about(random, 430, 1.1), turns, prompt))
+        yield prompt
 
 
 def system_prompts(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]:
@@ -117,6 +138,7 @@ def one_off(random: np.random.Generator, blocks: Blocks) -> Iterator[list[int]]:
 
 
 WORKLOADS: dict[str, Workload] = {
+    "chat": Workload("conversations of unequal length; most end after a question", (chat,)),
     "system-prompts": Workload("a few system prompts, each with questions asked once", (system_prompts,)),
     "documents": Workload("questions about documents of unequal popularity", (documents,)),
     "agents": Workload("long sessions whose every turn sends the whole history", (agents,)),
@@ -130,6 +152,11 @@ WORKLOADS: dict[str, Workload] = {
 def _between(random: np.random.Generator, least: int, most: int) -> int:
     """A whole number, every one from `least` to `most` equally likely."""
     return int(random.integers(least, most + 1))
+
+
+def _about(random: np.random.Generator, median: float, spread: float) -> int:
+    """A whole number of at least 1 with this median, the logarithm's standard deviation being `spread`."""
+    return max(1, round(median * float(np.exp(spread * random.standard_normal()))))
 
 
 def _zipf(count: int, exponent: float) -> npt.NDArray[np.float64]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine import tracing
@@ -22,6 +22,8 @@ from kvoffload.engine.preparation import Requests, slots_of
 from kvoffload.engine.report import PlanReport
 from kvoffload.engine.request import SourceOrderName, make_request
 from kvoffload.engine.wait_streams import After
+from kvoffload.internal.checks import names_its_calls
+from kvoffload.internal.nesting import in_call, raise_nested
 from kvoffload.internal.types import Ids
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.sharded.after import ShardedAfter
@@ -32,6 +34,7 @@ from kvoffload.sharded.shard import Shard
 from kvoffload.tuning import CopierName, CopyMethod
 
 
+@names_its_calls
 class ShardedEngine(ShardedLifecycle):
     """Moves blocks between the planes of several devices and pinned slots, as one `OffloadEngine` does for one device.
 
@@ -68,6 +71,7 @@ class ShardedEngine(ShardedLifecycle):
         self,
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: ShardedAfter = None,
@@ -86,12 +90,15 @@ class ShardedEngine(ShardedLifecycle):
             As `OffloadEngine.store`. Nothing is in flight on any device then; a note on the exception names the device.
             A driver error on one device after that fails the job, which ends when all devices have ended theirs.
         """
-        return self.submit(Direction.STORE, blocks, slots, group, first_sub_block, after, copier)
+        return self.submit(
+            Direction.STORE, blocks, slots, group=group, first_sub_block=first_sub_block, after=after, copier=copier
+        )
 
     def load(
         self,
         slots: Ids,
         blocks: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: ShardedAfter = None,
@@ -114,7 +121,16 @@ class ShardedEngine(ShardedLifecycle):
             As `OffloadEngine.load`, and as `store` says.
         """
         return self.submit(
-            Direction.LOAD, blocks, slots, group, first_sub_block, after, copier, source_order, parts, urgent
+            Direction.LOAD,
+            blocks,
+            slots,
+            group=group,
+            first_sub_block=first_sub_block,
+            after=after,
+            copier=copier,
+            source_order=source_order,
+            parts=parts,
+            urgent=urgent,
         )
 
     def submit(
@@ -122,6 +138,7 @@ class ShardedEngine(ShardedLifecycle):
         direction: Direction | Literal["store", "load"],
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         after: ShardedAfter = None,
@@ -131,23 +148,27 @@ class ShardedEngine(ShardedLifecycle):
         urgent: bool = False,
     ) -> ShardedJob:
         """`store` and `load` in one; arguments and errors as there."""
-        towards, read = Direction(direction), (blocks, slots)
         options = copier, source_order, parts, urgent
+        return self._submit(_maker(Direction(direction), blocks, slots, group, first_sub_block, options), after)
 
-        def check(shard: Shard, following: After) -> Requests:
-            nonlocal read
-            of_blocks, in_slots = read
-            request = make_request(
-                shard.limits, towards, of_blocks, in_slots, group, first_sub_block, following, *options
-            )
-            read = request.blocks, request.slots  # once, so that all devices have the same
-            return (request,)
-
-        return self._submit(check, after)
+    def submit_locked(
+        self,
+        direction: Direction,
+        blocks: Ids,
+        slots: Ids,
+        *,
+        group: int,
+        after: ShardedAfter,
+        parts: int | Sequence[Sequence[int]] | None = None,
+    ) -> ShardedJob:
+        """`submit` for a cache, which calls it with the lock held."""
+        make = _maker(direction, blocks, slots, group, 0, (None, "auto", parts, False))
+        return self._submit(make, after, locked=True)
 
     def store_groups(
         self,
         transfers: Sequence[GroupTransfer],
+        *,
         after: ShardedAfter = None,
         copier: CopierName | CopyMethod | None = None,
     ) -> ShardedJob:
@@ -165,6 +186,7 @@ class ShardedEngine(ShardedLifecycle):
     def load_groups(
         self,
         transfers: Sequence[GroupTransfer],
+        *,
         after: ShardedAfter = None,
         copier: CopierName | CopyMethod | None = None,
         source_order: SourceOrderName = "auto",
@@ -195,13 +217,22 @@ class ShardedEngine(ShardedLifecycle):
         def check(shard: Shard, following: After) -> Requests:
             nonlocal read
             requests = make_group_requests(shard.limits, direction, read, following, copier, source_order, urgent)
-            read = [GroupTransfer(each.group, each.blocks, each.slots, each.first_sub_block) for each in requests]
+            read = [
+                GroupTransfer(each.group, each.blocks, each.slots, first_sub_block=each.first_sub_block)
+                for each in requests
+            ]
             return requests
 
         return self._submit(check, after)
 
-    def _submit(self, check: Callable[[Shard, After], Requests], after: ShardedAfter) -> ShardedJob:
-        """A transfer in the steps of this file's head; `check` makes its requests for a device."""
+    def _submit(
+        self, check: Callable[[Shard, After], Requests], after: ShardedAfter, *, locked: bool = False
+    ) -> ShardedJob:
+        """A transfer in the steps of this file's head; `check` makes its requests for a device. `locked`: for a cache,
+        which holds the lock.
+        """
+        if in_call(self.lock) and not locked:
+            raise_nested("a submission")
         requests = self._for_each(check, self._per_device("after", after, "value"))
         first = requests[0][0]
         direction = first.direction
@@ -257,10 +288,34 @@ class ShardedEngine(ShardedLifecycle):
         direction: Direction | Literal["store", "load"],
         blocks: Ids,
         slots: Ids,
+        *,
         group: int = 0,
         first_sub_block: int = 0,
         copier: CopierName | CopyMethod | None = None,
     ) -> tuple[PlanReport, ...]:
         """As `OffloadEngine.plan`, a report for each device."""
-        arguments = direction, blocks, slots, group, first_sub_block, copier
-        return tuple(self._for_each(lambda shard: shard.plan(*arguments)))
+        transfer = partial(
+            Shard.plan,
+            direction=direction,
+            blocks=blocks,
+            slots=slots,
+            group=group,
+            first_sub_block=first_sub_block,
+            copier=copier,
+        )
+        return tuple(self._for_each(transfer))
+
+
+def _maker(
+    direction: Direction, blocks: Ids, slots: Ids, group: int, first_sub_block: int, options: tuple[Any, ...]
+) -> Callable[[Shard, After], Requests]:
+    """A function that makes the request of a device; `options`: the arguments of `make_request` behind `after`."""
+    read = blocks, slots
+
+    def make(shard: Shard, after: After) -> Requests:
+        nonlocal read
+        request = make_request(shard.limits, direction, *read, group, first_sub_block, after, *options)
+        read = request.blocks, request.slots  # once, so that all devices have the same
+        return (request,)
+
+    return make

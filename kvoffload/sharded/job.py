@@ -20,7 +20,7 @@ class ShardedJob(Job):
     __slots__ = ()
 
     def order_before(  # type: ignore[override]  # a stream is of one device
-        self, streams: Sequence[StreamLike], part: int | None = None
+        self, streams: Sequence[StreamLike], *, part: int | None = None
     ) -> None:
         """Work queued on these streams from now on starts after this transfer has ended on the stream's own device.
 

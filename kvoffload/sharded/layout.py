@@ -117,9 +117,9 @@ class ShardedLayout:
         message = struct.pack("<Q", len(self.layouts)) + each
         return blake2b(message, digest_size=16, person=b"kvoffload shards").digest()
 
-    def slots_for(self, num_blocks: int, first_sub_block: int = 0) -> int:
+    def slots_for(self, num_blocks: int, *, first_sub_block: int = 0) -> int:
         """As `KVLayout.slots_for`; the same on every device."""
-        return self.layouts[0].slots_for(num_blocks, first_sub_block)
+        return self.layouts[0].slots_for(num_blocks, first_sub_block=first_sub_block)
 
     def __repr__(self) -> str:
         return f"ShardedLayout({list(self.layouts)})"

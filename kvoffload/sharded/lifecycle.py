@@ -22,7 +22,8 @@ from kvoffload.engine.statistics import EngineStatistics
 from kvoffload.engine.stream_order import as_part
 from kvoffload.engine.tracing import deliver
 from kvoffload.errors import CapacityError, ClosedError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import as_timeout, shown
+from kvoffload.internal.nesting import in_call, refuse_nested
 from kvoffload.internal.teardown import run_all
 from kvoffload.internal.types import StreamLike, UInt8Array
 from kvoffload.internal.waiting import wait_until
@@ -42,7 +43,8 @@ _MOST_UNASKED = 16  # with so many in flight, a submission asks the devices whic
 _FOR_INTEGRATIONS = frozenset(
     [
         *("advance", "check_parts", "check_process", "check_room", "check_usable", "forget_report", "guard_slots"),
-        *("in_flight", "jobs_in_flight", "lock", "order_job_before", "resolve", "submitted", "when_done"),
+        *("in_flight", "jobs_in_flight", "lock", "order_job_before", "resolve", "submit_locked"),
+        *("submitted", "when_done"),
     ]
 )
 
@@ -108,9 +110,11 @@ class ShardedLifecycle:
     def advance(self) -> None:
         """Take note of transfers that have ended, and queue as many segments as there is room for.
 
-        Does not wait for a GPU.
+        Does not wait for a GPU. Inside another call in the same thread it does nothing.
         """
         self.check_process()
+        if in_call(self.lock):
+            return
         with self.lock:
             up_to_date = self._tracker.count == 0 and self._tracker.consistent
         if not up_to_date:
@@ -124,6 +128,8 @@ class ShardedLifecycle:
 
     def poll(self) -> list[TransferResult]:
         """As `OffloadEngine.poll`: a result for each job, of all devices together."""
+        if in_call(self.lock):
+            return []
         self.advance()
         with self.lock:
             return self._tracker.take_reports()
@@ -144,15 +150,13 @@ class ShardedLifecycle:
         """How many transfers have not ended on all devices."""
         self.check_process()
         with self.lock:
-            self._tracker.settle()
-            return self._tracker.count
+            return sum(not record.finished for record in self._tracker.records())
 
     @property
     def submitted(self) -> int:
         """How many transfers have been submitted so far."""
         self.check_process()
         with self.lock:
-            self._tracker.repair()
             return self._tracker.submitted
 
     def statistics(self) -> EngineStatistics:
@@ -168,8 +172,8 @@ class ShardedLifecycle:
                 simulated=self._simulated,
                 num_slots=self.num_slots,
                 pinned_bytes=sum(one.pinned_bytes for one in each),
-                in_flight=tracker.count,
-                held=sum(record.held for queue in tracker.both for record in queue.transfers),
+                in_flight=self.in_flight,
+                held=sum(record.held for record in tracker.records()),
                 unreported=len(tracker.reports),
                 dropped_reports=tracker.dropped_reports,
                 streams=sum(one.streams for one in each),
@@ -184,6 +188,7 @@ class ShardedLifecycle:
 
     def order_job_before(self, record: ShardedTransfer, streams: Sequence[StreamLike], part: int | None) -> None:
         """See `ShardedJob.order_before`."""
+        refuse_nested(self.lock, "order_before")
         given = self._per_device("streams", streams, "stream")
         handles = [stream_handle(stream, f"streams[{index}]") for index, stream in enumerate(given)]
         number = None if part is None else as_part(part, record)
@@ -230,7 +235,10 @@ class ShardedLifecycle:
         tracker = self._tracker
         tracker.settle()
         if tracker.count + jobs > min(_MOST_UNASKED, self.max_in_flight):
-            self.advance()
+            for shard in self._shards:
+                shard.track()
+            tracker.repair()
+            tracker.settle()
         if tracker.count + jobs > self.max_in_flight:
             raise CapacityError(
                 f"{tracker.count} jobs are unfinished (max_in_flight={self.max_in_flight}); poll() until some end"
@@ -240,8 +248,7 @@ class ShardedLifecycle:
         """A job for each transfer that has not ended on all devices."""
         self.check_process()
         with self.lock:
-            self._tracker.repair()
-            return tuple(ShardedJob(self, record) for queue in self._tracker.both for record in queue.transfers)
+            return tuple(ShardedJob(self, record) for record in self._tracker.records())
 
     def guard_slots(self, guard: SlotGuard) -> None:
         """Make `guard` the owner of the slots: each store calls `guard.check_store(slots)` first, which may refuse it.
@@ -253,6 +260,7 @@ class ShardedLifecycle:
                 transfers are in flight that may be its own.
         """
         self.check_process()
+        refuse_nested(self.lock, "guard_slots")
         with self.lock:
             self._slot_guard = replaced_guard(self._slot_guard, guard, self.in_flight)
 
@@ -293,7 +301,9 @@ class ShardedLifecycle:
 
         Raises:
             TimeoutError: `timeout` seconds have passed; the jobs go on.
+            RuntimeError: it is called inside another call in the same thread.
         """
+        refuse_nested(self.lock, "drain")
         tracker = self._tracker
 
         def ended() -> bool:
@@ -312,6 +322,8 @@ class ShardedLifecycle:
         """
         if os.getpid() != self._process:
             return
+        refuse_nested(self.lock, "close")
+        timeout = as_timeout(timeout)
         deadline = None if timeout is None else time.perf_counter() + timeout
 
         def close(shard: Shard) -> None:

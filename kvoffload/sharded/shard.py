@@ -96,6 +96,10 @@ class Shard(OffloadEngine):
             if error.sticky:
                 self._parts.tracker.mark_lost(error)
 
+    def track(self) -> None:
+        """Take note of transfers that have ended; under the lock."""
+        self._track()
+
     def has_queued(self, transfer: Transfer) -> bool:
         """Whether a transfer is in flight here, or has ended here just now."""
         return transfer in self._parts.in_flight.of(transfer.direction).transfers

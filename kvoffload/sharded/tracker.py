@@ -9,7 +9,7 @@ when the others have.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from kvoffload.engine.job import TransferResult, result_of
@@ -43,7 +43,7 @@ class ShardedTracker:
 
     Attributes:
         consistent: False while a call submits, and after it was interrupted there: then the next one repairs.
-        reports: by id, finished transfers that `poll` has still to report, the oldest first.
+        reports: by id, the results that `poll` has still to report, the oldest first. They keep no transfer alive.
         dropped_reports: how many were dropped because there were more than 65,536.
         notices: transfers that a tracer follows and that have ended; reported once the lock is released.
     """
@@ -53,7 +53,7 @@ class ShardedTracker:
         self.stores, self.loads = ShardedQueue(), ShardedQueue()
         self.both = (self.stores, self.loads)
         self.consistent = True
-        self.reports: dict[int, ShardedTransfer] = {}
+        self.reports: OrderedDict[int, TransferResult] = OrderedDict()  # forgets its oldest in O(1)
         self.dropped_reports = 0
         self.notices = new_notices()
 
@@ -62,9 +62,14 @@ class ShardedTracker:
         """How many are in flight, as far as is known."""
         return len(self.stores.transfers) + len(self.loads.transfers)
 
+    def records(self) -> list[ShardedTransfer]:
+        """Those that are in flight, as far as is known."""
+        return [record for queue in self.both for record in list(queue.transfers)]
+
     @property
     def submitted(self) -> int:
-        return self.stores.submitted + self.loads.submitted
+        latest = (queue.transfers[-1].sequence if queue.transfers else 0 for queue in self.both)
+        return sum(max(queue.submitted, sequence) for queue, sequence in zip(self.both, latest, strict=True))
 
     def publish(self, record: ShardedTransfer) -> None:
         """The record is in flight from here on; its transfers follow. `consistent` is set when they have."""
@@ -96,25 +101,25 @@ class ShardedTracker:
                 transfers.popleft()
 
     def report(self, record: ShardedTransfer) -> None:
-        """Count a finished transfer, once, and keep it for `poll`."""
+        """Count a finished transfer, once, and keep its result for `poll`."""
         queue = self.stores if record.direction is Direction.STORE else self.loads
         if record.sequence == 0 or record.sequence > queue.counted:
-            totals = _with(queue.totals, record)
+            totals, result = _with(queue.totals, record), result_of(record)
             queue.counted = record.sequence or queue.counted  # no call from here to the report: all of it is done
             queue.totals = totals
             if not record.forgotten:
-                self.reports[record.id] = record
+                self.reports[record.id] = result
             if record.trace is not None:
                 self.notices.append(record)
         if len(self.reports) > MOST_REPORTS:
-            del self.reports[next(iter(self.reports))]
             self.dropped_reports += 1
+            self.reports.popitem(last=False)
 
     def take_reports(self) -> list[TransferResult]:
         """The results that `poll` has still to report, which are then reported."""
         self.settle()
-        reports, self.reports = self.reports, {}
-        return list(map(result_of, reports.values()))
+        reports, self.reports = self.reports, OrderedDict()
+        return list(reports.values())
 
     def forget(self, job_id: int) -> None:
         """Keep `poll` from reporting a job that has ended, also if that is noted later, when all before it have."""

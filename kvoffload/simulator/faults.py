@@ -41,11 +41,11 @@ class Faults:
         self._copy_countdown = 0
         self._sticky_soon = False
 
-    def fail_call(self, name: str, nth: int = 1, error: Any = None, after: bool = False) -> None:
+    def fail_call(self, name: str, nth: int = 1, *, error: Any = None, after: bool = False) -> None:
         """Make the nth call of `name` return `error` without doing its work; with `after`, having done it."""
         self._plan(name, nth, error, after=after)
 
-    def fail_nth(self, n: int, error: Any = None, after: bool = False) -> None:
+    def fail_nth(self, n: int, *, error: Any = None, after: bool = False) -> None:
         """Make the nth call of any name return `error`."""
         self._plan(_ANY, n, error, after=after)
 

@@ -30,19 +30,25 @@ class CommandError(Exception):
 
 
 class OutputError(Exception):
-    """Standard output cannot be written: it is closed, it is full, or the process that read it has ended."""
+    """Standard output cannot be written: it is closed or full, or see `ReaderEndedError`."""
+
+
+class ReaderEndedError(OutputError):
+    """The process that read standard output wants no more of it, as after `| head`."""
 
 
 def write_out(text: str) -> None:
     """Write to standard output, and flush it.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: it cannot be written. ReaderEndedError: its reader has ended.
     """
     require_out()
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderEndedError("cannot write to standard output: its reader has ended") from error
     except OSError as error:
         raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
     except ValueError as error:  # its encoding lacks a character

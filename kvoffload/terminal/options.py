@@ -40,7 +40,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 def add_command(
     commands: Any, name: str, summary: str, text: str, *, example: str, common: str = "", usage: str = "[options]"
 ) -> argparse.ArgumentParser:
-    """The parser of a command, whose help has at most 25 lines of 80 columns.
+    """The parser of a command, whose help shows every option, in lines of 80 columns.
 
     Args:
         commands: what `add_subparsers` has returned.

@@ -13,18 +13,15 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import shown
+from kvoffload.internal.checks import masked, shown
 from kvoffload.terminal.console import CommandError
 from kvoffload.tiers import RemoteTier, load_tier
 from kvoffload.tiers.files import PAGE
-from kvoffload.tiers.mooncake_client import own_address
 
 _ENVIRONMENT = "env:"
 _SECONDS = 10.0  # of `timeout`: these commands move more at a time than caches do
@@ -131,7 +128,7 @@ class Store:
             return error
         if self.kind == "valkey" and "timed out" in str(error):  # glide says so of all that is wrong with connections
             error = _tried_connection(self.arguments) or error
-        text = " ".join(str(error).split()).partition(" Debug source")[0] or type(error).__name__
+        text = masked(" ".join(str(error).split())).partition(" Debug source")[0] or type(error).__name__
         if isinstance(error, CapabilityError):
             problem, _, remedy = text.rpartition("; ")
             return StoreError(self, problem, remedy.removeprefix("install it: "))
@@ -144,7 +141,7 @@ class Store:
 
     def __str__(self) -> str:
         address = self.arguments.get(_ADDRESSES.get(self.kind, ""), "")
-        return f"--store {self.kind} {address}".rstrip()
+        return masked(f"--store {self.kind} {address}".rstrip())
 
 
 def add_store_option(parser: argparse.ArgumentParser, text: str) -> None:
@@ -182,75 +179,21 @@ def argument(word: str, variables: Mapping[str, str] = os.environ) -> tuple[str,
 # clients --------------------------------------------------------------------------------------------------------------
 
 
-def _of_valkey(store: Store) -> tuple[Any, Callable[[], None]]:
-    store.tier(identity="", prefix="kvoffload")  # the package is there, and the arguments are right
-    import glide_sync as glide
-
-    given, kind = store.arguments, "Cluster" if store.arguments.get("cluster") else ""
-    ca_file, password = given.get("ca_file"), given.get("password")
-    tls = glide.TlsAdvancedConfiguration(
-        root_pem_cacerts=Path(ca_file).read_bytes() if ca_file else None,
-        client_cert_path=given.get("cert_file"),
-        client_key_path=given.get("key_file"),
-    )
-    milliseconds = round(1000 * given["timeout"])
-    configuration = getattr(glide, f"Glide{kind}ClientConfiguration")(
-        addresses=[glide.NodeAddress(*each) for each in _addresses(given)],
-        use_tls=bool(given.get("tls")),
-        credentials=None if password is None else glide.ServerCredentials(password, given.get("username")),
-        request_timeout=milliseconds,
-        lazy_connect=True,
-        advanced_config=getattr(glide, f"AdvancedGlide{kind}ClientConfiguration")(
-            connection_timeout=milliseconds, tls_config=tls
-        ),
-    )
-    client = getattr(glide, f"Glide{kind}Client").create(configuration)
+def _of_server(store: Store) -> tuple[Any, Callable[[], None]]:
+    tier: Any = store.tier(identity="", prefix="kvoffload")
+    client = tier._new_client()
     return client, client.close
 
 
 def _of_objects(store: Store) -> tuple[Any, Callable[[], None]]:
-    store.tier(identity="", prefix="kvoffload")
-    import obstore.store
-
-    given = store.arguments
-    url: str = given["store"]
-    config: Any = given.get("config") or {}
-    if url.startswith(("file:", "memory:")):
-        return obstore.store.from_url(url, **config), lambda: None
-    seconds = timedelta(seconds=given["timeout"])
-    options: Any = {"timeout": seconds, "connect_timeout": seconds, **(given.get("client_options") or {})}
-    none: Any = {"max_retries": 0}
-    return obstore.store.from_url(url, config=config, client_options=options, retry_config=none), lambda: None
-
-
-def _of_mooncake(store: Store) -> tuple[Any, Callable[[], None]]:
     tier: Any = store.tier(identity="", prefix="kvoffload")
-    from mooncake.store import MooncakeDistributedStore
-
-    given = store.arguments
-    master = given.get("master", "127.0.0.1:50051")
-    host, _, port = master.rpartition("://")[2].split(";")[0].rpartition(":")
-    client = MooncakeDistributedStore()
-    code = client.setup(
-        {
-            "master_server_addr": master,
-            "metadata_server": given.get("metadata_server", "P2PHANDSHAKE"),
-            "local_hostname": given.get("hostname") or own_address((host.strip("[]"), int(port))),
-            "protocol": tier.protocol,
-            "rdma_devices": given.get("devices", ""),
-            "global_segment_size": "0",
-            "local_buffer_size": "0",
-        }
-    )
-    if code != 0:
-        raise ConnectionError(f"the master has not taken this client within the timeout: error {code} of Mooncake")
-    return client, client.close
+    return tier._store, lambda: None
 
 
 _CLIENTS: Mapping[str, Callable[[Store], tuple[Any, Callable[[], None]]]] = {
-    "valkey": _of_valkey,
+    "valkey": _of_server,
     "objects": _of_objects,
-    "mooncake": _of_mooncake,
+    "mooncake": _of_server,
 }
 _ADDRESSES = {"valkey": "addresses", "objects": "store", "mooncake": "master"}  # the argument that says where it is
 KINDS = tuple(_CLIENTS)

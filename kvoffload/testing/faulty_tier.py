@@ -10,11 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvoffload.internal.checks import seconds
 from kvoffload.tiers import MemoryTier, Origin, Outcome, ThreadedTier, TierJob
 from kvoffload.tiers.threaded import Rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierFaults:
     """How often a call of a tier's methods does what, 0.0 to 1.0 of all calls.
 
@@ -46,6 +47,7 @@ class TierFaults:
             value = getattr(self, field.name)
             if field.name != "longest_delay" and not 0.0 <= value <= 1.0:
                 raise ValueError(f"{field.name} must be in [0.0, 1.0], got {value!r}")
+        seconds("longest_delay", self.longest_delay, 0.0)
 
 
 class FaultyTier(ThreadedTier):
@@ -67,8 +69,8 @@ class FaultyTier(ThreadedTier):
     def __init__(
         self,
         faults: TierFaults | None = None,
-        inner: ThreadedTier | None = None,
         *,
+        inner: ThreadedTier | None = None,
         seed: int = 0,
         threads: int = 1,
         max_queued: int = 4096,

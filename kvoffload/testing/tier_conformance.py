@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import at_least, to_wait
 from kvoffload.testing import tier_checks_calls, tier_checks_ends, tier_checks_records
 from kvoffload.testing.tier_session import TierSetup
 from kvoffload.tiers import Tier
@@ -42,7 +42,7 @@ def check_tier(
         AssertionError: a promise is broken; the message has the name of the check and what was expected.
     """
     at_least("entries", entries, 8)
-    setup = TierSetup(make, entries, row_bytes, at_least("pools", pools, 1), seed, timeout)
+    setup = TierSetup(make, entries, row_bytes, at_least("pools", pools, 1), seed, to_wait("timeout", timeout))
     modules = (tier_checks_calls, tier_checks_records, tier_checks_ends)
     checks: list[Check] = [check for module in modules for check in module.CHECKS]
     checks += tier_checks_records.MIXED_CHECKS

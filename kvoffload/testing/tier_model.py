@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvoffload.internal.checks import to_wait
 from kvoffload.testing.tier_pools import TierPools
 from kvoffload.tiers import Outcome, Tier, TierJob
 
@@ -250,6 +251,7 @@ def fuzz_tier(
     Raises:
         AssertionError: wrong bytes, a removed record, an entry touched outside a job, ...; the message has the seed.
     """
+    timeout = to_wait("timeout", timeout)
     memory = TierPools(entries, row_bytes, pools, seed)
     tier.attach(memory.arrays, memory.layout)
     fuzz = TierFuzz(tier, memory, seed=seed, keys=keys, lossless=lossless, while_waiting=while_waiting, timeout=timeout)

@@ -38,7 +38,7 @@ def pattern(key: object, nbytes: int) -> UInt8Array:
     return np.frombuffer(digest, dtype=np.uint8).copy()
 
 
-def poison(array: UInt8Array, value: int = POISON) -> None:
+def poison(array: UInt8Array, *, value: int = POISON) -> None:
     """Overwrite a host array, so that bytes which no transfer writes afterwards are recognised."""
     array[...] = value
 
@@ -56,9 +56,9 @@ def scramble(buffer: DeviceBuffer, seed: int) -> UInt8Array:
 def naive_transfer(
     layout: KVLayout,
     direction: Direction | str,
+    *,
     blocks: Sequence[int],
     slots: Sequence[int],
-    *,
     memory: Mapping[int, UInt8Array],
     pool: UInt8Array,
     group: int = 0,
@@ -125,8 +125,8 @@ class Mirror:
         naive_transfer(
             self._engine.layout,
             direction,
-            blocks,
-            slots,
+            blocks=blocks,
+            slots=slots,
             memory=self.memory,
             pool=self.pool,
             group=group,
@@ -186,7 +186,7 @@ def _count(device: Device) -> dict[str, int]:
     return counts
 
 
-def check_clean_close(device: Device, timeout: float = 30.0) -> None:
+def check_clean_close(device: Device, *, timeout: float = 30.0) -> None:
     """Close a simulated device; check that nothing undefined happened, no guard byte changed, and nothing is left.
 
     Raises:
@@ -215,7 +215,7 @@ class ConformanceCase(NamedTuple):
 
 
 def check_copier_conformance(
-    device: Device, copiers: Sequence[CopierName] | None = None, seed: int = 0
+    device: Device, copiers: Sequence[CopierName] | None = None, *, seed: int = 0
 ) -> list[ConformanceCase]:
     """Store and load through every copier, over layouts of every kind, and compare every byte with a naive loop.
 
@@ -275,7 +275,7 @@ def _check_copier(
         nbytes = 0
         for first_sub_block in range(factor):
             count = min(planes[0].num_blocks, num_slots * factor - first_sub_block)
-            places = layout.slots_for(count, first_sub_block)
+            places = layout.slots_for(count, first_sub_block=first_sub_block)
             blocks = chance.permutation(planes[0].num_blocks)[:count]
             blocks[: count // 2].sort()  # neighbours, so that some rows merge
             slots = chance.permutation(num_slots)[:places]

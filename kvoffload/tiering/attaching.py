@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvoffload.cache.policies.prefix import Prefix
@@ -52,6 +52,8 @@ def records_in(tiers: Sequence[Tier], pools: Sequence[UInt8Array]) -> int:
 
 
 def checked_tiers(tiers: Sequence[Tier]) -> list[Tier]:
+    if isinstance(tiers, Tier) or not isinstance(tiers, Iterable):
+        raise TypeError(f"tiers must be a list, of one tier too: tiers=[tier], got {shown(tiers)}")
     checked = list(tiers)
     for number, tier in enumerate(checked):
         if not isinstance(tier, Tier):
@@ -70,7 +72,7 @@ def checked_tiers(tiers: Sequence[Tier]) -> list[Tier]:
 def seconds_per_key(layout: Any, tokens_per_second: float | None) -> float | None:
     if tokens_per_second is None:
         return None
-    if isinstance(tokens_per_second, bool) or not isinstance(tokens_per_second, int | float) or tokens_per_second <= 0:
+    if not isinstance(tokens_per_second, int | float) or tokens_per_second is True or not tokens_per_second > 0:
         raise ValueError(f"prefill_tokens_per_second must be above 0, or None, got {tokens_per_second!r:.80}")
     if layout.tokens_per_block is None:
         raise LayoutError("prefill_tokens_per_second needs a layout with tokens_per_block: name it")

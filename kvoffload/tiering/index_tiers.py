@@ -11,6 +11,8 @@ from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.errors import TierError
+from kvoffload.internal.checks import flag, to_wait
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiering.attaching import HOST, MISSING, PENDING, UNKNOWN, attach, records_in
 from kvoffload.tiering.below import CacheTierStatistics, fits
@@ -38,7 +40,7 @@ def check_options(write: str, hung: float) -> None:
     """Raise ValueError unless they are what `TieredCache` takes."""
     if write not in _CHOICES:
         raise ValueError(f"write must be one of {', '.join(_CHOICES)}, got {write!r:.80}")
-    if isinstance(hung, bool) or not isinstance(hung, int | float) or not hung > 0:
+    if not to_wait("hung", hung) > 0:
         raise ValueError(f"hung must be seconds above 0, got {hung!r:.80}")
 
 
@@ -133,15 +135,24 @@ class IndexTiers:
         return places
 
     def promote(
-        self, keys: Sequence[bytes], deadline: float | None, tenant: str, check_open: Callable[[], None]
+        self,
+        keys: Sequence[bytes],
+        deadline: float | None,
+        tenant: str,
+        check_open: Callable[[], None],
+        *,
+        counted: bool = True,
     ) -> PromotionRecord:
-        """See `TieredCache.promote`; `check_open` raises if nothing can be promoted any more."""
+        """See `TieredIndex.promote`; `check_open` raises if nothing can be promoted any more."""
+        refuse_nested(self._index.lock, "promote")
         checked = check_keys(keys, repeats=False)
-        if deadline is not None and not deadline > 0:
+        flag("counted", counted)
+        if deadline is not None and not to_wait("deadline", deadline) > 0:
             raise ValueError(f"deadline must be seconds above 0 from now, or None, got {deadline!r:.80}")
         self._index._state.pools.of(tenant)
         check_open()
-        record = PromotionRecord(checked, tenant, None if deadline is None else time.monotonic() + deadline)
+        until = None if deadline is None else time.monotonic() + deadline
+        record = PromotionRecord(checked, tenant, until, self._index.lock, counted=counted)
         self.manager.promote(record)
         return record
 
@@ -158,6 +169,7 @@ class IndexTiers:
         return self._removing(Removal(None), here, lambda tier: tier.clear())
 
     def _removing(self, removal: Removal, here: Callable[[], int], below: Callable[[Tier], TierJob | None]) -> int:
+        self.manager.refuse_nested("remove")
         try:
             self.manager.begin_removal(removal)
             count = here()

@@ -17,8 +17,10 @@ from itertools import groupby
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.internal.checks import shown
+from kvoffload.engine.callbacks import Callbacks, WhenDone
+from kvoffload.internal.checks import as_timeout, shown, to_wait
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiering.below import TierBelow
 from kvoffload.tiering.breaker import BreakerState
@@ -66,6 +68,8 @@ class TierManager:
     Attributes:
         tiers: with their breakers and counts.
         closed: no promotion and no write begins any more.
+        wake: has the thread look at everything.
+        when_done: calls a function once a promotion, or a load behind it, has ended, from a thread of its own.
     """
 
     def __init__(
@@ -87,7 +91,8 @@ class TierManager:
         self._choice = choice
         self._settle, self._submit = settle, submit
         self._waker = waker = Waker()
-        self.wake = notify = waker.now  # have the thread look at everything
+        self.wake = notify = waker.now
+        self.when_done: WhenDone = Callbacks().add
         most_occupied, most_leased = (max(1, int(share * index.capacity)) for share in shares)
         self._index, self._ahead = index, min(most_leased, _MOST_AHEAD)
         self._filled = False  # since the latest look at what is evicted next
@@ -260,6 +265,8 @@ class TierManager:
 
     def drain(self, timeout: float | None) -> bool:
         """Wait until what is to be written so far is written, and durable; False after `timeout` seconds."""
+        self.refuse_nested("drain")
+        timeout = as_timeout(timeout)
         end = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float | None:
@@ -281,7 +288,8 @@ class TierManager:
 
     def close(self, timeout: float) -> bool:
         """End the thread and close the tiers; whether no call of a tier goes on."""
-        end = time.monotonic() + timeout
+        self.refuse_nested("close")
+        end = time.monotonic() + to_wait("timeout", timeout)
         self.closed = True
         self.wake()
         ended = [_closed(below.tier, max(0.0, end - time.monotonic())) for below in self.tiers]
@@ -290,6 +298,11 @@ class TierManager:
             self._thread.join(max(_AFTER_ERROR, end - time.monotonic()))
         self._end_messages()
         return all(ended) and not self.busy
+
+    def refuse_nested(self, call: str) -> None:
+        """Raise RuntimeError inside another call: the thread of the tiers may be waiting for what that call holds."""
+        refuse_nested(self._index.lock, call)
+        refuse_nested(self._lock, call)
 
     def _abandon(self) -> None:
         self._end_messages()

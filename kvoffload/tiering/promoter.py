@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvoffload.cache.entries import ReservationRecord, Stage, Status
@@ -95,6 +96,7 @@ class Promoter:
         except KVOffloadError:  # evicted since
             return False
         record.ready = missing
+        self._count(record)
         record.end()
         return True
 
@@ -117,10 +119,18 @@ class Promoter:
             if record.goes_on and (over or record.broken):
                 self._stop(record, now, at_once=over, blame=late and not record.cancelled)
         ended = [record for record in self.going_on if not record.goes_on]
+        for record in ended:
+            self._count(record)
         self.going_on = [record for record in self.going_on if record.goes_on]
         if self._settled != before and any(record.awaited for record in self.going_on):
             self._notify()  # what they wait for may have come
         return ended
+
+    def _count(self, record: PromotionRecord) -> None:
+        """Before `end`, so that who has waited for it finds it counted."""
+        if record.counted:
+            in_tiers = Counter(name for position, name in record.tiers.items() if position < record.ready)
+            self._index.note_promotion((record.keys, record.ready, in_tiers))
 
     def next_look(self) -> float | None:
         """When `advance` is due next although nothing has happened, by `time.monotonic`; None: not at all."""
@@ -146,28 +156,20 @@ class Promoter:
 
     def _look(self, record: PromotionRecord, positions: Sequence[int]) -> None:
         """Look which of some keys are in slots: lease these, wait for pending ones, and ask tiers for the rest."""
-        keys = [record.keys[position] for position in positions]
-        with self._index.lock:  # so that nothing evicts them in between
-            found = dict(zip(positions, self._index.status(keys), strict=True))
-            present = [position for position in positions if found[position] is Status.HIT]
-            if present and not record.released:
-                record.leases.append(self._index.acquire([record.keys[position] for position in present]))
-            filled = {position for position in positions if self._is_filled(record.keys[position])}
-        for position in positions:
-            if found[position] is Status.HIT:
+        statuses, lease = self._index.hold_ready([record.keys[position] for position in positions], not record.released)
+        found = dict(zip(positions, statuses, strict=True))
+        if lease is not None:
+            record.leases.append(lease)
+        for position, status in found.items():
+            if status is Status.HIT:
                 record.settle(position, Outcome.DONE)
-            elif found[position] is Status.PENDING and position not in filled:
+            elif status is Status.PENDING:
                 record.settle(position, Outcome.MISSING)
-        record.awaited = [position for position in positions if position in filled]
+        record.awaited = [position for position, status in found.items() if status is None]
         record.advance_ready()
-        wanted = [position for position in positions if found[position] is Status.MISS]
+        wanted = [position for position, status in found.items() if status is Status.MISS]
         if wanted:
             self._ask(record, wanted, self._tiers)
-
-    def _is_filled(self, key: bytes) -> bool:
-        """Whether a key is pending, and will be ready, or missing, without more calls of the cache."""
-        pending = self._index._state.table.pending.get(key)
-        return pending is not None and (pending.promoted or bool(pending.jobs))
 
     def _ask(self, record: PromotionRecord, wanted: list[int], tiers: Sequence[TierBelow]) -> None:
         """Have these tiers fetch missing keys that they may have, into their entries or new ones; the others are gone.
@@ -189,7 +191,9 @@ class Promoter:
         keys = [record.keys[position] for position in positions[: self._room()]]
         reserved: dict[bytes, ReservationRecord] = {}
         try:
-            reserved = {each.keys[0]: each for each in self._index.reserve_each(keys, record.tenant)} if keys else {}
+            reserved = (
+                {each.keys[0]: each for each in self._index.reserve_each(keys, tenant=record.tenant)} if keys else {}
+            )
         except (KVOffloadError, ValueError):
             pass
         for position in positions:
@@ -259,6 +263,7 @@ class Promoter:
             came = outcome is Outcome.DONE and not self.refused(record.keys[position])
             if came:
                 came = self._commit(record, position)
+                record.tiers[position] = fetch.below.tier.name
             else:
                 missed.append(position)
             fetch.below.promoted += came
@@ -274,14 +279,10 @@ class Promoter:
 
     def _commit(self, record: PromotionRecord, position: int) -> bool:
         """A key has come: make it a hit, and lease it; False if it has been removed meanwhile."""
-        key, index = record.keys[position], self._index
-        each = record.records.pop(position)
-        with index.lock:  # so that nothing evicts it in between
-            mine = bool(index._state.table.still_mine(each))
-            index.commit(each)
-            if mine and not record.released:
-                record.leases.append(index.acquire([key]))
-                record.brought += 1
+        mine, lease = self._index.commit_and_hold(record.records.pop(position), not record.released)
+        if lease is not None:
+            record.leases.append(lease)
+            record.brought += 1
         record.settle(position, Outcome.DONE if mine else Outcome.MISSING)
         return mine
 

@@ -9,7 +9,9 @@ from typing import Any, Self
 
 from kvoffload.cache.entries import ReservationRecord
 from kvoffload.cache.reservations import CacheJob, Lease
+from kvoffload.engine.callbacks import Waitable, WhenDone
 from kvoffload.errors import ClosedError
+from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiering.below import TierBelow
@@ -85,14 +87,21 @@ class PromotionRecord:
         fetches: the tiers' jobs.
         leases: hold the entries of keys that have come, or were there.
         brought: how many of the leased entries tiers have filled.
+        lock: the index's.
+        tiers: names of the tiers that have brought keys, by position.
+        counted: whether it counts as a lookup of its keys once it has ended.
         ended: whether `ready` is final.
         cancelled: whether the caller wants no more.
         released: whether nothing more is to be leased.
         loads: chained to it, and not submitted yet.
     """
 
-    def __init__(self, keys: list[bytes], tenant: str, deadline: float | None) -> None:
-        self.keys, self.tenant, self.deadline = keys, tenant, deadline
+    def __init__(
+        self, keys: list[bytes], tenant: str, deadline: float | None, lock: threading.RLock, *, counted: bool = True
+    ) -> None:
+        self.lock = lock
+        self.keys, self.tenant, self.deadline, self.counted = keys, tenant, deadline, counted
+        self.tiers: dict[int, str] = {}
         self.here = bytearray(len(keys))
         self.gone = bytearray(len(keys))
         self.ready = self.brought = 0
@@ -144,22 +153,24 @@ class PromotionRecord:
         return self.ready == len(self.keys) or bool(self.gone[self.ready])
 
 
-class IndexPromotion:
+class IndexPromotion(Waitable[int]):
     """Leading keys of a request that are brought from tiers into entries of a `TieredIndex`, as many as come in time.
 
     What has come can be loaded while the rest is on its way, and is not evicted as long as the promotion is held: until
     `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the index take keys
-    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread.
+    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread, and
+    awaitable: `await promotion` is `wait()` in an asyncio task.
 
     Attributes:
         keys: as given.
     """
 
-    def __init__(self, record: PromotionRecord, wake: Callable[[], None]) -> None:
-        """`wake`: has the thread of the tiers look at the record soon."""
+    def __init__(self, record: PromotionRecord, wake: Callable[[], None], when_done: WhenDone) -> None:
+        """`wake`: has the thread of the tiers look at the record soon; `when_done`: see `TierManager`."""
         self.keys = tuple(record.keys)
         self._record = record
         self._wake = wake
+        self._when_done = when_done
 
     @property
     def ready(self) -> int:
@@ -171,12 +182,15 @@ class IndexPromotion:
         """Whether no more will come."""
         return self._record.ended
 
+    finished = done
+
     def wait(self, timeout: float | None = None) -> int:
         """Wait until no more will come, and return how many leading keys can be loaded.
 
         Raises:
             TimeoutError: `timeout` seconds have passed; it goes on.
         """
+        refuse_nested(self._record.lock, "wait")
         wait_until(lambda: self._record.ended, timeout, f"a promotion of {len(self.keys)} keys")
         return self._record.ready
 
@@ -208,20 +222,25 @@ class Promotion(IndexPromotion):
 
     What has come can be loaded while the rest is on its way, and is not evicted as long as the promotion is held: until
     `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the cache take keys
-    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread.
+    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread, and
+    awaitable: `await promotion` is `wait()` in an asyncio task.
 
     Attributes:
         keys: as given.
     """
 
     def __init__(
-        self, record: PromotionRecord, wake: Callable[[], None], load_after: Callable[..., ChainedLoad]
+        self,
+        record: PromotionRecord,
+        wake: Callable[[], None],
+        when_done: WhenDone,
+        load_after: Callable[..., ChainedLoad],
     ) -> None:
         """`load_after`: see `TieredCache._load_after`."""
-        super().__init__(record, wake)
+        super().__init__(record, wake, when_done)
         self._load_after = load_after
 
-    def load(self, blocks: Any, after: Any = None, *, parts: Any = None) -> ChainedLoad:
+    def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
         """Load the keys as soon as the promotion has ended; a shorter promotion shortens the load. Returns at once.
 
         A thread of the cache submits it then, as `BlockCache.load` would; no stream waits for a tier.
@@ -240,8 +259,9 @@ class Promotion(IndexPromotion):
         return self._load_after(self._record, blocks, after, parts)
 
 
-class ChainedLoad:
-    """A load that follows a promotion, whose keys it holds until it has been submitted. Usable from any thread.
+class ChainedLoad(Waitable[tuple[bytes, ...]]):
+    """A load that follows a promotion, whose keys it holds until it has been submitted. Usable from any thread, and
+    awaitable.
 
     Attributes:
         job: the load, once it has been submitted; None before, and if no key has come.
@@ -249,12 +269,25 @@ class ChainedLoad:
         error: why it could not be submitted, or None.
     """
 
-    def __init__(self, promotion: PromotionRecord, blocks: list[Int64Array], after: Any, parts: Any) -> None:
+    def __init__(
+        self, promotion: PromotionRecord, blocks: list[Int64Array], after: Any, parts: Any, when_done: WhenDone
+    ) -> None:
         self._promotion: PromotionRecord | None = promotion
+        self._when_done = when_done
         self._load = blocks, after, parts
         self.job: CacheJob | None = None
         self.submitted = False
         self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the promotion and the load have ended, well or not. Asks the GPU, and does not wait for it."""
+        return self.submitted and (self.job is None or self.job.done)
+
+    @property
+    def finished(self) -> bool:
+        """Whether they are known to have ended. Does not ask the GPU."""
+        return self.submitted and (self.job is None or self.job.finished)
 
     def wait(self, timeout: float | None = None) -> tuple[bytes, ...]:
         """Wait until the promotion and the load have ended; returns the leading keys that were loaded.
@@ -263,6 +296,8 @@ class ChainedLoad:
             TransferError: the load failed; and what else `BlockCache.load` raises.
             TimeoutError: `timeout` seconds have passed, for each of the two; they go on.
         """
+        if self._promotion is not None:
+            refuse_nested(self._promotion.lock, "wait")
         wait_until(lambda: self.submitted, timeout, "a promotion with a load behind it")
         if self.error is not None:
             raise self.error
@@ -278,7 +313,7 @@ class ChainedLoad:
         return self._promotion is None or self._promotion.ended
 
     def _submit(self, load: Callable[..., CacheJob] | None) -> None:
-        """Load what has come by `load(keys, blocks, after, parts=)`; None: there is no cache any more."""
+        """Load what has come by `load(keys, blocks, after=, parts=)`; None: there is no cache any more."""
         record, (per_group, after, parts) = self._promotion, self._load
         if record is None:
             return
@@ -286,7 +321,7 @@ class ChainedLoad:
             if record.ready and load is not None:
                 blocks = [ids[: record.ready].reshape(-1) for ids in per_group]
                 keys = record.keys[: record.ready]
-                self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after, parts=parts)
+                self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after=after, parts=parts)
         except BaseException as error:
             self.error = error
         self._promotion, self._load = None, ([], None, None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache, BlockIds, Parts
-from kvoffload.cache.engines import CacheAfter, EngineT
+from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import check_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.requests import CacheRequest
@@ -28,8 +28,7 @@ class TieredCache(BlockCache[EngineT]):
     What `BlockCache` has works as it does there, and knows the slots alone: `lookup` says what can be loaded now. Keys
     that are only in a tier are promoted into slots first, which a thread of the cache does:
 
-        found = cache.lookup(keys)
-        with cache.promote(keys, deadline=0.2) as promotion:           # found or not: what is in slots stays there
+        with cache.promote(keys, deadline=0.2) as promotion:           # what is in slots stays there
             hits = promotion.wait()
             cache.load(keys[:hits], blocks[:hits], after=stream).order_before(stream)
         cache.store(keys, blocks, after=stream)                        # tiers get what is worth writing
@@ -57,8 +56,8 @@ class TieredCache(BlockCache[EngineT]):
     def __init__(
         self,
         engine: EngineT,
-        policy: PolicyChoice = DEFAULT_POLICY,
         *,
+        policy: PolicyChoice = DEFAULT_POLICY,
         tiers: Sequence[Tier],
         write: WriteName = "admitted",
         prefill_tokens_per_second: float | None = None,
@@ -68,6 +67,7 @@ class TieredCache(BlockCache[EngineT]):
         max_load_blocks: int | None = None,
         on_event: Callable[[CacheEvent], None] | None = None,
     ) -> None:
+        check_engine(engine)
         check_options(write, hung)
         if engine.num_slots == 0:
             raise CapacityError("tiers are read into slots, and this engine has none; raise num_slots")
@@ -76,7 +76,7 @@ class TieredCache(BlockCache[EngineT]):
         hook = Hook(on_event)
         super().__init__(
             engine,
-            admits_all if policy == "prefix" else policy,
+            policy=admits_all if policy == "prefix" else policy,
             tenants=tenants,
             store_after=store_after,
             max_load_blocks=max_load_blocks,
@@ -111,6 +111,8 @@ class TieredCache(BlockCache[EngineT]):
         """Bring leading keys into slots, as many as come in time. Returns at once.
 
         Call it for what is about to run: each promotion takes slots. Keys that are in slots already are held there.
+        Statistics and events count it, once it has ended, as a `lookup` that found what it has made ready: so call one
+        of the two for a request.
 
         Args:
             keys: bytes, no repeats, in the order of a request; may be all of its keys.
@@ -124,7 +126,7 @@ class TieredCache(BlockCache[EngineT]):
             ClosedError: the cache or its engine is closed.
         """
         record = self._tiers.promote(keys, deadline, tenant, self._check_tiers_open)
-        return Promotion(record, self._manager.wake, self._load_after)
+        return Promotion(record, self._manager.wake, self._manager.when_done, self._load_after)
 
     def tier_statistics(self) -> list[CacheTierStatistics]:
         """What has been done with each tier so far; never blocks."""
@@ -160,13 +162,13 @@ class TieredCache(BlockCache[EngineT]):
         self,
         keys: Sequence[bytes],
         blocks: BlockIds,
+        *,
         after: CacheAfter = None,
         tenant: str = "",
-        *,
         all_or_nothing: bool = False,
         request: CacheRequest | None = None,
     ) -> CacheJob:
-        job = super().store(keys, blocks, after, tenant, all_or_nothing=all_or_nothing, request=request)
+        job = super().store(keys, blocks, after=after, tenant=tenant, all_or_nothing=all_or_nothing, request=request)
         self._manager.stored()
         return job
 
@@ -178,8 +180,8 @@ class TieredCache(BlockCache[EngineT]):
 
     touch.__doc__ = BlockCache.touch.__doc__
 
-    def open_request(self, tenant: str = "") -> CacheRequest:
-        return self._index.open_request(tenant, on_end=self._manager.post)
+    def open_request(self, *, tenant: str = "") -> CacheRequest:
+        return self._index.open_request(tenant=tenant, on_end=self._manager.post)
 
     open_request.__doc__ = BlockCache.open_request.__doc__
 
@@ -218,7 +220,7 @@ class TieredCache(BlockCache[EngineT]):
         if parts is not None:
             self._check_parts(parts)
         self._check_tiers_open()
-        chained = ChainedLoad(record, per_group, self.engine.resolve(after), parts)
+        chained = ChainedLoad(record, per_group, self.engine.resolve(after), parts, self._manager.when_done)
         record.loads.append(chained)
         self._manager.post(chained)
         return chained

@@ -11,6 +11,7 @@ from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.requests import CacheRequest
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.errors import CapacityError, ClosedError
+from kvoffload.internal.checks import to_wait
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiering.attaching import admits_all, checked_tiers
 from kvoffload.tiering.below import CacheTierStatistics
@@ -64,7 +65,7 @@ class TieredIndex(CacheIndex):
         on_event: Callable[[CacheEvent], None] | None = None,
     ) -> None:
         check_options(write, hung)
-        if seconds_per_key is not None and not seconds_per_key > 0:
+        if seconds_per_key is not None and not to_wait("seconds_per_key", seconds_per_key) > 0:
             raise ValueError(f"seconds_per_key must be above 0, or None, got {seconds_per_key!r:.80}")
         check_pools(pools)
         if len(pools[0]) == 0:
@@ -98,15 +99,21 @@ class TieredIndex(CacheIndex):
             return Status.HIT
         return Status.PENDING if askable else Status.MISS
 
-    def promote(self, keys: Sequence[bytes], *, deadline: float | None = 10.0, tenant: str = "") -> IndexPromotion:
+    def promote(
+        self, keys: Sequence[bytes], *, deadline: float | None = 10.0, tenant: str = "", counted: bool = True
+    ) -> IndexPromotion:
         """Bring leading keys into entries, as many as come in time. Returns at once; see `TieredCache.promote`.
+
+        Args:
+            keys, deadline, tenant: as there.
+            counted: whether it counts as a lookup of its keys; False for a host that looks them up by `status_of`.
 
         Raises:
             LayoutError, ValueError: as there.
             ClosedError: the index is closed.
         """
-        record = self._tiers.promote(keys, deadline, tenant, self._check_open)
-        return IndexPromotion(record, self._tiers.manager.wake)
+        record = self._tiers.promote(keys, deadline, tenant, self._check_open, counted=counted)
+        return IndexPromotion(record, self._tiers.manager.wake, self._tiers.manager.when_done)
 
     def tier_statistics(self) -> list[CacheTierStatistics]:
         """What has been done with each tier so far; never blocks."""
@@ -134,7 +141,7 @@ class TieredIndex(CacheIndex):
         self._tiers.manager.post(tuple(keys))
 
     def open_request(
-        self, tenant: str = "", *, on_end: Callable[[tuple[bytes, ...]], None] = lambda _: None
+        self, *, tenant: str = "", on_end: Callable[[tuple[bytes, ...]], None] = lambda _: None
     ) -> CacheRequest:
         """See `CacheIndex.open_request`."""
 
@@ -142,7 +149,7 @@ class TieredIndex(CacheIndex):
             self._tiers.manager.post(keys)
             on_end(keys)
 
-        return super().open_request(tenant, on_end=ended)
+        return super().open_request(tenant=tenant, on_end=ended)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove keys from the entries, and from the tiers: see `TieredCache.remove`. `CacheIndex.remove(index, keys)`

@@ -10,13 +10,13 @@ from pathlib import Path
 from kvoffload.cache.admission import Tenant
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.errors import LayoutError
-from kvoffload.internal.checks import at_least
+from kvoffload.internal.checks import at_least, flag
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import check_identity
 from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.slot_files import SlotFiles
+from kvoffload.tiers.slot_files import ReadResult, SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 from kvoffload.tiers.tier import TierCapabilities
 
@@ -34,7 +34,8 @@ class DiskTier(ThreadedTier):
 
     Args:
         path: a file, or several, best on different disks: records are spread over them. Created if there is none; the
-            folder must exist, and not be open to every user. Files get the mode 0600.
+            folder must exist, and not be open to every user, unless it has the sticky bit as `/tmp`, which the system
+            may clean. Files get the mode 0600.
         nbytes: of all files together, allocated at once.
         identity: what the bytes depend on besides the layout: model and revision, adapter, quantisation, positions,
             shard. Files of another identity are refused.
@@ -75,13 +76,14 @@ class DiskTier(ThreadedTier):
         operations: FileOperations = SYSTEM,
     ) -> None:
         self.io_threads = at_least("threads", threads, 1)
+        self._reset, self._direct = flag("reset", reset), flag("direct", direct)
+        self.read_only = flag("read_only", read_only)
         super().__init__(threads=threads + 1, max_queued=max_queued, bytes_per_call=_BYTES_PER_CALL)
         self.paths = [path] if isinstance(path, str | Path) else list(path)
         self.nbytes = 0 if read_only else at_least("nbytes", nbytes, 1)
         make_checksum(key)
         self.name = name
         self.identity = check_identity(identity)
-        self.read_only = read_only
         self.capabilities = TierCapabilities(
             durable=True,
             shared=False,
@@ -91,10 +93,10 @@ class DiskTier(ThreadedTier):
             alignment=4096,
         )
         self._policy, self._tenants = policy, dict(tenants or {})
-        self._key, self._reset, self._direct, self._operations = key, reset, direct, operations
+        self._key, self._operations = key, operations
         self._disk: DiskIndex | None = None
         self._puts: dict[TierJob, DiskPut] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def direct_io(self) -> tuple[bool, ...]:
@@ -158,13 +160,11 @@ class DiskTier(ThreadedTier):
         return Outcome.DONE if result else Outcome.DECLINED
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> list[Outcome]:
-        disk = self._here
-        expected = disk.contains(keys)
-        results = disk.read(keys, list(map(_views, rows)))
-        self.count_corrupt(sum(known and result is False for known, result in zip(expected, results, strict=True)))
+        results = self._here.read(keys, list(map(_views, rows)))
+        self.count_corrupt(results.count(None))
         return list(map(self._get_outcome, results))
 
-    def _get_outcome(self, result: bool | OSError) -> Outcome:
+    def _get_outcome(self, result: ReadResult) -> Outcome:
         if isinstance(result, OSError):
             self.warn(result)
             return Outcome.FAILED

@@ -19,7 +19,7 @@ from kvoffload.cache.reservations import Reservation
 from kvoffload.errors import CapabilityError, MissingKeyError
 from kvoffload.tiers.files import Buffer
 from kvoffload.tiers.format import Pairs, as_pairs, tenant_digest
-from kvoffload.tiers.slot_files import SlotFiles, SlotPut
+from kvoffload.tiers.slot_files import ReadResult, SlotFiles, SlotPut
 
 
 class DiskPut:
@@ -77,7 +77,7 @@ class DiskIndex:
             records.keys,
             records.slots,
             records.sequences.astype(np.int64),
-            _names(records.tenants, {} if tenants is None else tenants),
+            tenants=_names(records.tenants, {} if tenants is None else tenants),
         )
 
     # asking -------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class DiskIndex:
         for key in keys:
             self.files.check_key(key)
         with self._lock:
-            reservation = self.index.reserve(keys, tenant)
+            reservation = self.index.reserve(keys, tenant=tenant)
             put = DiskPut(reservation, self._next_sequence)
             self._next_sequence += 1
             self._writing.update(dict.fromkeys(put.slots, put))
@@ -151,17 +151,17 @@ class DiskIndex:
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def read(self, keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]) -> list[bool | OSError]:
+    def read(self, keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]) -> list[ReadResult]:
         """Read records, and verify them. Those that cannot be read or verified are removed.
 
         Args:
             keys: no repeats.
 
         Returns:
-            Of each key whether it was read: False for a miss. Or what failed; the key is missing from now on. Unless it
-            is True, the payload holds any bytes.
+            Of each key what `ReadResult` says; unless it is True, the key is missing from now on, and the payload holds
+            any bytes.
         """
-        results: dict[bytes, bool | OSError] = dict.fromkeys(keys, False)
+        results: dict[bytes, ReadResult] = dict.fromkeys(keys, False)
         of = dict(zip(keys, payloads, strict=True))
         # no lease: a slot has the key as long as its put is not finished
         for key, put in [(key, self._writing.get(key)) for key in keys]:
@@ -174,7 +174,7 @@ class DiskIndex:
             results.update(self._read_finished(of))
         return [results[key] for key in keys]
 
-    def _read_finished(self, of: dict[bytes, Sequence[Buffer]]) -> dict[bytes, bool | OSError]:
+    def _read_finished(self, of: dict[bytes, Sequence[Buffer]]) -> dict[bytes, ReadResult]:
         """`read` for keys whose puts are finished: each one's payload by key."""
         keys = list(of)
         try:

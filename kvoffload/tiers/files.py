@@ -154,8 +154,10 @@ class OpenFile:
         self.operations.fdatasync(self._buffered)
 
     def close(self) -> None:
-        """Close the descriptors, which ends the lock. Idempotent."""
+        """End the lock, and close the descriptors. Idempotent."""
         files = [file for file in (self._direct, self._buffered) if file is not None and file >= 0]
+        if self._writes and self._buffered >= 0:  # a forked child has the same lock, and may go on for long
+            self.operations.flock(self._buffered, fcntl.LOCK_UN)
         self._direct, self._buffered = None, -1
         for file in files:
             self.operations.close(file)

@@ -26,6 +26,7 @@ from kvoffload.tiers.files import PAGE
 
 VERSION = 1
 MAGIC = b"\x89KVODSK\n"
+UNFINISHED = (MAGIC + VERSION.to_bytes(4, "little")).ljust(PAGE, b"\0")  # while a set is formatted
 SUPERBLOCK_BYTES = 512  # one sector: written whole or not at all
 SUPERBLOCK_OFFSETS = (0, PAGE)
 TABLE_OFFSET = 2 * PAGE

@@ -58,6 +58,7 @@ class TierJob:
         self,
         keys: Sequence[bytes],
         entries: Sequence[int] = (),
+        *,
         deadline: float | None = None,
         notify: Callable[[], None] | None = None,
         count: Callable[[Sequence[Outcome]], None] | None = None,

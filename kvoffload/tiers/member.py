@@ -98,7 +98,7 @@ class Member:
         self._digest_bytes = self.digests.data.cast("B")  # the same memory, quicker for one record
         self._digest = superblock.member_digest()
         self._data_offset = superblock.data_offset
-        self._headers = threading.Lock()  # for the state below and writes of headers
+        self._headers = threading.RLock()  # for the state below and writes of headers
         self._epoch = superblock.epoch
         self._epoch_unwritten = False
         self._older: set[int] = set()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import at_least, seconds
+from kvoffload.internal.checks import at_least, masked, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.job import Outcome
@@ -18,6 +18,7 @@ from kvoffload.tiers.mooncake_client import (
     Protocol,
     accepts,
     addresses,
+    can_set_up,
     checked_protocol,
     client_version,
     default_threads,
@@ -31,6 +32,7 @@ from kvoffload.tiers.remote_format import HEADER_BYTES
 
 _MOST_REGISTERED = 64 << 30  # bytes, by one call: drivers refuse to register a pool of 512 GiB at once
 _BYTES_PER_CALL = 16 << 20
+_STARTING = 10.0  # seconds that a child process may take besides `timeout`, on a busy machine
 _STORED = {0: Outcome.DONE, -200: Outcome.DECLINED}  # -200: no room
 # Not found, being written, lease over before the bytes were there, no replica, replica gone.
 _MISSES = frozenset({-704, -703, -707, -710, -712})
@@ -42,8 +44,9 @@ class MooncakeTier(RemoteTier):
     """Records in a Mooncake Store: memory that processes on several machines contribute. Its master evicts.
 
     The client copies records between slots, which `attach` registers with it, and the store's memory, in one call for
-    several keys; Python copies nothing. `attach` tries to connect. If no master answers, it warns, and each later call
-    tries again; keys are FAILED until one connects. The client finds a master that has restarted by itself; the
+    several keys; Python copies nothing. `attach` tries to connect, in a child process first, as the client holds the
+    interpreter's lock meanwhile. If no master answers, it warns, and each later call tries again; keys are FAILED until
+    one connects. The client finds a master that has restarted by itself; the
     records are gone then, unless the masters are set up for high availability. A record in the memory of a process
     that has died is FAILED until the master has noticed, and MISSING afterwards, or read from another replica. A
     removal does not wait for the leases of readers; what they read meanwhile is verified, too.
@@ -199,12 +202,16 @@ class MooncakeTier(RemoteTier):
 
     def _new_client(self) -> Any:
         if not any(accepts(address, self._timeout / 1000) for address in self._masters):
-            raise ConnectionError(f"no connection to the Mooncake master at {self._setup['master_server_addr']}")
+            master = masked(self._setup["master_server_addr"])
+            raise ConnectionError(f"no connection to the Mooncake master at {master}")
         set_environment(self._timeout)
+        refused = f"no Mooncake master answers, or none takes this client: {shown(self._setup, 500)}"
+        if not can_set_up(self._setup, self._timeout / 1000 + _STARTING):
+            raise ConnectionError(refused)
         client = self._store.MooncakeDistributedStore()
-        code = client.setup(self._setup)  # holds the interpreter's lock: 30 ms, or `timeout` without an answer
+        code = client.setup(self._setup)  # holds the interpreter's lock for 30 ms, as the master has just answered
         if code != 0:
-            raise ConnectionError(f"no Mooncake master answers, or none takes this client: {self._setup} ({code})")
+            raise ConnectionError(f"{refused} ({code})")
         try:
             for pool in self.pools:
                 rows = max(1, _MOST_REGISTERED // pool.shape[1])

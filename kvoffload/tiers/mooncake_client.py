@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
+import sys
+from collections.abc import Mapping
 from functools import cache
+from multiprocessing.spawn import get_executable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +17,14 @@ from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, shown
 
 Protocol = Literal["tcp", "rdma"]
+
+_SET_UP = """
+import json, os, sys
+setup, sys.path[:] = json.load(sys.stdin)
+from mooncake import store
+client = store.MooncakeDistributedStore()
+os._exit(client.setup(setup) != 0)  # `close` would take a second
+"""
 
 
 def import_store() -> Any:
@@ -124,6 +137,20 @@ def accepts(address: tuple[str, int], timeout: float) -> bool:
     except OSError:
         return False
     return True
+
+
+def can_set_up(setup: Mapping[str, str], timeout: float) -> bool:
+    """Whether a client can be set up as `setup` says, tried in a child process for at most `timeout` seconds.
+
+    `setup` of the client holds the interpreter's lock until the master has answered, or its own time is over: with a
+    silent master no thread of this process would run meanwhile. The child contributes no memory to the store.
+    """
+    given = json.dumps([{**setup, "global_segment_size": "0"}, sys.path])
+    child = [get_executable(), "-c", _SET_UP]
+    try:
+        return subprocess.run(child, input=given, text=True, timeout=timeout, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def own_address(remote: tuple[str, int]) -> str:

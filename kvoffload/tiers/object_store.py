@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import seconds, shown
+from kvoffload.internal.checks import masked, reason, seconds, shown
 from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.remote import Parts, RemoteTier
 
@@ -114,11 +114,15 @@ class ObjectStoreTier(RemoteTier):
         scheme, colon, _ = store.partition("://")
         if not colon:
             raise ValueError(f'store must be a URL such as "s3://bucket/folder", got {shown(store)}')
+        given = config
         if scheme in _NETWORK:
-            return self._obstore.store.from_url(
-                store, config=config, client_options=client_options, retry_config={"max_retries": 0}
-            )
-        return self._obstore.store.from_url(store, **config)
+            given = {"config": config, "client_options": client_options, "retry_config": {"max_retries": 0}}
+        try:
+            return self._obstore.store.from_url(store, **given)
+        except Exception as error:
+            if masked(store) == store:
+                raise
+            raise ValueError(reason(error)) from None  # the other lines show the URL's password by itself
 
     def _fetch(self, name: str, parts: Parts) -> Outcome:
         try:

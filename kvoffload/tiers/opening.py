@@ -20,9 +20,9 @@ class State(enum.Enum):
 
     VALID = "valid"
     MISSING = "missing"
-    BLANK = "blank"  # zeros where superblocks are: its creation was interrupted
+    BLANK = "blank"  # empty, or zeros in a file of the size that is wanted
     OTHER_VERSION = "of another version"
-    DAMAGED = "damaged"  # no superblock has its checksum
+    DAMAGED = "damaged or half made"  # no superblock has its checksum
     FOREIGN = "not a file of a disk tier"
 
 
@@ -40,7 +40,7 @@ def check_paths(paths: Sequence[str]) -> None:
 
     Raises:
         ValueError: two paths are the same file.
-        PermissionError: a folder is a symbolic link, or every user may write it.
+        PermissionError: a folder is a symbolic link; or every user may write it, and remove files of others.
         OSError: there is no such folder.
     """
     real = [os.path.realpath(path) for path in paths]
@@ -55,18 +55,22 @@ def check_paths(paths: Sequence[str]) -> None:
                 errno.EPERM, f"the folder is a symbolic link; give the path it leads to, {os.path.realpath(folder)}",
                 folder,
             )  # fmt: skip
-        if status.st_mode & stat.S_IWOTH:
+        sticky = status.st_mode & stat.S_ISVTX and status.st_uid in (os.geteuid(), 0)
+        if status.st_mode & stat.S_IWOTH and not sticky:
             raise PermissionError(
                 errno.EPERM, "every user may write the folder; use another one, or chmod o-w this one", folder
             )
 
 
-def find(path: str, operations: FileOperations, *, writes: bool) -> Found:
+def find(path: str, operations: FileOperations, wanted: Superblock, *, writes: bool) -> Found:
     """Open and lock the file at `path`, if there is one, and see what it is.
+
+    Args:
+        wanted: its size decides what is blank to a writer.
 
     Raises:
         BlockingIOError: another process has it open for writing, and `writes`.
-        PermissionError: it belongs to another user, or others may read or write it.
+        PermissionError: it belongs to another user, or others may read or write it, or may have put it there.
         ValueError: it is no regular file.
         OSError: it cannot be opened or read.
     """
@@ -79,7 +83,7 @@ def find(path: str, operations: FileOperations, *, writes: bool) -> Found:
         _check_file(file)
         if writes:
             lock(file)
-        state, superblock = _state_of(file, heal=writes)
+        state, superblock = _state_of(file, wanted, writes=writes)
     except BaseException:
         file.close()
         raise
@@ -114,33 +118,42 @@ def _check_file(file: OpenFile) -> None:
     status = file.operations.fstat(file.descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"path must be a regular file, or none yet, got {file.path!r}")
-    if status.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(status.st_mode) & 0o077:
+    everyone = os.stat(os.path.dirname(os.path.abspath(file.path))).st_mode & stat.S_IWOTH
+    theirs = status.st_uid not in ((os.geteuid(),) if everyone else (os.geteuid(), 0))
+    if theirs or stat.S_IMODE(status.st_mode) & 0o077 or (everyone and status.st_nlink != 1):
         raise PermissionError(
             errno.EPERM,
-            f"the file must belong to this user with mode 600, and has owner {status.st_uid} and mode "
-            f"{stat.S_IMODE(status.st_mode):o}; its content decides what the model continues from. chown and chmod 600 "
-            "it if you trust it",
+            "the file must be this user's with mode 600, under one name if every user may write the folder, and has "
+            f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o} and {status.st_nlink} names; its content "
+            "decides what the model continues from. chown and chmod 600 it if you trust it",
             file.path,
         )
 
 
-def _state_of(file: OpenFile, *, heal: bool) -> tuple[State, Superblock | None]:
-    """The state of a file; a copy of the superblock that differs from the newest one is written again to `heal` it."""
+def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[State, Superblock | None]:
+    """The state of a file; a writer heals it: a copy of the superblock that is not the newest one is written again."""
     copies = read_superblocks(file)
     valid = [each for each in copies if each is not None]
     if valid:
         newest = max(valid, key=lambda each: each.epoch)
-        if heal and copies != [newest] * len(copies):
+        if writes and copies != [newest] * len(copies):
             write_superblocks(file, newest)
         return State.VALID, newest
     starts = [_beginning(file, offset) for offset in SUPERBLOCK_OFFSETS]
     if not any(map(any, starts)):
-        return State.BLANK, None
+        return State.BLANK if not writes or _is_blank(file, wanted) else State.FOREIGN, None
     known = [start for start in starts if start and MAGIC.startswith(start[: len(MAGIC)])]  # a file may be cut off
     if not known:
         return State.FOREIGN, None
     versions = {int.from_bytes(start[8:12], "little") for start in known if len(start) >= SUPERBLOCK_BYTES}
     return (State.OTHER_VERSION if versions - {VERSION} else State.DAMAGED), None
+
+
+def _is_blank(file: OpenFile, wanted: Superblock) -> bool:
+    """Whether a writer may format it: it is empty; or of the size that is wanted, and zeros up to the payloads."""
+    if file.nbytes != wanted.file_bytes:
+        return file.nbytes == 0
+    return not any(_beginning(file, offset).strip(b"\0") for offset in range(0, wanted.data_offset, PAGE))
 
 
 def _beginning(file: OpenFile, offset: int) -> bytes:

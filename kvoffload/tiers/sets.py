@@ -4,14 +4,15 @@ There are six cases:
 
 1. All files are valid members of the set that is wanted: it is opened.
 2. No file exists, or those that exist are blank: a set is created.
-3. A file is blank (its creation was interrupted), damaged or of another version, and the others agree with what is
-   wanted: a writer formats the set again, a reader sees an empty one.
+3. A file is blank, damaged, half made or of another version, and the others agree with what is wanted: a writer formats
+   the set again, a reader sees an empty one.
 4. A valid member differs from what is wanted, or a file is missing while others are valid: refused, unless `reset`.
 5. `reset`, and the files are not the set that is wanted: they are formatted again.
 6. A file is something else: refused, also with `reset`.
 
-A set is formatted so that a crash leaves case 1, 2 or 3: blank all superblocks, allocate and sync, write superblocks.
-Headers of before are of another set then, as the new one has another id.
+A set is formatted so that a crash leaves case 1, 2 or 3: the magic alone replaces superblocks, so a file of any size
+is known as ours; space is allocated and synced; superblocks are written. Headers of before are of another set then, as
+the new one has another id.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from contextlib import ExitStack
 from kvoffload.errors import CapacityError
 from kvoffload.internal.log import LOGGER
 from kvoffload.tiers.checksums import DIGEST_BYTES
-from kvoffload.tiers.files import PAGE, FileOperations, OpenFile, sync_folder
-from kvoffload.tiers.format import SUPERBLOCK_OFFSETS, Superblock
+from kvoffload.tiers.files import FileOperations, OpenFile, sync_folder
+from kvoffload.tiers.format import SUPERBLOCK_OFFSETS, UNFINISHED, Superblock
 from kvoffload.tiers.member import write_superblocks
 from kvoffload.tiers.opening import Found, State, check_paths, create, find
 
@@ -63,7 +64,7 @@ def open_set(
     check_paths(paths)
     found: list[Found] = []
     for path in paths:
-        found.append(find(path, operations, writes=not read_only))
+        found.append(find(path, operations, wanted, writes=not read_only))
         if (file := found[-1].file) is not None:
             undo.callback(file.close)
     for each in found:
@@ -148,7 +149,7 @@ def _format(found: Sequence[Found], wanted: Superblock, operations: FileOperatio
             else:
                 files.append(each.file)
         for file in files:
-            _blank(file)
+            _unmake(file)
         for file in files:
             _allocate(file, wanted.file_bytes)
             operations.fsync(file.descriptor)
@@ -161,13 +162,11 @@ def _format(found: Sequence[Found], wanted: Superblock, operations: FileOperatio
     return opened
 
 
-def _blank(file: OpenFile) -> None:
+def _unmake(file: OpenFile) -> None:
     """Make a file none of any set, before anything else of it is changed."""
-    size = min(file.nbytes, 2 * PAGE)
-    if size:
-        for offset in SUPERBLOCK_OFFSETS:
-            file.write([memoryview(bytes(PAGE))], offset)
-        file.sync()
+    for offset in SUPERBLOCK_OFFSETS:
+        file.write([memoryview(UNFINISHED)], offset)
+    file.sync()
 
 
 def _allocate(file: OpenFile, nbytes: int) -> None:

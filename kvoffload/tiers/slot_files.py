@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -67,6 +67,10 @@ class SlotPut(NamedTuple):
     key: bytes
     position: int
     views: Sequence[Buffer]
+
+
+ReadResult: TypeAlias = bool | OSError | None
+"""True: it was read. False: there is no such record. None: its bytes are not those of its header. Or what failed."""
 
 
 class SlotFiles:
@@ -243,19 +247,17 @@ class SlotFiles:
 
     def read(
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
-    ) -> list[bool | OSError]:
+    ) -> list[ReadResult]:
         """Read the payloads of keys, each of which is expected in its slot.
 
-        Returns:
-            Of each whether it was read. False for a miss: the slot holds no valid record of the key. Or what failed.
-            Unless it is True, the payload holds any bytes.
+        Unless the result is True, the payload holds any bytes.
 
         Raises:
             ValueError: a payload, as for `write`.
         """
         for views in payloads:
             self._check_views(views)
-        results: list[bool | OSError] = [False] * len(slots)
+        results: list[ReadResult] = [False] * len(slots)
         for member, mine in self._by_member(slots):
             places = [slots[at] // len(self._members) for at in mine]
             read = self._read_shared if self.read_only else self._read_own
@@ -266,22 +268,25 @@ class SlotFiles:
 
     def _read_own(
         self, member: Member, places: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
-    ) -> list[bool | OSError]:
+    ) -> list[ReadResult]:
         digests = [member.digest_of(place, key) for place, key in zip(places, keys, strict=True)]
         known = [(at, digest) for at, digest in enumerate(digests) if digest is not None]
         found = self._verified(
             member, [places[at] for at, _ in known], [payloads[at] for at, _ in known], [digest for _, digest in known]
         )
-        results: list[bool | OSError] = [False] * len(places)
+        results: list[ReadResult] = [False] * len(places)
         for (at, _), result in zip(known, found, strict=True):
             results[at] = result
         return results
 
     def _read_shared(
         self, member: Member, places: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
-    ) -> list[bool | OSError]:
-        """Another process may write: a header has to be there, of the set's epoch, before and after the payload."""
-        results: list[bool | OSError] = []
+    ) -> list[ReadResult]:
+        """Another process may write: a header has to be there, of the set's epoch, before and after the payload.
+
+        A payload that is being replaced, whose new header waits, cannot be told from damage.
+        """
+        results: list[ReadResult] = []
         for place, key, views in zip(places, keys, payloads, strict=True):
             try:
                 before = member.peek(place)
@@ -289,19 +294,19 @@ class SlotFiles:
                     results.append(False)
                     continue
                 (result,) = self._verified(member, [place], [views], [before.digest])
-                results.append(member.peek(place) == before if result is True else result)
+                results.append(result if member.peek(place) == before else False)
             except OSError as error:
                 results.append(error)
         return results
 
     def _verified(
         self, member: Member, places: Sequence[int], payloads: Sequence[Sequence[Buffer]], digests: Sequence[bytes]
-    ) -> list[bool | OSError]:
+    ) -> list[ReadResult]:
         """Read payloads and compare their digests."""
         with self._gate:
             results = member.read_payloads(places, payloads)
         return [
-            self.checksum.of(views) == digest if result is True else result
+            result if isinstance(result, OSError) else (result and self.checksum.of(views) == digest) or None
             for result, views, digest in zip(results, payloads, digests, strict=True)
         ]
 

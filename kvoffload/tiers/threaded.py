@@ -16,8 +16,9 @@ from functools import partial
 from typing import TypeVar
 
 from kvoffload.errors import ClosedError
-from kvoffload.internal.checks import at_least, shown
+from kvoffload.internal.checks import as_timeout, at_least, shown, to_wait
 from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import in_call
 from kvoffload.internal.types import UInt8Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiers.job import Outcome, TierJob
@@ -86,10 +87,10 @@ class ThreadedTier(Tier):
         self.pools: tuple[UInt8Array, ...] = ()
         self.record_bytes = 0
         self._workers = Workers(self.max_queued)
-        self._attaching = threading.Lock()
+        self._attaching = threading.RLock()
         self._attached = False  # or being attached
         self._opened = False  # `start` has returned, and `release` has not
-        self._releasing = threading.Lock()
+        self._releasing = threading.RLock()
         self._process = os.getpid()
 
     # what a subclass does -----------------------------------------------------------------------------------------
@@ -242,6 +243,7 @@ class ThreadedTier(Tier):
         return TierStatistics(records=self.num_records(), **self._workers.figures())
 
     def drain(self, timeout: float | None = None) -> bool:
+        timeout = as_timeout(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         self._check_open()
         job = self._job(_WHOLE_TIER)
@@ -265,7 +267,7 @@ class ThreadedTier(Tier):
     def close(self, timeout: float = 10.0) -> bool:
         if os.getpid() != self._process:  # its threads are in the parent, and so is the owner of what is open
             return True
-        if not self._workers.close(timeout):
+        if not self._workers.close(to_wait("timeout", timeout)):
             return False
         self._release()  # if no thread has ended: `attach` was interrupted
         return True
@@ -275,6 +277,8 @@ class ThreadedTier(Tier):
 
     def _release(self) -> None:
         """By the last thread, so that `close` does not wait longer than it was asked to; once."""
+        if in_call(self._releasing):
+            return  # the call that has not returned sees to it
         with self._releasing:
             if self._opened:
                 try:
@@ -297,7 +301,7 @@ class ThreadedTier(Tier):
         keys = check_keys(keys)
         places = () if entries is None else check_entries(entries, keys, self.pools)
         check_call(deadline, notify)
-        return TierJob(keys, places, deadline, notify, self._workers.count_ended, ended)
+        return TierJob(keys, places, deadline=deadline, notify=notify, count=self._workers.count_ended, ended=ended)
 
     def _job(self, keys: Sequence[bytes], notify: Notify | None = None) -> TierJob:
         return TierJob(keys, notify=notify, count=self._workers.count_ended)

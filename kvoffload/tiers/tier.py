@@ -30,7 +30,7 @@ RECORD_ALIGNMENT = 4096  # bytes, of rows: what direct I/O and registered memory
 LONGEST_KEY = 64  # bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierCapabilities:
     """What a tier is, for those above it.
 
@@ -51,7 +51,7 @@ class TierCapabilities:
     alignment: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
     """What a tier has done since it was attached, and what it is doing.
 

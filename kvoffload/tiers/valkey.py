@@ -12,6 +12,7 @@ from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import seconds, shown
 from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.remote import Parts, RemoteTier
+from kvoffload.tiers.remote_format import HEADER_BYTES
 
 _BYTES_PER_CALL = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower
 _ERRORS = (1, 10)  # after which a client of one server, and of a cluster, is replaced
@@ -41,7 +42,7 @@ class ValkeyTier(RemoteTier):
         identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
         cluster: whether the servers are a cluster.
         username, password: for AUTH; without a username the server's user "default". In the server's ACL the user needs
-            "~{<prefix>/*", +mget +set +exists +unlink +scan, and for the client itself +info +client +ping, in a
+            "~{<prefix>/*", +mget +set +strlen +unlink +scan, and for the client itself +info +client +ping, in a
             cluster +cluster|slots +cluster|myid.
         tls: encrypt connections, and verify the servers' certificates.
         ca_file: PEM file with the certificates to trust instead of the system's.
@@ -117,16 +118,13 @@ class ValkeyTier(RemoteTier):
         return outcomes
 
     def have_names(self, names: Sequence[str]) -> list[bool]:
-        batch = self._batch()
-        for name in names:
-            batch.exists(self._part_names(name))
-        return [found == 1 + len(self.pools) for found in self._counts(batch)]
+        return [found is True for found in self._look(names)]
 
     def delete_names(self, names: Sequence[str]) -> list[bool]:
         batch = self._batch()
         for name in names:
             batch.unlink(self._part_names(name))
-        return [deleted > 0 for deleted in self._counts(batch)]
+        return [bool(deleted) for deleted in self._counts(batch)]
 
     def delete_folder(self, folder: str) -> None:
         for route in self._routes() if self.cluster else [None]:
@@ -235,21 +233,55 @@ class ValkeyTier(RemoteTier):
 
     def _fetch(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
         part_names = [each for name in names for each in self._part_names(name)]
-        buffers = [part.data for record in parts for part in record]
-        with self._connected() as client:
-            found = client.mget(part_names, buffers=buffers)
-            if not isinstance(found, list) or len(found) != len(part_names):
-                raise _OutOfStepError(f"{len(part_names)} values expected, got {shown(found)}")
+        try:
+            with self._connected() as client:
+                found = client.mget(part_names, buffers=[part.data for record in parts for part in record])
+                if not isinstance(found, list) or len(found) != len(part_names):
+                    raise _OutOfStepError(f"{len(part_names)} values expected, got {shown(found)}")
+        except self._glide.RequestError as error:
+            answered = type(error) is self._glide.RequestError  # else its time is over, or the server is gone
+            outcomes = self._without_misfits(names, parts) if answered else []
+            if not outcomes:
+                raise
+            return outcomes
         lengths = iter(found)
         of_each = [[next(lengths) for _ in record] for record in parts]
         return [self._outcome(*each) for each in zip(names, parts, of_each, strict=True)]
 
+    def _without_misfits(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
+        """`_fetch` without values longer than their parts, each of which fails the whole command; [] if there is none.
+
+        The error is no argument: a frame in its own traceback would hold it, and the garbage collector crash on the
+        buffers in glide's frames.
+        """
+        looks = dict(zip(names, self._look(names), strict=True))
+        outcomes = {name: self.reject(name) for name in names if looks[name] is None}
+        if not outcomes:
+            return []
+        others = [at for at, name in enumerate(names) if name not in outcomes]
+        if others:
+            left = [names[at] for at in others]
+            outcomes.update(zip(left, self._fetch(left, [parts[at] for at in others]), strict=True))
+        return [outcomes[name] for name in names]
+
     def _outcome(self, name: str, parts: Parts, lengths: Sequence[bytes | None]) -> Outcome:
-        """By the lengths of the values that glide has written to the parts; None: there is no value."""
-        if None in lengths:
-            return Outcome.MISSING
+        """By the lengths of the values that glide has written to the parts; None: there is no string."""
+        if None in lengths:  # evicted, unless a part is a hash, say
+            partly = any(length is not None for length in lengths)
+            return self.reject(name) if partly and self._look([name]) == [None] else Outcome.MISSING
         whole = all(int(length or 0) == part.nbytes for length, part in zip(lengths, parts, strict=True))
         return Outcome.DONE if whole else self.reject(name)
+
+    def _look(self, names: Sequence[str]) -> list[bool | None]:
+        """Whether all parts of each record are there; None if one is no string of its size."""
+        sizes = [HEADER_BYTES, *(pool.shape[1] for pool in self.pools)]
+        batch = self._batch()
+        for name in names:
+            for part_name in self._part_names(name):
+                batch.strlen(part_name)
+        counts = iter(self._counts(batch))
+        lengths = [[next(counts) for _ in sizes] for _ in names]
+        return [all(each) if all(map(_fits, each, sizes)) else None for each in lengths]
 
     def _store(self, names: Sequence[str], parts: Sequence[Parts]) -> Outcome:
         glide = self._glide
@@ -269,13 +301,13 @@ class ValkeyTier(RemoteTier):
                 raise _OutOfStepError(f"OK expected of each value, got {shown(answer)}")
         return Outcome.DONE
 
-    def _counts(self, batch: Any) -> list[int]:
-        """What a batch of commands that count has counted."""
+    def _counts(self, batch: Any) -> list[int | None]:
+        """What a batch of commands that count has counted; None of a value that is no string."""
         with self._connected() as client:
-            answer = client.exec(batch, True)
-            if not isinstance(answer, list) or not all(isinstance(each, int) for each in answer):
+            answer = client.exec(batch, False)
+            if not isinstance(answer, list):
                 raise _OutOfStepError(f"counts expected, got {shown(answer)}")
-        return answer
+            return [_count(each) for each in answer]
 
     def _batch(self) -> Any:
         """For commands that are sent together; no transaction."""
@@ -303,8 +335,24 @@ def _import_glide() -> Any:
     return glide_sync
 
 
+def _fits(length: int | None, size: int) -> bool:
+    return length in (0, size)  # 0: there is no value
+
+
+def _count(answer: Any) -> int | None:
+    if isinstance(answer, Exception):
+        if "WRONGTYPE" not in str(answer):
+            raise type(answer)(*answer.args)  # another one: a frame of this one's traceback has a list with it
+        return None
+    if not isinstance(answer, int):
+        raise _OutOfStepError(f"a count expected, got {shown(answer)}")
+    return answer
+
+
 def _address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    if not host or "/" in host or not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f'addresses must be "host:port", such as "127.0.0.1:6379", got {shown(address)}')
+    if not host or set(host) & set("/@") or not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            f'addresses must be "host:port", such as "127.0.0.1:6379", without scheme and login, got {shown(address)}'
+        )
     return host.strip("[]"), int(port)

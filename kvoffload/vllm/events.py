@@ -15,7 +15,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[OffloadingEvent] = []
-        self._lock = threading.Lock()  # with tiers, events come from a thread of theirs, too
+        self._lock = threading.RLock()  # with tiers, events come from a thread of theirs, too
 
     def note(self, event: CacheEvent) -> None:
         keys = [OffloadKey(key) for key in event.keys]

@@ -7,17 +7,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+import vllm.envs
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvoffload.errors import CapabilityError
 from kvoffload.layout.layout import KVLayout
 from kvoffload.tiers.tier import LAYOUT_BYTES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# Files of weights, as vLLM loads them; they are too long to be read once more.
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _MAKING: ContextVar[VllmConfig | None] = ContextVar("_MAKING", default=None)
 
 
@@ -37,21 +42,67 @@ def config_of_connector() -> VllmConfig | None:
 
 
 def identity_of(config: VllmConfig, offloading: OffloadingConfig) -> str:
-    """The model as it was named, its revision, quantisation and overrides, the dtypes, and vLLM's release.
+    """The model and its draft model, with their weights; the dtypes, and vLLM's release.
 
     Adapters are not in it: vLLM's keys depend on their names.
+
+    Raises:
+        CapabilityError: it cannot be told which weights a model has.
     """
-    model: Any = config.model_config
+    draft: Any = config.speculative_config
+    drafts: Any = None if draft is None else draft.draft_model_config
     return json.dumps(
         {
-            "model": str(model.model),
-            "revision": str(model.revision),
-            "quantization": str(model.quantization),
-            "overrides": _text(getattr(model, "hf_overrides", None)),
-            "dtype": str(model.dtype).removeprefix("torch."),
+            **_identity_of_model(config.model_config, config.load_config),
             "cache dtype": offloading.model.dtype,
             "vllm": str(getattr(vllm, "__version__", "unknown")).partition("+")[0],
+            "draft": None if drafts is None else [draft.method, _identity_of_model(drafts, config.load_config)],
         }
+    )
+
+
+def _identity_of_model(model: Any, load: Any) -> dict[str, Any]:
+    return {
+        "model": str(model.model),
+        "revision": str(model.revision),
+        "quantization": str(model.quantization),
+        "overrides": _text(getattr(model, "hf_overrides", None)),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "loaded": [str(load.load_format), _text(load.model_loader_extra_config)],
+        "weights": _weights(getattr(model, "model_weights", "") or str(model.model), model.revision, load.download_dir),
+    }
+
+
+def _weights(model: str, revision: str | None, cache: str | None) -> str:
+    """Which weights a model has: another text for others under the same name.
+
+    Raises:
+        CapabilityError: it cannot be told.
+    """
+    path = Path(model)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    if any(file.suffix in _WEIGHTS and file.is_file() for file in files):
+        digest = blake2b(digest_size=16)
+        for file in files:
+            status = file.stat() if file.suffix in _WEIGHTS and file.is_file() else None
+            if status is not None:
+                digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns]).encode())
+            elif file.suffix == ".json" and file.is_file():
+                digest.update(file.name.encode() + blake2b(file.read_bytes()).digest())
+        return f"files {digest.hexdigest()}"
+    if cache is None:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        cache = HF_HUB_CACHE
+    hub = Path(cache, "models--" + model.replace("/", "--"))
+    ref = hub / "refs" / (revision or "main")
+    commit = ref.read_text().strip() if ref.is_file() else revision
+    if commit and not vllm.envs.VLLM_USE_MODELSCOPE and (hub / "snapshots" / commit).is_dir():
+        return f"commit {commit}"
+    raise CapabilityError(
+        f"kvoffload_tiers cannot tell which weights model={model!r} has: there is no folder or file of weights by that "
+        "name, and no snapshot of it in the hub's cache. Set kvoffload_tier_identity to a text that changes whenever "
+        "the weights do"
     )
 
 

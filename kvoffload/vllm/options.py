@@ -41,7 +41,7 @@ class Options:
         kvoffload_most_queued_bytes: bytes of one direction that the driver is given at a time, at least 1; None: see
             `OffloadEngine`.
         kvoffload_tiers: tiers below host memory, in the order in which they are asked.
-        kvoffload_tier_identity: what their bytes depend on besides the layout; None: as vLLM's configuration says.
+        kvoffload_tier_identity: what their bytes depend on besides the layout; None: the model, its weights, and more.
         kvoffload_tier_write: what they are given: "admitted", "through", "back" or "none", see `TieredCache`.
         kvoffload_promotion_seconds: that a request waits for tiers at most, above 0.
         kvoffload_prefill_tokens_per_second: what computing costs; None: not known, so all that tiers have is read.

@@ -110,7 +110,7 @@ class Promotions:
             if not wanted or left <= 0:
                 continue
             try:
-                promotion = self._index.promote(list(seen), deadline=left)
+                promotion = self._index.promote(list(seen), deadline=left, counted=False)  # `lookup` counts
             except KVOffloadError:  # closed
                 continue
             state.held.append(promotion)

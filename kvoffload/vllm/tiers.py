@@ -91,8 +91,8 @@ class TiersOfWorkers:
         """The index, over all workers' slots.
 
         Raises:
-            CapabilityError: a worker's memory cannot be mapped, such as one on another machine; or a tier needs a
-                package.
+            CapabilityError: a worker's memory cannot be mapped, such as one on another machine; a tier needs a package;
+                or no identity was given, and the model's weights are not found.
             ValueError: a tier's arguments.
             And what `Tier.attach` raises.
         """
@@ -127,7 +127,7 @@ class TiersOfWorkers:
         pools, notes = [], []
         for rank in range(self._config.parallel.world_size):
             try:
-                with SharedSlots.receive(self.name_of(rank), self._wait) as slots:
+                with SharedSlots.receive(self.name_of(rank), timeout=self._wait) as slots:
                     pools.append(slots.array)
                     notes.append(slots.note)
             except TimeoutError as error:
@@ -155,8 +155,8 @@ class TiersOfWorkers:
             name: value.replace("{dp}", replica) if isinstance(value, str) else value
             for name, value in choice.arguments.items()
         }
-        if choice.kind != "memory":
-            arguments.setdefault("identity", self.identity)
+        if choice.kind != "memory" and "identity" not in arguments:
+            arguments["identity"] = self.identity
         try:
             return load_tier(choice.kind, **arguments)
         except (TypeError, ValueError) as error:

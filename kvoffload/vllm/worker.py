@@ -126,7 +126,7 @@ class KVOffloadWorker(OffloadingWorker):
     def offer(self, name: str, note: str) -> None:
         """Let the scheduler's process map the slots: see `SharedSlots.offer`."""
         assert self._slots is not None
-        self._slots.offer(name, note)
+        self._slots.offer(name, note=note)
 
     # transfers ----------------------------------------------------------------------------------------------------
 
@@ -179,9 +179,14 @@ class KVOffloadWorker(OffloadingWorker):
             if size == 0:
                 continue
             skip = first % self._blocks_per_chunk
-            count = self.layout.slots_for(size, skip)
+            count = self.layout.slots_for(size, first_sub_block=skip)
             transfers.append(
-                GroupTransfer(group, gpu.block_ids[block : block + size], host.block_ids[slot : slot + count], skip)
+                GroupTransfer(
+                    group,
+                    gpu.block_ids[block : block + size],
+                    host.block_ids[slot : slot + count],
+                    first_sub_block=skip,
+                )
             )
             block, slot = block + size, slot + count
         assert block == len(gpu.block_ids)

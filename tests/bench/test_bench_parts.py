@@ -103,9 +103,9 @@ def test_times_are_medians_of_the_counted_rounds(pretending: Lab, monkeypatch: p
     ordered: list[int | None] = []
     load, order_before = parts.load, kvoffload.Job.order_before
 
-    def noted_order(job: kvoffload.Job, stream: Any, part: int | None = None) -> None:
+    def noted_order(job: kvoffload.Job, stream: Any, *, part: int | None = None) -> None:
         ordered.append(part)
-        order_before(job, stream, part)
+        order_before(job, stream, part=part)
 
     def noted(setup: TransferSetup, count: int, copier: CopierName | None) -> kvoffload.Job:
         seen.append((count, "setup" if len(setup.groups[0].blocks) == 20 else "small_setup"))

@@ -209,8 +209,8 @@ def test_an_interrupt_ends_the_servers_and_deletes_the_records(
     monkeypatch.setattr("subprocess.Popen", popen)
     monkeypatch.setattr(*where, interrupt)
     assert main([*REMOTE, *for_valkey(valkey_server), "--start", "mooncake", *TINY]) == 130
-    assert len(processes) == 2
-    assert [each.poll() is None for each in processes] == [False, False]
+    assert len([each for each in processes if "mooncake_" in str(each.args)]) == 2  # and those that try connections
+    assert None not in [each.poll() for each in processes]
     assert ask(valkey_server.port, "DBSIZE") == before
 
 

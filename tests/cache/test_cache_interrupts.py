@@ -54,10 +54,10 @@ class Scene:
         self.index.reserve(keys(0, 1, 2)).commit()
         self.index.touch(keys(0, 1, 2))
         if full:
-            self.index.reserve(keys(5), "low").commit()
+            self.index.reserve(keys(5), tenant="low").commit()
         self.open = self.index.reserve(keys(3))
         job = Jobs(self.index.lock)
-        self.index.reserve(keys(4), "small").commit(job)
+        self.index.reserve(keys(4), tenant="small").commit(job)
         job.finished = True
         job.error = None if well else RuntimeError("the copy failed")
         self.lease = self.index.acquire(keys(1))
@@ -110,8 +110,8 @@ CASES = {
     "touch": Case(lambda scene: scene.index.touch(keys(0, 1, 4, 9))),
     "load": Case(lambda scene: scene.index.load(keys(0, 1, 4))),
     "reserve": Case(lambda scene: scene.index.reserve(keys(0, 7, 8))),
-    "reserve small": Case(lambda scene: scene.index.reserve(keys(6, 7, 8), "small")),
-    "reserve low": Case(lambda scene: scene.index.reserve(keys(6, 7, 8), "low")),
+    "reserve small": Case(lambda scene: scene.index.reserve(keys(6, 7, 8), tenant="small")),
+    "reserve low": Case(lambda scene: scene.index.reserve(keys(6, 7, 8), tenant="low")),
     "commit": Case(lambda scene: scene.open.commit(), (3,)),
     "commit with jobs": Case(commit_with_jobs, (3,)),
     "abort": Case(lambda scene: scene.open.abort()),

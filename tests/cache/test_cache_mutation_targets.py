@@ -27,7 +27,7 @@ def keys(*numbers: int) -> list[bytes]:
 def caches(capacity: int, policy: Any = "lru", **options: Any) -> Iterator[tuple[Rig, BlockCache]]:
     """A cache of `capacity` keys; block `b` holds `b + 1` in every byte, and key `b` stands for it."""
     with simulated(3) as device, rig(device, num_blocks=32, num_slots=capacity) as bench:
-        yield bench, BlockCache(bench.engine, policy, **options)
+        yield bench, BlockCache(bench.engine, policy=policy, **options)
         for gate in bench.gates:
             gate.open()
         bench.engine.drain(10)

@@ -253,7 +253,7 @@ def test_limits_hold_for_store_as_for_reserve() -> None:
     with device, rig(device, num_blocks=32, num_slots=4) as bench:
         cache = BlockCache(
             bench.engine,
-            "lru",
+            policy="lru",
             tenants={"tenant": Tenant(max_blocks=2)},
             store_after=1,
             max_load_blocks=1,

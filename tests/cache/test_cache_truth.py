@@ -132,16 +132,16 @@ def test_an_interrupted_store_keeps_its_slots_until_its_copies_have_ended() -> N
     with caches(capacity=2) as (bench, cache):
         held = bench.stream()
         gate = bench.gate(held)
-        submit = cache.engine.submit
+        submit = cache.engine.submit_locked
 
         def interrupted(*arguments: Any, **options: Any) -> Any:
             submit(*arguments, **options)
             raise Interrupt
 
-        cache.engine.submit = interrupted  # type: ignore[method-assign]
+        cache.engine.submit_locked = interrupted  # type: ignore[method-assign]
         with pytest.raises(Interrupt):
             cache.store(keys(0), [3], after=held)
-        cache.engine.submit = submit  # type: ignore[method-assign]
+        cache.engine.submit_locked = submit  # type: ignore[method-assign]
         assert cache.status(keys(0)) == [Status.MISS]
         assert len(cache.reserve(keys(1, 2)).keys) == 1, "the copy may still write the other slot"
         gate.open()
@@ -445,7 +445,7 @@ def test_a_store_into_slots_of_a_cache_is_refused() -> None:
 def test_unknown_tenants_are_refused() -> None:
     with simulated() as device, rig(device, num_slots=4) as bench:
         cache = BlockCache(bench.engine, tenants={"guests": Tenant(max_blocks=2)})
-        for call in (lambda: cache.store(keys(0), [1], tenant="guest"), lambda: cache.reserve(keys(0), "guest")):
+        for call in (lambda: cache.store(keys(0), [1], tenant="guest"), lambda: cache.reserve(keys(0), tenant="guest")):
             with pytest.raises(ValueError, match="tenant must be one of '', 'guests', got 'guest'"):
                 call()
         assert cache.store(keys(0), [1], tenant="guests").keys == tuple(keys(0))

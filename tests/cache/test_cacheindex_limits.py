@@ -146,7 +146,7 @@ def test_a_quota_is_never_exceeded(policy: Any) -> None:
 def test_a_request_longer_than_the_quota_stores_its_beginning(policy: Any) -> None:
     index = CacheIndex(20, policy=policy, tenants={"tenant": Tenant(max_blocks=5)})
     request = names("tenant", 8)
-    with index.reserve(request, "tenant") as reservation:
+    with index.reserve(request, tenant="tenant") as reservation:
         assert (reservation.keys, reservation.declined) == (tuple(request[:5]), tuple(request[5:]))
     again = store(index, request, "tenant")
     assert (again.keys, again.present, again.declined) == ((), tuple(request[:5]), tuple(request[5:]))
@@ -187,10 +187,10 @@ def test_pitfall_24_a_quota_whose_keys_must_stay_refuses(policy: Any) -> None:
     store(index, names("other", 2))
     store(index, names("tenant", 2), "tenant")
     lease = index.acquire(names("tenant", 2))
-    pending = index.reserve(names("tenant", 1, 2), "tenant")
+    pending = index.reserve(names("tenant", 1, 2), tenant="tenant")
     before = state(index)
     with pytest.raises(CapacityError, match=r"1 keys find 15 entries free .* quota"):
-        index.reserve(names("tenant", 1, 5), "tenant", all_or_nothing=True)
+        index.reserve(names("tenant", 1, 5), tenant="tenant", all_or_nothing=True)
     assert state(index) == before
     assert store(index, names("other", 1, 5)).evicted == ()
     lease.release()
@@ -216,11 +216,11 @@ def test_quotas_may_add_up_to_more_than_the_cache(policy: Any) -> None:
 
 def test_what_is_pending_or_removed_counts_as_it_should() -> None:
     index = CacheIndex(10, policy="lru", tenants={"tenant": Tenant(max_blocks=2)})
-    first = index.reserve(names("tenant", 2), "tenant")
+    first = index.reserve(names("tenant", 2), tenant="tenant")
     with pytest.raises(CapacityError):
-        index.reserve(names("tenant", 1, 2), "tenant", all_or_nothing=True)
+        index.reserve(names("tenant", 1, 2), tenant="tenant", all_or_nothing=True)
     index.remove(names("tenant", 1))
-    second = index.reserve(names("tenant", 1, 2), "tenant")
+    second = index.reserve(names("tenant", 1, 2), tenant="tenant")
     index.check()
     first.abort()
     assert store(index, names("tenant", 1, 3), "tenant").evicted == ()
@@ -241,14 +241,14 @@ def test_keys_of_lower_priorities_go_first_and_none_of_higher_ones(policy: Any) 
     for _ in range(20):  # use does not help
         index.touch(names("batch", 2))
     with pytest.raises(CapacityError, match="tenant with a quota or higher priority"):
-        index.reserve(names("new-batch", 3), "batch", all_or_nothing=True)
+        index.reserve(names("new-batch", 3), tenant="batch", all_or_nothing=True)
     assert set(store(index, names("new-plain", 1)).evicted) < set(names("batch", 2))
     assert set(store(index, names("new-chat", 3), "chat").evicted) > set(names("batch", 2)) & set(index.keys)
     assert (of(index, "batch"), of(index, "plain") + of(index, "new-plain")) == (0, 1)
     assert of(index, "chat") + of(index, "new-chat") == 5
     assert of(index, "top") == 2
     with pytest.raises(CapacityError):
-        index.reserve(names("new-batch", 1), "batch", all_or_nothing=True)
+        index.reserve(names("new-batch", 1), tenant="batch", all_or_nothing=True)
     gone = store(index, names("new-top", 8), "top").evicted
     assert len(gone) == 8
     assert of(index, "new-top") == 8, "the highest may have everything"
@@ -419,11 +419,11 @@ class Match:
         new, victims = self.model.plan(name, request)
         if len(new) < sum(key not in self.model.keys for key in request):
             with pytest.raises(CapacityError):
-                self.index.reserve(request, name, all_or_nothing=True)
+                self.index.reserve(request, tenant=name, all_or_nothing=True)
             assert state(self.index) == before
         priority = LEVELS[name].priority
         assert all(self.level(victim) <= priority for victim in victims), "the model itself is right"
-        reservation = self.index.reserve(request, name)
+        reservation = self.index.reserve(request, tenant=name)
         assert (list(reservation.keys), list(reservation.evicted)) == (new, victims)
         assert list(reservation.present) == [key for key in request if key in self.model.keys]
         self.model.drop(victims)
@@ -479,7 +479,7 @@ def test_rules_of_quotas_and_priorities_hold_for_every_policy(policy: Any, seed:
         kept = {key for lease in leases for key in lease.keys}
         before, snapshot = index.keys, state(index)
         try:
-            reservation = index.reserve(request, name, all_or_nothing=True)
+            reservation = index.reserve(request, tenant=name, all_or_nothing=True)
             reservation.commit()
         except CapacityError:
             assert state(index) == snapshot

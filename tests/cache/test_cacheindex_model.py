@@ -337,7 +337,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(numbers=few, member=member)
     def load(self, numbers: list[int], member: int | None) -> None:
         opened, own = self.requests.pick(member)
-        self.index.load(keys(*numbers), opened)
+        self.index.load(keys(*numbers), request=opened)
         add(own, keys(*numbers))
 
     @rule(number=st.integers(0, 11))
@@ -385,7 +385,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.context = rig(self.device, planes=2, block_bytes=16, num_blocks=64, num_slots=CAPACITY)
         self.bench = self.context.__enter__()
         self.engine = self.bench.engine
-        self.cache = BlockCache(self.engine, self.policy)
+        self.cache = BlockCache(self.engine, policy=self.policy)
         self.books = Books(self.policy == "prefix")
         self.streams = [self.bench.stream() for _ in range(3)]
         self.gates: dict[int, Gate] = {}
@@ -835,7 +835,7 @@ def test_threads_with_their_own_ways_share_a_cache(policy: Any, seed: int) -> No
     device = simulated(seed, "no-batch", deadlock_seconds=10)
     with device, rig(device, num_blocks=64, num_slots=10) as bench:
         mirror, simulator = Mirror(), cast(Any, device.simulator)
-        cache = BlockCache(bench.engine, policy, on_event=mirror)
+        cache = BlockCache(bench.engine, policy=policy, on_event=mirror)
         rng = np.random.default_rng(seed)
         for nth in np.cumsum(rng.integers(20, 120, size=20)):
             simulator.faults.fail_call("cuMemcpy2DAsync", nth=int(nth))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from counting import steps
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import run_program
@@ -410,8 +410,11 @@ def test_every_salt_and_extra_has_keys_of_its_own(pairs: list[tuple[str, bytes]]
     ids=lambda value: type(value).__name__ if hasattr(value, "__next__") else repr(value),
 )
 def test_what_is_no_token_is_refused_by_name(token_ids: Any, culprit: str) -> None:
-    with pytest.raises(LayoutError, match=rf"^{culprit}; token_ids must be one sequence of integers in \[0, 2\*\*32\)"):
+    with pytest.raises(
+        ValueError, match=rf"^{culprit}; token_ids must be one sequence of integers in \[0, 2\*\*32\)"
+    ) as one:
         keys_of(token_ids)
+    assert one.type is ValueError, "no layout is wrong"
 
 
 @pytest.mark.parametrize("missing", ["dtype", "block_axes", "tokens_per_block"])
@@ -425,11 +428,28 @@ def test_a_layout_that_says_too_little_has_no_keys(missing: str) -> None:
         _ = made.fingerprint
 
 
-@pytest.mark.parametrize("dtype", [object(), dict, "V2", "i4,i4", "S3", "", "<weird>", [("k", "f2")], 16, (np.int8, 2)])
-def test_a_dtype_that_is_none_of_one_element_has_no_keys(dtype: Any) -> None:
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        object(),
+        dict,
+        "V2",
+        "i4,i4",
+        "S3",
+        "",
+        "<weird>",
+        [("k", "f2")],
+        16,
+        (np.int8, 2),
+        True,
+        float("nan"),
+        np.float32(1.0),
+    ],
+)
+def test_a_dtype_that_is_none_of_one_element_is_refused(dtype: Any) -> None:
     """The text of an object may hold its address, and then differs between processes."""
     with pytest.raises(LayoutError, match=r'^dtype must be the type of one element, such as "bfloat16" .*, got '):
-        keys_of(TOKENS, layout=layout(dtype=dtype))
+        layout(dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -459,13 +479,10 @@ def test_a_fingerprint_is_computed_once() -> None:
     assert len(made.fingerprint) == 16
 
 
-def test_a_long_context_is_keyed_in_milliseconds() -> None:
+def test_a_long_context_is_keyed_in_a_few_steps_a_block() -> None:
     tokens = np.arange(131_072)
     made = layout(tokens_per_block=16)
-    seconds = []
-    for _ in range(10):
-        began = time.perf_counter()
-        keys = keys_of(tokens, layout=made)
-        seconds.append(time.perf_counter() - began)
+    keys: list[bytes] = []
+    taken = steps(lambda: keys.extend(keys_of(tokens, layout=made)))
     assert [len(each) for each in keys] == [KEY_BYTES] * 8192
-    assert min(seconds) < 0.05
+    assert taken < 12 * 8192

@@ -33,7 +33,7 @@ def test_an_index(policy: Any, options: dict[str, Any]) -> None:
 def test_an_index_with_tenants() -> None:
     index = CacheIndex(0, tenants={"a": Tenant(max_blocks=3), "b": Tenant(priority=1)})
     for name in ("a", "b"):
-        assert index.reserve(keys(0, 1), name).declined == tuple(keys(0, 1))
+        assert index.reserve(keys(0, 1), tenant=name).declined == tuple(keys(0, 1))
     index.check()
 
 

@@ -81,7 +81,7 @@ def test_a_head_that_was_loaded_stays(policy: Any) -> None:
     stored(index, 0, 1)
     stored(index, 100, 101)
     request = index.open_request()
-    index.load(keys(0, 1, 50), request)
+    index.load(keys(0, 1, 50), request=request)
     assert request.keys == tuple(keys(0, 1, 50))
     assert set(stored(index, 2, 3, request=request).evicted) == set(keys(100, 101))
     assert stored(index, 4, request=request).keys == ()
@@ -131,12 +131,12 @@ def test_a_policy_that_names_its_keys_is_refused() -> None:
 def test_tenants(policy: Any, tenant: str) -> None:
     """Within a quota the request's own keys stay; keys of another pool that it has loaded stay, too."""
     index = CacheIndex(6, policy=policy, tenants={"quota": Tenant(max_blocks=3), "low": Tenant(priority=-1)})
-    index.reserve(keys(100), "low").commit()
-    with index.open_request(tenant) as request:
+    index.reserve(keys(100), tenant="low").commit()
+    with index.open_request(tenant=tenant) as request:
         assert request.tenant == tenant
-        index.load(keys(100), request)
+        index.load(keys(100), request=request)
         for number in range(7):
-            reservation = index.reserve(keys(number), tenant if number % 2 else "", request=request)
+            reservation = index.reserve(keys(number), tenant=tenant if number % 2 else "", request=request)
             assert reservation.evicted == ()
             assert reservation.tenant == tenant
             reservation.commit()
@@ -165,7 +165,7 @@ def test_no_call_of_a_request_evicts_its_keys(
     tenants = {"quota": Tenant(max_blocks=4), "high": Tenant(priority=1)} if groups else {}
     index = CacheIndex(7, policy=policy, tenants=tenants)
     names = ["", *(tenants or ("", ""))]
-    requests = [index.open_request(name) for name in names]
+    requests = [index.open_request(tenant=name) for name in names]
     own: list[list[bytes]] = [[], [], []]
     leases: list[Any] = []
     for which, numbers, what in steps:
@@ -180,7 +180,7 @@ def test_no_call_of_a_request_evicts_its_keys(
             (reservation.commit if numbers[0] % 4 else reservation.abort)()
             mine += named
         elif what == "load":
-            index.load(named, request)
+            index.load(named, request=request)
             mine += named
         elif what == "lease":
             leases.append(index.acquire([each for each in named if index.status([each]) == [Status.HIT]]))
@@ -193,7 +193,7 @@ def test_no_call_of_a_request_evicts_its_keys(
         elif what == "end" and request is not None:
             assert request.keys == tuple(dict.fromkeys(mine))
             request.end()
-            requests[which], own[which] = index.open_request(names[which]), []
+            requests[which], own[which] = index.open_request(tenant=names[which]), []
         index.check()
     for lease in leases:
         lease.release()
@@ -212,7 +212,8 @@ def test_a_request_in_pieces_is_ordered_like_one_in_one_call(policy: Any, pieces
         index = CacheIndex(24, policy=policy)
         stored(index, 100, 101, 102)
         index.touch(keys(100, 101, 102))
-        index.load(keys(100), request := index.open_request() if handle else None)
+        request = index.open_request() if handle else None
+        index.load(keys(100), request=request)
         begin = 0
         for count in pieces:
             stored(index, *range(begin, begin + count), request=request)
@@ -273,7 +274,7 @@ def test_lru_keeps_a_loaded_head_before_the_tail() -> None:
     stored(index, 0, 1)
     stored(index, 100, 101)
     request = index.open_request()
-    index.load(keys(0, 1), request)
+    index.load(keys(0, 1), request=request)
     stored(index, 2, 3, request=request)
     index.load(keys(100))
     policy = index._state.pools.all[0].policy
@@ -296,9 +297,9 @@ def test_a_key_that_a_request_loads_again_is_used_once() -> None:
         index = CacheIndex(8, policy="s3fifo")
         stored(index, 0, 1)
         with index.open_request() as request:
-            index.load(keys(0, 1), request)
+            index.load(keys(0, 1), request=request)
             if again:
-                index.load(keys(0, 1), request)
+                index.load(keys(0, 1), request=request)
         policy: Any = index._state.pools.all[0].policy
         uses.append(dict(policy._small))
     assert uses[0] == uses[1]
@@ -319,7 +320,7 @@ def test_end_touches_its_keys_once(policy: Any) -> None:
     index = CacheIndex(8, policy=Noting)
     with index.open_request() as request:
         stored(index, 2, 3, request=request)
-        index.load(keys(9, 3), request)
+        index.load(keys(9, 3), request=request)
         stored(index, 4, request=request)
     request.end()
     assert touched == [keys(2, 3, 9, 4)]
@@ -383,11 +384,11 @@ def test_wrong_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="of this cache"):
         index.reserve(keys(0), request=other.open_request())
     with pytest.raises(ValueError, match="of this cache"):
-        index.load(keys(0), other.open_request())
+        index.load(keys(0), request=other.open_request())
     with pytest.raises(ValueError, match="that of the request"):
-        index.reserve(keys(0), "a", request=index.open_request())
+        index.reserve(keys(0), tenant="a", request=index.open_request())
     with pytest.raises(ValueError, match="tenant must be one of"):
-        index.open_request("b")
+        index.open_request(tenant="b")
     assert len(index) == 0
 
 
@@ -475,7 +476,7 @@ def test_requests_of_several_threads(policy: Any, seed: int) -> None:
         rng = np.random.default_rng([seed, number])
         for _ in range(12):
             with index.open_request() as request:
-                index.load(keys(0, 1), request)
+                index.load(keys(0, 1), request=request)
                 for _ in range(6):
                     mine = shared if number < 2 else request
                     piece = keys(*sorted(int(each) for each in rng.permutation(60)[: rng.integers(1, 5)]))

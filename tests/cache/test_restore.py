@@ -110,10 +110,10 @@ def test_tenants_have_their_pools_and_quotas() -> None:
     index = CacheIndex(6, policy="lru", tenants=tenants)
     keys = [b"a0", b"a1", b"b0", b"a2", b"x0", b"y0"]
     owners = ["a", "a", "b", "a", "", "gone"]
-    assert index.restore(keys, np.arange(6), np.arange(6), owners) == 5
+    assert index.restore(keys, np.arange(6), np.arange(6), tenants=owners) == 5
     index.check()
     assert set(index.keys) == set(keys) - {b"a0"}, "beyond the quota the oldest is left out"
-    with index.reserve([b"a3"], "a") as reservation:
+    with index.reserve([b"a3"], tenant="a") as reservation:
         assert reservation.evicted == (b"a1",)
     with index.reserve([b"n0", b"n1"]) as reservation:
         assert reservation.evicted == (b"b0",), "of the lower priority, and one entry was free"

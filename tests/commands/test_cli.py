@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def test_without_a_gpu_every_command_runs_simulated_and_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     without_cuda(monkeypatch)
-    assert main(command) == 0
+    assert main(command) == (1 if command == ("doctor",) else 0), "no GPU: a finding that is a failure"
     captured = capsys.readouterr()
     note = f"kvoffload: no GPU to use (`kvoffload doctor` shows why): {SIMULATED_NOTE}\n"
     assert captured.err == ("" if command == ("doctor",) else note)
@@ -99,7 +100,7 @@ def test_without_rich_tables_are_the_same(
     monkeypatch.setattr("kvoffload.terminal.console.find_spec", lambda _: None)
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    assert main(command) == 0
+    assert main([*command, "--backend", "simulated"] if command != SMALL_CACHE else command) == 0
     captured = capsys.readouterr()
     assert captured.out
     assert len(captured.err.splitlines()) <= 2
@@ -158,7 +159,7 @@ def test_doctor_without_a_gpu_says_what_is_missing_and_how_to_go_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_cuda(monkeypatch)
-    fields = run_json(capsys, "doctor")
+    fields = run_json(capsys, "doctor", code=1)
     assert fields["gpus"] == []
     assert "no driver library here" in fields["problem"]
     assert any("nvidia-smi" in line for line in fields["advice"])
@@ -184,7 +185,7 @@ def test_doctor_without_a_gpu_says_the_remedy_once_and_no_versions_of_the_simula
             raise kvoffload.CapabilityError(LOADER)
 
     monkeypatch.setattr("kvoffload.driver.cuda.Driver", NoLibrary)
-    assert main(["doctor"]) == 0
+    assert main(["doctor"]) == 1
     captured = capsys.readouterr()
     assert captured.err == ""
     text = " ".join(captured.out.split())
@@ -197,7 +198,7 @@ def test_doctor_without_a_gpu_says_the_remedy_once_and_no_versions_of_the_simula
     assert packages.count("cuda-bindings") == 1
     assert "raw addresses" not in text
     assert "profile" not in found
-    fields = run_json(capsys, "doctor")
+    fields = run_json(capsys, "doctor", code=1)
     unknown = ("driver", "bindings", "compute_capability", "multiprocessors", "copy_engines")
     assert [fields[name] for name in unknown] == [None] * len(unknown)
 
@@ -218,7 +219,7 @@ def test_doctor_without_usable_bindings_says_what_to_install(
 
     monkeypatch.setattr("kvoffload.driver.cuda.load", load)
     monkeypatch.setattr("importlib.metadata.version", version)
-    assert main(["doctor"]) == 0
+    assert main(["doctor"]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert f"GPUs: none: cuda-bindings {said} -> " in text
     assert text.count("pip install 'cuda-bindings>=12.9'") == 1
@@ -235,11 +236,23 @@ def test_doctor_works_without_any_device_at_all(
         raise kvoffload.CapabilityError("cuda-bindings cannot be imported")
 
     monkeypatch.setattr("kvoffload.terminal.console.open_device", nothing)
-    assert main(["doctor"]) == 0
+    assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "no driver library here" in out
     assert "RLIMIT_MEMLOCK" in out
     assert "does not bound what CUDA pins" in out
+
+
+def test_doctor_ends_with_1_if_a_finding_is_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = ["doctor", "--backend", "simulated"]
+    assert main(asked) == 0
+    assert main([*asked, "--path", str(tmp_path / "missing")]) == 1
+    assert "(1 fail, " in capsys.readouterr().out
+    without_cuda(monkeypatch)
+    assert main(["doctor"]) == 1
+    assert main(["doctor", "--backend", "cuda"]) == 2
 
 
 def test_doctor_shows_why_a_copier_cannot_run(

@@ -59,7 +59,7 @@ def test_a_folder_that_a_tier_refuses_fails(capsys: pytest.CaptureFixture[str], 
     elif kind == "open to all":
         path.mkdir()
         path.chmod(0o777)
-    fields = run_json(capsys, *DOCTOR, "--path", str(path))
+    fields = run_json(capsys, *DOCTOR, "--path", str(path), code=1)
     ((text, (status, remedy)),) = found(fields["folders"][0]).items()
     said = {"missing": "No such file", "link": "symbolic link", "open to all": "every user may write", "file": "Not a"}
     assert said[kind] in text

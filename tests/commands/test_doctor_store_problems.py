@@ -33,7 +33,7 @@ def statuses(store: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 def problem(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
     """Problem and remedy of one store."""
-    fields = run_json(capsys, *DOCTOR, *arguments)
+    fields = run_json(capsys, *DOCTOR, *arguments, code=1)
     [store] = fields["stores"]
     [(text, (status, remedy))] = statuses(store).items()
     assert status == "fail"

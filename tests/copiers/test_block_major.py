@@ -66,7 +66,7 @@ def test_the_bytes_of_a_naive_loop_and_no_others(
             blocks[: count // 2] = np.arange(count // 2) + chance.integers(
                 BLOCKS - count // 2
             )  # a store may repeat them
-            slots = chance.permutation(SLOTS)[: layout.slots_for(count, first)]
+            slots = chance.permutation(SLOTS)[: layout.slots_for(count, first_sub_block=first)]
             engine.store(blocks, slots, first_sub_block=first, after=NO_WAIT, copier=method)
             mirror.expect(Direction.STORE, blocks.tolist(), slots.tolist(), first_sub_block=first)
             targets = np.roll(chance.permutation(BLOCKS)[:count], 1)

@@ -102,7 +102,7 @@ def test_pitfall_33_any_alignment_gives_the_right_bytes(
         fill_slots(engine, 3)
         mirror = Mirror(engine, buffers)
         for first in range(factor):
-            used = layout.slots_for(10, first)
+            used = layout.slots_for(10, first_sub_block=first)
             for each in (
                 Move(Direction.STORE, 0, [7, 1, 2, 3, 10, 0, 9, 7, 4, 5], list(range(used)), first, ONE_PROGRAM),
                 Move(Direction.LOAD, 0, [3, 10, 9, 8, 0, 1, 2, 4, 6, 5], list(range(used))[::-1], first, ONE_PROGRAM),

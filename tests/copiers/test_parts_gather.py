@@ -100,7 +100,7 @@ def test_any_parts_move_the_bytes_of_a_naive_loop_and_no_others(
             num_blocks, num_planes = layout.groups[group].num_blocks, len(layout.groups[group].planes)
             count = int(random.integers(1, min(num_blocks, 6 * layout.blocks_per_slot - first) + 1))
             blocks = random.permutation(num_blocks)[:count]
-            slots = random.integers(0, 6, layout.slots_for(count, first))
+            slots = random.integers(0, 6, layout.slots_for(count, first_sub_block=first))
             where: dict[str, Any] = {"group": group, "first_sub_block": first}
             job = engine.submit(
                 Direction.LOAD,

@@ -54,7 +54,7 @@ def test_any_share_moves_the_bytes_of_a_naive_loop(device: kvoffload.Device, sha
         mirror = Mirror(engine, [slab_of(planes)])
         for number, count in enumerate([1, 2, 3, 7, 28, 28]):
             direction, first = list(Direction)[number % 2], number % factor
-            spanned = layout.slots_for(count, first)
+            spanned = layout.slots_for(count, first_sub_block=first)
             blocks, slots = rng.permutation(30)[:count].tolist(), rng.permutation(30)[:spanned].tolist()
             each = Move(direction, 0, blocks, slots, first, CopyMethod("split", 1 + number % 2, share))
             submit(engine, each)

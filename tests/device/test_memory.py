@@ -387,7 +387,7 @@ def test_buffers_take_and_give_bytes_of_any_array(any_device: kvoffload.Device) 
 def test_buffers_refuse_what_does_not_fit(device: kvoffload.Device, nbytes: int, offset: int) -> None:
     buffer = device.allocate(10)
     with pytest.raises(ValueError, match=f"array of {nbytes} bytes at offset {offset} does not fit into 10 bytes"):
-        buffer.copy_from(np.zeros(nbytes, np.uint8), offset)
+        buffer.copy_from(np.zeros(nbytes, np.uint8), offset=offset)
 
 
 @pytest.mark.parametrize(
@@ -411,14 +411,14 @@ def test_buffers_take_no_pointers_and_no_masked_values(device: kvoffload.Device,
 @pytest.mark.parametrize("offset", [None, 1.0, "1", True])
 def test_an_offset_is_an_integer(device: kvoffload.Device, offset: Any) -> None:
     with pytest.raises(TypeError, match=f"offset must be an integer, got {offset!r}"):
-        device.allocate(64).copy_from(b"a", offset)
+        device.allocate(64).copy_from(b"a", offset=offset)
 
 
 def test_empty_bytes_copy_nothing(device: kvoffload.Device) -> None:
     buffer = device.allocate(4)
-    buffer.copy_from(bytearray(b"abcd"), np.int64(0).item())
+    buffer.copy_from(bytearray(b"abcd"), offset=np.int64(0).item())
     buffer.copy_from(b"")
-    buffer.copy_from(b"", 4)
+    buffer.copy_from(b"", offset=4)
     assert buffer.to_numpy().tobytes() == b"abcd"
 
 

@@ -60,7 +60,7 @@ def test_pitfall_31_a_forked_child_is_told_and_touches_nothing() -> None:
         if child == 0:
             told = 0
             for call in (lambda: engine.store([1], [1]), lambda: engine.load([1], [1]), engine.poll,
-                         lambda: job.done, lambda: job.wait(1), lambda: engine.drain(1), lambda: device.allocate(10),
+                         lambda: job.done, lambda: job.wait(60), lambda: engine.drain(60), lambda: device.allocate(10),
                          lambda: planes[0].owner.to_numpy(), lambda: job.order_before(1), device.reclaim):
                 try:
                     call()
@@ -115,7 +115,7 @@ if child == 0:
         drain=lambda: engine.drain(1), statistics=engine.statistics, room=lambda: engine.check_room(1),
         lookup=lambda: cache.lookup([b"a"]), touch=lambda: cache.touch([b"a"]), check=cache.check,
         cache_store=lambda: cache.store([b"b"], [1]), cache_load=lambda: cache.load([b"a"], [1]),
-        cache_statistics=cache.statistics, wait_finished=lambda: finished.wait(1), results=lambda: stored.wait(1),
+        cache_statistics=cache.statistics, wait_finished=lambda: finished.wait(60), results=lambda: stored.wait(60),
         allocate=lambda: device.allocate(1), reclaim=device.reclaim, read=buffer.to_numpy,
         write=lambda: buffer.copy_from(b"a"), dlpack=buffer.__dlpack__, empty=lambda: device.empty((1,), "int8"),
         interface=lambda: buffer.__cuda_array_interface__, register=lambda: device.register_engine(engine),
@@ -133,7 +133,7 @@ if child == 0:
             returned.append(name)
         except ClosedError as error:
             assert "fork" in str(error), (name, error)
-        if time.perf_counter() - began > 0.5:
+        if time.perf_counter() - began > 20:  # it waited for a lock, or for work of the parent's
             slow.append(name)
     del buffer, engine, device, planes, cache
     gc.collect()

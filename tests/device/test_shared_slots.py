@@ -26,7 +26,7 @@ OFFERING = """
     from kvoffload.device.shared_slots import SharedSlots
     slots = SharedSlots(4, 4096)
     slots.array[:] = [[number] * 4096 for number in range(1, 5)]
-    slots.offer(sys.argv[1], "rank 0")
+    slots.offer(sys.argv[1], note="rank 0")
     print("offered", flush=True)
     sys.stdin.readline()
     print(int(slots.array[2, 7]), flush=True)
@@ -77,16 +77,16 @@ def test_a_killed_process_leaves_no_offer_and_no_file(name: str, offering: subpr
     offering.wait(30)
     assert slots.array[3, 0] == 4, "it is mapped here"
     with pytest.raises(TimeoutError, match="no process of this machine offers"):
-        SharedSlots.receive(name, 0.05)
+        SharedSlots.receive(name, timeout=0.05)
     assert set(os.listdir("/dev/shm")) <= before
     slots.close()
 
 
 def test_an_offer_is_waited_for(name: str) -> None:
     with SharedSlots(1, PAGE) as slots:
-        timer = threading.Timer(0.1, slots.offer, (name, "late"))
+        timer = threading.Timer(0.1, lambda: slots.offer(name, note="late"))
         timer.start()
-        with SharedSlots.receive(name, 20) as received:
+        with SharedSlots.receive(name, timeout=20) as received:
             assert received.note == "late"
         timer.join()
 
@@ -126,7 +126,7 @@ def test_what_is_refused(name: str) -> None:
         SharedSlots(1 << 40, PAGE)
     with SharedSlots(1, PAGE) as slots, SharedSlots(1, PAGE) as others:
         with pytest.raises(ValueError, match="note must have"):
-            slots.offer(name, "x" * 40_000)
+            slots.offer(name, note="x" * 40_000)
         slots.offer(name)
         with pytest.raises(ValueError, match="is offered already"):
             others.offer(name)

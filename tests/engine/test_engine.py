@@ -358,7 +358,7 @@ def test_sub_blocks_of_partial_slots_stay_as_they_are(first_sub_block: int) -> N
         ) as engine:
             engine.slots[:] = 99
             blocks = [5, 6, 7, 2, 11]
-            slots = [2, 0, 3][: engine.layout.slots_for(5, first_sub_block)]
+            slots = [2, 0, 3][: engine.layout.slots_for(5, first_sub_block=first_sub_block)]
             engine.store(blocks, slots, first_sub_block=first_sub_block).wait(10)
             expected = np.full((4, 2, 4), 99)
             for index, block in enumerate(blocks):

@@ -78,7 +78,7 @@ def test_any_transfers_touch_the_slots_and_nothing_between_them(
             assert np.array_equal(engine.slots, own), "what the memory held is still there"
             mirror = Mirror(engine, buffers)
             for direction, group, blocks, slots, sub_block, _ in case.transfers:
-                engine.submit(direction, blocks, slots, group, sub_block, after=NO_WAIT)
+                engine.submit(direction, blocks, slots, group=group, first_sub_block=sub_block, after=NO_WAIT)
                 mirror.expect(direction, blocks, slots, group=group, first_sub_block=sub_block)
             engine.drain(timeout=30)
             mirror.check()

@@ -261,7 +261,7 @@ def test_one_call_queues_both_of_two_transfers_that_follow_each_other() -> None:
 def test_each_of_several_stores_is_waited_for(number: int) -> None:
     """A lease of pending keys waits for all of their stores, whichever of them ends last."""
     with simulated(3) as device, rig(device, num_slots=4) as bench:
-        cache = kvoffload.BlockCache(bench.engine, "lru")
+        cache = kvoffload.BlockCache(bench.engine, policy="lru")
         streams = [bench.stream() for _ in range(4)]
         gates = [bench.gate(stream) for stream in streams]
         keys = [b"%d" % each for each in range(4)]

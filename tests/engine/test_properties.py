@@ -205,10 +205,10 @@ def test_pitfall_09_padding_is_neither_read_nor_written(any_device: kvoffload.De
     layout = KVLayout([planes], blocks_per_slot=3)
     for copier in copiers_of(any_device):
         with OffloadEngine(layout, device=any_device, num_slots=3) as engine:
-            poison(engine.slots, 0x11)
+            poison(engine.slots, value=0x11)
             engine.store(range(9), range(3), after=NO_WAIT, copier=copier).wait(10)
             assert (engine.slots[:, layout.groups[0].payload_bytes :] == 0x11).all()
-            poison(engine.slots, 0x22)
+            poison(engine.slots, value=0x22)
             engine.load(range(3), range(9), after=NO_WAIT, copier=copier).wait(10)
         after = slab.to_numpy()
         payload = np.zeros(slab.nbytes, dtype=bool)
@@ -245,7 +245,7 @@ def test_pitfall_11_partial_first_and_last_slots(any_device: kvoffload.Device, f
             skip = begin % factor
             count = end - begin
             used = -(-(count + skip) // factor)
-            assert layout.slots_for(count, skip) == used
+            assert layout.slots_for(count, first_sub_block=skip) == used
             slots = range(begin // factor, begin // factor + used)
             engine.store(range(begin, end), slots, first_sub_block=skip, after=NO_WAIT).wait(10)
             begin = end
@@ -373,10 +373,10 @@ def test_naive_transfer_against_numbers_written_by_hand() -> None:
     layout = KVLayout([planes], blocks_per_slot=2)
     memory = {1000: np.arange(10, dtype=np.uint8), 2000: np.array([90, 91, 92], dtype=np.uint8)}
     pool = np.zeros((2, layout.slot_bytes), dtype=np.uint8)
-    naive_transfer(layout, "store", [2, 0], [1, 0], memory=memory, pool=pool, first_sub_block=1)
+    naive_transfer(layout, "store", blocks=[2, 0], slots=[1, 0], memory=memory, pool=pool, first_sub_block=1)
     assert pool[1, :6].tolist() == [0, 0, 8, 9, 0, 92]  # block 2 is sub-block 1 of the first slot of the list
     assert pool[0, :6].tolist() == [0, 1, 0, 0, 90, 0]
-    naive_transfer(layout, Direction.LOAD, [1], [1], memory=memory, pool=pool, first_sub_block=1)
+    naive_transfer(layout, Direction.LOAD, blocks=[1], slots=[1], memory=memory, pool=pool, first_sub_block=1)
     assert memory[1000].tolist() == [0, 1, 2, 3, 8, 9, 6, 7, 8, 9]
     assert memory[2000].tolist() == [90, 92, 92]
 
@@ -389,10 +389,10 @@ def test_naive_transfer_keeps_block_major_blocks_whole() -> None:
     layout = KVLayout([planes], blocks_per_slot=2)
     memory = {1000: np.arange(12, dtype=np.uint8)}
     pool = np.zeros((2, layout.slot_bytes), dtype=np.uint8)
-    naive_transfer(layout, "store", [2, 0], [1, 0], memory=memory, pool=pool, first_sub_block=1)
+    naive_transfer(layout, "store", blocks=[2, 0], slots=[1, 0], memory=memory, pool=pool, first_sub_block=1)
     assert pool[1, :6].tolist() == [0, 0, 0, 8, 9, 10]  # block 2 is sub-block 1 of the first slot of the list
     assert pool[0, :6].tolist() == [0, 1, 2, 0, 0, 0]
-    naive_transfer(layout, Direction.LOAD, [1], [1], memory=memory, pool=pool, first_sub_block=1)
+    naive_transfer(layout, Direction.LOAD, blocks=[1], slots=[1], memory=memory, pool=pool, first_sub_block=1)
     assert memory[1000].tolist() == [0, 1, 2, 3, 8, 9, 10, 7, 8, 9, 10, 11]
 
 

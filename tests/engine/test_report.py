@@ -136,23 +136,23 @@ def test_nothing_to_copy(engine: OffloadEngine, direction: Direction) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("arguments", "options", "error", "words"),
     [
-        (("store", [32], [0]), LayoutError, r"blocks\[0\] is 32"),
-        (("store", [1, 2, 3], [0]), LayoutError, "need 2 slots"),
-        (("store", [1, 2, 3, 4], [0, 0]), LayoutError, r"slots\[0\] repeats 0"),
-        (("load", [1, 1], [0]), LayoutError, r"blocks\[0\] repeats 1"),
-        (("load", [1], [0], 2), LayoutError, "group must be"),
-        (("load", [1], [0], 0, 2), LayoutError, "first_sub_block must be"),
-        (("store", [1], [0], 0, 0, "swift"), ValueError, "copier must be one of"),
-        (("sideways", [1], [0]), ValueError, "sideways"),
+        (("store", [32], [0]), {}, LayoutError, r"blocks\[0\] is 32"),
+        (("store", [1, 2, 3], [0]), {}, LayoutError, "need 2 slots"),
+        (("store", [1, 2, 3, 4], [0, 0]), {}, LayoutError, r"slots\[0\] repeats 0"),
+        (("load", [1, 1], [0]), {}, LayoutError, r"blocks\[0\] repeats 1"),
+        (("load", [1], [0]), {"group": 2}, LayoutError, "group must be"),
+        (("load", [1], [0]), {"first_sub_block": 2}, LayoutError, "first_sub_block must be"),
+        (("store", [1], [0]), {"copier": "swift"}, ValueError, "copier must be one of"),
+        (("sideways", [1], [0]), {}, ValueError, "sideways"),
     ],
 )
 def test_wrong_arguments_are_refused_as_by_a_transfer(
-    engine: OffloadEngine, arguments: tuple[Any, ...], error: type[Exception], words: str
+    engine: OffloadEngine, arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        engine.plan(*arguments)
+        engine.plan(*arguments, **options)
 
 
 def test_a_copier_that_cannot_run_is_refused(engine: OffloadEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +29,7 @@ def ids_of(ids: Any) -> list[int]:
 
 
 def as_group(transfer: TransferSpec) -> GroupTransfer:
-    return GroupTransfer(transfer.group, transfer.blocks, transfer.slots, transfer.first_sub_block)
+    return GroupTransfer(transfer.group, transfer.blocks, transfer.slots, first_sub_block=transfer.first_sub_block)
 
 
 def submit_all(engine: OffloadEngine, several: Sequence[TransferSpec], copier: Any) -> bool:
@@ -157,11 +158,11 @@ def test_kernels_of_several_groups_are_of_one_job(device: kvoffload.Device, copi
         mirror = mirror_of(engine)
         several = [GroupTransfer(number, [1, 2, 3], range(4 * number, 4 * number + 3)) for number in range(3)]
         engine.store_groups(several, after=NO_WAIT, copier=copier)
-        engine.load_groups([each._replace(blocks=[5, 6, 7]) for each in several], after=NO_WAIT, copier=copier)
+        engine.load_groups([replace(each, blocks=[5, 6, 7]) for each in several], after=NO_WAIT, copier=copier)
         engine.drain(10)
-        for group, _, slots, _ in several:
-            mirror.expect("store", [1, 2, 3], ids_of(slots), group=group)
-            mirror.expect("load", [5, 6, 7], ids_of(slots), group=group)
+        for each in several:
+            mirror.expect("store", [1, 2, 3], ids_of(each.slots), group=each.group)
+            mirror.expect("load", [5, 6, 7], ids_of(each.slots), group=each.group)
         mirror.check()
 
 
@@ -349,12 +350,12 @@ def test_several_groups_on_several_devices() -> None:
         engine.store_groups(several, after=NO_WAIT)
     several[0] = GroupTransfer(0, [1, 2], [0, 1])
     job = engine.store_groups(several, after=NO_WAIT)
-    moved = [each._replace(blocks=[block + 4 for block in ids_of(each.blocks)]) for each in several]
+    moved = [replace(each, blocks=[block + 4 for block in ids_of(each.blocks)]) for each in several]
     back = engine.load_groups(moved, after=NO_WAIT, urgent=True)
     assert job.wait(10).nbytes == back.wait(10).nbytes > 0
     for mirror in mirrors:
-        for group, blocks, slots, _ in several:
-            mirror.expect("store", ids_of(blocks), ids_of(slots), group=group)
-            mirror.expect("load", [block + 4 for block in ids_of(blocks)], ids_of(slots), group=group)
+        for each, target in zip(several, moved, strict=True):
+            mirror.expect("store", ids_of(each.blocks), ids_of(each.slots), group=each.group)
+            mirror.expect("load", ids_of(target.blocks), ids_of(each.slots), group=each.group)
         mirror.check()
     machine.close()

@@ -253,7 +253,7 @@ def test_urgent_loads_among_others_leave_the_bytes_of_a_naive_loop(
         for transfer, asked in zip(case.transfers, urgent, strict=False):
             direction, group, blocks, slots, first, _ = transfer
             now = asked and direction is Direction.LOAD
-            engine.submit(direction, blocks, slots, group, first, after=NO_WAIT, urgent=now)
+            engine.submit(direction, blocks, slots, group=group, first_sub_block=first, after=NO_WAIT, urgent=now)
             mirror.expect(direction, blocks, slots, group=group, first_sub_block=first)
         engine.drain(timeout=30)
         mirror.check()

@@ -62,7 +62,7 @@ def test_a_reader_of_pending_slots_is_ordered_on_the_gpu(bench: Rig) -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_threads_share_a_cache(bench: Rig, policy: PolicyName) -> None:
-    cache = BlockCache(bench.engine, policy)
+    cache = BlockCache(bench.engine, policy=policy)
 
     def work(number: int) -> None:
         """A block of key k always holds k + 1; each thread has a block of its own to load to."""

@@ -155,33 +155,6 @@ def test_a_chain_through_both_directions(bench: Rig, copier: CopierName) -> None
     assert all(all_are(bench.block(block), 61) for block in range(3, 12))
 
 
-def test_a_load_waits_until_a_store_has_read_its_blocks(bench: Rig) -> None:
-    held = bench.stream()
-    bench.gate(held)
-    bench.engine.store([3], [0], after=held)
-    job = bench.engine.load([9], [3], after=NO_WAIT)
-    release(bench, job)
-    assert all_are(bench.slot(0), 4)
-    assert all_are(bench.block(3), 109)
-
-
-def test_order_before_in_both_directions(bench: Rig) -> None:
-    held, other = bench.stream(), bench.stream()
-    scratch = bench.device.allocate(16 * 64 * KIB)
-    bench.gate(held)
-    store = bench.engine.store([3], [0], after=held)
-    store.order_before(other)
-    bench.fill(other, 88, block=3)
-    load = bench.engine.load([7], [8], after=held)
-    load.order_before(other)
-    bench.copy_block(other, scratch.address, 8)
-    release(bench, store, load)
-    bench.synchronize(other)
-    assert all_are(bench.slot(0), 4)
-    assert all_are(bench.block(3), 88)
-    assert all_are(scratch.to_numpy(), 107)
-
-
 @pytest.mark.parametrize("copier", ["strided", "gather", "split", "loop"])
 def test_segments_on_several_streams(bench: Rig, copier: CopierName, monkeypatch: pytest.MonkeyPatch) -> None:
     change_streams(monkeypatch)

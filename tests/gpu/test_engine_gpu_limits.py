@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import PER_THREAD, Rig, all_are, held_by_process, in_threads, rig, warm_up, whole
+from leaks import leaked
 from programs import run_program
 
 import kvoffload
@@ -69,30 +68,6 @@ def test_pitfall_06_no_submission_waits_for_a_full_queue(small: Rig, copier: Cop
 # leaks
 
 
-def _least_loss(gpu_device: kvoffload.Device, use: Callable[[], None], rounds: int) -> int:
-    """Bytes of GPU memory that each of several uses took for good, at least.
-
-    Other programs use the GPU too, and the driver takes memory in lumps now and then: only what every use takes is a
-    leak of ours. After three uses it ends when one has taken nothing.
-    """
-
-    def free_bytes() -> int:
-        gc.collect()
-        gpu_device.reclaim()
-        with gpu_device.current():
-            gpu_device.driver.api.cuCtxSynchronize()
-            return gpu_device.driver.free_and_total_bytes()[0]
-
-    use()
-    free = free_bytes()
-    losses: list[int] = []
-    while len(losses) < 3 or (min(losses) > 0 and len(losses) < rounds):
-        use()
-        before, free = free, free_bytes()
-        losses.append(before - free)
-    return min(losses)
-
-
 def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.Device, small: Rig) -> None:
     engine = small.engine
     rng = np.random.default_rng(5)
@@ -110,20 +85,11 @@ def test_pitfall_30_ten_thousand_transfers_leak_nothing(gpu_device: kvoffload.De
         engine.poll()
 
     transfers(2000)
-    counts, (files, threads) = engine.statistics(), held_by_process()
-    events = [counts.events]
-
-    def use() -> None:
-        transfers(2500)
-        events.append(engine.statistics().events)
-
-    lost = _least_loss(gpu_device, use, 10)
+    files, threads = held_by_process()
+    assert leaked(gpu_device, lambda: transfers(2500)) == set()
     files_after, threads_after = held_by_process()
-    assert lost <= 0, "GPU memory, in each of the rounds"
     assert files_after - files <= 4, "the driver opens some when it first needs them; a leak would be thousands"
     assert threads_after == threads
-    assert engine.statistics().streams == counts.streams
-    assert min(after - before for before, after in pairwise(events)) <= 0, "no leak: not every round adds events"
 
 
 @pytest.mark.parametrize("copier", ["strided", "batch", "gather", "split"])
@@ -134,7 +100,7 @@ def test_engines_and_buffers_give_their_memory_back(gpu_device: kvoffload.Device
         with rig(gpu_device, block_bytes=1 << 20, num_blocks=16, num_slots=16, sm_limit=sm_limit) as bench:
             bench.engine.store(range(16), range(16), copier=copier).wait(30)
 
-    assert _least_loss(gpu_device, use, 10) <= 0
+    assert leaked(gpu_device, use) == set()
 
 
 # contexts and threads

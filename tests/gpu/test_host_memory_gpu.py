@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,14 +50,14 @@ def test_transfers_touch_the_slots_and_nothing_between_them(
                 several = [GroupTransfer(0, blocks[:12], slots[:12]), GroupTransfer(1, blocks[12:], slots[12:])]
                 engine.store_groups(several, after=NO_WAIT, copier=copier)
                 moved = [
-                    each._replace(blocks=[(block + 7) % 64 for block in blocks[at : at + 12]])
+                    replace(each, blocks=[(block + 7) % 64 for block in blocks[at : at + 12]])
                     for each, at in zip(several, (0, 12), strict=True)
                 ]
                 engine.load_groups(moved, after=NO_WAIT, copier=copier, urgent=True)
                 for direction, transfers in (("store", several), ("load", moved)):
-                    for group, of_group, in_slots, _ in transfers:
-                        ids: tuple[Any, Any] = of_group, in_slots
-                        mirror.expect(direction, *ids, group=group)
+                    for each in transfers:
+                        ids: tuple[Any, Any] = each.blocks, each.slots
+                        mirror.expect(direction, *ids, group=each.group)
             engine.drain(30)
             mirror.check()
             expected.reshape(SLOTS, stride)[:, : layout.slot_bytes] = mirror.pool

@@ -91,7 +91,7 @@ def test_two_processes_have_an_engine_over_the_same_slots(
     layout, buffer = KVLayout([planes]), buffer_of(planes)
     with (
         started(run_rank, name, each_device.simulated, each_device.index) as rank,
-        SharedSlots.receive(name, SECONDS) as slots,
+        SharedSlots.receive(name, timeout=SECONDS) as slots,
     ):
         ids = list(range(NUM_SLOTS))
         with OffloadEngine(layout, device=each_device, host_memory=slots.host_memory, sm_limit=0) as engine:
@@ -114,14 +114,14 @@ def test_slots_of_a_killed_rank_stay_usable(
     blocks, ids = list(range(half)), list(range(half, NUM_SLOTS))
     with (
         started(run_rank, name, each_device.simulated, each_device.index) as rank,
-        SharedSlots.receive(name, SECONDS) as slots,
+        SharedSlots.receive(name, timeout=SECONDS) as slots,
     ):
         stored = rank.ask("store", blocks, ids, 7)
         content = slots.array[half:].copy()
         assert rank.ask("hold", blocks, blocks) == 2 * half
         rank.kill()
         with pytest.raises(TimeoutError):
-            SharedSlots.receive(name, 0.05)
+            SharedSlots.receive(name, timeout=0.05)
         assert np.array_equal(slots.array[half:], content)
         assert not slots.array[:half].any(), "what was held back has been stored"
         with OffloadEngine(layout, device=each_device, host_memory=slots.host_memory, sm_limit=0) as engine:

@@ -117,7 +117,7 @@ def server(device: kvoffload.Device, folder: Path, name: str, **options: Any) ->
             ranks.append(rank)
         pools = []
         for place in range(2):
-            with SharedSlots.receive(f"{name}/{place}", SECONDS) as received:
+            with SharedSlots.receive(f"{name}/{place}", timeout=SECONDS) as received:
                 pools.append(received.array)
         layout_digest = blake2b(repr([pool.shape for pool in pools]).encode(), digest_size=16).digest()
         tier = DiskTier(folder / "records", nbytes=64 << 20, identity="a model", **options)

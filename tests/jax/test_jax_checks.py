@@ -36,7 +36,7 @@ def owned(device: kvoffload.Device, jax: Any) -> OwnedCache:  # noqa: ARG001
 
 
 def staged(device: kvoffload.Device, jax: Any) -> StagedCache:
-    return StagedCache(device, jax.numpy.zeros(SHAPE), 2, **AXES)
+    return StagedCache(device, jax.numpy.zeros(SHAPE), stage_blocks=2, **AXES)
 
 
 # arrays that are set
@@ -150,7 +150,7 @@ def test_arrays_of_several_devices_and_deleted_ones_are_no_caches(two: JaxDevice
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.5, None])
 def test_stage_blocks_is_a_positive_integer(jax: Any, device: kvoffload.Device, wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"stage_blocks must be an integer of at least 1, got {wrong}"):
-        StagedCache(device, jax.numpy.zeros(SHAPE), wrong, **AXES)
+        StagedCache(device, jax.numpy.zeros(SHAPE), stage_blocks=wrong, **AXES)
 
 
 def test_axes_of_a_staged_cache_are_two_of_its_array(jax: Any, device: kvoffload.Device) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import Gate
 from random_programs import jax_on
+from tiering import aligned
 
 import kvoffload
-from kvoffload import CapacityError, LayoutError, OffloadEngine
+from kvoffload import BlockCache, CapacityError, LayoutError, OffloadEngine, ShardedEngine, TieredCache
 from kvoffload.jax import StagedCache
+from kvoffload.tiers import MemoryTier
 
 PLANES, BLOCKS, WIDTH = 2, 12, 8
 CONTENT = np.arange(PLANES * BLOCKS * WIDTH, dtype=np.float32).reshape(PLANES, BLOCKS, WIDTH)
@@ -28,7 +31,7 @@ def jax(device: kvoffload.Device) -> Iterator[Any]:
 
 
 def cache_of(jax: Any, device: kvoffload.Device, stage_blocks: int) -> StagedCache:
-    return StagedCache(device, jax.numpy.array(CONTENT), stage_blocks, plane_axis=0, block_axis=1)
+    return StagedCache(device, jax.numpy.array(CONTENT), stage_blocks=stage_blocks, plane_axis=0, block_axis=1)
 
 
 class Gathered:
@@ -178,3 +181,24 @@ def test_a_closed_engine_is_refused_first(jax: Any, device: kvoffload.Device) ->
     with pytest.raises(kvoffload.ClosedError, match="the engine is closed"):
         cache.load(engine, [0], [0])
     assert cache.array is array
+
+
+def test_a_cache_of_keys_over_the_staging_array_is_refused(jax: Any, device: kvoffload.Device) -> None:
+    """It would store what the staging array holds: hits with the bytes of other blocks."""
+    cache, tier = cache_of(jax, device, 4), MemoryTier(1 << 16)
+    message = (
+        r"^engine copies the staging array of a kvoffload\.jax\.StagedCache, .* needs a kvoffload\.jax\.OwnedCache"
+    )
+    with (
+        OffloadEngine(cache.layout, device=device, num_slots=BLOCKS, sm_limit=0) as engine,
+        ShardedEngine([cache.layout], devices=[device], num_slots=BLOCKS, sm_limit=0) as sharded,
+    ):
+        for each in (engine, sharded):
+            for make in (BlockCache, partial(TieredCache, tiers=[tier])):
+                with pytest.raises(LayoutError, match=message):
+                    make(each)
+        cache.store(engine, [7], [3])[0].wait(10)
+        stored = engine.slots[3, : engine.layout.groups[0].bytes_per_block].view(np.float32)
+        assert (stored == CONTENT[:, 7].ravel()).all(), "no cache owns the slots"
+    tier.attach([aligned(4)], None)
+    assert tier.close(), "no cache owns the tier"

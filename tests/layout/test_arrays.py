@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from seeds import seeds
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, LayoutError, OffloadEngine
@@ -89,7 +90,7 @@ def test_numpy_sees_the_memory_itself(device: kvoffload.Device) -> None:
     assert (whole.dtype.name, whole.shape) == ("uint8", (96,))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_an_export_waits_for_the_transfers_in_flight(seed: int) -> None:
     with kvoffload.open_device(backend="simulated", seed=seed) as device:
         array = device.empty((4, 16, 64), "uint8")
@@ -111,7 +112,7 @@ def test_an_export_waits_for_the_transfers_in_flight(seed: int) -> None:
             assert not waiting.finished
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_the_array_interface_names_a_stream_behind_the_transfers_in_flight(seed: int) -> None:
     with kvoffload.open_device(backend="simulated", seed=seed) as device:
         array = device.empty((4, 16, 64), "uint8")

@@ -146,7 +146,7 @@ def test_pitfall_11_slots_for_partial_first_and_last_slots(factor: int) -> None:
     for count in range(12):
         for first in range(factor):
             touched = {(first + index) // factor for index in range(count)}
-            assert layout.slots_for(count, first) == len(touched)
+            assert layout.slots_for(count, first_sub_block=first) == len(touched)
 
 
 # groups
@@ -320,5 +320,5 @@ def test_the_largest_numbers_have_a_fingerprint() -> None:
 
 @pytest.mark.parametrize("value", ["no", 1, None])
 def test_on_default_stream_is_a_boolean(value: Any) -> None:
-    with pytest.raises(LayoutError, match=r"^on_default_stream must be True or False, got "):
+    with pytest.raises(ValueError, match=r"^on_default_stream must be True or False, got "):
         KVLayout([planes(1)], on_default_stream=value)

@@ -90,8 +90,8 @@ def test_showing_a_layout_loads_no_cuda() -> None:
 
 def test_a_type_is_escaped() -> None:
     plane = kvoffload.Plane(4096, block_bytes=512, num_blocks=8)
-    layout = kvoffload.KVLayout([[plane]], dtype="<f2&\"'>")
-    assert row(page(layout), "dtype") == "<f2&\"'>"
+    layout = kvoffload.KVLayout([[plane]], dtype="<f2&\"'>.float16")
+    assert row(page(layout), "dtype") == "<f2&\"'>.float16"
     assert "<f2" not in layout._repr_html_()
 
 

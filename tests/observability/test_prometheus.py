@@ -29,7 +29,7 @@ def cache_statistics(**changes: Any) -> CacheStatistics:
     residency = Histogram(bounds=(0.5, 60.0), counts=(3, 0, 4), total=1000.5)
     reuse = Histogram(bounds=(1.0, 1048576.0), counts=(1, 2, 0), total=77.0)
     counts |= {"residency_seconds": residency, "reuse_distance_blocks": reuse}
-    return CacheStatistics(**counts | changes)
+    return CacheStatistics(**counts | {"hits_from": (("host", 95), ("disk", 10))} | changes)
 
 
 def engine_statistics(**changes: Any) -> EngineStatistics:
@@ -79,10 +79,10 @@ kvoffload_cache_blocks{gpu="0",state="pinned"} 103.0
 # HELP kvoffload_cache_capacity_blocks Blocks that fit into the cache.
 # TYPE kvoffload_cache_capacity_blocks gauge
 kvoffload_cache_capacity_blocks{gpu="0"} 100.0
-# HELP kvoffload_cache_lookups_total Blocks that lookups asked for.
+# HELP kvoffload_cache_lookups_total Blocks that lookups and promotions asked for.
 # TYPE kvoffload_cache_lookups_total counter
 kvoffload_cache_lookups_total{gpu="0"} 104.0
-# HELP kvoffload_cache_hits_total Leading blocks that lookups found.
+# HELP kvoffload_cache_hits_total Leading blocks that lookups and promotions found.
 # TYPE kvoffload_cache_hits_total counter
 kvoffload_cache_hits_total{gpu="0"} 105.0
 # HELP kvoffload_cache_stored_total Blocks stored.
@@ -106,6 +106,10 @@ kvoffload_cache_removed_total{gpu="0"} 111.0
 # HELP kvoffload_cache_promoted_total Blocks that a tier has filled.
 # TYPE kvoffload_cache_promoted_total counter
 kvoffload_cache_promoted_total{gpu="0"} 112.0
+# HELP kvoffload_cache_tier_hits_total The hits by where they were: host, or the name of a tier.
+# TYPE kvoffload_cache_tier_hits_total counter
+kvoffload_cache_tier_hits_total{gpu="0",tier="host"} 95.0
+kvoffload_cache_tier_hits_total{gpu="0",tier="disk"} 10.0
 # HELP kvoffload_cache_residency_seconds How long evicted blocks had been in the cache.
 # TYPE kvoffload_cache_residency_seconds histogram
 kvoffload_cache_residency_seconds_bucket{gpu="0",le="0.5"} 3.0
@@ -148,15 +152,18 @@ def test_statistics_of_a_cache_as_text(client: Any, registry: Any) -> None:
 
 def test_every_number_of_a_cache_is_there(client: Any, registry: Any) -> None:
     """A new field of the statistics needs its metric."""
-    names = [field.name for field in dataclasses.fields(CacheStatistics) if field.name != "tenants"]
+    labelled = ("tenants", "hits_from")
+    names = [field.name for field in dataclasses.fields(CacheStatistics) if field.name not in labelled]
     histograms = ("residency_seconds", "reuse_distance_blocks")
     counts = {name: 1000 + index for index, name in enumerate(names) if name not in histograms}
     by_tenant = {field.name: 2000 + index for index, field in enumerate(dataclasses.fields(TenantCounts))}
-    cache = Stub(cache_statistics(**counts, tenants=(("batch", TenantCounts(**by_tenant)),)))
+    by_place = {"host": 3000, "disk": 3001}
+    counted = {"tenants": (("batch", TenantCounts(**by_tenant)),), "hits_from": tuple(by_place.items())}
+    cache = Stub(cache_statistics(**counts, **counted))
     register(cache, registry)
     text = lines(client, registry)
     values = {float(line.split()[-1]) for line in text}
-    assert {name for name, value in (counts | by_tenant).items() if value not in values} == set()
+    assert {name for name, value in (counts | by_tenant | by_place).items() if value not in values} == set()
     assert all(any(f"kvoffload_cache_{name}_bucket" in line for line in text) for name in histograms)
     assert set(counts) | set(histograms) == set(names)
 

@@ -220,7 +220,7 @@ def test_bad_arguments_are_refused() -> None:
         RouterEvents(1, form="xml")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="medium must be one of GPU, CPU, DISK, EXTERNAL, got 'cpu'"):
         RouterEvents(1, medium="cpu")  # type: ignore[arg-type]
-    with pytest.raises(kvoffload.LayoutError, match="token_ids"):
+    with pytest.raises(ValueError, match="token_ids"):
         RouterEvents(1).describe([key(1)], [1.5])
     with pytest.raises(ValueError, match="2 keys of 4 tokens each need 8 token_ids, got 7"):
         RouterEvents(4).describe([key(1), key(2)], range(7))

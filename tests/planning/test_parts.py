@@ -191,7 +191,7 @@ def check_loads(device: kvoffload.Device, spec: LayoutSpec, random: np.random.Ge
             num_blocks, num_planes = layout.groups[group].num_blocks, len(layout.groups[group].planes)
             blocks = random.permutation(num_blocks)[: int(random.integers(1, num_blocks + 1))]
             blocks = np.sort(blocks) if random.random() < 0.5 else blocks
-            slots = random.integers(0, NUM_SLOTS, layout.slots_for(len(blocks), first))
+            slots = random.integers(0, NUM_SLOTS, layout.slots_for(len(blocks), first_sub_block=first))
             parts, copier = random_parts(random, num_planes), copiers[int(random.integers(len(copiers)))]
             options: dict[str, Any] = {"group": group, "first_sub_block": first}
             job = engine.load(slots, blocks, **options, after=NO_WAIT, copier=copier, parts=parts)

@@ -362,7 +362,7 @@ def test_any_plan_covers_exactly_the_bytes_of_its_blocks(spec: LayoutSpec, data:
     blocks = data.draw(st.lists(st.integers(0, group.num_blocks - 1), max_size=20, unique=True))
     if data.draw(st.booleans()):
         blocks.sort()
-    slots = list(range(layout.slots_for(len(blocks), first)))
+    slots = list(range(layout.slots_for(len(blocks), first_sub_block=first)))
     transfer = build(
         fold(layout, allocations)[number],
         layout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from call_counts import MEASURED, count_calls
+from documents import ROOT
 
 LIMITS = {
     "engine.store": (70, 13),
@@ -20,6 +21,11 @@ def test_a_warm_transfer_takes_few_calls_through_few_files(name: str) -> None:
     most_calls, most_files = LIMITS[name]
     assert calls.total <= most_calls, str(calls)
     assert len(calls.files) <= most_files, str(calls)
+
+
+def test_the_limits_are_those_of_the_page() -> None:
+    limits = ", ".join(f"`{name}` {calls} calls in {files} files" for name, (calls, files) in LIMITS.items())
+    assert limits in " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
 
 
 def test_calls_are_counted() -> None:

@@ -46,16 +46,16 @@ SHOWN = {
     ),
     "TieredIndex": (
         "abandon abort abort_after acquire capacity check clear close commit commit_after describe drain end_request "
-        "hold keys load locate lock lookup lookup_many max_load_blocks next_to_go num_groups open_request promote "
-        "release remove reserve reserve_each reserve_record restore settle_ended statistics status status_below "
-        "status_of tier_statistics touch use"
+        "hold keys load locate lock lookup lookup_many max_load_blocks next_to_go note_promotion num_groups "
+        "open_request promote release remove reserve reserve_each reserve_record restore settle_ended statistics "
+        "status status_below status_of tier_statistics touch use"
     ),
-    "IndexPromotion": "cancel done keys ready release wait",
+    "IndexPromotion": "add_done_callback cancel done finished keys ready release result wait",
     "SharedSlots": "array close host_memory note offer receive",
-    "Promotion": "cancel done keys load ready release wait",
-    "ChainedLoad": "error job submitted wait",
+    "Promotion": "add_done_callback cancel done finished keys load ready release result wait",
+    "ChainedLoad": "add_done_callback done error finished job result submitted wait",
     "CacheRequest": "end ended keys tenant",
-    "CacheJob": "done jobs keys num_parts order_before result wait",
+    "CacheJob": "add_done_callback done error finished jobs keys num_parts order_before outcome result wait",
     "TierJob": "begin cancel cancelled deadline done entries keys outcomes settle settle_waiting wait",
     "MemoryTier": (
         "attach bytes_per_call capabilities clear close contains count_corrupt drain exists flush get get_ended "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 import pytest
@@ -64,35 +64,52 @@ def test_what_is_shown_is_public_and_shown_once() -> None:
 
 # the environment ------------------------------------------------------------------------------------------------------
 
+PAGE = (ROOT / "docs" / "environment.md").read_text()
+OURS = re.compile(r"KVOFFLOAD_[A-Z_]+")
 
-def variables(tree: ast.Module) -> Iterator[str]:
-    """Names given to `os.environ` and `os.getenv`: literals, or what a name in the same file stands for."""
-    constants = {
-        node.targets[0].id: node.value.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
-            key: ast.expr = node.slice
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("os.environ.", "os.getenv")):
-            key = node.args[0]
-        else:
-            continue
-        yield str(key.value) if isinstance(key, ast.Constant) else constants[ast.unparse(key)]
+
+def variables(text: str) -> set[str]:
+    """What a file may read: if it looks at the environment at all, its strings that look like a variable's name; ours
+    in any case. So it does not matter how a name reaches `os.environ`: by a constant, or a function's argument.
+    """
+    tree = ast.parse(text)
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    pattern = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+") if re.search(r"environ\b|getenv", text) else OURS
+    return {each for each in strings if pattern.fullmatch(each)}
+
+
+def read_in(folder: Path) -> set[str]:
+    return {name for path in folder.rglob("*.py") for name in variables(path.read_text())}
 
 
 def test_every_variable_is_documented() -> None:
-    folder = Path(kvoffload.__file__).parent
-    read = {name for path in folder.rglob("*.py") for name in variables(ast.parse(path.read_text()))}
-    assert "KVOFFLOAD_CACHE" in read
-    page = (ROOT / "docs" / "environment.md").read_text()
-    assert not {name for name in read if f"| `{name}` |" not in page}
+    read = read_in(Path(kvoffload.__file__).parent)
+    assert {"KVOFFLOAD_CACHE", "KVOFFLOAD_VLLM_UNTESTED", "TRITON_CACHE_DIR"} <= read
+    assert {name for name in read if f"| `{name}` |" not in PAGE} == set()
+
+
+def test_our_variables_on_the_page_are_those_that_the_code_reads() -> None:
+    """The package's in the first table, those of the tests in the last."""
+    first, _, last = PAGE.partition("## In the tests")
+    in_package, in_tests = read_in(Path(kvoffload.__file__).parent), read_in(ROOT / "tests")
+    assert set(OURS.findall(first)) == {name for name in in_package if OURS.fullmatch(name)}
+    assert set(OURS.findall(last)) == {name for name in in_tests - in_package if OURS.fullmatch(name)}
 
 
 def test_variables_are_found() -> None:
-    text = "import os\nA = 'X'\nos.environ.get(A)\nos.environ['Y'] = '1'\nos.getenv('Z')\nos.environ.pop('W')\n"
-    assert set(variables(ast.parse(text))) == {"W", "X", "Y", "Z"}
+    text = "import os\nA = 'X_A'\nos.environ.get(A)\nos.environ['Y_1'] = '1'\ndef f(v=os.environ): v.get('W_W')"
+    assert variables(text) == {"X_A", "Y_1", "W_W"}
+    assert variables("os.getenv('Z_Z')") == {"Z_Z"}
+    assert variables("A = 'X_A'; B = 'KVOFFLOAD_CACHE'") == {"KVOFFLOAD_CACHE"}
+
+
+# the limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_limits_deny_nothing_that_the_package_has() -> None:
+    """What another page explains how to do is linked there, and no list of what is missing names it."""
+    page = (ROOT / "docs" / "limits.md").read_text()
+    for guide in ("share-a-store", "tiers-below-ranks", "vllm", "add-a-disk"):
+        assert f"](guides/{guide}.md)" in page
+    denied = " ".join(re.findall(r"\b(?:no|none|not)\b[^.;|]*", page)).lower()
+    assert not set(re.findall(r"[a-z]+", denied)) & {"vllm", "mooncake", "valkey", "plug", "network", "pool"}

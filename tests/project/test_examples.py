@@ -38,6 +38,23 @@ def test_shared_folder_tier() -> None:
     assert "checks passed with 2 devices" in run("shared_folder_tier.py")
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_without_optional_packages_an_example_says_what_to_install(name: str) -> None:
+    program = "import runpy, sys; sys.modules |= dict.fromkeys(('cupy', 'jax', 'xxhash'))\n"
+    program += f"sys.path.insert(0, 'examples'); runpy.run_path('examples/{name}', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0 or "pip install" in done.stderr.splitlines()[-1], done.stderr
+    assert "ModuleNotFoundError: No module" not in done.stderr
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("only_gpu")
 def test_cupy_offload() -> None:

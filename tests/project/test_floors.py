@@ -45,6 +45,13 @@ def test_every_folder_has_its_floor_and_every_floor_its_folder() -> None:
     assert {folder_of(path) for path in sources()} == set(named)
 
 
+def test_the_drawing_of_the_floors_has_each_of_them_in_order() -> None:
+    text = (ROOT.parent / "ARCHITECTURE.md").read_text()
+    drawing = text.partition("## Folders are floors")[2].split("```")[1]
+    drawn = [line.split("  ")[0].split(", ") for line in drawing.strip().splitlines()]
+    assert [sorted(map(str.strip, line)) for line in drawn] == [sorted(line) for line in reversed(FLOORS)]
+
+
 def test_files_are_in_folders() -> None:
     loose = {path.stem for path in sources() if path.parent == ROOT}
     assert loose <= LOOSE_FILES, f"each of these belongs into a folder: {sorted(loose - LOOSE_FILES)}"

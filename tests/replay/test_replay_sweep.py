@@ -311,10 +311,10 @@ def test_what_cannot_be_counted_is_refused(
 def test_traffic_is_needed(run: Run) -> None:
     code, _, stderr = run()
     assert code == 2
-    assert "replay needs a TRACE, a file, or --workload, one of system-prompts, documents" in stderr
-    code, _, stderr = run("--workload", "chat")
+    assert "replay needs a TRACE, a file, or --workload, one of chat, system-prompts" in stderr
+    code, _, stderr = run("--workload", "talk")
     assert code == 2
-    assert "invalid choice: 'chat'" in stderr
+    assert "invalid choice: 'talk'" in stderr
 
 
 # figures --------------------------------------------------------------------------------------------------------------

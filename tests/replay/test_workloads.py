@@ -45,8 +45,8 @@ def test_a_key_is_always_preceded_by_the_same_keys(name: str, seed: int) -> None
 
 
 def test_an_unknown_workload_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown workload 'chat'; known: system-prompts, documents"):
-        make_workload("chat")
+    with pytest.raises(ValueError, match="unknown workload 'talk'; known: chat, system-prompts"):
+        make_workload("talk")
 
 
 def test_no_requests_are_legal() -> None:
@@ -62,6 +62,21 @@ def uses(requests: list[Request]) -> dict[bytes, int]:
         for key in request:
             counts[key] = counts.get(key, 0) + 1
     return counts
+
+
+def test_chat_continues_conversations_that_have_had_more_turns(seed: int) -> None:
+    requests = make_workload("chat", 4000, seed)
+    turns: list[int] = []  # of each request, how many its conversation has had
+    last: dict[bytes, int] = {}  # the turn that a prompt's last key ended
+    for request in requests:
+        before = [last.pop(key) for key in request[1:] if key in last]
+        assert len(before) <= 1, "the whole history, and some more"
+        turns.append(sum(before) + 1)
+        last[request[-1]] = turns[-1]
+    assert len({request[0] for request in requests}) == 1, "the system prompt"
+    first, second, third, fourth = (turns.count(turn) for turn in (1, 2, 3, 4))
+    assert 0.5 < first / len(requests) < 0.8
+    assert second / first < third / second < fourth / third, "0.25, 0.4, 0.5, but for turns after the end"
 
 
 def test_system_prompts_are_shared_and_questions_are_not(seed: int) -> None:
@@ -164,6 +179,12 @@ def test_the_default_finds_what_lru_does_not_where_prompts_come_round(seed: int)
     hits = {policy: drive(requests, 1024, policy, lambda *_: None).blocks_hit for policy in ("lru", DEFAULT_POLICY)}
     assert hits["lru"] == 0
     assert hits[DEFAULT_POLICY] > 0.1 * sum(map(len, requests))
+
+
+def test_in_chat_the_default_policy_has_more_hits_than_lru(seed: int) -> None:
+    requests = make_workload("chat", 4000, seed)
+    hits = {policy: drive(requests, 2048, policy, lambda *_: None).blocks_hit for policy in ("lru", DEFAULT_POLICY)}
+    assert hits[DEFAULT_POLICY] > 1.15 * hits["lru"]
 
 
 def test_replay_serves_a_workload(capsys: pytest.CaptureFixture[str]) -> None:

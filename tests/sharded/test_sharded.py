@@ -241,7 +241,7 @@ LAYOUT = KVLayout([planes(2)], **DESCRIBED)
 DIFFERENT = {
     "num_groups": KVLayout([planes(2, address=1 << 20)] * 2, **DESCRIBED),
     "num_blocks": KVLayout([planes(2, num_blocks=5, address=1 << 20)], **DESCRIBED),
-    "blocks_per_slot": KVLayout([planes(2, address=1 << 20)], 2, **DESCRIBED),
+    "blocks_per_slot": KVLayout([planes(2, address=1 << 20)], blocks_per_slot=2, **DESCRIBED),
     "tokens_per_block": KVLayout([planes(2, address=1 << 20)], **{**DESCRIBED, "tokens_per_block": 8}),
     "dtype": KVLayout([planes(2, address=1 << 20)], **{**DESCRIBED, "dtype": "float16"}),
     "block_axes": KVLayout([planes(2, address=1 << 20)], **{**DESCRIBED, "block_axes": ("heads", "tokens")}),

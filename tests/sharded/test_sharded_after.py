@@ -55,7 +55,7 @@ def test_each_device_follows_what_the_object_has_for_it(two: Machine, held: int,
 @pytest.mark.parametrize("held", DEVICES)
 def test_a_cache_asks_the_object_once(held: int) -> None:
     with machine(COUNTS, groups=2) as made:
-        cache, streams = BlockCache(made.engine, "lru"), made.one_each()
+        cache, streams = BlockCache(made.engine, policy="lru"), made.one_each()
         gate = made.hold(held, streams[held])
         following = Following([streams[0]], streams[1])
         job = cache.store([b"one"], [[1], [2]], after=following)

@@ -98,7 +98,7 @@ def test_what_was_stored_is_loaded_on_every_device(three: Machine) -> None:
 
 def test_keys_of_two_groups() -> None:
     with machine(COUNTS, groups=2, blocks_per_slot=2) as made:
-        cache, mirrors = BlockCache(made.engine, "lru"), made.mirrors()
+        cache, mirrors = BlockCache(made.engine, policy="lru"), made.mirrors()
         cache.store(keys(1, 2), [[4, 2, 9, 1], [0, 1, 2, 3]], after=made.one_each()).wait(10)
         cache.load(keys(2), [[7, 8], [8, 7]]).wait(10)
         for mirror in mirrors:
@@ -112,7 +112,7 @@ def test_keys_of_two_groups() -> None:
 
 @pytest.mark.parametrize("failing", DEVICES)
 def test_a_store_that_fails_on_one_device_is_never_visible(three: Machine, failing: int) -> None:
-    cache = BlockCache(three.engine, "lru")
+    cache = BlockCache(three.engine, policy="lru")
     three.simulator.faults.fail_call("cuMemcpy3DBatchAsync", nth=1 + failing)
     job = cache.store(keys(1), [1])
     three.engine.drain(10)
@@ -128,7 +128,7 @@ def test_a_store_that_fails_on_one_device_is_never_visible(three: Machine, faili
 def test_slots_of_a_failed_store_are_not_reused_before_all_devices_have_ended(three: Machine, failing: int) -> None:
     """The store has failed on one device; on the next one the GPU may still write the slot."""
     held = (failing + 1) % len(COUNTS)
-    cache = BlockCache(three.engine, "lru")
+    cache = BlockCache(three.engine, policy="lru")
     streams = three.one_each()
     three.hold(held, streams[held])
     three.simulator.faults.fail_call("cuMemcpy3DBatchAsync", nth=1 + failing)
@@ -145,7 +145,7 @@ def test_slots_of_a_failed_store_are_not_reused_before_all_devices_have_ended(th
 
 @pytest.mark.parametrize("held", DEVICES)
 def test_a_key_that_one_device_still_loads_is_not_evicted(three: Machine, held: int) -> None:
-    cache = BlockCache(three.engine, "lru")
+    cache = BlockCache(three.engine, policy="lru")
     everything = keys(*range(16))
     cache.store(everything, list(range(16))).wait(10)
     streams = three.one_each()
@@ -160,7 +160,7 @@ def test_a_key_that_one_device_still_loads_is_not_evicted(three: Machine, held: 
 
 
 def test_a_reservation_is_filled_on_every_device(three: Machine) -> None:
-    cache = BlockCache(three.engine, "lru")
+    cache = BlockCache(three.engine, policy="lru")
     with pytest.raises(ValueError, match="belongs to a BlockCache"):
         three.engine.store([1], [1])
     with cache.reserve(keys(1)) as reservation:
@@ -188,13 +188,13 @@ def test_an_array_is_asked_once_for_all_groups() -> None:
             type(self).asked += 1
 
     with machine((2, 2), groups=2) as made:
-        cache = BlockCache(made.engine, "lru")
+        cache = BlockCache(made.engine, policy="lru")
         cache.store(keys(1), [[1], [2]], after=[Produced(), [Produced()]]).wait(10)
         assert Produced.asked == 2, "one on each device"
 
 
 def test_parts_that_one_device_cannot_have_are_refused(three: Machine) -> None:
-    cache = BlockCache(three.engine, "lru")
+    cache = BlockCache(three.engine, policy="lru")
     cache.store(keys(1), [1]).wait(10)
     before = three.engine.submitted
     with pytest.raises(LayoutError, match="does not divide") as caught:
@@ -204,29 +204,29 @@ def test_parts_that_one_device_cannot_have_are_refused(three: Machine) -> None:
 
 
 def test_another_cache_is_refused_while_a_device_is_busy(three: Machine) -> None:
-    cache: Any = BlockCache(three.engine, "lru")
+    cache: Any = BlockCache(three.engine, policy="lru")
     streams = three.one_each()
     three.hold(2, streams[2])
     cache.store(keys(1), [1], after=streams)
     three.settle()
     with pytest.raises(CapacityError, match="another BlockCache"):
-        BlockCache(three.engine, "lru")
+        BlockCache(three.engine, policy="lru")
     cache = None
     with pytest.raises(CapacityError, match="another BlockCache"):
-        BlockCache(three.engine, "lru")
+        BlockCache(three.engine, policy="lru")
     let_run(three)
-    assert len(BlockCache(three.engine, "lru")) == 0
+    assert len(BlockCache(three.engine, policy="lru")) == 0
 
 
 def test_a_cache_of_several_devices_is_shown(three: Machine) -> None:
-    cache = BlockCache(three.engine, "lru")
+    cache = BlockCache(three.engine, policy="lru")
     assert "simulated" in cache._repr_html_()
     assert repr(cache).startswith("BlockCache(")
 
 
 @pytest.mark.parametrize("held", DEVICES)
 def test_a_key_is_visible_when_all_devices_have_its_bytes(three: Machine, held: int) -> None:
-    cache = BlockCache(three.engine, "lru")
+    cache = BlockCache(three.engine, policy="lru")
     streams = three.one_each()
     three.hold(held, streams[held])
     cache.store([b"one"], [1], after=streams)

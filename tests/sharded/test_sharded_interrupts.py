@@ -49,7 +49,7 @@ def test_an_interrupt_before_a_device_is_launched_fails_the_job(launched: int) -
 @pytest.mark.parametrize("launched", range(len(COUNTS)))
 def test_an_interrupted_store_of_a_cache_keeps_its_slots_until_all_devices_have_ended(launched: int) -> None:
     with machine(COUNTS, num_slots=4) as made:
-        cache = BlockCache(made.engine, "lru")
+        cache = BlockCache(made.engine, policy="lru")
         streams = made.one_each()
         cache.store([b"0"], [0], after=streams).wait(10)
         made.hold(0, streams[0])

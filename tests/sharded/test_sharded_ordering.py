@@ -188,10 +188,10 @@ def test_streams_in_another_order_than_the_devices_are_refused_and_none_waits(pa
         gate = made.hold(1, streams[1])
         job = made.engine.load([1], [1], after=streams, parts=1)
         with pytest.raises(ValueError, match=r"streams\[0\]=0x[0-9a-f]+ is no stream of this device's context"):
-            job.order_before(mine[::-1], part)
+            job.order_before(mine[::-1], part=part)
         with pytest.raises(ValueError, match=r"streams\[1\]=0x"):
-            job.order_before([mine[0], mine[0]], part)
-        job.order_before(mine, part)
+            job.order_before([mine[0], mine[0]], part=part)
+        job.order_before(mine, part=part)
         gate.open()
         job.wait(10)
         made.whole()

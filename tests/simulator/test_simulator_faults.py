@@ -38,7 +38,7 @@ def test_any_nth_call_fails_and_calls_can_be_logged(program: Program) -> None:
     faults = program.sim.faults
     faults.calls = []
     faults.fail_nth(2)
-    faults.fail_nth(3, R.CUDA_ERROR_OUT_OF_MEMORY)
+    faults.fail_nth(3, error=R.CUDA_ERROR_OUT_OF_MEMORY)
     assert program.status("cuMemGetInfo") == R.CUDA_SUCCESS
     assert program.status("cuEventCreate", 0) == R.CUDA_ERROR_UNKNOWN
     assert program.status("cuEventCreate", 1) == R.CUDA_ERROR_OUT_OF_MEMORY
@@ -50,15 +50,23 @@ def test_any_nth_call_fails_and_calls_can_be_logged(program: Program) -> None:
         faults.fail_nth(0)
 
 
-def test_delays_hold_no_lock(program: Program) -> None:
+def test_delays_hold_no_lock(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep, go_on = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 0.2
+        asleep.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(time, "sleep", sleep)
     program.sim.faults.delay("cuMemGetInfo", 0.2)
     thread = threading.Thread(target=program.sim.cuMemGetInfo)
-    started = time.monotonic()
     thread.start()
-    program.event()
-    assert time.monotonic() - started < 0.15
-    thread.join()
-    assert time.monotonic() - started >= 0.2
+    assert asleep.wait(60)
+    program.event()  # would wait for the lock
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_a_sticky_error_lasts_until_the_context_is_gone(program: Program) -> None:

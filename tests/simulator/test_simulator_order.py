@@ -11,6 +11,7 @@ import pytest
 from cuda.bindings import driver as cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seeds
 from simulator_program import (
     LEGACY,
     PER_THREAD,
@@ -49,7 +50,7 @@ def polls_until_done(program: Program, count: int) -> int:
     return polls
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_a_program_that_only_waits_gets_there_sooner(seed: int) -> None:
     """And one that waits for little has asked about every third time in vain, as before."""
     assert polls_until_done(Program(seed=seed), 100) > 12

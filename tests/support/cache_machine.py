@@ -30,7 +30,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.context = rig(self.device, planes=2, block_bytes=16, num_blocks=64, num_slots=1)
         self.bench = self.context.__enter__()
         self.engine = self.make_engine()
-        self.cache: BlockCache[Any] = BlockCache(self.engine, "lru")
+        self.cache: BlockCache[Any] = BlockCache(self.engine, policy="lru")
         self.model: dict[bytes, tuple[list[int], kvoffload.CacheJob]] = {}  # least recently used first
         self.loads: list[tuple[bytes, list[int], int, kvoffload.CacheJob]] = []
         self.gate: Any = None

@@ -20,7 +20,7 @@ def caches(
     """Options are the engine's."""
     device = simulated(seed, level)
     with device, rig(device, num_blocks=32, num_slots=capacity, **options) as bench:
-        yield bench, BlockCache(bench.engine, policy)
+        yield bench, BlockCache(bench.engine, policy=policy)
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def grouped(capacity: int = 4, seed: int = 0) -> Iterator[tuple[Rig, BlockCache,
         layout = KVLayout([bench.planes, other], blocks_per_slot=2)
         with OffloadEngine(layout, device=device, num_slots=2 * capacity + 1, **COPY_ENGINE_ONLY) as engine:
             try:
-                yield bench, BlockCache(engine, "lru"), [bench.planes, other]
+                yield bench, BlockCache(engine, policy="lru"), [bench.planes, other]
             finally:
                 for gate in bench.gates:  # one that a failed test left closed
                     gate.open()
@@ -49,6 +49,6 @@ def state(index: CacheIndex) -> dict[str, Any]:
 
 def store(index: CacheIndex, wanted: Iterable[bytes], tenant: str = "") -> Reservation:
     """Reserve and commit."""
-    reservation = index.reserve(list(wanted), tenant)
+    reservation = index.reserve(list(wanted), tenant=tenant)
     reservation.commit()
     return reservation

@@ -1,4 +1,4 @@
-"""Counts the Python functions that a call enters, and the copies that a simulated driver was given."""
+"""Counts the Python functions that a call enters, its steps, and the copies that a simulated driver was given."""
 
 from __future__ import annotations
 
@@ -23,6 +23,33 @@ def python_calls(action: Callable[[], object]) -> list[str]:
     finally:
         sys.setprofile(before)
     return names[1:]
+
+
+def steps(action: Callable[[], object]) -> int:
+    """Lines of Python that `action` runs, each round of a loop counted, and functions in C that it calls.
+
+    What a single function in C does is one step, however long it takes.
+    """
+    count = 0
+
+    def trace(_: FrameType, event: str, __: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    def profile(_: FrameType, event: str, __: object) -> None:
+        nonlocal count
+        count += event == "c_call"
+
+    before = sys.gettrace(), sys.getprofile()
+    sys.setprofile(profile)
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+    return count
 
 
 # copy functions: which argument counts descriptors (None: there is one), and how many may go in a call

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import FileOperations
-from kvoffload.tiers.slot_files import SlotFiles, SlotPut
+from kvoffload.tiers.slot_files import ReadResult, SlotFiles, SlotPut
 
 SECTOR = 512
 PAGE = 4096
@@ -82,11 +82,11 @@ def read_key(disk: DiskIndex, key: bytes, views: Sequence[memoryview]) -> bool:
     return _only(disk.read([key], [views]))
 
 
-def _only(results: list[bool | OSError]) -> bool:
+def _only(results: Sequence[ReadResult]) -> bool:
     (result,) = results
     if isinstance(result, OSError):
         raise result
-    return result
+    return bool(result)
 
 
 class FaultyFiles(FileOperations):

@@ -3,6 +3,7 @@
     python tests/support/exhaust_interrupts.py                              all points of all scenarios: half an hour
     python tests/support/exhaust_interrupts.py --scenario cache.store       those whose name starts so
     python tests/support/exhaust_interrupts.py --sample 20 --seed 7         20 points of each
+    python tests/support/exhaust_interrupts.py --mode nested:                every other call at every point: hours
     python tests/support/exhaust_interrupts.py --scenario engine.close --number 17 --policy lru    one try, in detail
 
 It prints for each scenario how many points were tried and what was wrong afterwards, and at the end the totals of wrong
@@ -26,8 +27,9 @@ from typing import Any
 
 import interrupt_cache_scenarios  # noqa: F401  (registers its scenarios)
 import interrupt_sharded_scenarios  # noqa: F401
+import interrupt_tier_scenarios  # noqa: F401
 from interrupt_scenarios import SCENARIOS
-from interrupt_trials import HUNG, MODES, Unit, attempt, points_of
+from interrupt_trials import HUNG, MODES, NESTED, NESTED_MODES, Unit, attempt, points_of
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("wrong hit", "wrong bytes", "check()", "lost", "broken", "hang", "leak", "violation")
@@ -167,7 +169,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenario", action="append", help="names start with this; may be repeated")
     parser.add_argument("--policy", action="append", default=[], help="prefix, lru, user; all by default")
-    parser.add_argument("--mode", action="append", choices=MODES, help="what raises; all by default")
+    parser.add_argument(
+        "--mode",
+        action="append",
+        choices=(*MODES, *NESTED_MODES, NESTED),
+        help=f"what raises, or is called; {', '.join(MODES)} by default; {NESTED} stands for every nested call",
+    )
     parser.add_argument("--sample", type=int, default=0, help="points of each scenario, policy and mode; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
@@ -175,7 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the scenarios")
     parser.add_argument("--examples", type=int, default=3, help="failures shown of each scenario")
     options = parser.parse_args(arguments)
-    units = units_of(options.scenario or [""], options.policy, options.mode or MODES, options.sample, options.seed)
+    modes = [mode for each in options.mode or MODES for mode in (NESTED_MODES if each == NESTED else (each,))]
+    units = units_of(options.scenario or [""], options.policy, modes, options.sample, options.seed)
     if options.list:
         print(*dict.fromkeys(unit.scenario for unit in units), sep="\n")
         return 0

@@ -229,6 +229,7 @@ def _modules() -> dict[str, dict[str, Any]]:
         "CPUOffloadingMetrics": CPUOffloadingMetrics,
     }
     return {
+        "vllm.envs": {"VLLM_USE_MODELSCOPE": False},
         "vllm": {"__version__": "0.33.0"},
         f"{offload}.base": base,
         f"{offload}.config": empty,

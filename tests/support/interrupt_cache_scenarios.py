@@ -22,7 +22,7 @@ def _open(world: CacheWorld) -> Call:
 
     def call() -> None:
         for _ in range(2):
-            cache = BlockCache(engine, "lru")
+            cache = BlockCache(engine, policy="lru")
             del cache
 
     world.kept.append(engine)
@@ -239,7 +239,7 @@ def _remove(world: CacheWorld) -> Call:
 def _clear(world: CacheWorld) -> Call:
     world.full.load(keys([3]), TARGETS[:1], after=NO_WAIT)
     world.store(4)
-    return world.full.clear
+    return lambda: world.full.clear()
 
 
 @_cache("engine.drain")

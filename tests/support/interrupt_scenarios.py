@@ -459,7 +459,7 @@ def _index_request(world: IndexWorld) -> Call:
 
     def call() -> None:
         with request:
-            world.full.load(keys([0, 1]), request)
+            world.full.load(keys([0, 1]), request=request)
             for piece in ([4], [5, 6]):
                 reservation = world.full.reserve(keys(piece), request=request)
                 world.write(reservation)

@@ -217,7 +217,7 @@ def _cache_open(world: ShardedCacheWorld) -> Call:
     world.kept.append(engine)
 
     def call() -> None:
-        BlockCache(engine, "lru")
+        BlockCache(engine, policy="lru")
 
     return call
 

@@ -25,16 +25,21 @@ from typing import Any, NamedTuple
 
 import interrupt_cache_scenarios  # noqa: F401  (registers its scenarios)
 import interrupt_sharded_scenarios  # noqa: F401
+import interrupt_tier_scenarios  # noqa: F401
+import nested_calls
 from interrupt_scenarios import HOOKS, SCENARIOS
 from interrupt_world import POLICIES
-from interrupts import Methods, Outcome, Points, Signals, in_finalizer, interrupt_at
+from interrupts import Methods, Outcome, Points, Signals, call_at, in_finalizer, interrupt_at
 
+import kvoffload
 from kvoffload.cache import policies
 from kvoffload.cache.policies import Policy
 
 HUNG = 3
 TRY_SECONDS = 30.0
 MODES = ("signal", "hook", "hook-after")
+NESTED = "nested:"
+NESTED_MODES = tuple(NESTED + name for name in nested_calls.NAMES)
 CREATING = (
     "cuStreamCreateWithPriority", "cuEventCreate", "cuMemAlloc", "cuMemHostRegister", "cuDevicePrimaryCtxRetain",
     "cuModuleLoadData",
@@ -47,7 +52,8 @@ class Unit(NamedTuple):
     Attributes:
         scenario, policy: names.
         mode: "signal": KeyboardInterrupt where CPython delivers signals. "hook": RuntimeError out of a method of the
-            policy or out of a hook, which has done nothing; "hook-after": which has done its work.
+            policy or out of a hook, which has done nothing; "hook-after": which has done its work. "nested:poll": where
+            CPython delivers signals `poll` is called, and so on for each name of `nested_calls`.
         start: the first point to try.
         sample: how many points to try, chosen by `seed`; 0: all.
     """
@@ -65,7 +71,7 @@ class Unit(NamedTuple):
 
 def points_of(unit: Unit) -> Points:
     """What the exception comes out of."""
-    if unit.mode == "signal":
+    if unit.mode == "signal" or unit.mode.startswith(NESTED):
         return Signals(*(sys.modules[name].__file__ or "" for name in ("interrupt_world",)))
     maker = POLICIES[unit.policy]
     owner = maker if isinstance(maker, type) else type(policies.make_policy(maker, 1))
@@ -86,6 +92,8 @@ def attempt(unit: Unit, number: int, points: Points) -> Trial:
     """Interrupt the scenario's call at its point `number`."""
     scenario = SCENARIOS[unit.scenario]
     world = scenario.world(unit.policy)
+    if unit.mode.startswith(NESTED):
+        return _attempt_nested(unit, number, world)
     call: Any = scenario.prepare(world)
     outcome = interrupt_at(number, call, KeyboardInterrupt if unit.mode == "signal" else RuntimeError, points)
     notes = []
@@ -97,6 +105,20 @@ def attempt(unit: Unit, number: int, points: Points) -> Trial:
     creating = outcome.point is not None and outcome.point.kind == "driver" and outcome.point.what in CREATING
     found = None if outcome.in_finalizer else _in_another_thread(world, creating)
     return Trial(outcome, [] if outcome.in_finalizer else found or [], notes)
+
+
+def _attempt_nested(unit: Unit, number: int, world: Any) -> Trial:
+    """Make another call at that point of the scenario's."""
+    nested = nested_calls.Nested(world, unit.mode.removeprefix(NESTED))
+    call: Any = SCENARIOS[unit.scenario].prepare(world)
+    kvoffload.set_tracer(nested_calls.Tracer())
+    try:
+        outcome, error = call_at(number, call, nested) if nested.exists else (Outcome(None, "", False), None)
+    finally:
+        kvoffload.set_tracer(None)
+    wrong = nested_calls.wrong_error(error) + nested.problems
+    del call, nested, error
+    return Trial(outcome, wrong + (_in_another_thread(world, False) or []), [])
 
 
 def _in_another_thread(world: Any, creating: bool) -> list[str]:
@@ -124,7 +146,8 @@ def tries(unit: Unit) -> Iterator[dict[str, Any]]:
     numbers: Any = range(unit.start, 1_000_000)
     if unit.sample and unit.start == 1:
         chosen = random.Random(f"{unit} {unit.seed}")
-        numbers = sorted(chosen.sample(range(1, counts[unit.mode] + 1), min(unit.sample, counts[unit.mode])))
+        points_there = counts["signal" if unit.mode.startswith(NESTED) else unit.mode]
+        numbers = sorted(chosen.sample(range(1, points_there + 1), min(unit.sample, points_there)))
     tried = 0
     if clean:
         yield {"unit": unit, "number": 0, "point": "uninterrupted", "problems": clean, "notes": []}
@@ -132,6 +155,8 @@ def tries(unit: Unit) -> Iterator[dict[str, Any]]:
         watch(unit, number)
         trial = attempt(unit, number, points)
         if trial.outcome.point is None:
+            if unit.sample:  # a call that polls has more points in one run than in another
+                continue
             break
         tried += 1
         yield {

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tier_classes import DictTier
 
 import kvoffload
 from kvoffload import (
@@ -30,9 +31,11 @@ from kvoffload import (
     Reservation,
     ShardedEngine,
     Status,
+    TieredCache,
 )
 from kvoffload.cache.policies import Policy
 from kvoffload.testing import SimulatedDriver
+from kvoffload.tiering.promotion import IndexPromotion
 
 PLANES, BLOCK_BYTES, BLOCKS = 3, 32, 48
 SOURCES = 24  # blocks that hold what keys stand for; the others are targets of loads
@@ -100,7 +103,7 @@ def settle(handles: list[Any]) -> list[str]:
         if isinstance(handle, Reservation):
             with contextlib.suppress(ClosedError):  # it has been committed or aborted
                 handle.abort()
-        elif isinstance(handle, Lease):
+        elif isinstance(handle, Lease | IndexPromotion):
             handle.release()
         elif isinstance(handle, OffloadEngine | ShardedEngine):
             handle.close(SECONDS)
@@ -280,16 +283,18 @@ class CacheWorld(World):
         **options: Any,
     ) -> None:
         super().__init__(policy, **options)
-        self.cache: Any = BlockCache(self.busy, POLICIES[policy], **(cache_options or {}))
+        self.cache: Any = self.make_cache(POLICIES[policy], **(cache_options or {}))
         if filled:
             self.store(*range(filled)).wait(SECONDS)
         self.wanted: list[int] = [4, 5]  # keys that the interrupted call stores
 
+    def make_cache(self, policy: Any, **options: Any) -> Any:
+        return BlockCache(self.busy, policy=policy, **options)
+
     @property
-    def full(self) -> BlockCache:
-        cache: BlockCache | None = self.cache
-        assert cache is not None
-        return cache
+    def full(self) -> Any:
+        assert self.cache is not None
+        return self.cache
 
     def store(self, *numbers: int, after: Any = NO_WAIT) -> Any:
         return self.full.store(keys(numbers), list(numbers), after=after)
@@ -339,6 +344,41 @@ class CacheWorld(World):
     def close(self) -> list[str]:
         self.cache = None
         return super().close()
+
+
+class TieredWorld(CacheWorld):
+    """A world whose cache writes every key through to a tier, which has keys 0 to 3; its thread runs all the time."""
+
+    def make_cache(self, policy: Any, **options: Any) -> Any:
+        self.tier = DictTier()
+        return TieredCache(self.busy, policy=policy, tiers=[self.tier], write="through", **options)
+
+    def __init__(self, policy: str = "lru", **options: Any) -> None:
+        super().__init__(policy, **options)
+        assert self.full.drain(SECONDS), "the tier has the keys"
+
+    def check_use(self) -> list[str]:
+        """Hits have their bytes; what the tier has can be promoted and loaded; nothing stays pending or held."""
+        cache = self.full
+        found = self._check_hits("at once")
+        self.busy.drain(SECONDS)
+        if not cache.drain(SECONDS):
+            found.append("hang: the tier's writes")
+        BlockCache.clear(cache)
+        there = [number for number in range(SOURCES) if self.tier.contains([key(number)])[0]][:2]
+        with cache.promote(keys(there)) as promotion:
+            if promotion.wait(SECONDS) != len(there):
+                found.append(f"lost: keys {there} are in the tier, {promotion.ready} were promoted")
+            found += self._check_hits("after a promotion")
+        cache.store(keys([8]), [8], after=NO_WAIT).wait(SECONDS)
+        found += self._check_hits("after a store")
+        if cache.remove(keys([8])) != 1 or self.tier.contains([key(8)])[0]:
+            found.append("broken: a key was not removed")
+        return found
+
+    def close(self) -> list[str]:
+        closed = self.cache is None or self.cache.close(SECONDS)
+        return [*([] if closed else ["hang: close of the tiers"]), *super().close()]
 
 
 class IndexWorld:

@@ -3,6 +3,7 @@
     count_points(function)                      how many points a call has
     interrupt_at(3, function)                   the same call, with a KeyboardInterrupt at its third point
     interrupt_at(3, function, RuntimeError, points=Methods(Lru))      the third call of a method of `Lru` raises
+    call_at(3, function, other)                the same call, with a call of `other` at its third point
 
 CPython runs a signal handler in the main thread at the entry of a Python function, after a call of a C function has
 returned, and at the back-edge of a loop. `sys.setprofile` sees the first two. A point of `Signals` is
@@ -206,6 +207,15 @@ def interrupt_at(
     return Outcome(profile.hit, error, profile.hit is not None and bool(swallowed) and not error)
 
 
+def call_at(number: int, function: Callable[[], object], other: Callable[[], object]) -> tuple[Outcome, Any]:
+    """Call `function`, and `other` at its point `number`, as a signal handler would be; what came of it, and the
+    exception that left the call, or None.
+    """
+    profile = _Profile(number, None, Signals(), action=other)
+    raised = profile.run(function)
+    return Outcome(profile.hit, "" if raised is None else repr(raised), False), raised
+
+
 def interrupted_everywhere(
     call: Callable[[int], Callable[[], object]], points: Points | None = None
 ) -> Iterator[tuple[int, bool]]:
@@ -223,9 +233,17 @@ def interrupted_everywhere(
 
 
 class _Profile:
-    def __init__(self, number: int, exception: type[BaseException], points: Points, keep: bool = False) -> None:
+    def __init__(
+        self,
+        number: int,
+        exception: type[BaseException] | None,
+        points: Points,
+        keep: bool = False,
+        action: Callable[[], object] = lambda: None,
+    ) -> None:
         self._left = number
         self._exception = exception
+        self._action = action
         self._kind_of = points.kind_of
         self._keep = keep
         self.seen: list[Point] = []
@@ -257,7 +275,9 @@ class _Profile:
         if self._left == 0:
             sys.setprofile(None)
             self.hit = _point(kind, frame, argument)
-            raise self._exception(f"injected: {self.hit}")
+            self._action()
+            if self._exception is not None:
+                raise self._exception(f"injected: {self.hit}")
 
 
 def in_finalizer(frame: FrameType | None) -> bool:

@@ -63,7 +63,7 @@ def check_every_copier(
                     engine.store(blocks, slots, after=NO_WAIT, copier=copier).wait(30)
                 else:
                     engine.load(slots, blocks, after=NO_WAIT, copier=copier).wait(30)
-                naive_transfer(layout, direction, blocks, slots, memory=memory, pool=pool)
+                naive_transfer(layout, direction, blocks=blocks, slots=slots, memory=memory, pool=pool)
                 assert (engine.slots == pool).all(), (copier, direction)
                 for address, nbytes in ranges:
                     assert (read(device, address, nbytes) == memory[address]).all(), (copier, direction)

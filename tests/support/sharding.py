@@ -169,7 +169,9 @@ class RandomTransfers:
         first = int(chance.integers(factor))
         count = int(chance.integers(0, min(self.made.engine.num_slots * factor - first, BLOCKS) + 1))
         blocks = chance.permutation(layout.groups[group].num_blocks)[:count].tolist()
-        slots = chance.permutation(self.made.engine.num_slots)[: layout.slots_for(count, first)].tolist()
+        slots = chance.permutation(self.made.engine.num_slots)[
+            : layout.slots_for(count, first_sub_block=first)
+        ].tolist()
         expected = {"blocks": blocks, "slots": slots, "group": group, "first_sub_block": first}
         copier = self.copiers[int(chance.integers(len(self.copiers)))]
         direction = "store" if chance.random() < 0.5 else "load"

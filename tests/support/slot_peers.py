@@ -105,7 +105,7 @@ def random_slots(shape: tuple[int, ...], seed: int) -> Bytes:
 
 def map_slots(connection: Connection, name: str) -> None:
     """The program of a process that maps the slots offered under `name`; it answers `read` and `write`."""
-    with SharedSlots.receive(name, SECONDS) as slots:
+    with SharedSlots.receive(name, timeout=SECONDS) as slots:
         _answer(connection, _Mapped(slots))
 
 

@@ -109,7 +109,7 @@ class Worker:
         blocks = list(self.store_blocks)[: len(numbers)]
         for block, number in zip(blocks, numbers, strict=True):
             self.bench.write(block, self.content(number))
-        self.storing = self.cache.store([key(number) for number in numbers], self.bench.blocks(blocks), NO_WAIT)
+        self.storing = self.cache.store([key(number) for number in numbers], self.bench.blocks(blocks), after=NO_WAIT)
         if self.random.random() < 0.5:
             self.finish_store()
 
@@ -124,7 +124,7 @@ class Worker:
         for block in blocks:
             self.bench.write(block, 1)
         try:
-            job = self.cache.load([key(number) for number in numbers], self.bench.blocks(blocks), NO_WAIT)
+            job = self.cache.load([key(number) for number in numbers], self.bench.blocks(blocks), after=NO_WAIT)
         except MissingKeyError:
             cleared = self.world.clearing or self.world.clears != clears
             assert may_be_gone or cleared, f"keys {numbers} of a promotion that is held are gone"
@@ -145,7 +145,7 @@ class Worker:
         if self.random.random() < 0.3 and all(each.chained is None for each in self.held):
             held.versions = [self.version[number] for number in numbers]
             blocks = list(self.chain_blocks)[: len(numbers)]
-            held.chained = promotion.load(self.bench.blocks(blocks), NO_WAIT)
+            held.chained = promotion.load(self.bench.blocks(blocks), after=NO_WAIT)
         self.held.append(held)
 
     def use_promotion(self) -> None:

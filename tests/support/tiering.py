@@ -86,7 +86,7 @@ class Bench:
         """Store keys with the contents of their numbers, from blocks 0 on, and wait."""
         for block, number in enumerate(numbers):
             self.write(block, number)
-        self.cache.store(keys(numbers), self.blocks(range(len(numbers))), NO_WAIT).wait(SECONDS)
+        self.cache.store(keys(numbers), self.blocks(range(len(numbers))), after=NO_WAIT).wait(SECONDS)
 
     def written(self, numbers: Sequence[int]) -> None:
         """Store keys, have the tiers take them, and remove them from the slots alone."""
@@ -101,7 +101,7 @@ class Bench:
         blocks = list(range(len(numbers)))
         for block in blocks:
             self.write(block, 16_777_213)
-        self.cache.load(keys(numbers), self.blocks(blocks), NO_WAIT).wait(SECONDS)
+        self.cache.load(keys(numbers), self.blocks(blocks), after=NO_WAIT).wait(SECONDS)
         wrong = [number for block, number in zip(blocks, numbers, strict=True) if not self.holds(block, number)]
         assert not wrong, f"wrong bytes: {wrong}"
 
@@ -141,7 +141,7 @@ def tiered(
         engine = OffloadEngine(layout, device=device, num_slots=capacity * groups, **COPY_ENGINE_ONLY)
         with engine:
             cache = TieredCache(
-                engine, policy, tiers=list(tiers) or [DictTier()], on_event=on_event, write=write, **options
+                engine, policy=policy, tiers=list(tiers) or [DictTier()], on_event=on_event, write=write, **options
             )
             try:
                 yield Bench(device, planes, engine, cache)

@@ -29,6 +29,7 @@ from kvoffload import (
     Reservation,
     Status,
     Tenant,
+    TieredCache,
     TransferError,
     TransferResult,
     chain_keys,
@@ -126,7 +127,10 @@ def caches(layout: KVLayout, device: Device) -> int:
         except CapacityError:
             return 0
         assert_type(job, CacheJob)
-        job.wait(timeout=10.0)
+        assert_type(job.wait(timeout=10.0), list[TransferResult])
+        assert_type(job.outcome(), list[TransferResult])
+        assert_type(job.error, TransferError | None)
+        job.add_done_callback(lambda ended: assert_type(ended, CacheJob))
         found = cache.lookup([b"one", b"two", b"three"])
         assert_type(found, int)
         cache.load([b"one"], [5, 6]).wait(timeout=10.0)
@@ -154,6 +158,14 @@ def caches(layout: KVLayout, device: Device) -> int:
         assert_type(cache.statistics().hit_rate, float)
         assert {event.kind for event in events} >= {"stored", "hit", "removed"}
         return found
+
+
+async def awaited(cache: TieredCache[OffloadEngine]) -> None:
+    assert_type(await cache.engine.store([0], [0], after=NO_WAIT), TransferResult)
+    assert_type(await cache.store([b"one"], [0]), list[TransferResult])
+    promotion = cache.promote([b"one"])
+    assert_type(await promotion, int)
+    assert_type(await promotion.load([0]), tuple[bytes, ...])
 
 
 def keys(layout: KVLayout) -> list[bytes]:

@@ -49,6 +49,10 @@ class TorchWorker:
         self._verdicts: list[tuple[str, Any]] = []
         self._steps: deque[tuple[int, Any, list[tuple[str, Any]]]] = deque()
 
+    @property
+    def stream_handle(self) -> int:
+        return int(self.stream.cuda_stream)
+
     def tensors(self, layer_names: list[list[str]]) -> dict[str, torch.Tensor]:
         heads, half = 2, self.shape.token_bytes // 8
         shape = (self.shape.num_blocks, 2, self.shape.block_size, heads, half // heads * 2)

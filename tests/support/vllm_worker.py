@@ -78,6 +78,10 @@ class GpuWorker:
         self.connector: Any = None
         self._ended = [0]
 
+    @property
+    def stream_handle(self) -> int:
+        return self.stream.handle
+
     def tensors(self, layer_names: list[list[str]]) -> dict[str, torch.Tensor]:
         """vLLM's name of each layer, and its part of the KV cache."""
         heads, half = 2, self.shape.token_bytes // 8

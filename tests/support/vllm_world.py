@@ -6,11 +6,14 @@ import json
 import pickle
 import random
 from collections import Counter, deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from late import Late
+from seeds import seeds
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -45,6 +48,7 @@ from vllm_worker import GpuWorker, Shape
 
 _CONTEXT = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
 _LONGEST = 4000  # tokens of a request
+_LATE_SECONDS = {"simulated": 0.05, "gpu": 0.2}  # many steps of the scheduler and the model
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Setting:
         connector: the name of the connector's class.
         spec: module and name of the spec's class.
         gpu: with real GPUs; all workers on the first one. No driver call fails there.
+        quick: simulated GPUs do at once what they can, as real ones do.
+        late_model, late_copies: how many of the model's steps, and of the transfers, begin late.
         reset, abort, fail, idle: probabilities for each step: of a reset, of an aborted request, of a driver call that
             fails, of running all that is queued on the GPUs.
     """
@@ -77,16 +83,23 @@ class Setting:
     fail: float = 0.0
     idle: float = 0.5
     gpu: bool = False
+    quick: bool = False
+    late_model: float = 0.0
+    late_copies: float = 0.0
 
 
 class World:
     """A scheduler, its workers, and requests; `run` takes them to their end.
+
+    Args:
+        seed: which of the seeds that KVOFFLOAD_TEST_SEED chooses, from 0 on.
 
     Attributes:
         counts: what has happened.
     """
 
     def __init__(self, setting: Setting, seed: int, folder: Path) -> None:
+        seed = seeds(seed + 1)[-1]
         self.setting, self.random = setting, random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.workers = [_make_worker(setting, rank, seed + rank) for rank in range(setting.workers)]
@@ -108,6 +121,13 @@ class World:
                 worker.connector = connector(config, KVConnectorRole.WORKER, caches)
                 with worker.current():
                     worker.connector.register_kv_caches(worker.tensors(names))
+        self._late, self._undo = [], ExitStack()
+        for worker in self.workers:
+            engine = worker.connector.connector_worker.worker.engine
+            late = Late(engine.device, _LATE_SECONDS["gpu" if setting.gpu else "simulated"], seed + worker.rank)
+            self._undo.callback(late.close)
+            self._undo.enter_context(late.copies(engine, setting.late_copies))
+            self._late.append(late)
         self.aggregator = KVOutputAggregator(setting.workers)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(setting.shape.block_size, sha256)
@@ -233,12 +253,13 @@ class World:
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
         if output.has_sync_kv_loads:
-            connector.start_load_kv(_CONTEXT)
+            self._start_loads(worker)
+        self._late[worker.rank].hold(worker.stream_handle, self.setting.late_model)
         for name, start, end in work:
             worker.queue_model(name, self._sequences[name], [list(t) for t in self._tables[name]], start, end)
         worker.queue_end(self.counts["steps"])
         if not output.has_sync_kv_loads:
-            connector.start_load_kv(_CONTEXT)
+            self._start_loads(worker)
         worker.clear_failures()
         connector.wait_for_save()
         if self.random.random() < self.setting.idle:
@@ -253,6 +274,13 @@ class World:
             failed_recving=results.failed_recving,
             kv_connector_worker_meta=report,
         )
+
+    def _start_loads(self, worker: GpuWorker) -> None:
+        if self.setting.quick:
+            worker.run_all()  # the model's last steps
+        worker.connector.start_load_kv(_CONTEXT)
+        if self.setting.quick:
+            worker.run_all()
 
     def _output(self, output: Any, sampled: dict[str, int], outputs: list[KVConnectorOutput]) -> ModelRunnerOutput:
         names = list(output.num_scheduled_tokens)
@@ -281,10 +309,12 @@ class World:
         self.manager.index.check()
         statistics = self.manager.index.statistics()
         self.counts["failed stores"] = statistics.failed
+        self.counts["late"] = sum(late.count for late in self._late)
         self.counts["compared blocks"] = sum(worker.checked for worker in self.workers)
         assert (statistics.pending, statistics.pinned) == (0, 0), statistics
 
     def close(self) -> None:
+        self._undo.close()
         self.scheduler.connector.shutdown()
         for worker in self.workers:
             worker.close()
@@ -317,6 +347,8 @@ def _config(setting: Setting, folder: Path) -> VllmConfig:
             }
         )
     )  # fmt: skip
+    if not (folder / "model.safetensors").exists():
+        (folder / "model.safetensors").write_bytes(b"no weights are read")
     shape = setting.shape
     slot = -(-shape.page_bytes * shape.most_layers * setting.blocks_per_chunk // 4096) * 4096
     extra = {

@@ -49,7 +49,7 @@ class Program:
         planes = [bench.device.allocate_planes(2, block_bytes=48, num_blocks=8) for _ in range(2)]
         self.cache_planes = planes
         self.cache_engine = OffloadEngine(KVLayout(planes), device=bench.device, num_slots=6, **COPY_ENGINE_ONLY)
-        self.cache = BlockCache(self.cache_engine, "lru")
+        self.cache = BlockCache(self.cache_engine, policy="lru")
         self.errors: list[Exception] = []
         self.stored: dict[bytes, kvoffload.CacheJob] = {}
 

@@ -53,7 +53,7 @@ def test_close_ends_promotions_and_what_waits_for_them() -> None:
         bench.written(range(4))
         tier.hang_all()
         promotion = bench.cache.promote(keys(range(2)), deadline=None)
-        chained = promotion.load([0, 1], NO_WAIT)
+        chained = promotion.load([0, 1], after=NO_WAIT)
         until(lambda: tier.hung)
         assert not bench.cache.close(0.05)
         assert promotion.wait(SECONDS) == 0
@@ -86,7 +86,7 @@ def test_promotions_told_while_the_cache_is_closed_end(_: int) -> None:
                 for _ in range(10_000):
                     time.sleep(1e-4)
                     promotion = bench.cache.promote(keys(range(4)), deadline=None)
-                    promotions.append((promotion, promotion.load(range(4), NO_WAIT)))
+                    promotions.append((promotion, promotion.load(range(4), after=NO_WAIT)))
             except ClosedError:
                 pass
 
@@ -123,7 +123,7 @@ def test_the_engine_closed_first(going_on: str) -> None:
         while tier.permits.acquire(blocking=False):
             pass
         promotion = bench.cache.promote(keys([0, 1])) if going_on in ("promotion", "chained") else None
-        chained = promotion.load([0, 1], NO_WAIT) if promotion is not None and going_on == "chained" else None
+        chained = promotion.load([0, 1], after=NO_WAIT) if promotion is not None and going_on == "chained" else None
         if going_on == "write":
             bench.store([5])
         if going_on != "nothing":
@@ -147,7 +147,7 @@ def test_the_device_closed_first() -> None:
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)], **DESCRIBED)
     engine = OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY)
     cache = TieredCache(engine, tiers=[DictTier()], write="through")
-    cache.store(keys([1]), [1], NO_WAIT).wait(SECONDS)
+    cache.store(keys([1]), [1], after=NO_WAIT).wait(SECONDS)
     cache.drain(SECONDS)
     promotion = cache.promote(keys([1, 2]))
     engine.close(SECONDS)
@@ -163,7 +163,7 @@ def test_a_cache_that_is_garbage_leaves_nothing() -> None:
         before = len(tier_threads())
         with OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
             cache = TieredCache(engine, tiers=[tier], write="through")
-            cache.store(keys([1]), [1], NO_WAIT).wait(SECONDS)
+            cache.store(keys([1]), [1], after=NO_WAIT).wait(SECONDS)
             promotion = cache.promote(keys([1, 2]))
             promotion.wait(SECONDS)
             assert len(tier_threads()) == before + 3
@@ -184,7 +184,7 @@ def test_a_garbage_cache_with_a_hung_call_ends_when_that_returns() -> None:
         with OffloadEngine(layout, device=device, num_slots=4, **COPY_ENGINE_ONLY) as engine:
             cache = TieredCache(engine, tiers=[tier], write="through")
             tier.hang_all()
-            cache.store(keys([1]), [1], NO_WAIT).wait(SECONDS)
+            cache.store(keys([1]), [1], after=NO_WAIT).wait(SECONDS)
             until(lambda: tier.hung)
             del cache
             gc.collect()
@@ -220,8 +220,8 @@ PROGRAM = """
     layout = KVLayout([device.allocate_planes(2, block_bytes=64, num_blocks=8)], **DESCRIBED)
     engine = OffloadEngine(layout, device=device, num_slots=8, sm_limit=0)
     tier = FaultyTier()
-    cache = TieredCache(engine, "lru", tiers=[tier], write="through")
-    cache.store(keys(range(4)), range(4), NO_WAIT).wait(10)
+    cache = TieredCache(engine, policy="lru", tiers=[tier], write="through")
+    cache.store(keys(range(4)), range(4), after=NO_WAIT).wait(10)
     assert cache.drain(10)
     BlockCache.clear(cache)
     print("ready", flush=True)
@@ -246,7 +246,7 @@ def test_the_interpreter_ends_with_calls_in_flight() -> None:
         """
         tier.hang_all()
         promotion = cache.promote(keys(range(4)), deadline=None)
-        cache.store([b"another"], [0], NO_WAIT).wait(10)
+        cache.store([b"another"], [0], after=NO_WAIT).wait(10)
         until(lambda: tier.hung)
         """
     )
@@ -260,8 +260,8 @@ def test_a_killed_process_leaves_no_memory_and_no_files_but_the_disks(tmp_path: 
 
         lower = OffloadEngine(layout, device=device, num_slots=8, sm_limit=0)
         disk = DiskTier({str(tmp_path / "disk")!r}, nbytes=1 << 20, identity="test")
-        other = TieredCache(lower, "lru", tiers=[disk], write="through")
-        other.store(keys(range(4)), range(4), NO_WAIT).wait(10)
+        other = TieredCache(lower, policy="lru", tiers=[disk], write="through")
+        other.store(keys(range(4)), range(4), after=NO_WAIT).wait(10)
         assert other.promote(keys(range(4))).wait(10) == 4
         shared = [line.split(maxsplit=5)[5:] for line in open("/proc/self/maps") if line.split()[1].endswith("s")]
         named = [name[0].strip() for name in shared if name and "(deleted)" not in name[0]]

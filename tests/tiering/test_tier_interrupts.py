@@ -31,7 +31,7 @@ def _of_promotion(use: Callable[[Any], object]) -> Call:
 
 CALLS: dict[str, Call] = {
     "promote": lambda bench, kept: lambda: kept.append(bench.cache.promote(keys([0, 1]))),
-    "store": lambda bench, _: lambda: bench.cache.store(keys([20]), [0], NO_WAIT),
+    "store": lambda bench, _: lambda: bench.cache.store(keys([20]), [0], after=NO_WAIT),
     "touch": lambda bench, _: lambda: bench.cache.touch(keys([0, 1])),
     "remove": lambda bench, _: lambda: bench.cache.remove(keys([30, 31])),
     "remove nothing": lambda bench, _: lambda: bench.cache.remove([]),
@@ -39,7 +39,7 @@ CALLS: dict[str, Call] = {
     "statistics": lambda bench, _: bench.cache.tier_statistics,
     "cancel": _of_promotion(lambda promotion: promotion.cancel()),
     "release": _of_promotion(lambda promotion: promotion.release()),
-    "load": _of_promotion(lambda promotion: promotion.load([6, 7], NO_WAIT)),
+    "load": _of_promotion(lambda promotion: promotion.load([6, 7], after=NO_WAIT)),
 }
 
 

@@ -54,7 +54,7 @@ def test_lookup_knows_the_slots_alone() -> None:
         assert bench.cache.lookup(keys(range(8))) == 2
         assert bench.cache.lookup_many([keys([2]), keys([1])]) == [0, 1]
         with pytest.raises(MissingKeyError):
-            bench.cache.load(keys([5]), [0], NO_WAIT)
+            bench.cache.load(keys([5]), [0], after=NO_WAIT)
 
 
 def test_locate_says_where_each_key_is() -> None:
@@ -189,7 +189,7 @@ def test_a_promotion_waits_for_keys_that_are_being_stored() -> None:
         bench.written([1])
         stream = bench.device.stream()
         gate = _gate(bench, stream)
-        bench.cache.store(keys([0]), [0], stream)
+        bench.cache.store(keys([0]), [0], after=stream)
         promotion = bench.cache.promote(keys([0, 1]))
         until(lambda: bench.cache.lookup(keys([1])) == 1)
         assert promotion.ready == 0
@@ -258,7 +258,7 @@ def test_any_deadline_above_0_is_a_deadline(deadline: float | None) -> None:
 
 @pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
 def test_other_deadlines_are_refused(deadline: float) -> None:
-    with tiered() as bench, pytest.raises(ValueError, match="deadline must be seconds above 0"):
+    with tiered() as bench, pytest.raises(ValueError, match="deadline must be"):
         bench.cache.promote(keys([0]), deadline=deadline)
 
 
@@ -304,7 +304,7 @@ def test_bad_arguments_of_the_constructor(options: dict[str, Any], error: type[E
 def test_loads_follow_promotions() -> None:
     with tiered() as bench:
         bench.written(range(6))
-        chained = bench.cache.promote(keys([1, 2, 77])).load([4, 5, 6], NO_WAIT)
+        chained = bench.cache.promote(keys([1, 2, 77])).load([4, 5, 6], after=NO_WAIT)
         assert chained.wait(SECONDS) == tuple(keys([1, 2]))
         assert bench.holds(4, 1)
         assert bench.holds(5, 2)
@@ -315,7 +315,7 @@ def test_a_chained_load_copies_the_ids() -> None:
     with tiered() as bench:
         bench.written([1])
         ids = np.array([4])
-        chained = bench.cache.promote(keys([1])).load(ids, NO_WAIT)
+        chained = bench.cache.promote(keys([1])).load(ids, after=NO_WAIT)
         ids[0] = 7
         bench.write(7, 123)
         chained.wait(SECONDS)
@@ -330,8 +330,8 @@ def test_a_chained_load_keeps_its_keys_although_the_promotion_is_released() -> N
         for _ in range(20):
             with bench.cache.promote(keys(range(4))) as promotion:
                 promotion.wait(SECONDS)
-                chained = promotion.load(range(4), NO_WAIT)
-            bench.cache.store(keys(range(10, 18)), [8] * 0 + list(range(8, 16)), NO_WAIT)
+                chained = promotion.load(range(4), after=NO_WAIT)
+            bench.cache.store(keys(range(10, 18)), [8] * 0 + list(range(8, 16)), after=NO_WAIT)
             assert chained.wait(SECONDS) == tuple(keys(range(4)))
             assert all(bench.holds(number, number) for number in range(4))
             bench.engine.drain(SECONDS)
@@ -353,10 +353,11 @@ def test_events_and_statistics_of_promotions() -> None:
         bench.written([1, 2])
         events.clear()
         bench.cache.promote(keys([1, 2, 3])).wait(SECONDS)
-        until(lambda: sum(len(each.keys) for each in events) == 2)
+        until(lambda: sum(len(each.keys) for each in events) == 5)
+        looked_up = [("hit", tuple(keys([1, 2]))), ("miss", (key(3),))]
         assert [(each.kind, each.keys) for each in events] in (
-            [("promoted", (key(1),)), ("promoted", (key(2),))],
-            [("promoted", tuple(keys([1, 2])))],
+            [("promoted", (key(1),)), ("promoted", (key(2),)), *looked_up],
+            [("promoted", tuple(keys([1, 2]))), *looked_up],
         )
         counts = bench.cache.statistics()
         assert (counts.promoted, counts.stored, counts.failed, counts.declined) == (2, 2, 0, 0)
@@ -403,7 +404,7 @@ def test_keys_that_no_tier_takes_are_misses_and_open_no_breaker() -> None:
     long = [b"x" * 65, b"y" * 200]
     with tiered() as bench:
         for _ in range(8):
-            bench.cache.store(long, [0, 1], NO_WAIT).wait(SECONDS)
+            bench.cache.store(long, [0, 1], after=NO_WAIT).wait(SECONDS)
             assert bench.cache.drain(SECONDS)
             assert bench.cache.remove(long) == 2
             assert bench.cache.promote(long).wait(SECONDS) == 0
@@ -476,9 +477,9 @@ def test_several_devices(tmp_path: Any) -> None:
 
     machine = Machine((3, 2), num_slots=8)
     tier = DiskTier(tmp_path / "disk", nbytes=1 << 20, identity="test")
-    with kvoffload.TieredCache(machine.engine, "lru", tiers=[tier], write="through") as cache:
+    with kvoffload.TieredCache(machine.engine, policy="lru", tiers=[tier], write="through") as cache:
         pools = [pool.copy() for pool in machine.engine.slots]
-        cache.store(keys([0, 1]), [0, 1], NO_WAIT).wait(SECONDS)
+        cache.store(keys([0, 1]), [0, 1], after=NO_WAIT).wait(SECONDS)
         stored = [pool[:2].copy() for pool in machine.engine.slots]
         assert cache.drain(SECONDS)
         BlockCache.clear(cache)

@@ -135,7 +135,9 @@ class PutOvertakes(DictTier):
 class Unbounded(DictTier):
     def __init__(self) -> None:
         super().__init__()
-        self.capabilities = TierCapabilities(False, False, True, max_bytes=RECORDS * 2 * 4096)
+        self.capabilities = TierCapabilities(
+            durable=False, shared=False, local_index=True, max_bytes=RECORDS * 2 * 4096
+        )
 
 
 class RecordsUnbounded(Unbounded):

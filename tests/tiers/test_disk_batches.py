@@ -15,7 +15,7 @@ from tier_classes import SECONDS, attached
 from kvoffload.tiers import DiskTier, Outcome
 from kvoffload.tiers.disk_index import DiskIndex
 from kvoffload.tiers.files import FileOperations
-from kvoffload.tiers.slot_files import SlotFiles, SlotPut
+from kvoffload.tiers.slot_files import ReadResult, SlotFiles, SlotPut
 
 
 class BadSlots(FileOperations):
@@ -47,7 +47,7 @@ def put_all(files: SlotFiles, slots: Sequence[int]) -> list[bool | OSError]:
     return files.write(puts, "", 1)
 
 
-def get_all(files: SlotFiles, slots: Sequence[int]) -> list[bool | OSError]:
+def get_all(files: SlotFiles, slots: Sequence[int]) -> list[ReadResult]:
     """What `read` says; what it says is there has the right bytes."""
     payloads = [blank() for _ in slots]
     results = files.read(slots, [b"%d" % slot for slot in slots], payloads)
@@ -106,7 +106,7 @@ def test_a_file_that_ends_in_the_middle_of_neighbours(tmp_path: Path) -> None:
     files = open_set(tmp_path / "a.kv", slots=6)
     put_all(files, range(6))
     os.truncate(tmp_path / "a.kv", offset_of(files, 3) + 100)
-    assert get_all(files, range(6)) == [True] * 3 + [False] * 3
+    assert get_all(files, range(6)) == [True] * 3 + [None] * 3
     files.close()
 
 
@@ -116,7 +116,7 @@ def test_wrong_bytes_in_the_middle_of_neighbours(tmp_path: Path) -> None:
     with (tmp_path / "a.kv").open("r+b") as file:
         file.seek(offset_of(files, 3) + 7)
         file.write(bytes([payload(3)[0][7] ^ 1]))
-    assert get_all(files, range(6)) == [True, True, True, False, True, True]
+    assert get_all(files, range(6)) == [True, True, True, None, True, True]
     files.close()
 
 

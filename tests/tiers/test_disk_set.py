@@ -125,7 +125,10 @@ def test_pitfall_65_a_member_of_another_set_is_refused(pair: tuple[Path, Path], 
     assert keys_in(*pair, reset=True) == []
 
 
-@pytest.mark.parametrize("size", [0, PAGE, 1 << 16])
+SET_BYTES = 3 * PAGE + 4 * SLOT_BYTES  # of each file of the sets here
+
+
+@pytest.mark.parametrize("size", [0, SET_BYTES])
 def test_a_blank_member_makes_the_set_empty(pair: tuple[Path, Path], size: int) -> None:
     pair[1].write_bytes(bytes(size))
     reader = open_set(*pair, read_only=True)
@@ -165,6 +168,39 @@ def test_a_file_of_another_program_is_never_overwritten(pair: tuple[Path, Path])
     for reset in (False, True):
         assert "not a file of a disk tier" in refused(*pair, reset=reset)
     assert pair[1].read_bytes() == b"a diary"
+
+
+@pytest.mark.parametrize("size", [1, 2 * PAGE, SET_BYTES - 1, SET_BYTES + 1, 4 * SET_BYTES])
+def test_zeros_in_a_file_of_another_size_are_not_overwritten(tmp_path: Path, size: int) -> None:
+    """It may be the image of a disk, or a file that another program has allocated."""
+    path = tmp_path / "a.kv"
+    path.write_bytes(bytes(size - 1) + b"\0")
+    path.chmod(0o600)
+    for reset in (False, True):
+        assert "not a file of a disk tier" in refused(path, reset=reset)
+    assert path.read_bytes() == bytes(size)
+
+
+def test_a_file_of_the_size_that_begins_with_zeros_is_blank_only_up_to_its_payloads(tmp_path: Path) -> None:
+    path, foreign = tmp_path / "a.kv", bytearray(SET_BYTES)
+    foreign[2 * PAGE + 100] = 1
+    path.write_bytes(foreign)
+    path.chmod(0o600)
+    assert "not a file of a disk tier" in refused(path, reset=True)
+    assert path.read_bytes() == foreign
+
+
+@pytest.mark.parametrize("slots", [4, 64])
+def test_a_format_that_was_killed_goes_on_whatever_the_size(tmp_path: Path, slots: int) -> None:
+    """After `fallocate` began: it may have allocated a part, and a set of another size may have been there."""
+    path, operations = tmp_path / "a.kv", FaultyFiles()
+    keys_in(path)
+    operations.failing["fallocate"] = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        open_set(path, slots=slots, identity="model@2", reset=True, operations=operations)
+    os.truncate(path, 5 * PAGE)
+    assert keys_in(path, slots=slots, identity="model@2") == []
+    assert keys_in(path, slots=slots, identity="model@2") == []
 
 
 # one writer -----------------------------------------------------------------------------------------------------------
@@ -231,10 +267,60 @@ def test_folders_that_others_may_write_are_refused(tmp_path: Path) -> None:
     folder.chmod(0o777)
     with pytest.raises(PermissionError, match="every user may write"):
         open_set(folder / "a.kv")
-    folder.chmod(0o1777)
-    with pytest.raises(PermissionError, match="every user may write"):
-        open_set(folder / "a.kv")
     assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def sticky(tmp_path: Path) -> Path:
+    """A folder as /tmp is: every user may write it, and remove only files of their own."""
+    folder = tmp_path / "sticky"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+def test_a_folder_such_as_tmp_is_used_for_files_of_this_user_alone(sticky: Path) -> None:
+    path = sticky / "a.kv"
+    files = open_set(path)
+    assert write_one(files, 1, b"key", "", payload(1), 0, 0)
+    files.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert keys_in(path) == keys_in(path, read_only=True) == [b"key"]
+    path.chmod(0o644)
+    with pytest.raises(PermissionError, match="mode 644"):
+        open_set(path)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_file_that_another_user_may_have_put_there_is_refused(sticky: Path, read_only: bool) -> None:
+    path = sticky / "a.kv"
+    open_set(path).close()
+    os.link(path, sticky / "second name")
+    with pytest.raises(PermissionError, match="2 names"):
+        open_set(path, read_only=read_only)
+    (sticky / "second name").unlink()
+    path.rename(sticky / "b.kv")
+    path.symlink_to(sticky / "b.kv")
+    with pytest.raises(OSError, match=r"a\.kv"):
+        open_set(path, read_only=read_only)
+    assert keys_in(sticky / "b.kv") == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_or_folder_of_another_user_is_refused(sticky: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = sticky / "a.kv"
+    open_set(path).close()
+    os.chown(path, 12345, -1)
+    with pytest.raises(PermissionError, match="owner 12345"):
+        open_set(path)
+    os.chown(path, 0, -1)
+    os.chown(sticky, 12345, -1)
+    with pytest.raises(PermissionError, match="every user may write"):
+        open_set(path)
+    os.chown(sticky, 0, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # a file of root's is trusted elsewhere, here it may be a link
+    with pytest.raises(PermissionError, match="owner 0"):
+        open_set(path)
 
 
 def test_symbolic_links_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

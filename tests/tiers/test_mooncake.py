@@ -381,20 +381,27 @@ def test_a_store_that_is_silent_does_not_hang_a_call(servers: MooncakeServers) -
         assert session.get(b"k") in (1, MISSING)
 
 
-def test_without_a_master_a_cache_starts_and_finds_it_later(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    servers = MooncakeServers(tmp_path)
+@pytest.fixture
+def setups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has an element for each time that a client was set up in this process."""
+    mooncake_program("mooncake_master")
     import mooncake.store
 
-    setups: list[int] = []
+    calls: list[int] = []
 
     class Client(mooncake.store.MooncakeDistributedStore):  # type: ignore[misc]
         def setup(self, config: dict[str, str]) -> Any:
-            setups.append(1)
+            calls.append(1)
             return super().setup(config)
 
     monkeypatch.setattr(mooncake.store, "MooncakeDistributedStore", Client)
+    return calls
+
+
+def test_without_a_master_a_cache_starts_and_finds_it_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, setups: list[int]
+) -> None:
+    servers = MooncakeServers(tmp_path)
     with RemoteSession(MooncakeTier(servers.master.address, identity="late")) as session:
         assert "no connection to the Mooncake master" in caplog.text
         assert session.get(b"k") is FAILED
@@ -402,6 +409,23 @@ def test_without_a_master_a_cache_starts_and_finds_it_later(
         with servers:
             assert session.put(b"k", 1) is DONE
             assert session.get(b"k") == 1
+        assert len(setups) == 1
+
+
+def test_a_master_that_is_silent_from_the_start_stops_no_thread(
+    servers: MooncakeServers, caplog: pytest.LogCaptureFixture, setups: list[int]
+) -> None:
+    """`setup` is not called here: it would hold the interpreter's lock for the timeout, at each try."""
+    servers.master.pause()
+    with RemoteSession(MooncakeTier(servers.master.address, identity="mute", timeout=0.5)) as session:
+        assert "no Mooncake master answers" in caplog.text
+        assert session.get(b"k") is FAILED
+        assert session.remove(b"k") is FAILED
+        assert not setups
+        servers.master.resume()
+        servers.settle()
+        wait_until(lambda: session.put(b"k", 1) is DONE, "the tier finds the master")
+        assert session.get(b"k") == 1
         assert len(setups) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,29 @@ def test_clearing_deletes_this_tiers_objects_alone(session: RemoteSession, s3_se
     for other in (name.replace("kvoffload", "another"), folder.rstrip("/") + "0/ab"):
         assert bytes(obstore.get(store, other).bytes()) == b"other"
         obstore.delete(store, other)
+
+
+@pytest.mark.parametrize("url", ["foo://AK:hunter2@bucket", "az://AK:hunter2@x", "https:/AK:hunter2@bucket"])
+def test_a_refused_url_shows_no_password(obstore: Any, url: str) -> None:
+    assert obstore
+    with pytest.raises(ValueError, match=r"\*\*\*@") as found:
+        ObjectStoreTier(url, identity="x")
+    assert "hunter2" not in "".join(traceback.format_exception(found.value))
+
+
+def test_the_log_shows_no_password_of_an_endpoint(obstore: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert obstore
+    config = {
+        "endpoint": "http://AK:hunter2@127.0.0.1:1",
+        "region": "x",
+        "access_key_id": "a",
+        "secret_access_key": "b",
+    }
+    tier = ObjectStoreTier("s3://bucket", identity="x", config=config, client_options={"allow_http": True}, timeout=5.0)
+    with RemoteSession(tier) as session:
+        assert session.get(b"k") is FAILED
+    assert "***@127.0.0.1:1" in caplog.text
+    assert "hunter2" not in caplog.text
 
 
 def test_a_wrong_secret_fails(s3_server: Process, obstore: Any) -> None:

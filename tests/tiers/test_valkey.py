@@ -94,7 +94,7 @@ def test_tls_and_a_password(tmp_path: Path) -> None:
 
 
 def test_an_acl_of_the_documented_commands_is_enough(tmp_path: Path) -> None:
-    rule = "user kv on >pw ~{kvoffload/* +mget +set +exists +unlink +scan +info +client +ping"
+    rule = "user kv on >pw ~{kvoffload/* +mget +set +strlen +unlink +scan +info +client +ping"
     with one(tmp_path / "server", "--user", *rule.split()[1:]) as server:
         tier = ValkeyTier(server.address, identity="acl", username="kv", password="pw", timeout=PATIENT)
         with RemoteSession(tier) as session:
@@ -110,7 +110,7 @@ def test_an_acl_of_the_documented_commands_is_enough(tmp_path: Path) -> None:
 
 
 def test_an_acl_for_a_cluster(valkey_cluster: ValkeyCluster) -> None:
-    rules = "+mget +set +exists +unlink +scan +info +client +ping +cluster|slots +cluster|myid"
+    rules = "+mget +set +strlen +unlink +scan +info +client +ping +cluster|slots +cluster|myid"
     for node in valkey_cluster.nodes:
         assert ask(node.port, f"ACL SETUSER kv on >pw ~{{acl/* {rules}") == "+OK\r\n"
     tier = ValkeyTier(
@@ -189,14 +189,40 @@ def test_values_of_other_sizes_and_types_are_no_records(
     ask(valkey_server.port, f"SET {name} short")
     assert session.get(b"k") is MISSING
     assert session.put(b"k", 3) is DONE
-    ask(valkey_server.port, f"APPEND {name} longer")
-    assert session.get(b"k") in (MISSING, FAILED)  # the client refuses it
-    ask(valkey_server.port, f"UNLINK {name}")
-    ask(valkey_server.port, f"LPUSH {name} a list")
-    assert session.get(b"k") is MISSING
-    assert session.remove(b"k") is DONE
-    assert session.put(b"k", 4) is DONE
-    assert session.get(b"k") == 4
+    assert session.get(b"k") == 3
+    assert session.tier.statistics().corrupt == 2
+
+
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("change", ["APPEND {} !", "a hash"])
+def test_a_value_that_is_too_long_or_no_string_is_a_miss_and_spoils_no_neighbour(
+    valkey_server: Process, change: str, part: int
+) -> None:
+    tier = ValkeyTier(valkey_server.address, identity=f"misfit {change} {part}", timeout=PATIENT, threads=1)
+    keys = [b"%d" % number for number in range(4)]
+
+    def spoil(port: int) -> None:
+        name = f"{{{tier.format.name(keys[1])}}}:{part}"
+        if change == "a hash":
+            ask(port, f"UNLINK {name}")
+            ask(port, f"HSET {name} field value")
+        else:
+            ask(port, change.format(name))
+
+    with RemoteSession(tier) as session:
+        for number, key in enumerate(keys):
+            assert session.put(key, number) is DONE
+        spoil(valkey_server.port)
+        assert not session.exists(keys[1])
+        assert tier.get(keys, range(4, 8)).wait(30) == [DONE, MISSING, DONE, DONE]
+        assert [session.memory.version(entry) for entry in (4, 6, 7)] == [0, 2, 3]
+        assert (tier.statistics().corrupt, tier.statistics().failed) == (1, 0)
+        assert ask(valkey_server.port, f"EXISTS {{{tier.format.name(keys[1])}}}:{part}") == ":0\r\n"
+        assert session.put(keys[1], 5) is DONE
+        assert session.get(keys[1]) == 5
+        spoil(valkey_server.port)
+        assert session.put(keys[1], 6) is DONE, "a put writes over it, too"
+        assert session.get(keys[1]) == 6
 
 
 def test_a_full_server_that_evicts_nothing_declines(tmp_path: Path) -> None:
@@ -294,11 +320,16 @@ def until(session: RemoteSession, version: int, *, put: bool = True) -> bool:
 
 
 @pytest.mark.parametrize(
-    "addresses", ["", "host", "host:", ":1", "host:port", [7], [], "host:0", "host:65536", "redis://host:6379"]
-)
+    "addresses",
+    [
+        "", "host", "host:", ":1", "host:port", [7], [], "host:0", "host:65536", "redis://host:6379",
+        "user:hunter2@host:6379", "redis://user:hunter2@host:6379",
+    ],
+)  # fmt: skip
 def test_addresses_that_are_refused(addresses: Any) -> None:
-    with pytest.raises(ValueError, match="addresses must be"):
+    with pytest.raises(ValueError, match="addresses must be") as found:
         ValkeyTier(addresses, identity="x")
+    assert "hunter2" not in str(found.value)
 
 
 @pytest.mark.parametrize("argument", ["timeout", "expiry"])

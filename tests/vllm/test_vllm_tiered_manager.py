@@ -9,6 +9,7 @@ from typing import Any
 
 import fake_vllm
 import numpy as np
+import pytest
 from tier_classes import DictTier
 from tiering import SECONDS, aligned, until
 
@@ -131,6 +132,9 @@ def test_promoted_keys_are_hits_with_their_bytes() -> None:
         context = bench.context([7, 0, 1, 2, 9])
         assert bench.look([7, 0, 1, 2, 9], context) == [HIT, PENDING, PENDING, PENDING, MISS]
         bench.end_step()
+        until(lambda: bench.index.tier_statistics()[0].promoted == 3)
+        assert bench.index.drain(SECONDS)  # until the promotion has ended
+        assert bench.index.statistics().lookups == 5, "vLLM's own, to which the promotion adds none"
         bench.look_until([7, 0, 1, 2, 9], context, [HIT] * 4 + [MISS])
         assert bench.loaded([7, 0, 1, 2], context)
         sources = [bench.manager.get_load_source(key, context) for key in keys([7, 0])]
@@ -165,6 +169,32 @@ def test_a_request_waits_no_longer_than_its_deadline() -> None:
         assert time.monotonic() - begun >= 0.29
         bench.end_step()
         assert bench.look(range(2), context) == [MISS, MISS], "asked for once"
+
+
+def test_the_promotions_of_a_request_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it asks for in a later step has what is left of its time; after that nothing more is asked for."""
+    tier, promote, given = FaultyTier(), TieredIndex.promote, []
+
+    def noted(index: TieredIndex, *arguments: Any, deadline: float) -> Any:
+        given.append(deadline)
+        return promote(index, *arguments, deadline=deadline)
+
+    monkeypatch.setattr(TieredIndex, "promote", noted)
+    with host(tier, seconds=1.0) as bench:
+        bench.written(range(3))
+        tier.hang_all()
+        context = bench.context(range(3))
+        assert bench.look([0], context) == [PENDING]
+        bench.end_step()
+        time.sleep(0.1)
+        assert bench.look([1], context) == [PENDING]
+        bench.end_step()
+        assert given[1] < given[0] - 0.05
+        assert bench.look([2], context) == [PENDING]
+        time.sleep(1.0)
+        bench.end_step()
+        bench.look_until(range(3), context, [MISS] * 3)
+    assert len(given) == 2
 
 
 def test_a_failing_tier_is_a_miss() -> None:

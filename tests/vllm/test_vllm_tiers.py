@@ -86,6 +86,10 @@ def test_a_second_engine_finds_what_the_first_has_written(tmp_path: Path) -> Non
     named = replace(setting, extra=(*setting.extra, ("kvoffload_tier_identity", "another model")))
     with World(named, 0, tmp_path) as world, pytest.raises(LayoutError, match="another model"):
         world.run()
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))  # replaced in place
+    with World(setting, 0, tmp_path) as world, pytest.raises(LayoutError, match="identity"):
+        world.run()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -111,6 +115,21 @@ def test_arguments_of_a_tier_that_are_wrong(tier: dict[str, Any], tmp_path: Path
     setting = replace(SETTINGS["memory"], extra=with_tiers(tier))
     with World(setting, 0, tmp_path) as world, pytest.raises(ValueError, match=r"kvoffload_tiers\[0\]"):
         world.run()
+
+
+def test_tiers_of_a_model_whose_weights_are_not_found_need_an_identity(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash", reason="xxhash is not installed")
+    tmp_path.chmod(0o700)
+    [(_, [tier]), *_] = disk(tmp_path).extra
+    named = with_tiers({**tier, "identity": "a model"})
+    with World(replace(disk(tmp_path), extra=named), 0, tmp_path) as world:
+        (tmp_path / "model.safetensors").unlink()
+        assert world.manager.index is not None
+    (tmp_path / "records.0").unlink()
+    with World(disk(tmp_path), 0, tmp_path) as world:
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(CapabilityError, match="Set kvoffload_tier_identity"):
+            world.run()
 
 
 def config_of(world: World) -> OffloadingConfig:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from seeds import seeds
 from vllm_parts import PAGE, Rig, gpu, host
 
 import kvoffload  # isort: split
@@ -48,7 +49,7 @@ def test_groups_and_partial_chunks_are_one_transfer() -> None:
             assert (rig.blocks[:, target] == before[:, source]).all(), target
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_transfer_waits_for_what_was_queued_before(seed: int) -> None:
     with Rig(seed=seed) as rig:
         span = [(rig.memory.address, rig.memory.nbytes)]

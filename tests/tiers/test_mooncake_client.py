@@ -1,0 +1,119 @@
+"""Mooncake's client is set up in a child process first: with a silent master it would stop all threads of this one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from remote_sessions import RemoteSession
+
+from kvoffload.tiers import MooncakeTier, Outcome
+from kvoffload.tiers.mooncake_client import can_set_up
+
+CLIENT = """
+import os, time
+FOLDER = os.path.dirname(__file__)
+
+class ReplicateConfig:
+    replica_num = 1
+
+class MooncakeDistributedStore:
+    def setup(self, config):
+        with open(FOLDER + "/setups", "a") as file:
+            print(os.getpid(), config["global_segment_size"], file=file)
+        with open(FOLDER + "/answer") as file:
+            answer = file.read()
+        if answer == "none":
+            time.sleep(1000)
+        return int(answer)
+
+    def register_buffer(self, address, nbytes):
+        return 0
+
+    def batch_is_exist(self, names):
+        return [1] * len(names)
+
+    def close(self):
+        pass
+"""
+
+
+class Client:
+    """The package mooncake of a test, which writes down who sets up a client, and answers what it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def answer(self, code: str) -> None:
+        (self.folder / "answer").write_text(code)
+
+    def setups(self) -> list[tuple[bool, int]]:
+        """Of each: whether it was in this process, and the memory that it would contribute."""
+        lines = (self.folder / "setups").read_text().splitlines()
+        return [(int(pid) == os.getpid(), int(nbytes)) for pid, nbytes in map(str.split, lines)]
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    for name in imported():
+        monkeypatch.delitem(sys.modules, name)
+    folder = tmp_path / "mooncake"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "store.py").write_text(CLIENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield Client(folder)
+    for name in imported():
+        del sys.modules[name]
+
+
+def imported() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "mooncake"]
+
+
+@pytest.fixture
+def master() -> Iterator[str]:
+    """It accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_client_is_set_up_here_only_if_it_could_be_in_a_child(
+    client: Client, master: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.answer("-1")
+    with RemoteSession(MooncakeTier(master, identity="t", protocol="tcp", segment_bytes=4096)) as session:
+        assert "no Mooncake master answers" in caplog.text
+        assert session.tier.exists([b"k"]).wait(30) == [Outcome.FAILED]
+        assert client.setups() == [(False, 0)] * 2
+        client.answer("0")
+        assert session.exists(b"k")
+        assert session.exists(b"k")
+        assert client.setups()[2:] == [(False, 0), (True, 4096)]
+
+
+def test_no_message_shows_the_password_of_an_address(
+    client: Client, master: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.answer("-1")
+    server = "redis://:hunter2@127.0.0.1:1"
+    with RemoteSession(MooncakeTier(master, identity="t", protocol="tcp", metadata_server=server)) as session:
+        assert session.tier.exists([b"k"]).wait(30) == [Outcome.FAILED]
+    nobody = "etcd://root:hunter2@127.0.0.1:1"
+    with RemoteSession(MooncakeTier(nobody, identity="t", protocol="tcp", timeout=0.5)):
+        pass
+    with pytest.raises(ValueError, match="master must be") as found:
+        MooncakeTier("etcd://root:hunter2@host", identity="t", protocol="tcp")
+    assert "redis://***@127.0.0.1:1" in caplog.text
+    assert "etcd://***@127.0.0.1:1" in caplog.text
+    assert "hunter2" not in caplog.text + str(found.value)
+
+
+def test_a_child_that_gets_no_answer_is_ended(client: Client) -> None:
+    client.answer("none")
+    assert not can_set_up({"global_segment_size": "0"}, 2.0)
+    assert client.setups() == [(False, 0)]

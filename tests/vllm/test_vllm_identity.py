@@ -1,0 +1,138 @@
+"""What records in tiers below vLLM depend on: weights that were replaced under the same name are other weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_vllm
+import pytest
+
+fake_vllm.install()
+
+import vllm.envs  # noqa: E402
+
+from kvoffload import CapabilityError  # noqa: E402
+from kvoffload.vllm.identity import identity_of  # noqa: E402
+
+
+def identity(model: Any, *, cache: Path | None = None, revision: str | None = None, **changes: Any) -> str:
+    """Of a model by that name, with vLLM's configuration changed: of the model, of loading, the draft, the cache."""
+    cache_dtype, draft = changes.pop("cache_dtype", "bfloat16"), changes.pop("draft", None)
+    load = SimpleNamespace(
+        load_format=changes.pop("load_format", "auto"),
+        model_loader_extra_config=changes.pop("extra", {}),
+        download_dir=str(cache),
+    )
+
+    def described(name: Any) -> SimpleNamespace:
+        model = {"model": str(name), "revision": revision, "quantization": None, "dtype": "torch.bfloat16"}
+        return SimpleNamespace(**{**model, **changes})
+
+    config: Any = SimpleNamespace(
+        model_config=described(model),
+        load_config=load,
+        speculative_config=draft and SimpleNamespace(method="eagle", draft_model_config=described(draft)),
+    )
+    offloading: Any = SimpleNamespace(model=SimpleNamespace(dtype=cache_dtype))
+    return identity_of(config, offloading)
+
+
+def folder_of(parent: Path, name: str = "model") -> Path:
+    folder = parent / name
+    folder.mkdir()
+    (folder / "config.json").write_text('{"rope_theta": 10000}')
+    (folder / "README.md").write_text("a model")
+    for part in ("model-1", "model-2"):
+        (folder / f"{part}.safetensors").write_bytes(part.encode() * 100)
+    return folder
+
+
+def replace_in_place(file: Path) -> None:
+    """Other bytes, as many, at another time; the clock may be too coarse to see that."""
+    before = file.stat()
+    file.write_bytes(bytes(before.st_size))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+
+def test_weights_replaced_in_place_have_another_identity(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    before = identity(folder)
+    (folder / "README.md").write_text("a model, described")
+    assert identity(folder) == before == identity(folder)
+    replace_in_place(folder / "model-2.safetensors")
+    replaced = identity(folder)
+    (folder / "config.json").write_text('{"rope_theta": 20000}')
+    configured = identity(folder)
+    (folder / "model-3.safetensors").touch()
+    assert len({before, replaced, configured, identity(folder)}) == 4
+
+
+def test_a_single_file_of_weights_replaced_in_place_has_another_identity(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    before = identity(file)
+    replace_in_place(file)
+    assert identity(file) != before
+
+
+def test_weights_of_the_draft_model_replaced_in_place_have_another_identity(tmp_path: Path) -> None:
+    folder, draft = folder_of(tmp_path), folder_of(tmp_path, "draft")
+    before = identity(folder, draft=draft)
+    assert before != identity(folder)
+    replace_in_place(draft / "model-1.safetensors")
+    assert identity(folder, draft=draft) != before
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "the cache's dtype": {"cache_dtype": "fp8_e4m3"},
+    "dtype": {"dtype": "torch.float16"},
+    "quantisation": {"quantization": "fp8"},
+    "overrides": {"hf_overrides": {"rope_theta": 20000}},
+    "revision": {"revision": "v2"},
+    "format": {"load_format": "dummy"},
+    "where else weights are": {"extra": {"tensorizer_uri": "s3://bucket"}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_else_bytes_depend_on(change: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    assert identity(folder) != identity(folder, **CHANGES[change])
+
+
+def snapshot(cache: Path, commit: str, *, ref: str = "main") -> None:
+    model = cache / "models--someone--model"
+    (model / "snapshots" / commit).mkdir(parents=True)
+    (model / "refs").mkdir(exist_ok=True)
+    (model / "refs" / ref).write_text(commit)
+
+
+def test_a_branch_of_a_hub_that_moves_has_another_identity(tmp_path: Path) -> None:
+    snapshot(tmp_path, "aaaa")
+    before = identity("someone/model", cache=tmp_path)
+    assert json.loads(before)["weights"] == "commit aaaa"
+    snapshot(tmp_path, "bbbb")
+    assert json.loads(identity("someone/model", cache=tmp_path))["weights"] == "commit bbbb"
+    assert json.loads(identity("someone/model", cache=tmp_path, revision="aaaa"))["weights"] == "commit aaaa"
+
+
+def test_weights_that_cannot_be_told_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot(tmp_path, "aaaa")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").touch()
+    unknown = {"someone/other": None, "someone/model": "v2", str(empty): None}
+    for name, revision in unknown.items():
+        with pytest.raises(CapabilityError, match=f"model='{name}'.*Set kvoffload_tier_identity"):
+            identity(name, cache=tmp_path, revision=revision)
+    with pytest.raises(CapabilityError, match="model='s3://bucket/model'"):
+        identity(folder_of(tmp_path), cache=tmp_path, model_weights="s3://bucket/model")
+    with pytest.raises(CapabilityError, match="model='someone/draft'"):
+        identity("someone/model", cache=tmp_path, draft="someone/draft")
+    monkeypatch.setattr(vllm.envs, "VLLM_USE_MODELSCOPE", True, raising=False)
+    with pytest.raises(CapabilityError, match="model='someone/model'"):
+        identity("someone/model", cache=tmp_path)
