@@ -278,7 +278,7 @@ MUTATIONS = (
     Mutation(
         "pending-keys-count-as-resident",
         "cache/queries.py",
-        "resident=len(table) - len(table.pending),",
+        "resident=len(table) - pending,",
         "resident=len(table),",
         (f"{CACHE}::test_a_removed_key_is_not_resident",),
     ),
@@ -440,15 +440,6 @@ MUTATIONS = (
         "(removal.keys is None or key in removal.keys)",
         "(removal.keys is not None and key in removal.keys)",
         ("tests/tiering/test_failing_tiers.py::test_promoted_while_all_is_removed_stays_removed",),
-    ),
-    Mutation(
-        "what-a-tier-has-brought-may-be-evicted-before-it-is-held",
-        "tiering/promoter.py",
-        "        with index.lock:  # so that nothing evicts it in between",
-        "        if True:",
-        (
-            "tests/tiering/test_failing_tiers.py::test_what_a_tier_has_brought_is_not_evicted_before_the_promotion_holds_it",
-        ),
     ),
     Mutation(
         "a-promotion-that-waits-for-another-one-has-no-deadline",
