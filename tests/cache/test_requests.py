@@ -269,6 +269,18 @@ def test_prefix_has_no_key_twice_when_keys_come_back() -> None:
     index.check()
 
 
+@pytest.mark.parametrize("policy", WHOLE_ORDER)
+def test_keys_that_an_open_request_loads_are_as_recent_as_the_latest_of_them(policy: Any) -> None:
+    index = CacheIndex(3, policy=policy)
+    stored(index, 0, 1)
+    stored(index, 100)
+    with index.open_request() as request:
+        index.load(keys(0), request=request)
+        index.load(keys(100))
+        index.load(keys(1), request=request)
+        assert stored(index, 200).evicted == (key(100),)
+
+
 def test_lru_keeps_a_loaded_head_before_the_tail() -> None:
     index = CacheIndex(8, policy="lru")
     stored(index, 0, 1)

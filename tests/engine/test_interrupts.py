@@ -6,13 +6,14 @@ what follows is looked at more closely.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from helpers import Rig, interrupt_call, keys, leaks_of, number_blocks, release, rig, simulated, whole
-from interrupts import interrupt_at
+from interrupts import Appends, interrupt_at
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Job, TransferError
@@ -205,4 +206,22 @@ def test_an_interrupt_frees_no_room_that_is_taken(monkeypatch: pytest.MonkeyPatc
         assert engine.statistics().held == 1
         release(bench)
         assert [int(bench.slot(slot)[0]) for slot in (1, 2, 3)] == [2, 3, 4]
+        whole(engine)
+
+
+def test_an_interrupted_job_leaves_its_number_to_no_later_one() -> None:
+    """Else the later job would count as the one that was interrupted, and never be reported."""
+    with rigs() as bench:
+        engine = bench.engine
+        for number in itertools.count(1):
+            outcome = interrupt_at(number, lambda: engine.store([2], [2], after=NO_WAIT), points=Appends())
+            engine.drain(5)
+            engine.poll()
+            later = engine.store([3], [3], after=NO_WAIT)
+            engine.drain(5)
+            assert [result.job_id for result in engine.poll()] == [later.id], outcome.point
+            assert engine.submitted == engine.statistics().store.jobs
+            if outcome.point is None:
+                break
+        assert number > 1
         whole(engine)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from types import FrameType
-from typing import Any
 
 import pytest
-from interrupts import Methods, Signals, interrupt_at
+from interrupts import Appends, Methods, interrupt_at
 from sharding import machine
 
 from kvoffload import NO_WAIT, BlockCache, CapacityError, TransferError
@@ -85,14 +83,6 @@ def test_a_job_that_was_waited_for_is_not_reported_also_if_it_ended_before_an_ea
         assert [result.job_id for result in made.engine.poll()] == [first.id]
         assert made.engine.statistics().store.failed == 1
         made.whole()
-
-
-class Appends(Signals):
-    """Where the package has just put something into a list or a queue."""
-
-    def kind_of(self, frame: FrameType, event: str, argument: Any) -> str | None:
-        kind = super().kind_of(frame, event, argument)
-        return kind if kind == "c_return" and argument.__name__ == "append" else None
 
 
 def test_an_interrupted_job_leaves_its_number_to_no_later_one() -> None:

@@ -141,6 +141,14 @@ class Signals:
         return frame.f_lasti in self._resumptions[code]
 
 
+class Appends(Signals):
+    """Where the package has just put something into a list or a queue."""
+
+    def kind_of(self, frame: FrameType, event: str, argument: Any) -> str | None:
+        kind = super().kind_of(frame, event, argument)
+        return kind if kind == "c_return" and argument.__name__ == "append" else None
+
+
 class Methods:
     """Calls of the methods of some classes (and of plain functions), out of which an exception comes.
 

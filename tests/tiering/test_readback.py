@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import exp
+from itertools import pairwise
+from math import exp, log
 
 import numpy as np
 import pytest
@@ -57,3 +58,25 @@ def test_old_observations_fade(seed: int) -> None:
     observe(model, kind, 0.05 / CAPACITY, seed)
     model.learn(CAPACITY)
     assert model.chances[kind] == pytest.approx(0.05, abs=0.02)
+
+
+def test_waiting_in_several_steps_is_waiting_as_long() -> None:
+    kind, steps = kind_of(2, False, 0, 1), (0, 3, 70, 71, 500, 999, 1700)
+    models = [ReadbackModel(CAPACITY, 2 * CAPACITY, 0.2) for _ in range(2)]
+    models[0].waited(kind, 0, steps[-1], 50)
+    for begin, end in pairwise(steps):
+        models[1].waited(kind, begin, end, 50)
+    for model in models:
+        model.reused(kind, 600, 20)
+        model.learn(1.5 * CAPACITY)
+    assert models[1].chances[kind] == pytest.approx(models[0].chances[kind], rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", [kind_of(2, False, 0, 1), kind_of(3, True, 0, 1)])
+def test_unread_blocks_count_as_much_as_those_of_which_nothing_is_known(kind: int) -> None:
+    """Of which there are eight: as many that were never read halve the rate. Counted once, not by kind and group."""
+    model = ReadbackModel(CAPACITY, 2 * CAPACITY, 0.2)
+    before = log(1 - model.chances[kind])
+    model.waited(kind, 0, 2 * CAPACITY, 8)
+    model.learn(CAPACITY)
+    assert log(1 - model.chances[kind]) == pytest.approx(before / 2, rel=1e-9)

@@ -15,6 +15,7 @@ import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CapacityError, ClosedError, LayoutError, MissingKeyError, Tenant
 from kvoffload.testing import FaultyTier
 from kvoffload.tiering import BreakerState, Promotion
+from kvoffload.tiering.speed import TierSpeed
 from kvoffload.tiers import DiskTier, MemoryTier, Origin, Outcome
 
 
@@ -456,6 +457,25 @@ def test_a_key_stored_again_is_written_for_its_new_tenant() -> None:
             assert bench.cache.drain(SECONDS)
             bench.cache.remove(keys([0]))
         assert written == [(key(0), "guest"), (key(0), "")]
+
+
+@pytest.mark.parametrize(("seconds_per_key", "asked"), [(0.1, False), (0.15, True)])
+def test_a_tier_is_asked_for_what_takes_longer_to_compute(
+    seconds_per_key: float, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TierSpeed, "expected", lambda _, records, __: 0.1 * records)
+    with tiered(prefill_tokens_per_second=4 / seconds_per_key) as bench:
+        bench.written([0])
+        assert bench.cache.promote(keys([0])).wait(SECONDS) == asked
+
+
+def test_a_promotion_that_fails_is_no_failed_store() -> None:
+    tier = FaultyTier()
+    with tiered(tier) as bench:
+        bench.written(range(3))
+        tier.fail_all()
+        assert bench.cache.promote(keys(range(3))).wait(SECONDS) == 0
+        assert bench.cache.statistics().failed == 0
 
 
 def test_a_slow_tier_is_not_asked() -> None:

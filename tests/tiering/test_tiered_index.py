@@ -16,6 +16,7 @@ from tier_classes import DictTier
 from tiering import SECONDS, aligned, key, keys, until
 
 from kvoffload import CacheEvent, CacheIndex, CapacityError, ClosedError, LayoutError, Status, TierError
+from kvoffload.cache.policies import LRU
 from kvoffload.internal.types import UInt8Array
 from kvoffload.testing import FaultyTier
 from kvoffload.tiering import TieredIndex
@@ -221,3 +222,25 @@ def test_what_is_refused() -> None:
         TieredIndex([pool[:0]], tiers=[DictTier()], layout=None)
     with pytest.raises(LayoutError, match=r"pools\[1\] must have 4 entries"):
         TieredIndex([pool, aligned(3)], tiers=[DictTier()], layout=None)
+
+
+def test_what_is_committed_is_written_without_another_call() -> None:
+    tier = DictTier()
+    with ranks(tier) as bench:
+        bench.store(range(3))
+        until(lambda: len(tier.store) == 3)
+
+
+def test_a_tiered_index_is_not_closed_inside_a_call_of_it() -> None:
+    class Closing(LRU):
+        def touch(self, names: Sequence[bytes]) -> None:
+            del names
+            index.close()
+
+    pools = [aligned(4)]
+    with TieredIndex(pools, tiers=[DictTier()], layout=DIGEST, policy=Closing()) as index:
+        store = Ranks(index, pools).store
+        store([0])
+        with pytest.raises(RuntimeError, match=r"close was called .* in the middle of another call"):
+            index.touch(keys([0]))
+        assert index.lookup(keys([0])) == 1

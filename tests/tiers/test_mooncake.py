@@ -448,12 +448,15 @@ MooncakeTier(identity="t", timeout=3.0)
 print(os.environ["MC_RPC_TIMEOUT_MS"], os.environ["MC_RPC_CONNECT_TIMEOUT_MS"])
 MooncakeTier(identity="t", timeout=4.0)
 print(os.environ["MC_RPC_TIMEOUT_MS"], os.environ["MC_RPC_CONNECT_TIMEOUT_MS"])
+print(os.environ["MC_STORE_CLIENT_SETUP_RETRIES"], os.environ["MC_LOG_LEVEL"])
 """
     assert mooncake_servers.known() == 1
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MC_RPC_TIMEOUT_MS": "77"}
-    environment.pop("MC_RPC_CONNECT_TIMEOUT_MS", None)
+    environment["MC_LOG_LEVEL"] = "FATAL"
+    for unset in ("MC_RPC_CONNECT_TIMEOUT_MS", "MC_STORE_CLIENT_SETUP_RETRIES"):
+        environment.pop(unset, None)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.split() == ["77", "3000", "77", "4000"]
+    assert done.stdout.split() == ["77", "3000", "77", "4000", "1", "FATAL"]
 
 
 def test_tiers_that_open_and_close_leave_no_threads_and_descriptors(mooncake_servers: MooncakeServers) -> None:

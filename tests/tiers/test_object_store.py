@@ -60,6 +60,19 @@ def test_a_store_of_the_callers_conforms(obstore: Any, seed: int) -> None:
     check_tier(lambda: ObjectStoreTier(store, identity="x"), seed=seed)
 
 
+def test_objects_of_other_sizes_are_misses_that_are_deleted(obstore: Any) -> None:
+    store = obstore.store.MemoryStore()
+    with RemoteSession(ObjectStoreTier(store, identity="x")) as session:
+        name = session.tier.format.name(b"k")
+        for nbytes in (0, 191, 192, 192 + 2 * 4096 + 1):
+            obstore.put(store, name, bytes(nbytes))
+            assert session.get(b"k") is MISSING
+            assert not session.exists(b"k")
+        assert session.tier.statistics().corrupt == 4
+        assert session.put(b"k", 3) is DONE
+        assert session.get(b"k") == 3
+
+
 def test_a_record_that_is_there_is_left_as_it_is(session: RemoteSession, s3_server: Process) -> None:
     identity = session.tier.identity
     assert session.put(b"k", 1) is DONE
