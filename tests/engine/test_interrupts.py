@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from helpers import Rig, interrupt_call, keys, leaks_of, number_blocks, release, rig, simulated, whole
 from interrupts import Appends, interrupt_at
+from transfers import segments_of
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Job, TransferError
@@ -224,4 +225,27 @@ def test_an_interrupted_job_leaves_its_number_to_no_later_one() -> None:
             if outcome.point is None:
                 break
         assert number > 1
+        whole(engine)
+
+
+def test_an_interrupt_while_a_stream_is_made_to_wait_loses_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what a failed store has queued without an event behind it, which gets one when something has to wait."""
+    with rigs() as bench:
+        engine, held = bench.engine, bench.stream()
+        gate, faults = bench.gate(held), bench.device.simulator.faults
+        engine.store([9], [9], after=NO_WAIT, copier="loop").wait(10)
+        recorded = faults.call_count["cuEventRecord"]
+        engine.store([9], [9], after=held, copier="loop")
+        recorded = faults.call_count["cuEventRecord"] - recorded
+        faults.fail_call("cuMemcpyAsync", nth=6)
+        faults.fail_call("cuEventRecord", nth=recorded)
+        failed = engine.store([1, 2, 3], [1, 2, 3], after=held, copier="loop")
+        assert failed.error is not None
+        assert [segment.event for segment in segments_of(failed)] == [None]
+        with monkeypatch.context() as once:
+            interrupt_call(once, type(bench.device.driver), "event_record")
+            with pytest.raises(KeyboardInterrupt):
+                engine.order_all_before(bench.stream())
+        gate.open()
+        engine.drain(10)
         whole(engine)

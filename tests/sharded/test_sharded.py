@@ -226,6 +226,22 @@ def test_a_captured_stream_of_the_last_device_refuses_for_all(two: Machine) -> N
     two.whole()
 
 
+def test_order_before_puts_nothing_into_the_capture_of_a_stream(two: Machine) -> None:
+    streams = two.one_each()
+    simulator: Any = two.simulator
+    job = two.engine.store([1], [1], after=NO_WAIT)
+    with two.devices[1].current():
+        simulator.cuStreamBeginCapture(streams[1], 2)
+    simulator.faults.calls = []
+    with pytest.raises(TransferError, match="captur"):
+        job.order_before(streams)
+    events = [call for call in simulator.faults.calls if call[0] == "cuEventRecord"]
+    with two.devices[1].current():
+        simulator.cuStreamEndCapture(streams[1])
+    job.wait(10)
+    assert len(events) == 1, "on the stream of the first device"
+
+
 @pytest.mark.parametrize("streams", [5, [1], [1, 1, 1], [1, None]])
 def test_order_before_takes_one_stream_for_each_device(two: Machine, streams: Any) -> None:
     job = two.engine.store([1], [1])

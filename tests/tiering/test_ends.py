@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import subprocess
@@ -19,8 +20,10 @@ from tier_classes import DictTier, GatedTier
 from tiering import DESCRIBED, SECONDS, keys, tiered, until
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, ClosedError, KVLayout, OffloadEngine, TieredCache
+from kvoffload import NO_WAIT, BlockCache, CacheEvent, ClosedError, KVLayout, OffloadEngine, TieredCache
 from kvoffload.testing import FaultyTier
+from kvoffload.tiering.manager import TierManager
+from kvoffload.tiering.promotion import PromotionRecord
 
 
 def tier_threads() -> list[str]:
@@ -213,6 +216,8 @@ PROGRAM = """
     sys.path.insert(0, {support!r})
     from tiering import *
     from kvoffload.testing import FaultyTier
+from kvoffload.tiering.manager import TierManager
+from kvoffload.tiering.promotion import PromotionRecord
     from kvoffload import BlockCache, ClosedError
     from helpers import simulated
 
@@ -303,3 +308,40 @@ def test_a_forked_child_is_refused_and_hangs_nowhere() -> None:
         """
     )
     assert "refused 8" in out
+
+
+def test_a_load_behind_a_promotion_that_nothing_takes_up_any_more_ends_without_keys() -> None:
+    """The thread of the tiers is in the caller's hook while the cache is closed."""
+    in_hook, permitted = threading.Event(), threading.Event()
+
+    def hook(event: CacheEvent) -> None:
+        if event.kind == "promoted":
+            in_hook.set()
+            assert permitted.wait(SECONDS)
+
+    with tiered(on_event=hook) as bench:
+        bench.written([0])
+        promotion = bench.cache.promote(keys([0]))
+        assert in_hook.wait(SECONDS)
+        load = promotion.load([0], after=NO_WAIT)
+        bench.cache.close(0.05)
+        try:
+            assert load.wait(5) == ()
+        finally:
+            permitted.set()
+
+
+def test_a_promotion_that_is_told_to_a_closed_cache_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was closed after it had been looked whether it was."""
+    promote = TierManager.promote
+    tier = DictTier()
+    tier.capabilities = dataclasses.replace(tier.capabilities, local_index=False)
+    with tiered(tier) as bench:
+        bench.written([0])
+
+        def close_and_promote(manager: TierManager, record: PromotionRecord) -> None:
+            assert bench.cache.close(SECONDS)
+            promote(manager, record)
+
+        monkeypatch.setattr(TierManager, "promote", close_and_promote)
+        assert bench.cache.promote(keys([0]), deadline=None).wait(5) == 0
