@@ -113,6 +113,8 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
     """What of a node is run, and does more than tell."""
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr) or _tells(node):
         return
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # of `zip`, which asserts what holds
+        return
     typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     for name, value in ast.iter_fields(node):
         left_out = name in ("annotation", "returns", "decorator_list", "bases") or (typing_only and name == "body")
