@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cache_interrupts import Interrupt, count_points, interrupt
 from caching import caches, store
-from helpers import Rig, cache_state, keys, rig, simulated
+from helpers import Rig, all_are, cache_state, keys, rig, simulated
 
 from kvoffload import (
     NO_WAIT,
@@ -21,6 +21,7 @@ from kvoffload import (
     KVOffloadWarning,
     Status,
     Tenant,
+    TransferError,
 )
 from kvoffload.cache.policies import LRU, POLICIES, Policy
 
@@ -258,6 +259,73 @@ def test_victims_are_checked_before_anything_changes(wrong: str) -> None:
     assert (index.lookup(keys(0, 1, 2)), index.keys) == (3, keys(0, 1, 2))
     lease.release()
     index.check()
+
+
+def test_entries_of_more_victims_than_new_keys_are_free() -> None:
+    class Generous(LRU):
+        def victims(self, count: int, protected: Any) -> list[bytes] | None:
+            return super().victims(min(count + 2, len(self)), protected)
+
+    index = CacheIndex(4, policy=Generous())
+    store(index, keys(0, 1, 2, 3))
+    assert store(index, keys(4)).evicted == tuple(keys(3, 2, 1))
+    index.check()
+    assert store(index, keys(5, 6)).evicted == ()
+    assert index.lookup(keys(0, 4, 5, 6)) == 4
+
+
+def test_a_refused_store_leaves_its_victims_to_their_tenant() -> None:
+    tenants = {"first": Tenant(max_blocks=2), "second": Tenant(max_blocks=2)}
+    with simulated() as device, rig(device, num_blocks=32, num_slots=2) as bench:
+        cache = BlockCache(bench.engine, "lru", tenants=tenants)
+        cache.store(keys(0, 1), [0, 1], tenant="first").wait(10)
+        with pytest.raises(ValueError, match="after"):
+            cache.store(keys(5), [5], after=0xDEAD, tenant="second")  # a stream that there is not
+        assert cache.lookup(keys(0, 1)) == 2
+        cache.check()
+        assert cache.remove(keys(0)) == 1
+        assert cache.remove(keys(1)) == 1
+        cache.store(keys(5, 6), [5, 6], tenant="second").wait(10)
+        cache.check()
+
+
+def test_a_repair_keeps_a_key_that_was_stored_again_while_its_aborted_store_goes_on() -> None:
+    """The aborted reservation's entries are still written; the key has another entry by now, and keeps it."""
+    boom: list[str] = []
+    with simulated() as device, rig(device, num_blocks=32, num_slots=3) as bench:
+        cache = BlockCache(bench.engine, raising("lru", boom))
+        held = bench.stream()
+        gate = bench.gate(held)
+        reservation = cache.reserve(keys(0))
+        bench.engine.store([3], reservation.slots(), after=held)
+        del reservation
+        with cache.reserve(keys(0)) as again:
+            bench.engine.slots[again.slots()] = 77
+            again.commit()
+        assert cache.lookup(keys(0)) == 1
+        boom.append("touch")
+        with pytest.raises(LookupError):
+            cache.touch(keys(0))
+        assert cache.lookup(keys(0)) == 1
+        cache.check()
+        gate.open()
+        bench.engine.drain(10)
+        assert cache.lookup(keys(0)) == 1
+        cache.load(keys(0), [9]).wait(10)
+        assert all_are(bench.block(9), 77)
+        cache.check()
+
+
+def test_a_failed_load_does_not_count_as_loaded() -> None:
+    with caches() as (bench, cache):
+        cache.store(keys(0, 1), [0, 1]).wait(10)
+        cache.load(keys(0, 1), [8, 9]).wait(10)
+        for call in ("cuMemcpy3DBatchAsync", "cuMemcpyBatchAsync"):
+            bench.device.simulator.faults.fail_call(call)
+        with pytest.raises(TransferError):
+            cache.load(keys(0, 1), [8, 9]).wait(10)
+        bench.device.simulator.faults.clear()
+        assert cache.statistics().loaded == 2
 
 
 def test_a_policy_that_calls_the_cache_is_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from counting import steps
+from helpers import rig, simulated
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -231,6 +232,22 @@ def test_what_the_other_direction_slows_is_not_taken_with_it(prefer: str) -> Non
     where, profile = shape(4096, 8, folds=False), field_of(times)
     assert choose(where, ALL, profile, prefer, 4).method.copier == "gather"
     assert choose(where, ALL, profile, prefer, 4, opposite=True).method.copier == "batch"
+
+
+def test_an_engine_remembers_a_choice_for_the_situation_that_it_was_made_for() -> None:
+    times = {situation: {"strided": 1.0e-4, "batch": 3.0e-4} for situation in Situation}
+    times[Situation.BOTH_DIRECTIONS] = {"strided": 4.0e-4, "batch": 2.0e-4}
+    with simulated() as device, rig(device, profile=field_of(times), prefer="latency") as bench:
+        engine, held = bench.engine, bench.stream()
+        chosen = [engine.store([1], [1], after=NO_WAIT).method]
+        engine.drain(10)
+        gate = bench.gate(held)
+        engine.load([8], [8], after=held)
+        chosen.append(engine.store([1], [1], after=NO_WAIT).method)
+        gate.open()
+        engine.drain(10)
+        chosen.append(engine.store([1], [1], after=NO_WAIT).method)
+        assert chosen == [CopyMethod("strided"), CopyMethod("batch"), CopyMethod("strided")]
 
 
 def test_a_situation_without_costs_of_a_method_is_no_price() -> None:

@@ -120,3 +120,25 @@ def test_a_table_larger_than_the_arena_finds_no_room(count: int) -> None:
     arena, _ = make_arena()
     assert arena.take(count) is None
     assert arena.in_use == 0
+
+
+def test_after_an_interrupt_tables_in_use_keep_their_room() -> None:
+    """Where the ring was written last is forgotten, which tables are in use is not."""
+    arena, _ = make_arena()
+    tables = [arena.take(16) for _ in range(4)]
+    assert None not in tables
+    used = [table for table in tables[1:3] if table is not None]
+    for number, each in enumerate(used):
+        each.words[:] = number
+    arena.restore(used)
+    assert arena.in_use == 2
+    taken = []
+    while (table := arena.take(16)) is not None:
+        table.words[:] = 7
+        taken.append(table.start)
+    assert taken == [384, 512, 640, 768, 896], "behind those in use"
+    assert [set(each.words.tolist()) for each in used] == [{0}, {1}]
+    arena.restore([])
+    whole = arena.take(NBYTES // 8)
+    assert whole is not None
+    assert whole.start == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,37 @@ def test_memory_whose_release_was_interrupted_stays_mapped_until_it_is_unregiste
         again = PinnedMemory(device.driver, PAGE_BYTES)
         assert again.address != address  # still mapped: `pinned` is alive
         again.release()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DriverError], ids=lambda error: error.__name__)
+def test_memory_that_is_still_registered_stays_mapped_also_as_garbage(
+    device: kvoffload.Device, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """What is mapped at its address next could not be registered."""
+    with device.current():
+        pinned = PinnedMemory(device.driver, 16 * PAGE_BYTES)
+    address, alive = pinned.address, weakref.ref(pinned)
+    unregister = device.driver.host_unregister
+
+    def failing(_: int) -> None:
+        raise DriverError("cuMemHostUnregister", "CUDA_ERROR_UNKNOWN", 999) if error is DriverError else error
+
+    monkeypatch.setattr(device.driver, "host_unregister", failing)
+    with device.current(), pytest.raises(error):
+        pinned.release()
+    monkeypatch.setattr(device.driver, "host_unregister", unregister)
+    del pinned
+    gc.collect()
+    with device.current():
+        again = PinnedMemory(device.driver, 16 * PAGE_BYTES)
+        assert again.address != address
+        again.release()
+        kept = alive()
+        assert kept is not None
+        kept.release()
+    del kept
+    gc.collect()
+    assert alive() is None
 
 
 # current

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from helpers import Rig, keys, leaks_of, number_blocks, release, rig, simulated, whole
+from helpers import Rig, interrupt_call, keys, leaks_of, number_blocks, release, rig, simulated, whole
 from interrupts import interrupt_at
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Job, TransferError
+from kvoffload.tuning import CopierName
 
 EVERY = 7  # points are that far apart, so that a test takes a second
 
@@ -154,3 +155,54 @@ def test_an_interrupted_submission_of_one_group_among_two(seed: int) -> None:
         return outcome.point is not None
 
     assert at_points(seed, attempt) > 50
+
+
+def interrupt_a_load(bench: Rig, patch: pytest.MonkeyPatch) -> None:
+    """In the middle of queueing it: the next call finds the engine inconsistent."""
+    with patch.context() as once:
+        interrupt_call(once, type(bench.device.driver), "event_record")
+        with pytest.raises(KeyboardInterrupt):
+            bench.engine.load([0], [0], after=NO_WAIT)
+
+
+@pytest.mark.parametrize("copier", ["strided", "gather"])
+def test_an_interrupt_leaves_every_transfer_in_flight_what_it_uses(
+    copier: CopierName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events and tables of the second of two stores in flight, too: what is queued next must not take them."""
+    with rigs(sm_limit=2, num_blocks=32, num_slots=32) as bench:
+        engine, streams = bench.engine, [bench.stream(), bench.stream()]
+        gates = [bench.gate(stream) for stream in streams]
+        first, second = (
+            engine.store([1 + n, 5 + n, 9 + n], [1 + n, 5 + n, 9 + n], after=stream, copier=copier)
+            for n, stream in enumerate(streams)
+        )
+        interrupt_a_load(bench, monkeypatch)
+        loads = [engine.load([n, n + 2], [n, n + 2], after=NO_WAIT, copier=copier) for n in (21, 22, 25, 26)]
+        third = engine.store([13, 15, 17], [13, 15, 17], after=NO_WAIT, copier=copier)
+        for load in loads:
+            load.wait(10)
+        gates[0].open()
+        bench.settle()
+        assert [job.done for job in (first, second, third)] == [True, False, False]
+        gates[1].open()
+        engine.drain(10)
+        assert [job.error for job in (first, second, third)] == [None] * 3
+        assert [int(bench.slot(slot)[0]) for slot in (1, 5, 9, 2, 6, 10, 13)] == [2, 6, 10, 3, 7, 11, 14]
+        assert [int(bench.block(block)[0]) for block in range(21, 29)] == list(range(121, 129))
+        whole(engine)
+
+
+def test_an_interrupt_frees_no_room_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stores fill what the driver may be given at a time. The next one waits on the host, interrupt or not."""
+    with rigs(most_queued_bytes=2 * 4 * 64) as bench:
+        engine, held = bench.engine, bench.stream()
+        bench.gate(held)
+        for block in (1, 2):
+            engine.store([block], [block], after=held)
+        interrupt_a_load(bench, monkeypatch)
+        engine.store([3], [3], after=NO_WAIT)
+        assert engine.statistics().held == 1
+        release(bench)
+        assert [int(bench.slot(slot)[0]) for slot in (1, 2, 3)] == [2, 3, 4]
+        whole(engine)

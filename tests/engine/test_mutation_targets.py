@@ -63,6 +63,32 @@ def test_the_stream_of_an_exported_array_follows_both_directions(bench: Rig, las
     engine.close(10)
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_the_stream_of_an_exported_array_follows_every_engine_over_it(bench: Rig, last: int) -> None:
+    array = bench.device.empty((2, 8, 64), "uint8")
+    layout = KVLayout.from_stacked(array, plane_axis=0, block_axis=1)
+    engines = [OffloadEngine(layout, device=bench.device, num_slots=8, sm_limit=0) for _ in range(2)]
+    streams = [bench.stream(), bench.stream()]
+    gates = [bench.gate(stream) for stream in streams]
+    for engine, stream in zip(engines, streams, strict=True):
+        engine.slots[:] = 7
+        engine.load([0, 1], [0, 1], after=stream)
+    theirs = array.__cuda_array_interface__["stream"]
+    with bench.device.current():
+        bench.device.driver.fill(array.address, 9, array.nbytes, theirs)
+    gates[1 - last].open()
+    bench.settle()
+    assert [engine.in_flight and engine.poll() == [] for engine in engines] == [number == last for number in range(2)]
+    assert not (array.buffer.to_numpy() == 9).any(), f"written over while the load of engine {last} was not over"
+    gates[last].open()
+    for engine in engines:
+        engine.drain(10)
+    bench.settle()
+    assert all_are(array.buffer.to_numpy(), 9)
+    for engine in engines:
+        engine.close(10)
+
+
 # hazards --------------------------------------------------------------------------------------------------------------
 
 

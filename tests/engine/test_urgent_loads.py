@@ -27,7 +27,7 @@ from strategies import Case, cases, place
 from transfers import segments_of, transfer_of
 
 import kvoffload
-from kvoffload import NO_WAIT, Direction, Job, KVLayout, OffloadEngine
+from kvoffload import NO_WAIT, CapacityError, Direction, Job, KVLayout, OffloadEngine
 from kvoffload.engine.hazards import HazardTable
 from kvoffload.engine.queues import TransferQueue
 from kvoffload.engine.transfer import Transfer
@@ -204,6 +204,19 @@ def test_no_more_than_the_bound_is_queued(device: kvoffload.Device, bound: int, 
         assert (bench.engine.statistics().held > 0) is (bound < 1 << 30)
         release(bench, *jobs)
         assert [int(bench.block(block)[0]) for block in range(8)] == [108 + block for block in range(8)]
+
+
+def test_a_part_half_of_which_is_queued_is_not_followed_yet() -> None:
+    with simulated() as device, rig(device, **ONE_BLOCK) as bench:
+        stream, theirs = bench.stream(), bench.stream()
+        bench.gate(stream)
+        job = bench.engine.load(range(4), range(4), after=stream, parts=2)  # 8 copies of 64 bytes in each part
+        assert sum(segment.nbytes for segment in segments_of(job)) == 4 * 64
+        with pytest.raises(CapacityError, match="still waits on the host"):
+            job.order_before(theirs, part=0)
+        release(bench, job)
+        job.order_before(theirs, part=0)
+        assert [int(bench.block(block)[0]) for block in range(4)] == [100, 101, 102, 103]
 
 
 def test_a_split_under_a_bound_copies_every_block_once() -> None:

@@ -217,6 +217,27 @@ def test_more_unresolved_arrays_than_wait_streams_are_refused_and_nothing_happen
     bench.engine.load([3], [6], after=one_more).wait(10)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_arrays_that_are_asked_at_the_same_time_have_a_wait_stream_each(bench: Rig) -> None:
+    """Also the ones that nothing waits on yet: one array's producer is asked in the middle of asking another one's."""
+    held = bench.stream()
+    bench.gate(held)
+    inner: list[kvoffload.Job] = []
+    free = Produced(bench, bench.stream())
+
+    class Asking(Produced):
+        def __dlpack__(self, *, stream: int | None = None) -> object:
+            inner.append(bench.engine.load([8], [8], after=free))
+            return super().__dlpack__(stream=stream)
+
+    outer = Asking(bench, held)
+    store = bench.engine.store([3], [0], after=outer)
+    assert outer.asked != free.asked
+    bench.settle()
+    assert inner[0].done
+    release(bench, store)
+
+
 # on a simulated device as it is
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from types import FrameType
+from typing import Any
+
 import pytest
-from interrupts import Methods, interrupt_at
+from interrupts import Methods, Signals, interrupt_at
 from sharding import machine
 
 from kvoffload import NO_WAIT, BlockCache, CapacityError, TransferError
@@ -80,4 +84,29 @@ def test_a_job_that_was_waited_for_is_not_reported_also_if_it_ended_before_an_ea
         made.engine.drain(5)
         assert [result.job_id for result in made.engine.poll()] == [first.id]
         assert made.engine.statistics().store.failed == 1
+        made.whole()
+
+
+class Appends(Signals):
+    """Where the package has just put something into a list or a queue."""
+
+    def kind_of(self, frame: FrameType, event: str, argument: Any) -> str | None:
+        kind = super().kind_of(frame, event, argument)
+        return kind if kind == "c_return" and argument.__name__ == "append" else None
+
+
+def test_an_interrupted_job_leaves_its_number_to_no_later_one() -> None:
+    """Else the later job would count as the one that was interrupted, and never be reported."""
+    with machine(COUNTS) as made:
+        for interrupted in itertools.count(1):
+            outcome = interrupt_at(interrupted, lambda: made.engine.store([2], [2], after=NO_WAIT), points=Appends())
+            made.engine.drain(5)
+            made.engine.poll()
+            later = made.engine.store([3], [3], after=NO_WAIT)
+            made.engine.drain(5)
+            assert [result.job_id for result in made.engine.poll()] == [later.id], outcome.point
+            assert made.engine.submitted == made.engine.statistics().store.jobs
+            if outcome.point is None:
+                break
+        assert interrupted > len(COUNTS)
         made.whole()

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tier_classes import DictTier, GatedTier
+from tier_classes import DictTier, GatedTier, Rows
 from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError, TransferError
+from kvoffload import NO_WAIT, BlockCache, CacheIndex, CapacityError, TieredCache, TierError, TransferError
 from kvoffload.testing import FaultyTier, TierFaults
 from kvoffload.tiering.breaker import BreakerState
-from kvoffload.tiers import Outcome, TierStatistics
+from kvoffload.tiers import Outcome, TierJob, TierStatistics
 
 METHODS = ("put", "get", "exists", "contains", "statistics", "drain", "close", "remove", "clear")
 
@@ -213,6 +213,25 @@ def test_records_that_are_not_there_open_no_breaker() -> None:
         assert bench.cache.tier_statistics()[0].opened == 0
 
 
+def test_a_record_that_is_not_there_ends_a_row_of_failures() -> None:
+    """Five in a row would open the breaker."""
+    answers: list[Outcome] = []
+
+    class Answering(DictTier):
+        def read_record(self, key: bytes, rows: Rows) -> Outcome:  # noqa: ARG002
+            return answers.pop(0)
+
+    tier = Answering()
+    tier.capabilities = dataclasses.replace(tier.capabilities, local_index=False)
+    with tiered(tier) as bench:
+        for _ in range(3):
+            answers += [*[Outcome.FAILED] * 4, Outcome.MISSING]
+            for number in range(5):
+                assert bench.cache.promote(keys([number])).wait(SECONDS) == 0
+        assert answers == [], "it was asked each time"
+        assert bench.cache.tier_statistics()[0].opened == 0
+
+
 def test_what_waits_to_be_written_gives_its_slots_back_when_a_breaker_opens() -> None:
     tier = FaultyTier(threads=1)
     with tiered(tier, capacity=64) as bench:
@@ -315,6 +334,59 @@ def test_entries_of_keys_given_up_stay_kept_until_the_call_returns() -> None:
         bench.check_loaded(range(20, 24))
 
 
+def test_entries_of_keys_given_up_count_among_those_that_promotions_may_occupy() -> None:
+    """Four of eight: until the calls of the first tier return, no promotion gets another one."""
+    late, good = FaultyTier(threads=4), DictTier()
+    with tiered(late, good, capacity=8) as bench:
+        bench.written(range(8))
+        late.inner.remove_records(keys(range(4, 8)))
+        good.remove_records(keys(range(4)))
+        late.hang_all()
+        promotion = bench.cache.promote(keys(range(4)))
+        until(lambda: late.hung == 4)
+        promotion.cancel()
+        assert promotion.wait(SECONDS) == 0
+        assert bench.cache.promote(keys(range(4, 8))).wait(SECONDS) == 0
+        late.heal()
+        until(lambda: bench.cache.promote(keys(range(4, 8))).wait(SECONDS) == 4)
+
+
+def test_a_promotion_that_waits_for_another_one_ends_at_its_own_deadline() -> None:
+    tier = FaultyTier()
+    with tiered(tier) as bench:
+        bench.written(range(4))
+        tier.hang_all()
+        first = bench.cache.promote(keys(range(4)), deadline=None)
+        until(lambda: tier.hung)
+        assert bench.cache.promote(keys(range(4)), deadline=0.05).wait(5) == 0
+        assert not first.done
+        tier.heal()
+        assert first.wait(SECONDS) == 4
+
+
+def test_what_a_tier_has_brought_is_not_evicted_before_the_promotion_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call of another thread comes between the moment in which a key becomes a hit and the one in which it is held:
+    a store could evict it there."""
+    commit, others, between = CacheIndex.commit, list[threading.Thread](), list[bool]()
+    with tiered(capacity=4) as bench:
+        bench.written([0])
+
+        def committed(index: CacheIndex, *arguments: Any) -> None:
+            commit(index, *arguments)
+            if threading.current_thread().name == "kvoffload-tiers":
+                others.append(threading.Thread(target=bench.cache.touch, args=(keys([0]),)))
+                others[-1].start()
+                others[-1].join(0.1)
+                between.append(not others[-1].is_alive())
+
+        monkeypatch.setattr(CacheIndex, "commit", committed)
+        assert bench.cache.promote(keys([0])).wait(SECONDS) == 1
+        monkeypatch.undo()
+        others[0].join(SECONDS)
+        assert between == [False]
+        bench.check_loaded([0])
+
+
 def test_another_cache_is_refused_while_a_late_call_may_write() -> None:
     tier = FaultyTier()
     with tiered() as bench:
@@ -370,6 +442,42 @@ def test_user_tiers_that_raise_in_remove_and_clear() -> None:
         with pytest.raises(TierError, match="raising"):
             bench.cache.clear()
         bench.cache.remove([b"x" * 65])  # that no tier has
+
+
+@pytest.mark.parametrize("call", ["remove", "clear"])
+def test_a_tier_that_does_not_say_whether_it_has_removed_is_said(call: str) -> None:
+    class Silent(TierJob):
+        def wait(self, timeout: float | None = None) -> list[Outcome]:
+            raise TimeoutError(timeout)
+
+    tier = RaisingTier(set())
+    tier.remove = tier.clear = lambda *_, **__: Silent([key(1)])  # type: ignore[assignment]
+    with tiered(tier) as bench, pytest.raises(TierError, match="tier raising failed to remove them, or did not answer"):
+        bench.cache.remove(keys([1])) if call == "remove" else bench.cache.clear()
+
+
+def test_promoted_while_all_is_removed_stays_removed() -> None:
+    """The tier can still read its records when the promotion asks for them."""
+    begun, permitted = threading.Event(), threading.Event()
+
+    class Clearing(DictTier):
+        def remove_all(self) -> None:
+            begun.set()
+            assert permitted.wait(SECONDS)
+            super().remove_all()
+
+    with tiered(Clearing()) as bench:
+        bench.written(range(3))
+        clearing = threading.Thread(target=bench.cache.clear)
+        clearing.start()
+        assert begun.wait(SECONDS)
+        promotion = bench.cache.promote(keys(range(3)), deadline=None)
+        try:
+            assert promotion.wait(SECONDS) == 0
+        finally:
+            permitted.set()
+            clearing.join(SECONDS)
+        assert bench.cache.lookup(keys(range(3))) == 0
 
 
 def test_removed_during_a_promotion_stays_removed() -> None:

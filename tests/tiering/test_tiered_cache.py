@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tier_classes import DictTier, GatedTier
+from tier_classes import DictTier, GatedTier, Rows
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CapacityError, ClosedError, LayoutError, MissingKeyError
+from kvoffload import NO_WAIT, BlockCache, CapacityError, ClosedError, LayoutError, MissingKeyError, Tenant
 from kvoffload.testing import FaultyTier
 from kvoffload.tiering import BreakerState, Promotion
-from kvoffload.tiers import DiskTier, MemoryTier
+from kvoffload.tiers import DiskTier, MemoryTier, Origin, Outcome
 
 
 def _is_ready(promotion: Promotion, count: int) -> bool:
@@ -439,6 +439,23 @@ def test_each_tier_gets_what_is_written_and_the_first_that_has_a_key_is_asked() 
         assert bench.cache.promote(keys(range(3))).wait(SECONDS) == 3
         assert [each.promoted for each in bench.cache.tier_statistics()] == [2, 1]
         bench.check_loaded(range(3))
+
+
+def test_a_key_stored_again_is_written_for_its_new_tenant() -> None:
+    written: list[tuple[bytes, str]] = []
+
+    class Noting(DictTier):
+        def write_record(self, key: bytes, rows: Rows, origin: Origin) -> Outcome:
+            written.append((key, origin.tenant))
+            return super().write_record(key, rows, origin)
+
+    tier = Noting()
+    with tiered(tier, tenants={"guest": Tenant()}) as bench:
+        for tenant in ("guest", ""):
+            bench.cache.store(keys([0]), [0], NO_WAIT, tenant=tenant).wait(SECONDS)
+            assert bench.cache.drain(SECONDS)
+            bench.cache.remove(keys([0]))
+        assert written == [(key(0), "guest"), (key(0), "")]
 
 
 def test_a_slow_tier_is_not_asked() -> None:

@@ -182,6 +182,22 @@ def test_a_removal_of_what_was_never_there_syncs_nothing(tmp_path: Path) -> None
     slots.close()
 
 
+def test_the_first_removal_of_a_process_writes_the_header_table_also_after_a_sync(tmp_path: Path) -> None:
+    """A sync makes durable what this process has written, not what the page cache shows of the one before."""
+    slots = open_set(tmp_path / "a.kv", slots=2)
+    write_one(slots, 0, b"key", "", payload(1), 0, 0)
+    slots.close()
+    files = LosingFiles()
+    again = open_set(tmp_path / "a.kv", slots=2, operations=files)
+    again.load()
+    again.sync()
+    for writes in (1, 0):
+        files.calls.clear()
+        again.remove([b"lost"])
+        assert (files.calls.count("pwritev"), files.calls.count("fdatasync")) == (writes, writes)
+    again.close()
+
+
 @pytest.mark.parametrize("call", ["remove", "clear"])
 def test_what_is_removed_while_it_is_written_is_not_in_the_file(tmp_path: Path, call: str) -> None:
     disk = DiskIndex(open_set(tmp_path / "a.kv"))

@@ -198,3 +198,30 @@ def test_a_write_is_refused_for_its_own_header_alone(tmp_path: Path) -> None:
         assert stored(files, 6, b"third", 6)
     files.close()
     assert in_the_file(path) == {b"held", b"second", b"third"}
+
+
+def test_a_record_over_one_whose_header_could_not_be_written_does_not_make_that_one_durably_gone(
+    tmp_path: Path,
+) -> None:
+    """The header may have reached the file all the same, and a crash may bring it back until the next sync."""
+    operations = FaultyFiles()
+    files = open_set(tmp_path / "a.kv", operations=operations)
+    files.remove([b"nothing"])  # the first removal of a process syncs
+    written: list[str] = []
+
+    def fail_the_header(name: str) -> None:
+        written.extend([name] * (name == "pwritev"))
+        if len(written) > 1:
+            operations.failing["pwritev"] = errno.EIO
+
+    operations.before = fail_the_header
+    with pytest.raises(OSError, match="error"):
+        write_one(files, 1, b"failed", "", payload(1), 1, 0)
+    operations.before = lambda _: None
+    operations.failing.clear()
+    write_one(files, 1, b"next", "", payload(2), 2, 0)
+    for key, syncs in ((b"failed", 1), (b"never there", 0)):
+        operations.calls.clear()
+        files.remove([key])
+        assert operations.calls.count("fdatasync") == syncs
+    files.close()
