@@ -277,7 +277,7 @@ def test_entries_of_more_victims_than_new_keys_are_free() -> None:
 def test_a_refused_store_leaves_its_victims_to_their_tenant() -> None:
     tenants = {"first": Tenant(max_blocks=2), "second": Tenant(max_blocks=2)}
     with simulated() as device, rig(device, num_blocks=32, num_slots=2) as bench:
-        cache = BlockCache(bench.engine, "lru", tenants=tenants)
+        cache = BlockCache(bench.engine, policy="lru", tenants=tenants)
         cache.store(keys(0, 1), [0, 1], tenant="first").wait(10)
         with pytest.raises(ValueError, match="after"):
             cache.store(keys(5), [5], after=0xDEAD, tenant="second")  # a stream that there is not
@@ -293,7 +293,7 @@ def test_a_repair_keeps_a_key_that_was_stored_again_while_its_aborted_store_goes
     """The aborted reservation's entries are still written; the key has another entry by now, and keeps it."""
     boom: list[str] = []
     with simulated() as device, rig(device, num_blocks=32, num_slots=3) as bench:
-        cache = BlockCache(bench.engine, raising("lru", boom))
+        cache = BlockCache(bench.engine, policy=raising("lru", boom))
         held = bench.stream()
         gate = bench.gate(held)
         reservation = cache.reserve(keys(0))

@@ -442,15 +442,6 @@ MUTATIONS = (
         ("tests/tiering/test_failing_tiers.py::test_promoted_while_all_is_removed_stays_removed",),
     ),
     Mutation(
-        "what-a-tier-has-brought-may-be-evicted-before-it-is-held",
-        "tiering/promoter.py",
-        "        with index.lock:  # so that nothing evicts it in between",
-        "        if True:",
-        (
-            "tests/tiering/test_failing_tiers.py::test_what_a_tier_has_brought_is_not_evicted_before_the_promotion_holds_it",
-        ),
-    ),
-    Mutation(
         "a-promotion-that-waits-for-another-one-has-no-deadline",
         "tiering/promoter.py",
         "            late = record.deadline is not None and now >= record.deadline",

@@ -12,7 +12,7 @@ from tier_classes import DictTier, GatedTier, Rows
 from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CacheIndex, CapacityError, TieredCache, TierError, TransferError
+from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError, TransferError
 from kvoffload.testing import FaultyTier, TierFaults
 from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Outcome, TierJob, TierStatistics
@@ -362,29 +362,6 @@ def test_a_promotion_that_waits_for_another_one_ends_at_its_own_deadline() -> No
         assert not first.done
         tier.heal()
         assert first.wait(SECONDS) == 4
-
-
-def test_what_a_tier_has_brought_is_not_evicted_before_the_promotion_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call of another thread comes between the moment in which a key becomes a hit and the one in which it is held:
-    a store could evict it there."""
-    commit, others, between = CacheIndex.commit, list[threading.Thread](), list[bool]()
-    with tiered(capacity=4) as bench:
-        bench.written([0])
-
-        def committed(index: CacheIndex, *arguments: Any) -> None:
-            commit(index, *arguments)
-            if threading.current_thread().name == "kvoffload-tiers":
-                others.append(threading.Thread(target=bench.cache.touch, args=(keys([0]),)))
-                others[-1].start()
-                others[-1].join(0.1)
-                between.append(not others[-1].is_alive())
-
-        monkeypatch.setattr(CacheIndex, "commit", committed)
-        assert bench.cache.promote(keys([0])).wait(SECONDS) == 1
-        monkeypatch.undo()
-        others[0].join(SECONDS)
-        assert between == [False]
-        bench.check_loaded([0])
 
 
 def test_another_cache_is_refused_while_a_late_call_may_write() -> None:

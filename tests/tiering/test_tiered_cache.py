@@ -452,7 +452,7 @@ def test_a_key_stored_again_is_written_for_its_new_tenant() -> None:
     tier = Noting()
     with tiered(tier, tenants={"guest": Tenant()}) as bench:
         for tenant in ("guest", ""):
-            bench.cache.store(keys([0]), [0], NO_WAIT, tenant=tenant).wait(SECONDS)
+            bench.cache.store(keys([0]), [0], after=NO_WAIT, tenant=tenant).wait(SECONDS)
             assert bench.cache.drain(SECONDS)
             bench.cache.remove(keys([0]))
         assert written == [(key(0), "guest"), (key(0), "")]
