@@ -278,7 +278,7 @@ MUTATIONS = (
     Mutation(
         "pending-keys-count-as-resident",
         "cache/queries.py",
-        "resident=len(table) - len(table.pending),",
+        "resident=len(table) - pending,",
         "resident=len(table),",
         (f"{CACHE}::test_a_removed_key_is_not_resident",),
     ),
