@@ -311,6 +311,9 @@ def test_a_callback_that_exits_ends_no_other(bench: Rig, caplog: pytest.LogCaptu
         gate.open()
         for _ in jobs[1:]:
             assert called.acquire(timeout=SECONDS)
+        for thread in threading.enumerate():
+            if thread.name == "kvoffload-callbacks":
+                thread.join(SECONDS)
     assert "a done callback of" in caplog.text
 
 
