@@ -44,7 +44,8 @@ def from_truth(answer: Callable[[_O, _A], _R]) -> Callable[[_O, _A], _R]:
     """Answer in the middle of another call, unless a policy asks: that call is changing it, or follows its advice."""
 
     def nested(owner: _O, argument: _A) -> _R:
-        if owner._state.asks_policy:
+        state = owner._state
+        if state.consulting or any(pool.stale for pool in state.pools.all):
             refuse(owner, argument)
         return answer(owner, argument)
 
@@ -81,7 +82,7 @@ def guarded(step: Callable[[_O, _A], _R], nested: Callable[[Any, Any], _R] = ref
                 finally:
                     record, state.proposed = state.proposed, None
                     state.changes += 1
-                    state.working = False
+                    state.working = state.consulting = False
             if state.recorder.unreported:
                 state.recorder.notify()
         except BaseException:

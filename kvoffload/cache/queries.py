@@ -10,7 +10,7 @@ from operator import eq
 
 from kvoffload.cache import repair
 from kvoffload.cache.calls import from_truth, guarded
-from kvoffload.cache.entries import EntryTable, Status, check_keys
+from kvoffload.cache.entries import EntryTable, ReservationRecord, Stage, Status, check_keys
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics
 
@@ -18,10 +18,15 @@ _FEW = 8  # adjacent keys; where fewer are, comparing neighbours is not worth it
 _MISS, _HIT, _PENDING = Status  # looking them up in the class takes as long as all the rest of a call
 
 
+def _unready(table: EntryTable) -> list[ReservationRecord]:
+    """Those in whose entries the bytes are not known to be, by the truth alone."""
+    return [record for record in list(table.reservations) if record.stage is not Stage.COMMITTED]
+
+
 @from_truth
 def _statuses(queries: Queries, keys: list[bytes]) -> list[Status]:
     of = queries._state.table.of
-    unready = {index for record in queries._state.unready() for index in record.indices}
+    unready = {index for record in _unready(queries._state.table) for index in record.indices}
     entries = map(of.get, keys)
     return [_MISS if entry is None else _PENDING if entry in unready else _HIT for entry in entries]
 
@@ -32,7 +37,7 @@ def _status_from_truth(queries: Queries, key: bytes) -> Status:
 
 def _hits_from_truth(queries: Queries, requests: list[list[bytes]]) -> list[int]:
     most = queries.max_load_blocks
-    found = [len(list(takewhile(_HIT.__eq__, _statuses(queries, keys)))) for keys in requests]
+    found = [len(list(takewhile(lambda status: status is _HIT, _statuses(queries, keys)))) for keys in requests]
     return found if most is None else [min(each, most) for each in found]
 
 
@@ -149,7 +154,7 @@ class Queries:
     def _statistics_now(self, _: None) -> CacheStatistics:
         """By the truth alone."""
         table = self._state.table
-        pending = sum(len(table.still_mine(record)) for record in self._state.unready())
+        pending = sum(len(table.still_mine(record)) for record in _unready(table))
         pinned = {index for lease in list(table.leases) for index in lease.indices}
         return self._state.recorder.statistics(
             capacity=self.capacity, resident=len(table) - pending, pending=pending, pinned=len(pinned)

@@ -177,11 +177,9 @@ class CacheState:
             new, short = [], bool(missing)
         policy = pool.policy if opened is None or not new else pool.policy_for(opened)
         if new and (len(new) > free or pool.selective):
-            try:
-                self.consulting = True
-                admitted, victims, short = find_space(table, self.pools, pool, policy, new, free, present, opened)
-            finally:
-                self.consulting = False
+            self.consulting = True  # until the call ends, if this raises
+            admitted, victims, short = find_space(table, self.pools, pool, policy, new, free, present, opened)
+            self.consulting = False
             new = new[:admitted]
         if all_or_nothing and len(new) < len(missing):
             raise CapacityError(shortage(table, len(missing), len(new), short))
@@ -362,17 +360,6 @@ class CacheState:
             pending.pop(key, None)
         self.recorder.note("removed", gone)
         self.consistent = True
-
-    # in the middle of a call --------------------------------------------------------------------------------------
-
-    @property
-    def asks_policy(self) -> bool:
-        """Whether code of a policy runs."""
-        return self.consulting or any(pool.stale for pool in self.pools.all)
-
-    def unready(self) -> list[ReservationRecord]:
-        """Those in whose entries the bytes are not known to be, by the truth alone."""
-        return [record for record in list(self.table.reservations) if record.stage is not COMMITTED]
 
     # for the engine -----------------------------------------------------------------------------------------------
 

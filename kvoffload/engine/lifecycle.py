@@ -97,8 +97,7 @@ class EngineLifecycle(EngineForIntegrations):
         self._closing: set[object] = set()  # a token for each call of close()
         self._following: set[object] = set()  # a token for each call that asks arrays for their producers
         self._slot_guard: weakref.ref[SlotGuard] | None = None
-        self._ids = itertools.count(1)
-        self._callbacks = Callbacks()
+        self._ids, self._callbacks = itertools.count(1), Callbacks()
         self._hazards = HazardTable(layout, self.num_slots)
         longest = max(self.num_slots, *(group.num_blocks for group in layout.groups))
         self._scratch: Int64Array = np.empty(longest, dtype=np.int64)

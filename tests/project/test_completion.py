@@ -45,10 +45,10 @@ SHOWN = {
         "reserve statistics status status_of store tier_statistics touch"
     ),
     "TieredIndex": (
-        "abandon abort abort_after acquire capacity check clear close commit commit_after describe drain end_request "
-        "hold keys load locate lock lookup lookup_many max_load_blocks next_to_go note_promotion num_groups "
-        "open_request promote release remove reserve reserve_each reserve_record restore settle_ended statistics "
-        "status status_below status_of tier_statistics touch use"
+        "abandon abort abort_after acquire capacity check clear close commit commit_after commit_and_hold describe "
+        "drain end_request hold hold_ready keys load locate lock lookup lookup_many max_load_blocks next_to_go "
+        "note_promotion num_groups open_request promote release remove reserve reserve_each reserve_record restore "
+        "settle_ended statistics status status_below status_of tier_statistics touch use"
     ),
     "IndexPromotion": "add_done_callback cancel done finished keys ready release result wait",
     "SharedSlots": "array close host_memory note offer receive",

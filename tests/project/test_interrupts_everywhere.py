@@ -30,6 +30,7 @@ FAMILIES = (
     ("cache.re", "cache.acquire", "cache.clear"),
     ("cache.engine", "cache.device"),
     ("sharded",),
+    ("tiers",),
 )
 
 

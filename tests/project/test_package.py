@@ -139,7 +139,10 @@ def test_direct_dependencies_are_those_that_are_imported() -> None:
     assert extras["jax12"][0].startswith("jax[cuda12]")
 
 
-MOST_WHEEL_BYTES = 845_000
+# Raised from 845,000 for what makes calls inside calls, arguments and times right everywhere, for awaiting caches and
+# promotions, hits by tier, and a child process that tries Mooncake's set-up first. 43% of the wheel are measurements,
+# which are to become a distribution of their own.
+MOST_WHEEL_BYTES = 860_000
 BYTES_A_FILE = 190  # of a wheel beyond its content: two headers of the archive with its name, and its line of RECORD
 
 
