@@ -250,6 +250,15 @@ def test_an_engine_remembers_a_choice_for_the_situation_that_it_was_made_for() -
         assert chosen == [CopyMethod("strided"), CopyMethod("batch"), CopyMethod("strided")]
 
 
+def test_a_simulated_device_takes_kernels_that_are_asked_for_alone() -> None:
+    """Interpreting one takes milliseconds."""
+    profile = profile_of({}, gather4=1.0e-4, batch=3.0e-4)
+    with simulated() as device, rig(device, sm_limit=4, profile=profile, prefer="latency") as bench:
+        methods = [bench.engine.store([1], [1], after=NO_WAIT, copier=copier).method for copier in (None, "gather")]
+        bench.engine.drain(10)
+    assert [method and method.copier for method in methods] == ["batch", "gather"]
+
+
 def test_a_situation_without_costs_of_a_method_is_no_price() -> None:
     """As in a profile that was put together by hand."""
     times = {situation: {"batch": 1.0e-4, "gather4": 1.0e-4} for situation in Situation}
