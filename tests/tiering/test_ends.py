@@ -216,8 +216,6 @@ PROGRAM = """
     sys.path.insert(0, {support!r})
     from tiering import *
     from kvoffload.testing import FaultyTier
-from kvoffload.tiering.manager import TierManager
-from kvoffload.tiering.promotion import PromotionRecord
     from kvoffload import BlockCache, ClosedError
     from helpers import simulated
 
