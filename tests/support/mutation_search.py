@@ -255,7 +255,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=1e9, help="end after so long; the same command continues")
     parser.add_argument("--budget", type=float, default=60, help="seconds of tests for a mistake (default: 60)")
-    parser.add_argument("--only-survivors", action="store_true", help="try those again that live, by the results")
+    parser.add_argument("--only-survivors", action="store_true", help="also try those again that lived before")
     parser.add_argument("--list", action="store_true", help="only print the mistakes and what is known")
     given = parser.parse_args()
     until = time.monotonic() + given.seconds
@@ -264,8 +264,8 @@ def main() -> int:
     drawn = every[shard - 1 :: shards]
     results = given.folder / "results.json"
     known: dict[str, dict[str, Any]] = json.loads(results.read_text()) if results.exists() else {}
-    lived = {name for name, result in known.items() if result["result"] != "killed"}
-    missing = [each for each in drawn if (each.name in lived if given.only_survivors else each.name not in known)]
+    settled = {name for name, result in known.items() if result["result"] == "killed" or not given.only_survivors}
+    missing = [each for each in drawn if each.name not in settled]
     if missing and not given.list:
         with TemporaryDirectory(prefix="mutants-") as copies:
             search = Search(given.folder, Path(copies), given.workers, until)

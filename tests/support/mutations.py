@@ -442,6 +442,16 @@ MUTATIONS = (
         ("tests/tiering/test_failing_tiers.py::test_promoted_while_all_is_removed_stays_removed",),
     ),
     Mutation(
+        "what-a-tier-has-brought-may-be-evicted-before-it-is-held",
+        "cache/index.py",
+        "    @guarded\n    def _commit_and_hold(",
+        "    def _commit_and_hold(",
+        (
+            "tests/tiering/test_failing_tiers.py::"
+            "test_no_call_comes_between_the_hit_and_the_lease_of_what_a_tier_has_brought",
+        ),
+    ),
+    Mutation(
         "a-promotion-that-waits-for-another-one-has-no-deadline",
         "tiering/promoter.py",
         "            late = record.deadline is not None and now >= record.deadline",

@@ -13,6 +13,8 @@ from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError, TransferError
+from kvoffload.cache.entries import LeaseRecord
+from kvoffload.cache.state import CacheState
 from kvoffload.testing import FaultyTier, TierFaults
 from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Outcome, TierJob, TierStatistics
@@ -362,6 +364,30 @@ def test_a_promotion_that_waits_for_another_one_ends_at_its_own_deadline() -> No
         assert not first.done
         tier.heal()
         assert first.wait(SECONDS) == 4
+
+
+def test_no_call_comes_between_the_hit_and_the_lease_of_what_a_tier_has_brought(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store of another thread could evict the key there."""
+    begin, others, between = CacheState.begin, list[threading.Thread](), list[bool]()
+    with tiered(capacity=4) as bench:
+        bench.written([0])
+
+        def beginning(state: CacheState, lease: LeaseRecord) -> None:
+            if threading.current_thread().name == "kvoffload-tiers":
+                others.append(threading.Thread(target=bench.cache.touch, args=(keys([0]),)))
+                others[-1].start()
+                others[-1].join(0.1)
+                between.append(not others[-1].is_alive())
+            begin(state, lease)
+
+        monkeypatch.setattr(CacheState, "begin", beginning)
+        assert bench.cache.promote(keys([0])).wait(SECONDS) == 1
+        monkeypatch.undo()
+        others[0].join(SECONDS)
+        assert between == [False]
+        bench.check_loaded([0])
 
 
 def test_another_cache_is_refused_while_a_late_call_may_write() -> None:
