@@ -398,6 +398,15 @@ def test_a_call_that_has_ended_leaves_nothing_to_repair(call: str) -> None:
     assert read == []
 
 
+def test_what_no_tier_brought_is_no_failed_store() -> None:
+    index = CacheIndex(4)
+    (record,) = index.reserve_each(keys(2))
+    index.abort_after(record, ())
+    assert (index.statistics().failed, index.lookup(keys(2))) == (0, 0)
+    index.reserve(keys(2)).abort()
+    assert index.statistics().failed == 1
+
+
 def test_keys_are_a_list_of_bytes() -> None:
     index = CacheIndex(4)
     for wrong in (b"key", "key"):
