@@ -101,9 +101,9 @@ class Folds:
         self.groups = fold(layout, allocations)
         self._in_parts = lru_cache(maxsize=_KEPT_FOLDS)(partial(_fold_in_parts, layout, allocations))
 
-    def of(self, group: int, parts: Parts | None) -> FoldedGroup:
-        """A group by its index, folded in parts, or with all planes together."""
-        return self.groups[group] if parts is None else self._in_parts(group, parts)
+    def of(self, group: int, parts: Parts) -> FoldedGroup:
+        """A group by its index, folded in parts."""
+        return self._in_parts(group, parts)
 
 
 def _fold_in_parts(layout: KVLayout, allocations: Sequence[Sequence[int]], group: int, parts: Parts) -> FoldedGroup:

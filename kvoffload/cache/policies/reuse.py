@@ -70,11 +70,11 @@ class ReuseModel:
         self.chain_worths: list[list[float]] = []
         self._compute_chain_worths()
 
-    def reused(self, kind: int, age: int, count: int = 1) -> None:
+    def reused(self, kind: int, age: int, count: int) -> None:
         """So many blocks of a kind were asked for again at that age."""
         self.reused_counts[kind][bisect_right(EDGES, age) - 1] += count
 
-    def lost(self, kind: int, age: int, count: int = 1) -> None:
+    def lost(self, kind: int, age: int, count: int) -> None:
         """So many blocks of a kind reached that age and will not be watched any longer."""
         self._lost[kind][bisect_right(EDGES, age) - 1] += count
 
