@@ -722,12 +722,37 @@ def test_repr_says_how_it_stands() -> None:
     assert repr(CacheIndex(9)).startswith("CacheIndex(0 of 9 keys, 0 pending, 0 leases; Prefix(")
 
 
+# what is for tiers
+
+
+def test_the_keys_that_go_next_are_those_beyond_what_is_free(index: CacheIndex) -> None:
+    store(index, keys(0))
+    store(index, keys(1))
+    assert [len(index.next_to_go(count)) for count in range(6)] == [0, 0, 0, 1, 2, 2]
+    with index.acquire(keys(0)):
+        assert index.next_to_go(4) == keys(1)
+
+
+def test_a_promotion_that_ends_without_bytes_is_no_failed_store() -> None:
+    """And neither is an aborted reservation whose keys were removed: nothing is told of either."""
+    events: list[CacheEvent] = []
+    index = CacheIndex(4, on_event=events.append)
+    for record in index.reserve_each(keys(0, 1)):
+        index.abort_after(record, ())
+    assert (index.status(keys(0, 1)), events, index.statistics().failed) == ([MISS, MISS], [], 0)
+    reservation = index.reserve(keys(2))
+    index.remove(keys(2))
+    reservation.abort()
+    assert ([event.kind for event in events], index.statistics().failed) == (["removed"], 0)
+    index.check()
+
+
 # bad arguments
 
 
 @pytest.mark.parametrize(
     "given",
-    [b"x", "x", ["x"], [b"x", 1], [bytearray(b"x")], [b"x", None]],
+    [b"x", b"", "x", "", ["x"], [b"x", 1], [bytearray(b"x")], [b"x", None]],
     ids=lambda options: re.sub(r" at 0x\w+", "", repr(options)),
 )
 def test_keys_are_a_list_of_bytes(index: CacheIndex, given: Any) -> None:

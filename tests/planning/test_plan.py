@@ -299,6 +299,7 @@ def test_parts_share_memory_and_add_up() -> None:
     assert np.concatenate([part.source for part in parts]).tolist() == whole.source.tolist()
     assert np.shares_memory(parts[1].source, whole.source)
     assert whole.cut(0, len(whole)) is whole
+    assert [len(whole.cut(0, stop)) for stop in range(len(whole) + 1)] == list(range(len(whole) + 1))
 
 
 @pytest.mark.parametrize("factor", [1, 2])
@@ -313,6 +314,7 @@ def test_parts_of_blocks_share_memory_and_add_up(factor: int) -> None:
     flat = [row for part in parts for row in pages(part.operations())]
     assert sorted(flat) == sorted(pages(whole.operations()))
     assert whole.cut(0, len(whole)) is whole
+    assert [len(whole.cut(0, stop)) for stop in range(len(whole) + 1)] == list(range(len(whole) + 1))
 
 
 def pages(made: TransferPlan) -> list[tuple[int, int]]:

@@ -226,6 +226,26 @@ def test_a_captured_stream_of_the_last_device_refuses_for_all(two: Machine) -> N
     two.whole()
 
 
+def test_a_captured_stream_of_the_last_device_is_refused_before_any_stream_waits(two: Machine) -> None:
+    streams, held, marker = two.one_each(), two.stream(0), two.marker(0)
+    gate = two.hold(0, held)
+    job = two.engine.store([1], [1], after=[held, NO_WAIT])
+    simulator: Any = two.simulator
+    with two.devices[1].current():
+        simulator.cuStreamBeginCapture(streams[1], 2)
+    with pytest.raises(TransferError, match=r"streams\[1\].*captur"):
+        job.order_before(streams)
+    with two.devices[1].current():
+        simulator.cuStreamEndCapture(streams[1])
+    two.fill(0, marker, 9, streams[0])
+    two.settle()
+    assert not job.done
+    assert (marker.to_numpy() == 9).all(), "the stream of the first device waits for nothing"
+    gate.open()
+    job.wait(10)
+    two.whole()
+
+
 @pytest.mark.parametrize("streams", [5, [1], [1, 1, 1], [1, None]])
 def test_order_before_takes_one_stream_for_each_device(two: Machine, streams: Any) -> None:
     job = two.engine.store([1], [1])
