@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from cache_interrupts import Interrupt, count_points, interrupt
 from caching import caches, store
 from helpers import Rig, all_are, cache_state, keys, rig, simulated
+from interrupts import interrupt_at
 
 from kvoffload import (
     NO_WAIT,
@@ -126,6 +128,24 @@ def test_pitfall_39_an_interrupted_call_of_a_block_cache_leaves_no_wrong_byte(
             bytes_are_right(bench, cache, values)
             cache.clear()
             assert len(cache.reserve(keys(1, 2, 3)).keys) == 3, "no entry is lost"
+
+
+def test_what_a_handler_raises_is_no_refusal_once_a_copy_is_queued(seed: int) -> None:
+    """A signal handler may raise what the engine refuses by. Then victims come back only if their bytes are there."""
+    values = {name: number + 4 for number, name in enumerate(keys(*range(8)))}
+    number, point = 1 + seed % 5, True
+    while point:
+        with caches(capacity=2) as (bench, cache):
+            cache.store(keys(0, 1), [3, 4], after=NO_WAIT).wait(10)
+            call = partial(cache.store, keys(4, 5), [7, 8], after=NO_WAIT)
+            outcome = interrupt_at(number, call, ValueError)
+            point = outcome.point is not None
+            bench.engine.drain(10)
+            bytes_are_right(bench, cache, values)
+            cache.store(keys(6, 7), [9, 10], after=NO_WAIT).wait(10)
+            bytes_are_right(bench, cache, values)
+        number += 5
+    assert number > 100
 
 
 def test_an_interrupted_store_keeps_its_slots_until_its_copies_have_ended() -> None:
@@ -313,6 +333,31 @@ def test_a_repair_keeps_a_key_that_was_stored_again_while_its_aborted_store_goes
         assert cache.lookup(keys(0)) == 1
         cache.load(keys(0), [9]).wait(10)
         assert all_are(bench.block(9), 77)
+        cache.check()
+
+
+def test_a_repair_leaves_reservations_and_leases_to_those_who_have_them() -> None:
+    """Open ones stay open; what waits for a copy is settled at its end."""
+    boom: list[str] = []
+    with simulated() as device, rig(device, num_blocks=32, num_slots=4) as bench:
+        cache = BlockCache(bench.engine, policy=raising("lru", boom))
+        cache.store(keys(0), [0]).wait(10)
+        held = bench.stream()
+        gate = bench.gate(held)
+        lease, reservation, filled = cache.acquire(keys(0)), cache.reserve(keys(1)), cache.reserve(keys(2))
+        filled.commit(bench.engine.store([2], filled.slots(), after=held))
+        boom.append("touch")
+        with pytest.raises(LookupError):
+            cache.touch(keys(0))
+        assert cache.status(keys(0, 1, 2)) == [Status.HIT, Status.PENDING, Status.PENDING]
+        assert cache.statistics().pinned == 1
+        gate.open()
+        bench.engine.drain(10)
+        bench.engine.slots[reservation.slots()] = 77
+        reservation.commit()
+        assert cache.lookup(keys(0, 1, 2)) == 3
+        assert not lease.released
+        lease.release()
         cache.check()
 
 
