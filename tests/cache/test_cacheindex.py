@@ -26,6 +26,7 @@ from kvoffload import (
     Tenant,
 )
 from kvoffload.cache import statistics as recorder
+from kvoffload.cache.entries import EntryTable
 from kvoffload.cache.policies import LRU, POLICIES, Prefix
 from kvoffload.cache.queries import leading
 
@@ -213,23 +214,48 @@ def test_keys_that_lie_apart_or_side_by_side_are_found_alike(seed: int) -> None:
     index.check()
 
 
-def test_many_short_runs_cost_little_more_than_one_long_one() -> None:
-    """A lookup of 16,384 keys takes as many steps as there are runs, not as many as runs times keys."""
+def in_runs_of(length: int) -> tuple[EntryTable, list[bytes]]:
+    """16,384 keys, so many of which have adjacent entries."""
+    index = CacheIndex(1 << 15, policy="lru")
+    wanted = [b"%d" % number for number in range(1 << 14)]
+    for start in range(0, len(wanted), length):
+        for names in (wanted[start : start + length], [b"between-%d" % start]):
+            store(index, names)
+    return index._state.table, wanted
 
-    def steps_of(run: int) -> int:
-        index = CacheIndex(1 << 15, policy="lru")
-        table = index._state.table
-        wanted = [b"%d" % number for number in range(1 << 14)]
-        for start in range(0, len(wanted), run):
-            for names in (wanted[start : start + run], [b"between-%d" % start]):
-                index.reserve(names).commit()
+
+def test_many_short_runs_cost_little_more_than_one_long_one() -> None:
+    """A lookup takes as many steps as there are runs, not as many as runs times keys; below 8 keys no run is sought."""
+
+    def steps_of(length: int) -> int:
+        table, wanted = in_runs_of(length)
         found: list[int] = []
         count = steps(lambda: found.append(leading(table, wanted)))
         assert found == [len(wanted)]
         return count
 
-    together, apart = steps_of(1 << 14), steps_of(8)
+    together, apart, scattered = map(steps_of, (1 << 14, 8, 4))
     assert apart < together + 16 * (1 << 11)
+    assert scattered < 64
+
+
+@pytest.mark.parametrize(("length", "most"), [(1 << 14, 16), (64, 512)])
+def test_of_keys_with_adjacent_entries_few_are_looked_up(length: int, most: int) -> None:
+    class Counting(dict[bytes, int]):
+        asked = 0
+
+        def get(self, key: bytes, default: Any = None) -> Any:
+            self.asked += 1
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            self.asked += 1
+            return super().__contains__(key)
+
+    table, wanted = in_runs_of(length)
+    table.of = counting = Counting(table.of)
+    assert leading(table, wanted) == len(wanted)
+    assert counting.asked <= most
 
 
 # leases

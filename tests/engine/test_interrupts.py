@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
+from call_counts import count_calls
 from helpers import Rig, interrupt_call, keys, leaks_of, number_blocks, release, rig, simulated, whole
-from interrupts import interrupt_at
+from interrupts import interrupt_at, trace_points
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Job, TransferError
@@ -163,6 +165,60 @@ def interrupt_a_load(bench: Rig, patch: pytest.MonkeyPatch) -> None:
         interrupt_call(once, type(bench.device.driver), "event_record")
         with pytest.raises(KeyboardInterrupt):
             bench.engine.load([0], [0], after=NO_WAIT)
+
+
+def test_jobs_behind_an_interrupted_one_are_counted_and_reported() -> None:
+    """Wherever the engine itself was interrupted, which puts the job in flight."""
+
+    def warm(bench: Rig) -> Callable[[], object]:
+        bench.engine.store([1], [1], after=NO_WAIT).wait(10)
+        return partial(bench.engine.store, [1], [1], after=NO_WAIT)
+
+    with rigs() as bench:
+        points = trace_points(warm(bench))
+        bench.engine.drain(10)
+    numbers = [number for number, point in enumerate(points, 1) if point.place.startswith("engine/engine.py")]
+    assert len(numbers) > 10
+    for number in numbers:
+        with rigs() as bench:
+            engine = bench.engine
+            assert interrupt_at(number, warm(bench)).raised
+            jobs = [engine.store([block], [block], after=NO_WAIT) for block in (2, 3)]
+            engine.drain(10)
+            reported = [result.job_id for result in engine.poll()]
+            assert {job.id for job in jobs} <= set(reported), points[number - 1]
+            assert engine.statistics().store.jobs == 1 + len(reported)
+            whole(engine)
+
+
+def test_an_interrupt_is_repaired_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the call that repairs has nothing else to do."""
+    with rigs() as bench:
+        job, stream = bench.engine.store([1], [1], after=NO_WAIT), bench.stream()
+        job.wait(10)
+        interrupt_a_load(bench, monkeypatch)
+        calls = [count_calls(lambda: job.order_before(stream)).functions for _ in range(2)]
+        assert [names.count("engine/tracker.py Tracker.repair") for names in calls] == [1, 0]
+        release(bench)
+
+
+def test_an_interrupted_wait_for_a_failed_transfer_loses_no_event() -> None:
+    """Its submission failed, and so did recording where it ends: a stream that follows it needs another event."""
+    number, point = 1, True
+    while point:
+        with rigs() as bench:
+            engine, held, stream = bench.engine, bench.stream(), bench.stream()
+            gate = bench.gate(held)
+            for nth in (3, 4):
+                bench.device.simulator.faults.fail_call("cuEventRecord", nth)
+            engine.store([1], [1], after=held)
+            assert bench.device.simulator.faults.pending == 0
+            point = interrupt_at(number, lambda: engine.order_all_before(stream)).point is not None  # noqa: B023
+            gate.open()
+            engine.drain(10)
+            whole(engine)
+        number += 1
+    assert number > 10
 
 
 @pytest.mark.parametrize("copier", ["strided", "gather"])
