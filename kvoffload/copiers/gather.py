@@ -107,7 +107,7 @@ def fragment_shape_of(group: Group, slot_bytes: int, pool_address: int) -> Fragm
     widths = [plane.block_bytes for plane in group.planes]
     longest = min(_FRAGMENT_BYTES, _tile_bytes(alignment, _WARPS_OF_SEVERAL_STORING))
     fragment_bytes = min(longest, 1 << (max(widths).bit_length() - 1))
-    while fragment_bytes > alignment and _idle(widths, fragment_bytes) > _MAX_IDLE:
+    while _idle(widths, fragment_bytes) > _MAX_IDLE:  # none are idle where a fragment is as long as the alignment
         fragment_bytes //= 2
     return FragmentShape(fragment_bytes, min(8, alignment), alignment, uniform=_idle(widths, fragment_bytes) == 0)
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine import tracing
 from kvoffload.engine.groups import GroupTransfer, make_group_requests
 from kvoffload.engine.preparation import Requests, slots_of
@@ -279,8 +278,6 @@ class ShardedEngine(ShardedLifecycle):
 
         Call it before taking the lock. Raises what `store` raises for `after`.
         """
-        if after is NO_WAIT:
-            return after
         return tuple(self._for_each(Shard.resolve, self._per_device("after", after, "value")))
 
     def plan(

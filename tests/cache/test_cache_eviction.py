@@ -223,6 +223,21 @@ def test_a_refusal_of_the_engine_changes_nothing(pair: tuple[Rig, BlockCache], m
     cache.check()
 
 
+def test_a_refused_load_holds_nothing_while_others_are_in_flight(pair: tuple[Rig, BlockCache]) -> None:
+    bench, cache = pair
+    cache.store(keys(0, 1), [0, 1]).wait(10)
+    held = bench.stream()
+    gate = bench.gate(held)
+    cache.store(keys(2), [2], after=held)
+    before = cache_state(cache)
+    with pytest.raises(kvoffload.LayoutError):
+        cache.load(keys(0, 1), [20, 20])
+    assert cache_state(cache) == before
+    gate.open()
+    bench.engine.drain(10)
+    cache.check()
+
+
 def test_pitfall_25_what_is_in_use_is_never_evicted(pair: tuple[Rig, BlockCache]) -> None:
     bench, cache = pair
     cache.store(keys(0, 1), [0, 1]).wait(10)

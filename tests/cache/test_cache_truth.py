@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from cache_interrupts import Interrupt, count_points, interrupt
 from caching import caches, store
 from helpers import Rig, all_are, cache_state, keys, rig, simulated
+from interrupts import interrupt_at
 
 from kvoffload import (
     NO_WAIT,
@@ -19,7 +21,6 @@ from kvoffload import (
     CacheIndex,
     CapacityError,
     KVOffloadWarning,
-    LayoutError,
     Status,
     Tenant,
     TransferError,
@@ -127,6 +128,24 @@ def test_pitfall_39_an_interrupted_call_of_a_block_cache_leaves_no_wrong_byte(
             bytes_are_right(bench, cache, values)
             cache.clear()
             assert len(cache.reserve(keys(1, 2, 3)).keys) == 3, "no entry is lost"
+
+
+def test_what_a_handler_raises_is_no_refusal_once_a_copy_is_queued(seed: int) -> None:
+    """A signal handler may raise what the engine refuses by. Then victims come back only if their bytes are there."""
+    values = {name: number + 4 for number, name in enumerate(keys(*range(8)))}
+    number, point = 1 + seed % 5, True
+    while point:
+        with caches(capacity=2) as (bench, cache):
+            cache.store(keys(0, 1), [3, 4], after=NO_WAIT).wait(10)
+            call = partial(cache.store, keys(4, 5), [7, 8], after=NO_WAIT)
+            outcome = interrupt_at(number, call, ValueError)
+            point = outcome.point is not None
+            bench.engine.drain(10)
+            bytes_are_right(bench, cache, values)
+            cache.store(keys(6, 7), [9, 10], after=NO_WAIT).wait(10)
+            bytes_are_right(bench, cache, values)
+        number += 5
+    assert number > 100
 
 
 def test_an_interrupted_store_keeps_its_slots_until_its_copies_have_ended() -> None:
@@ -317,6 +336,31 @@ def test_a_repair_keeps_a_key_that_was_stored_again_while_its_aborted_store_goes
         cache.check()
 
 
+def test_a_repair_leaves_reservations_and_leases_to_those_who_have_them() -> None:
+    """Open ones stay open; what waits for a copy is settled at its end."""
+    boom: list[str] = []
+    with simulated() as device, rig(device, num_blocks=32, num_slots=4) as bench:
+        cache = BlockCache(bench.engine, policy=raising("lru", boom))
+        cache.store(keys(0), [0]).wait(10)
+        held = bench.stream()
+        gate = bench.gate(held)
+        lease, reservation, filled = cache.acquire(keys(0)), cache.reserve(keys(1)), cache.reserve(keys(2))
+        filled.commit(bench.engine.store([2], filled.slots(), after=held))
+        boom.append("touch")
+        with pytest.raises(LookupError):
+            cache.touch(keys(0))
+        assert cache.status(keys(0, 1, 2)) == [Status.HIT, Status.PENDING, Status.PENDING]
+        assert cache.statistics().pinned == 1
+        gate.open()
+        bench.engine.drain(10)
+        bench.engine.slots[reservation.slots()] = 77
+        reservation.commit()
+        assert cache.lookup(keys(0, 1, 2)) == 3
+        assert not lease.released
+        lease.release()
+        cache.check()
+
+
 def test_a_failed_load_does_not_count_as_loaded() -> None:
     with caches() as (bench, cache):
         cache.store(keys(0, 1), [0, 1]).wait(10)
@@ -327,111 +371,6 @@ def test_a_failed_load_does_not_count_as_loaded() -> None:
             cache.load(keys(0, 1), [8, 9]).wait(10)
         bench.device.simulator.faults.clear()
         assert cache.statistics().loaded == 2
-
-
-def test_a_refused_load_holds_nothing_whatever_else_is_in_flight() -> None:
-    with caches() as (bench, cache):
-        cache.store(keys(0), [0]).wait(10)
-        held = bench.stream()
-        gate = bench.gate(held)
-        bench.engine.load([3], [9], after=held)
-        with pytest.raises(ValueError, match="after"):
-            cache.load(keys(0), [8], after=0xDEAD)
-        assert cache.statistics().pinned == 0
-        gate.open()
-
-
-def test_an_exception_after_a_store_was_queued_brings_no_victim_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a signal handler may raise it. The slot has the new key's bytes by then."""
-    with caches(capacity=1) as (bench, cache):
-        cache.store(keys(0), [0]).wait(10)
-        submit = bench.engine.submit_locked
-
-        def submit_and_raise(*arguments: Any, **options: Any) -> None:
-            submit(*arguments, **options)
-            raise ValueError("out of a signal handler")
-
-        monkeypatch.setattr(bench.engine, "submit_locked", submit_and_raise)
-        with pytest.raises(ValueError, match="signal handler"):
-            cache.store(keys(1), [1])
-        monkeypatch.undo()
-        bench.engine.drain(10)
-        assert cache.lookup_many([keys(0), keys(1)]) == [0, 0]
-        cache.check()
-
-
-def test_a_repair_ends_no_open_reservation_and_no_lease() -> None:
-    boom = ["touch"]
-    index = CacheIndex(4, policy=raising("lru", boom))
-    store(index, keys(0))
-    lease, reservation = index.acquire(keys(0)), index.reserve(keys(1))
-    with pytest.raises(LookupError):
-        index.touch(keys(0))
-    assert index.status(keys(0, 1)) == [Status.HIT, Status.PENDING]
-    assert index.statistics().pinned == 1
-    index.check()
-    reservation.commit()
-    lease.release()
-    assert index.lookup(keys(0, 1)) == 2
-    assert index.statistics().pinned == 0
-
-
-@pytest.mark.parametrize("call", ["load", "reserve_each", "touch", "remove"])
-def test_a_call_that_has_ended_leaves_nothing_to_repair(call: str) -> None:
-    """A repair reads all that a policy knows."""
-    read: list[int] = []
-
-    class Noting(LRU):
-        def __iter__(self) -> Iterator[bytes]:
-            read.append(len(self))
-            return super().__iter__()
-
-    index = CacheIndex(4, policy=Noting())
-    store(index, keys(0, 1))
-    if call == "reserve_each":
-        (record,) = index.reserve_each(keys(2))
-        index.commit_and_hold(record, False)
-        index.reserve_each(keys(3))
-    else:
-        getattr(index, call)(keys(1))
-    assert index.lookup(keys(0)) == 1
-    assert read == []
-
-
-def test_what_no_tier_brought_is_no_failed_store() -> None:
-    index = CacheIndex(4)
-    (record,) = index.reserve_each(keys(2))
-    index.abort_after(record, ())
-    assert (index.statistics().failed, index.lookup(keys(2))) == (0, 0)
-    index.reserve(keys(2)).abort()
-    assert index.statistics().failed == 1
-
-
-def test_keys_are_a_list_of_bytes() -> None:
-    index = CacheIndex(4)
-    for wrong in (b"key", "key"):
-        with pytest.raises(LayoutError, match="keys must be a list of keys, got one"):
-            index.lookup(wrong)  # type: ignore[arg-type]
-
-
-def test_nothing_goes_for_keys_that_find_free_entries() -> None:
-    index = CacheIndex(4, policy="lru")
-    store(index, keys(0))
-    assert [index.next_to_go(count) for count in (0, 1, 3, 4)] == [[], [], [], keys(0)]
-
-
-def test_a_wait_inside_another_call_is_refused() -> None:
-    class Waiting(LRU):
-        def touch(self, names: Sequence[bytes]) -> None:
-            del names
-            lease.wait()
-
-    index = CacheIndex(4, policy=Waiting())
-    store(index, keys(0))
-    lease = index.acquire(keys(0))
-    with pytest.raises(RuntimeError, match=r"wait was called .* in the middle of another call"):
-        index.touch(keys(0))
-    assert index.lookup(keys(0)) == 1
 
 
 def test_a_policy_that_calls_the_cache_is_refused() -> None:

@@ -26,6 +26,7 @@ from kvoffload import (
     Tenant,
 )
 from kvoffload.cache import statistics as recorder
+from kvoffload.cache.entries import EntryTable
 from kvoffload.cache.policies import LRU, POLICIES, Prefix
 from kvoffload.cache.queries import leading
 
@@ -213,23 +214,48 @@ def test_keys_that_lie_apart_or_side_by_side_are_found_alike(seed: int) -> None:
     index.check()
 
 
-def test_many_short_runs_cost_little_more_than_one_long_one() -> None:
-    """A lookup of 16,384 keys takes as many steps as there are runs, not as many as runs times keys."""
+def in_runs_of(length: int) -> tuple[EntryTable, list[bytes]]:
+    """16,384 keys, so many of which have adjacent entries."""
+    index = CacheIndex(1 << 15, policy="lru")
+    wanted = [b"%d" % number for number in range(1 << 14)]
+    for start in range(0, len(wanted), length):
+        for names in (wanted[start : start + length], [b"between-%d" % start]):
+            store(index, names)
+    return index._state.table, wanted
 
-    def steps_of(run: int) -> int:
-        index = CacheIndex(1 << 15, policy="lru")
-        table = index._state.table
-        wanted = [b"%d" % number for number in range(1 << 14)]
-        for start in range(0, len(wanted), run):
-            for names in (wanted[start : start + run], [b"between-%d" % start]):
-                index.reserve(names).commit()
+
+def test_many_short_runs_cost_little_more_than_one_long_one() -> None:
+    """A lookup takes as many steps as there are runs, not as many as runs times keys; below 8 keys no run is sought."""
+
+    def steps_of(length: int) -> int:
+        table, wanted = in_runs_of(length)
         found: list[int] = []
         count = steps(lambda: found.append(leading(table, wanted)))
         assert found == [len(wanted)]
         return count
 
-    together, apart = steps_of(1 << 14), steps_of(8)
+    together, apart, scattered = map(steps_of, (1 << 14, 8, 4))
     assert apart < together + 16 * (1 << 11)
+    assert scattered < 64
+
+
+@pytest.mark.parametrize(("length", "most"), [(1 << 14, 16), (64, 512)])
+def test_of_keys_with_adjacent_entries_few_are_looked_up(length: int, most: int) -> None:
+    class Counting(dict[bytes, int]):
+        asked = 0
+
+        def get(self, key: bytes, default: Any = None) -> Any:
+            self.asked += 1
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            self.asked += 1
+            return super().__contains__(key)
+
+    table, wanted = in_runs_of(length)
+    table.of = counting = Counting(table.of)
+    assert leading(table, wanted) == len(wanted)
+    assert counting.asked <= most
 
 
 # leases
@@ -722,12 +748,37 @@ def test_repr_says_how_it_stands() -> None:
     assert repr(CacheIndex(9)).startswith("CacheIndex(0 of 9 keys, 0 pending, 0 leases; Prefix(")
 
 
+# what is for tiers
+
+
+def test_the_keys_that_go_next_are_those_beyond_what_is_free(index: CacheIndex) -> None:
+    store(index, keys(0))
+    store(index, keys(1))
+    assert [len(index.next_to_go(count)) for count in range(6)] == [0, 0, 0, 1, 2, 2]
+    with index.acquire(keys(0)):
+        assert index.next_to_go(4) == keys(1)
+
+
+def test_a_promotion_that_ends_without_bytes_is_no_failed_store() -> None:
+    """And neither is an aborted reservation whose keys were removed: nothing is told of either."""
+    events: list[CacheEvent] = []
+    index = CacheIndex(4, on_event=events.append)
+    for record in index.reserve_each(keys(0, 1)):
+        index.abort_after(record, ())
+    assert (index.status(keys(0, 1)), events, index.statistics().failed) == ([MISS, MISS], [], 0)
+    reservation = index.reserve(keys(2))
+    index.remove(keys(2))
+    reservation.abort()
+    assert ([event.kind for event in events], index.statistics().failed) == (["removed"], 0)
+    index.check()
+
+
 # bad arguments
 
 
 @pytest.mark.parametrize(
     "given",
-    [b"x", "x", ["x"], [b"x", 1], [bytearray(b"x")], [b"x", None]],
+    [b"x", b"", "x", "", ["x"], [b"x", 1], [bytearray(b"x")], [b"x", None]],
     ids=lambda options: re.sub(r" at 0x\w+", "", repr(options)),
 )
 def test_keys_are_a_list_of_bytes(index: CacheIndex, given: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from counting import steps
 
+from kvoffload import CacheIndex
 from kvoffload.cache.policies import ARC, LRU, POLICIES, S3FIFO, Policy, Protected, make_policy
 
 NAMES = ["lru", "arc", "s3fifo", "prefix"]
@@ -512,6 +514,24 @@ def test_a_policy_is_chosen_by_name(name: str) -> None:
     made, policies = make_policy(name, 8), {str(each): kind for each, kind in POLICIES.items()}
     assert type(made) is policies[name]
     assert make_policy(type(made), 8) is not made
+
+
+@pytest.mark.parametrize("name", ADMITS_ALL)
+def test_a_policy_that_declines_nothing_is_asked_only_where_room_is_missing(name: str) -> None:
+    asked: list[int] = []
+    base: Any = POLICIES[name]  # type: ignore[index]
+
+    class Asked(base):  # type: ignore[misc]
+        def make_room(self, newcomers: Sequence[bytes], room: int, protected: Protected) -> Any:
+            asked.append(room)
+            return super().make_room(newcomers, room, protected)
+
+    index = CacheIndex(4, policy=Asked)
+    for number in range(2):
+        index.reserve(keys(2 * number, 2 * number + 1)).commit()
+    assert asked == []
+    index.reserve(keys(4)).commit()
+    assert asked == [0]
 
 
 def test_what_is_no_policy_is_refused() -> None:

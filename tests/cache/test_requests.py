@@ -239,6 +239,28 @@ def test_the_deepest_keys_of_an_open_request_are_evicted_first(policy: Any, size
     assert index.reserve(keys(100, 101, 102, 103)).evicted == tuple(keys(31, 30, 29, 28))
 
 
+@pytest.mark.parametrize("how", ["store", "load"])
+@pytest.mark.parametrize("policy", WHOLE_ORDER)
+def test_an_open_request_is_as_recent_as_its_latest_piece(policy: Any, how: str) -> None:
+    """With all of its keys, so that what another request has used in between is evicted before any of them."""
+    index = CacheIndex(6, policy=policy)
+
+    def call(*numbers: int, request: CacheRequest) -> None:
+        if how == "store":
+            stored(index, *numbers, request=request)
+        else:
+            index.load(keys(*numbers), request=request)
+
+    if how == "load":
+        for number in (0, 100, 2):
+            stored(index, number, number + 1)
+    request, other = index.open_request(), index.open_request()
+    call(0, 1, request=request)
+    call(100, 101, request=other)
+    call(2, 3, request=request)
+    assert set(index.reserve(keys(200, 201)).evicted) == set(keys(100, 101))
+
+
 def test_prefix_takes_no_piece_for_the_end_of_a_request() -> None:
     """Ends of requests are evicted before the rest: after `end` that is the last key, and before it none."""
     index = CacheIndex(16)
@@ -267,18 +289,6 @@ def test_prefix_has_no_key_twice_when_keys_come_back() -> None:
     order = list(index._state.pools.all[0].policy)
     assert len(order) == len(set(order)) == len(index)
     index.check()
-
-
-@pytest.mark.parametrize("policy", WHOLE_ORDER)
-def test_keys_that_an_open_request_loads_are_as_recent_as_the_latest_of_them(policy: Any) -> None:
-    index = CacheIndex(3, policy=policy)
-    stored(index, 0, 1)
-    stored(index, 100)
-    with index.open_request() as request:
-        index.load(keys(0), request=request)
-        index.load(keys(100))
-        index.load(keys(1), request=request)
-        assert stored(index, 200).evicted == (key(100),)
 
 
 def test_lru_keeps_a_loaded_head_before_the_tail() -> None:

@@ -6,15 +6,15 @@ what follows is looked at more closely.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
+from call_counts import count_calls
 from helpers import Rig, interrupt_call, keys, leaks_of, number_blocks, release, rig, simulated, whole
-from interrupts import Appends, interrupt_at
-from transfers import segments_of
+from interrupts import interrupt_at, trace_points
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Job, TransferError
@@ -167,6 +167,60 @@ def interrupt_a_load(bench: Rig, patch: pytest.MonkeyPatch) -> None:
             bench.engine.load([0], [0], after=NO_WAIT)
 
 
+def test_jobs_behind_an_interrupted_one_are_counted_and_reported() -> None:
+    """Wherever the engine itself was interrupted, which puts the job in flight."""
+
+    def warm(bench: Rig) -> Callable[[], object]:
+        bench.engine.store([1], [1], after=NO_WAIT).wait(10)
+        return partial(bench.engine.store, [1], [1], after=NO_WAIT)
+
+    with rigs() as bench:
+        points = trace_points(warm(bench))
+        bench.engine.drain(10)
+    numbers = [number for number, point in enumerate(points, 1) if point.place.startswith("engine/engine.py")]
+    assert len(numbers) > 10
+    for number in numbers:
+        with rigs() as bench:
+            engine = bench.engine
+            assert interrupt_at(number, warm(bench)).raised
+            jobs = [engine.store([block], [block], after=NO_WAIT) for block in (2, 3)]
+            engine.drain(10)
+            reported = [result.job_id for result in engine.poll()]
+            assert {job.id for job in jobs} <= set(reported), points[number - 1]
+            assert engine.statistics().store.jobs == 1 + len(reported)
+            whole(engine)
+
+
+def test_an_interrupt_is_repaired_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the call that repairs has nothing else to do."""
+    with rigs() as bench:
+        job, stream = bench.engine.store([1], [1], after=NO_WAIT), bench.stream()
+        job.wait(10)
+        interrupt_a_load(bench, monkeypatch)
+        calls = [count_calls(lambda: job.order_before(stream)).functions for _ in range(2)]
+        assert [names.count("engine/tracker.py Tracker.repair") for names in calls] == [1, 0]
+        release(bench)
+
+
+def test_an_interrupted_wait_for_a_failed_transfer_loses_no_event() -> None:
+    """Its submission failed, and so did recording where it ends: a stream that follows it needs another event."""
+    number, point = 1, True
+    while point:
+        with rigs() as bench:
+            engine, held, stream = bench.engine, bench.stream(), bench.stream()
+            gate = bench.gate(held)
+            for nth in (3, 4):
+                bench.device.simulator.faults.fail_call("cuEventRecord", nth)
+            engine.store([1], [1], after=held)
+            assert bench.device.simulator.faults.pending == 0
+            point = interrupt_at(number, lambda: engine.order_all_before(stream)).point is not None  # noqa: B023
+            gate.open()
+            engine.drain(10)
+            whole(engine)
+        number += 1
+    assert number > 10
+
+
 @pytest.mark.parametrize("copier", ["strided", "gather"])
 def test_an_interrupt_leaves_every_transfer_in_flight_what_it_uses(
     copier: CopierName, monkeypatch: pytest.MonkeyPatch
@@ -207,45 +261,4 @@ def test_an_interrupt_frees_no_room_that_is_taken(monkeypatch: pytest.MonkeyPatc
         assert engine.statistics().held == 1
         release(bench)
         assert [int(bench.slot(slot)[0]) for slot in (1, 2, 3)] == [2, 3, 4]
-        whole(engine)
-
-
-def test_an_interrupted_job_leaves_its_number_to_no_later_one() -> None:
-    """Else the later job would count as the one that was interrupted, and never be reported."""
-    with rigs() as bench:
-        engine = bench.engine
-        for number in itertools.count(1):
-            outcome = interrupt_at(number, lambda: engine.store([2], [2], after=NO_WAIT), points=Appends())
-            engine.drain(5)
-            engine.poll()
-            later = engine.store([3], [3], after=NO_WAIT)
-            engine.drain(5)
-            assert [result.job_id for result in engine.poll()] == [later.id], outcome.point
-            assert engine.submitted == engine.statistics().store.jobs
-            if outcome.point is None:
-                break
-        assert number > 1
-        whole(engine)
-
-
-def test_an_interrupt_while_a_stream_is_made_to_wait_loses_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what a failed store has queued without an event behind it, which gets one when something has to wait."""
-    with rigs() as bench:
-        engine, held = bench.engine, bench.stream()
-        gate, faults = bench.gate(held), bench.device.simulator.faults
-        engine.store([9], [9], after=NO_WAIT, copier="loop").wait(10)
-        recorded = faults.call_count["cuEventRecord"]
-        engine.store([9], [9], after=held, copier="loop")
-        recorded = faults.call_count["cuEventRecord"] - recorded
-        faults.fail_call("cuMemcpyAsync", nth=6)
-        faults.fail_call("cuEventRecord", nth=recorded)
-        failed = engine.store([1, 2, 3], [1, 2, 3], after=held, copier="loop")
-        assert failed.error is not None
-        assert [segment.event for segment in segments_of(failed)] == [None]
-        with monkeypatch.context() as once:
-            interrupt_call(once, type(bench.device.driver), "event_record")
-            with pytest.raises(KeyboardInterrupt):
-                engine.order_all_before(bench.stream())
-        gate.open()
-        engine.drain(10)
         whole(engine)

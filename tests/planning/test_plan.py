@@ -291,17 +291,6 @@ def test_pitfall_10_the_path_follows_the_operation_and_not_the_size_of_a_block()
     assert row_count(made) == 160 * len(made)
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_a_cut_has_exactly_the_operations_between(count: int) -> None:
-    addresses = np.arange(count, dtype=np.uint64) * np.uint64(64)
-    one = np.ones(1, dtype=np.uint64)
-    plan = TransferPlan(Direction.STORE, addresses, addresses + np.uint64(1 << 20), one * 64, one, one * 64, one * 64)
-    for start in range(count):
-        for stop in range(start + 1, count + 2):
-            expected = addresses[start:stop].tolist()
-            assert plan.cut(start, stop).device_address.tolist() == expected
-
-
 def test_parts_share_memory_and_add_up() -> None:
     whole = block_plan(layout_of([MIB, 2 * MIB, 9 * MIB], blocks_per_slot=2), range(7), range(4)).operations()
     parts = [whole.cut(start, start + 3) for start in range(0, len(whole), 3)]
@@ -310,6 +299,7 @@ def test_parts_share_memory_and_add_up() -> None:
     assert np.concatenate([part.source for part in parts]).tolist() == whole.source.tolist()
     assert np.shares_memory(parts[1].source, whole.source)
     assert whole.cut(0, len(whole)) is whole
+    assert [len(whole.cut(0, stop)) for stop in range(len(whole) + 1)] == list(range(len(whole) + 1))
 
 
 @pytest.mark.parametrize("factor", [1, 2])
@@ -324,6 +314,7 @@ def test_parts_of_blocks_share_memory_and_add_up(factor: int) -> None:
     flat = [row for part in parts for row in pages(part.operations())]
     assert sorted(flat) == sorted(pages(whole.operations()))
     assert whole.cut(0, len(whole)) is whole
+    assert [len(whole.cut(0, stop)) for stop in range(len(whole) + 1)] == list(range(len(whole) + 1))
 
 
 def pages(made: TransferPlan) -> list[tuple[int, int]]:

@@ -226,20 +226,24 @@ def test_a_captured_stream_of_the_last_device_refuses_for_all(two: Machine) -> N
     two.whole()
 
 
-def test_order_before_puts_nothing_into_the_capture_of_a_stream(two: Machine) -> None:
-    streams = two.one_each()
+def test_a_captured_stream_of_the_last_device_is_refused_before_any_stream_waits(two: Machine) -> None:
+    streams, held, marker = two.one_each(), two.stream(0), two.marker(0)
+    gate = two.hold(0, held)
+    job = two.engine.store([1], [1], after=[held, NO_WAIT])
     simulator: Any = two.simulator
-    job = two.engine.store([1], [1], after=NO_WAIT)
     with two.devices[1].current():
         simulator.cuStreamBeginCapture(streams[1], 2)
-    simulator.faults.calls = []
-    with pytest.raises(TransferError, match="captur"):
+    with pytest.raises(TransferError, match=r"streams\[1\].*captur"):
         job.order_before(streams)
-    events = [call for call in simulator.faults.calls if call[0] == "cuEventRecord"]
     with two.devices[1].current():
         simulator.cuStreamEndCapture(streams[1])
+    two.fill(0, marker, 9, streams[0])
+    two.settle()
+    assert not job.done
+    assert (marker.to_numpy() == 9).all(), "the stream of the first device waits for nothing"
+    gate.open()
     job.wait(10)
-    assert len(events) == 1, "on the stream of the first device"
+    two.whole()
 
 
 @pytest.mark.parametrize("streams", [5, [1], [1, 1, 1], [1, None]])

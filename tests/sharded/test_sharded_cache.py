@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from sharding import Machine, machine
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CapacityError, KVLayout, LayoutError, ShardedEngine, TransferError
-from kvoffload.cache.policies import LRU
 
 COUNTS = (2, 4, 2)
 DEVICES = range(len(COUNTS))
@@ -245,18 +244,3 @@ def test_a_key_is_visible_when_all_devices_have_its_bytes(three: Machine, held: 
             lease.wait(0.01)
         let_run(three)
     assert cache.lookup([b"one"]) == 1
-
-
-def test_a_submission_inside_another_call_is_refused() -> None:
-    with machine((2, 3)) as made:
-
-        class Storing(LRU):
-            def touch(self, names: Sequence[bytes]) -> None:
-                del names
-                made.engine.store([1], [1], after=NO_WAIT)
-
-        cache = BlockCache(made.engine, policy=Storing())
-        cache.store([b"key"], [0], after=NO_WAIT).wait(10)
-        with pytest.raises(RuntimeError, match=r"a submission was called .* in the middle of another call"):
-            cache.touch([b"key"])
-        assert cache.lookup([b"key"]) == 1

@@ -245,8 +245,6 @@ class Prefix(Policy):
             displaced_worth = -1.0 if head is None else self._model.worth(head.run.kind, self._now - head.run.time)
             while admitted and worths[admitted - 1] <= displaced_worth and admitted - room > len(victims):
                 admitted -= 1
-            if admitted - room <= len(victims):
-                break
             if head is None:
                 return None
             victims += head.take(admitted - room - len(victims))
