@@ -102,7 +102,9 @@ class Callbacks:
                 if not self._waiting:
                     self._thread = None
                     return
-            ended = [entry for entry in list(self._waiting) if _has_ended(entry[0])]
+            waiting = list(self._waiting)
+            known = [_has_ended(entry[0]) for entry in waiting]  # asking for one may find the end of one before it
+            ended = [entry for entry, over in zip(waiting, known, strict=True) if over or entry[0].finished]
             for entry in ended:
                 self._waiting.remove(entry)
                 try:

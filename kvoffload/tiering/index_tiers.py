@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from kvoffload.cache.entries import Status, check_keys
@@ -125,7 +126,8 @@ class IndexTiers:
         tiers = self.manager.tiers
         missing = [position for position, place in enumerate(places) if place is MISSING]
         for below in tiers:
-            found = below.has([checked[position] for position in missing]) if missing else []
+            wanted = [checked[position] for position in missing]
+            found = self.manager.calling_tiers(partial(below.has, wanted)) if missing else []
             for position, has in zip(missing, found, strict=True):
                 if has:
                     places[position] = below.tier.name
@@ -152,12 +154,12 @@ class IndexTiers:
         self._index._state.pools.of(tenant)
         check_open()
         until = None if deadline is None else time.monotonic() + deadline
-        record = PromotionRecord(checked, tenant, until, self._index.lock, counted=counted)
+        record = PromotionRecord(checked, tenant, until, self.manager.refuse_nested, counted=counted)
         self.manager.promote(record)
         return record
 
     def statistics(self) -> list[CacheTierStatistics]:
-        return [below.statistics() for below in self.manager.tiers]
+        return self.manager.calling_tiers(lambda: [below.statistics() for below in self.manager.tiers])
 
     def remove(self, keys: Sequence[bytes], here: Callable[[], int]) -> int:
         """Have tiers lose these keys, and the index by `here`; returns what that returns. See `TieredCache.remove`."""
@@ -173,7 +175,8 @@ class IndexTiers:
         try:
             self.manager.begin_removal(removal)
             count = here()
-            wrong = _failed_removals(below, [each.tier for each in self.manager.tiers])
+            tiers = [each.tier for each in self.manager.tiers]
+            wrong = self.manager.calling_tiers(lambda: _failed_removals(below, tiers))
         finally:
             self.manager.end_removal(removal)
         if wrong:

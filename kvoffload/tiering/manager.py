@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
@@ -20,7 +21,7 @@ from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.callbacks import Callbacks, WhenDone
 from kvoffload.internal.checks import as_timeout, shown, to_wait
 from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import refuse_nested
+from kvoffload.internal.nesting import raise_nested, refuse_nested
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiering.below import TierBelow
 from kvoffload.tiering.breaker import BreakerState
@@ -38,6 +39,8 @@ _SLEEP_OF_GARBAGE = 0.2  # between looks whether calls have returned, when there
 MOST_MESSAGES = 1 << 16  # what is left for the thread beyond may be lost
 _MOST_AHEAD = 256  # keys that are looked at before they are evicted
 _MOST_ENDED = 256  # requests that wait for their stores
+
+_R = TypeVar("_R")
 
 Message = PromotionRecord | ChainedLoad | CacheEvent | tuple[bytes, ...]
 """A promotion to begin, a load to chain, what happened in the cache, or the keys of a request that has ended."""
@@ -87,6 +90,7 @@ class TierManager:
         self.tiers = [TierBelow(tier, hung) for tier in tiers]
         self.closed = False
         self._lock = threading.RLock()
+        self._calling: set[int] = set()  # threads of callers that are in a call of a tier
         self._recorder = index._state.recorder
         self._choice = choice
         self._settle, self._submit = settle, submit
@@ -115,7 +119,7 @@ class TierManager:
 
     def promote(self, record: PromotionRecord) -> None:
         """End a promotion at once, or have the thread take it up."""
-        if not self._promoter.ends_at_once(record):
+        if not self.calling_tiers(lambda: self._promoter.ends_at_once(record)):
             self.post(record)
 
     def post(self, message: Message) -> None:
@@ -283,8 +287,7 @@ class TierManager:
             wait_until(written, left(), "writing to tiers")
         except TimeoutError:
             return False
-        drained = [_drained(below.tier, left()) for below in self.tiers]
-        return all(drained)
+        return all(self.calling_tiers(lambda: [_drained(below.tier, left()) for below in self.tiers]))
 
     def close(self, timeout: float) -> bool:
         """End the thread and close the tiers; whether no call of a tier goes on."""
@@ -292,7 +295,8 @@ class TierManager:
         end = time.monotonic() + to_wait("timeout", timeout)
         self.closed = True
         self.wake()
-        ended = [_closed(below.tier, max(0.0, end - time.monotonic())) for below in self.tiers]
+        tiers = [below.tier for below in self.tiers]
+        ended = self.calling_tiers(lambda: [_closed(tier, max(0.0, end - time.monotonic())) for tier in tiers])
         self.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(max(_AFTER_ERROR, end - time.monotonic()))
@@ -300,9 +304,22 @@ class TierManager:
         return all(ended) and not self.busy
 
     def refuse_nested(self, call: str) -> None:
-        """Raise RuntimeError inside another call: the thread of the tiers may be waiting for what that call holds."""
+        """Raise RuntimeError inside another call: the tiers' threads may be waiting for what that call holds."""
         refuse_nested(self._index.lock, call)
         refuse_nested(self._lock, call)
+        if threading.get_ident() in self._calling:
+            raise_nested(call)
+
+    def calling_tiers(self, call: Callable[[], _R]) -> _R:
+        """Make a call that enters tiers, which may hold locks of theirs there."""
+        thread = threading.get_ident()
+        inside = thread in self._calling
+        try:
+            self._calling.add(thread)
+            return call()
+        finally:
+            if not inside:
+                self._calling.discard(thread)
 
     def _abandon(self) -> None:
         self._end_messages()

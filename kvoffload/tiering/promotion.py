@@ -11,7 +11,6 @@ from kvoffload.cache.entries import ReservationRecord
 from kvoffload.cache.reservations import CacheJob, Lease
 from kvoffload.engine.callbacks import Waitable, WhenDone
 from kvoffload.errors import ClosedError
-from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiering.below import TierBelow
@@ -87,7 +86,7 @@ class PromotionRecord:
         fetches: the tiers' jobs.
         leases: hold the entries of keys that have come, or were there.
         brought: how many of the leased entries tiers have filled.
-        lock: the index's.
+        refuse_nested: raises RuntimeError inside another call, in which nothing may be waited for.
         tiers: names of the tiers that have brought keys, by position.
         counted: whether it counts as a lookup of its keys once it has ended.
         ended: whether `ready` is final.
@@ -97,9 +96,15 @@ class PromotionRecord:
     """
 
     def __init__(
-        self, keys: list[bytes], tenant: str, deadline: float | None, lock: threading.RLock, *, counted: bool = True
+        self,
+        keys: list[bytes],
+        tenant: str,
+        deadline: float | None,
+        refuse_nested: Callable[[str], None],
+        *,
+        counted: bool = True,
     ) -> None:
-        self.lock = lock
+        self.refuse_nested = refuse_nested
         self.keys, self.tenant, self.deadline, self.counted = keys, tenant, deadline, counted
         self.tiers: dict[int, str] = {}
         self.here = bytearray(len(keys))
@@ -190,7 +195,7 @@ class IndexPromotion(Waitable[int]):
         Raises:
             TimeoutError: `timeout` seconds have passed; it goes on.
         """
-        refuse_nested(self._record.lock, "wait")
+        self._record.refuse_nested("wait")
         wait_until(lambda: self._record.ended, timeout, f"a promotion of {len(self.keys)} keys")
         return self._record.ready
 
@@ -297,7 +302,7 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
             TimeoutError: `timeout` seconds have passed, for each of the two; they go on.
         """
         if self._promotion is not None:
-            refuse_nested(self._promotion.lock, "wait")
+            self._promotion.refuse_nested("wait")
         wait_until(lambda: self.submitted, timeout, "a promotion with a load behind it")
         if self.error is not None:
             raise self.error

@@ -262,3 +262,5 @@ def install() -> None:
         for end in range(1, len(parts) + 1):
             sys.modules.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
         vars(sys.modules[name]).update(contents)
+        if len(parts) > 1:  # `import a.b` finds b in sys.modules and looks it up in a
+            setattr(sys.modules[".".join(parts[:-1])], parts[-1], sys.modules[name])

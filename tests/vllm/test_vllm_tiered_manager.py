@@ -175,9 +175,9 @@ def test_the_promotions_of_a_request_share_one_deadline(monkeypatch: pytest.Monk
     """What it asks for in a later step has what is left of its time; after that nothing more is asked for."""
     tier, promote, given = FaultyTier(), TieredIndex.promote, []
 
-    def noted(index: TieredIndex, *arguments: Any, deadline: float) -> Any:
+    def noted(index: TieredIndex, *arguments: Any, deadline: float, **options: Any) -> Any:
         given.append(deadline)
-        return promote(index, *arguments, deadline=deadline)
+        return promote(index, *arguments, deadline=deadline, **options)
 
     monkeypatch.setattr(TieredIndex, "promote", noted)
     with host(tier, seconds=1.0) as bench:
