@@ -67,7 +67,8 @@ class OffloadEngine(TransferPreparation):
 
     Attributes:
         layout, device, num_slots, sm_limit, prefer, profile, max_in_flight: as given.
-        lock: guards the engine; a BlockCache on it shares it. Take it with `with` alone.
+        lock: guards the engine; a BlockCache on it shares it. Take it with `with` alone. Inside, calls are refused or
+            answered as inside any call of the engine.
         number: no two engines of a process have the same.
 
     Raises:

@@ -56,7 +56,7 @@ class ShardedEngine(ShardedLifecycle):
     Attributes:
         layout: the ShardedLayout.
         devices, num_slots, max_in_flight: as given.
-        lock: guards all devices' engines; a BlockCache on this one shares it. Take it with `with` alone.
+        lock: guards all devices' engines; as that of `OffloadEngine`.
 
     Raises:
         LayoutError: layouts that do not agree, see `ShardedLayout`; or as `OffloadEngine`.

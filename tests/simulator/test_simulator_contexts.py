@@ -72,6 +72,7 @@ def test_streams_and_events_of_two_contexts_do_not_mix(program: Program) -> None
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork")  # where another test of this process has loaded JAX
 def test_a_forked_child_gets_errors_and_no_deadlock(program: Program) -> None:
     with program.sim.lock:
         child = os.fork()

@@ -80,7 +80,8 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_defect_is_found(defect: str, tmp_path: Path) -> None:
+def test_a_defect_is_found(defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVOFFLOAD_TEST_SEED", raising=False)  # shown by one of these seeds; others may need more runs
     seed = seed_that_shows(replace(DEFECTS[defect], spec=("vllm_faults", defect)), tmp_path)
     print(defect, "shows with seed", seed)
     assert seed is not None
