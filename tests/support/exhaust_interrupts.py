@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -71,16 +73,18 @@ def units_of(
     ]
 
 
-def work_off(units: Sequence[Unit], jobs: int = 1) -> dict[str, Tally]:
-    """Try all of them in `jobs` processes; what came of it by scenario."""
+def work_off(units: Sequence[Unit], jobs: int = 1, seconds: float = float("inf")) -> dict[str, Tally]:
+    """Try all that can be begun within `seconds`, in `jobs` processes; what came of it by scenario."""
     tallies: dict[str, Tally] = defaultdict(Tally)
     lock, queue = threading.Lock(), list(units)
+    end = time.monotonic() + seconds
+    share = max(1, len(units) // (jobs * (4 if seconds == float("inf") else 32)))  # of a process, which takes a second
 
     def feed() -> None:
         while True:
             with lock:
-                mine = [queue.pop(0) for _ in range(min(len(queue), max(1, len(units) // (jobs * 4))))]
-            if not mine:
+                mine = [queue.pop(0) for _ in range(min(len(queue), share))]
+            if not mine or time.monotonic() > end:
                 return
             _work_off(mine, tallies, lock)
 
@@ -178,6 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", type=int, default=0, help="points of each scenario, policy and mode; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after so many")
     parser.add_argument("--number", type=int, help="try this point alone, in this process")
     parser.add_argument("--list", action="store_true", help="print the names of the scenarios")
     parser.add_argument("--examples", type=int, default=3, help="failures shown of each scenario")
@@ -189,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.number is not None:
         return max(_show(unit, options.number) for unit in units)
-    tallies = work_off(units, options.jobs)
+    if options.sample:
+        random.Random(options.seed).shuffle(units)  # so that what fits into --seconds is of all kinds
+    tallies = work_off(units, options.jobs, options.seconds)
     for tally in tallies.values():
         print(*tally.examples[: options.examples], sep="\n", end="\n" if tally.examples else "")
     print(table(tallies))
