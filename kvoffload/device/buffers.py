@@ -247,7 +247,7 @@ class DeviceArray:
         wait_stream = busy[0].wait_stream()
         for engine in busy:
             engine.order_all_before(wait_stream)
-        return wait_stream
+        return wait_stream if any(engine.in_flight for engine in busy) else None
 
     def __repr__(self) -> str:
         return f"DeviceArray({self.shape}, {self.dtype}, {self.address:#x})"

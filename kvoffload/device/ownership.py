@@ -24,6 +24,7 @@ from typing import Any
 from kvoffload.device.current import Current, make_current
 from kvoffload.driver import Driver
 from kvoffload.errors import DriverError
+from kvoffload.internal.nesting import refuse_nested
 
 
 class Watch(weakref.ref[Any]):
@@ -60,9 +61,11 @@ class Resource:
 
         Raises:
             DriverError: a call failed. The resource stays registered; call `free` again for the rest.
+            RuntimeError: it is called while it runs, in the same thread: what it frees would be freed twice.
         """
         if self._resources.foreign:
             return
+        refuse_nested(self._lock, "close")
         with self._lock:
             if self in self._resources.registered:
                 self._release()

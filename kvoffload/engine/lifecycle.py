@@ -274,6 +274,8 @@ class EngineLifecycle(EngineForIntegrations):
                 self._repair()
                 if raise_error and transfer.error is not None:
                     raise TransferError(*transfer.error.args) from transfer.error.__cause__
+                if self._closed:  # so the transfer has ended, and `stream` may be the engine's own
+                    return
                 self._parts.tracker.check_alive()
                 self._parts.order.wait_for(transfer, stream, part)
         except DriverError as error:

@@ -51,6 +51,8 @@ class Shard(OffloadEngine):
         in_flight = self._parts.in_flight
         markers = in_flight.markers
         with self.device.current(), self.lock:
+            if self._closed:  # so the transfer has ended, and nothing waits for it
+                return
             self._repair()
             refuse_capturing(self._driver, stream, name)
             in_flight.consistent = False
