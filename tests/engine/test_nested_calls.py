@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from helpers import Rig, keys, rig, simulated
+from interrupts import call_at
 from sharding import machine
 from tiering import Bench, tiered
 from tiering import keys as tier_keys
@@ -290,6 +291,26 @@ def test_a_finalizer_that_asks_for_a_job_ends_no_other(bench: Rig) -> None:
     bench.engine.poll()
     assert (stored.jobs[0].finished, waiting.jobs[0].finished) == (True, False)
     assert cache.status(keys(0, 1)) == [Status.HIT, Status.PENDING]
+
+
+def test_close_inside_close_frees_nothing_twice(bench: Rig) -> None:
+    for number in range(1, 300, 9):
+        engine = kvoffload.OffloadEngine(bench.engine.layout, device=bench.device, num_slots=2, sm_limit=0)
+        engine.store([1], [1], after=NO_WAIT)
+        refused: list[str] = []
+
+        def again(engine: kvoffload.OffloadEngine = engine, refused: list[str] = refused) -> None:
+            try:
+                engine.close(SECONDS)
+            except RuntimeError as refusal:
+                refused.append(str(refusal))
+
+        outcome, error = call_at(number, engine.close, again)
+        assert error is None, outcome
+        assert all(REFUSED in text for text in refused)
+        engine.close(SECONDS)
+        assert engine.closed
+    assert not bench.device.simulator.violations
 
 
 # done callbacks

@@ -32,6 +32,7 @@ from interrupt_world import POLICIES
 from interrupts import Methods, Outcome, Points, Signals, call_at, in_finalizer, interrupt_at
 
 import kvoffload
+from kvoffload import KVOffloadError
 from kvoffload.cache import policies
 from kvoffload.cache.policies import Policy
 
@@ -110,7 +111,10 @@ def attempt(unit: Unit, number: int, points: Points) -> Trial:
 def _attempt_nested(unit: Unit, number: int, world: Any) -> Trial:
     """Make another call at that point of the scenario's."""
     nested = nested_calls.Nested(world, unit.mode.removeprefix(NESTED))
-    call: Any = SCENARIOS[unit.scenario].prepare(world)
+    try:
+        call: Any = SCENARIOS[unit.scenario].prepare(world)
+    except KVOffloadError:  # the nested call's handles leave no room for it
+        return Trial(Outcome(None, "", False), [], [])
     kvoffload.set_tracer(nested_calls.Tracer())
     try:
         outcome, error = call_at(number, call, nested) if nested.exists else (Outcome(None, "", False), None)
