@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from kvoffload.device.streams import NO_WAIT, NoWait, refuse_capturing, stream_handle
 from kvoffload.driver import Driver
 from kvoffload.driver.core import DISABLE_TIMING, LEGACY_STREAM, NON_BLOCKING
-from kvoffload.errors import CapacityError
+from kvoffload.errors import CapacityError, ClosedError
 from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import GpuArray, StreamLike
 from kvoffload.layout.dlpack import CPU, CUDA_HOST
@@ -110,6 +110,7 @@ class WaitStreams:
         self._users: dict[int, weakref.ref[Followed]] = {}
         self._event: list[int] = []  # one, once a stream has been followed
         self._exported: list[int] = []  # one, once it was asked for
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._handles) + len(self._exported)
@@ -142,6 +143,8 @@ class WaitStreams:
         """A stream for importers of our memory to wait for. It is made to wait for transfers, and for nothing else."""
         refuse_nested(self._lock, "wait_stream")
         with self._lock:
+            if self._closed:
+                raise ClosedError("the engine was closed while its memory was exported; export it again")
             if not self._exported:
                 self._driver.create("cuStreamCreateWithPriority", self._exported, NON_BLOCKING, self._priority)
             return int(self._exported[0])
@@ -199,6 +202,8 @@ class WaitStreams:
 
     def close(self) -> None:
         """Destroy the streams; nothing may wait on them. If it is interrupted, call it again."""
+        refuse_nested(self._lock, "close")
+        self._closed = True
         self._users.clear()
         self._driver.destroy("cuStreamDestroy", self._handles)
         self._driver.destroy("cuStreamDestroy", self._exported)
