@@ -19,8 +19,8 @@ import pytest
 from helpers import Rig, keys, rig, simulated
 from interrupts import call_at
 from sharding import machine
-from tiering import Bench, tiered
 from tiering import keys as tier_keys
+from tiering import tiered
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CacheIndex, DriverError, Job, Status
@@ -200,16 +200,10 @@ def test_tiers_refuse_before_they_take_a_lock_of_theirs() -> None:
             "drain": lambda: bench.cache.drain(SECONDS),
             "close": bench.cache.close,
         }
-        with _manager_waits(bench), each_refused(bench.engine.lock, calls):
+        bench.cache.touch(tier_keys([0]))  # the thread of the tiers looks, and may wait for the lock meanwhile
+        with each_refused(bench.engine.lock, calls):
             assert bench.cache.locate(tier_keys([0])) == ["host"]
         promotion.release()
-
-
-@contextmanager
-def _manager_waits(bench: Bench) -> Iterator[None]:
-    """The thread of the tiers is made to look, so that it comes to wait for the lock of the engine."""
-    bench.cache.touch(tier_keys([0]))
-    yield
 
 
 def test_a_policy_is_refused_also_where_a_handler_is_answered() -> None:
