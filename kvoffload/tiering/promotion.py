@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -92,7 +93,7 @@ class PromotionRecord:
         ended: whether `ready` is final.
         cancelled: whether the caller wants no more.
         released: whether nothing more is to be leased.
-        loads: chained to it, and not submitted yet.
+        loads: chained to it, and not submitted yet; weak, so that one whose call was interrupted holds nothing.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class PromotionRecord:
         self.awaited: list[int] = []
         self.fetches: list[Fetch] = []
         self.leases: list[Lease] = []
-        self.loads: list[ChainedLoad] = []
+        self.loads = weakref.WeakSet[ChainedLoad]()
         self.ended = False
         self.cancelled = self.released = False
 
@@ -331,6 +332,5 @@ class ChainedLoad(Waitable[tuple[bytes, ...]]):
             self.error = error
         self._promotion, self._load = None, ([], None, None)
         self.submitted = True
-        if self in record.loads:
-            record.loads.remove(self)
+        record.loads.discard(self)
         record.release_leases()

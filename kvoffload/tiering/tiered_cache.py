@@ -221,7 +221,7 @@ class TieredCache(BlockCache[EngineT]):
             self._check_parts(parts)
         self._check_tiers_open()
         chained = ChainedLoad(record, per_group, self.engine.resolve(after), parts, self._manager.when_done)
-        record.loads.append(chained)
+        record.loads.add(chained)
         self._manager.post(chained)
         return chained
 
