@@ -36,7 +36,9 @@ LAZY_ONLY = {
 }
 NEVER = {"torch", "ctypes", "cffi"}
 IN_VLLM = {"vllm"}  # that only `kvoffload/vllm` imports
-FILE_LINES, FUNCTION_LINES = 400, 50
+# One class, one file: a class that is cut over files by inheritance is harder to read than a long file. A function fits
+# a screen; it is not cut into helpers that are called once to make it shorter.
+FILE_LINES, FUNCTION_LINES = 600, 60
 
 
 def test_every_folder_has_its_floor_and_every_floor_its_folder() -> None:

@@ -1,4 +1,4 @@
-"""What importing costs, and what is public. The rules of the source: `test_floors.py`, `test_words.py`."""
+"""What importing costs, and what is public. The rules of the source: `test_floors.py`."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
-"""The package's source, read: its files, what they import and on which floor, and the words in them."""
+"""The package's source, read: its files, what they import and on which floor."""
 
 from __future__ import annotations
 
 import ast
-import io
-import re
-import tokenize
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -179,81 +175,3 @@ def edges_between_files() -> dict[Path, set[Path]]:
             edges[each.path].add(target)
             edges[target] |= set()
     return edges
-
-
-# words ----------------------------------------------------------------------------------------------------------------
-
-
-class Word(NamedTuple):
-    """A name or a text of the package: file, line, and the text itself."""
-
-    path: Path
-    line: int
-    text: str
-
-
-@cache
-def identifiers() -> tuple[Word, ...]:
-    """Names of modules, classes, functions, arguments, attributes, variables, as often as they are used."""
-    return tuple(_identifiers())
-
-
-def _identifiers() -> Iterator[Word]:
-    for path in sources():
-        for part in path.relative_to(ROOT).with_suffix("").parts:
-            yield Word(path, 1, part)
-        for node in ast.walk(tree(path)):
-            line = getattr(node, "lineno", 1)
-            for name in _names(node):
-                yield Word(path, line, name)
-
-
-def _names(node: ast.AST) -> Iterable[str]:
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return [node.name]
-    if isinstance(node, ast.Attribute):
-        return [node.attr]
-    if isinstance(node, ast.Name):
-        return [node.id]
-    if isinstance(node, ast.arg):
-        return [node.arg]
-    if isinstance(node, ast.keyword) and node.arg:
-        return [node.arg]
-    return []
-
-
-@cache
-def words_of(identifier: str) -> tuple[str, ...]:
-    """`FlightDeck` and `flight_deck`: flight, deck."""
-    return tuple(re.findall(r"[a-z]+|[0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", identifier).lower()))
-
-
-@cache
-def prose() -> tuple[Word, ...]:
-    """Docstrings, comments, and the texts of messages."""
-    return tuple(_prose())
-
-
-def _prose() -> Iterator[Word]:
-    for path in sources():
-        text = path.read_text()
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT:
-                yield Word(path, token.start[0], token.string)
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                for offset, line in enumerate(node.value.splitlines()):
-                    yield Word(path, node.lineno + offset, line)
-
-
-def table_of(offenders: Iterable[Word]) -> str:
-    """A line for each folder: how many, and the most frequent texts."""
-    by_folder: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for word in offenders:
-        by_folder[folder_of(word.path)][word.text] += 1
-    lines = []
-    for folder, counts in sorted(by_folder.items()):
-        ranked = sorted(counts.items(), key=lambda item: -item[1])
-        shown = ", ".join(f"{text} {count}" for text, count in ranked[:12])
-        lines.append(f"{folder:14} {sum(counts.values()):5}  {shown}")
-    return "\n".join(lines)
