@@ -1,7 +1,7 @@
 """An open device: its context, what is allocated in it, and how all of it is freed, whatever was interrupted.
 
 open_device, Device         a GPU, or a simulated one                                    device.py
-DeviceContext, Current      its context, and the context current in a `with`             context.py, current.py
+Current                     its context, current in a `with`                             current.py
 DeviceBuffer, DeviceArray   GPU memory that the device frees                             buffers.py
 PinnedMemory                pinned host memory as numpy arrays                           pinned.py
 HostMemory                  slots in host memory that the caller brings                  host_memory.py

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.device.context import DeviceContext, DeviceUser
+from kvoffload.device.ownership import DeviceUser, OpenDevice
 from kvoffload.device.streams import stream_handle
 from kvoffload.driver import Driver, address_of
 from kvoffload.driver.core import LEGACY_STREAM
@@ -38,7 +38,7 @@ class DeviceBuffer:
         nbytes: exactly as many as asked for.
     """
 
-    def __init__(self, device: DeviceContext, nbytes: int) -> None:
+    def __init__(self, device: OpenDevice, nbytes: int) -> None:
         addresses: list[Any] = []  # the truth about what must be freed
         self.device = device
         self.nbytes = nbytes
