@@ -8,6 +8,5 @@ HostMemory                  slots in host memory that the caller brings         
 SharedSlots                 such slots in memory that processes share                    shared_slots.py
 Resource, DeviceResources   driver objects, freed exactly once                           ownership.py
 Lane, EventPool             streams of a lane, pools of events, other programs' streams  streams.py
-AllocationFinder            in which driver allocation planes are                        allocations.py
-device_of                   on which GPU a pointer's memory is                           placement.py
+AllocationFinder            in which driver allocation planes are, and on which GPU      allocations.py
 """

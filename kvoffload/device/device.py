@@ -136,6 +136,7 @@ class Device:
         context: the handle of its CUDA context; `with device.current():` makes it the calling thread's.
         driver: for tests and for programs that want calls of their own.
         simulator: its `SimulatedDriver`, which has the functions of `cuda.bindings.driver` and more; None on a GPU.
+        closed: whether `close` has ended.
         lifecycle: held while an engine is constructed or closed, and while the device closes.
     """
 
@@ -148,7 +149,7 @@ class Device:
         self.simulator: Any = driver.api if driver.simulated else None
         self.lifecycle = threading.RLock()
         self._device_count = device_count
-        self._closed = False
+        self.closed = False
         self._users: list[weakref.ref[DeviceUser]] = []
         handle = int(driver.call("cuDeviceGet", index))
         self._resources = resources = DeviceResources(driver, handle)
@@ -241,19 +242,11 @@ class Device:
             LayoutError: `block_bytes`, `num_blocks` or `block_stride`; as `Plane`.
         """
         count = at_least("count", count, 1)
-        span = Plane(1, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride).span_bytes
+        plane = partial(Plane, block_bytes=block_bytes, num_blocks=num_blocks, block_stride=block_stride)
+        span = plane(1).span_bytes
         pitch = -(-span // _ALLOCATION_ALIGNMENT) * _ALLOCATION_ALIGNMENT
         slab = self.allocate(pitch * (count - 1) + span)
-        return [
-            Plane(
-                slab.address + index * pitch,
-                block_bytes=block_bytes,
-                num_blocks=num_blocks,
-                block_stride=block_stride,
-                owner=slab,
-            )
-            for index in range(count)
-        ]
+        return [plane(slab.address + index * pitch, owner=slab) for index in range(count)]
 
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         """An uninitialised C-contiguous array in one driver allocation, for other libraries to take without a copy.
@@ -336,7 +329,7 @@ class Device:
         Raises:
             ClosedError: the device is closed, or this is a forked child.
         """
-        if self._closed or os.getpid() != self._process:
+        if self.closed or os.getpid() != self._process:
             self.check_open()
         current = Current()  # `make_current`, without the call: this is on the path of every transfer
         current.driver = self.driver
@@ -346,7 +339,7 @@ class Device:
 
     def check_open(self) -> None:
         """Raise ClosedError if the device is closed, or in a forked child."""
-        if self._closed:
+        if self.closed:
             raise ClosedError(
                 f"{self.name} (device {self.index}) is closed and its memory is freed; open it again with open_device()"
             )
@@ -364,10 +357,6 @@ class Device:
     def foreign(self) -> bool:
         """Whether this process is a forked child of the one that opened the device."""
         return os.getpid() != self._process
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     # resources --------------------------------------------------------------------------------------------------------
 
@@ -441,7 +430,19 @@ class Device:
             ClosedError: in a forked child, where a thread of the parent may seem to hold it for ever.
         """
         self.check_process()
-        if timeout is not None and not _was_free(self.lifecycle, min(max(0.0, timeout), threading.TIMEOUT_MAX)):
+        if timeout is None:
+            return
+        # CPython runs no signal handler between the end of an `__enter__` that is a C function and the body of its
+        # `with`. A `partial` of a C function is one, and on a class of its own it is not bound to the instance.
+        acquire = partial(self.lifecycle.acquire, True, min(max(0.0, timeout), threading.TIMEOUT_MAX))
+        attempt: Any = type("Attempt", (), {"__enter__": acquire, "__exit__": self.lifecycle.__exit__})()
+        acquired = False
+        try:
+            with attempt as acquired:
+                pass
+        except RuntimeError:  # `__exit__` releases a lock that was not taken
+            pass
+        if not acquired:
             raise TimeoutError(f"another thread opens or closes an engine of {self!r} for more than {timeout} seconds")
 
     def close(self, timeout: float | None = None) -> None:
@@ -465,10 +466,10 @@ class Device:
         deadline = None if timeout is None else time.perf_counter() + timeout
         self.wait_lifecycle(timeout)
         with self.lifecycle:
-            if not self._closed:
+            if not self.closed:
                 for engine in self.engines():
                     engine.close(None if deadline is None else max(0.0, deadline - time.perf_counter()))
-                self._closed = True
+                self.closed = True
             texts = self._resources.free_all()  # also after an interrupted `close`: what is freed is not freed again
             _watches.discard(self._watch)
         warn_unreleased(texts)
@@ -485,22 +486,8 @@ class Device:
 
     def __repr__(self) -> str:
         kind = "simulated, " if self.simulated else ""
-        state = "closed" if self._closed else f"{len(self.engines())} engines"
+        state = "closed" if self.closed else f"{len(self.engines())} engines"
         return f"Device({self.index}, {self.name!r}, {kind}{state})"
-
-
-def _was_free(lock: Any, seconds: float) -> bool:
-    """Whether `lock` could be taken within so many seconds; it is free again on return.
-
-    CPython runs no signal handler between the end of an `__enter__` that is a C function and the body of its `with`.
-    A `partial` of a C function is one, and on a class of its own it is not bound to the instance.
-    """
-    attempt: Any = type("Attempt", (), {"__enter__": partial(lock.acquire, True, seconds), "__exit__": lock.__exit__})()
-    try:
-        with attempt as acquired:
-            return bool(acquired)
-    except RuntimeError:  # `__exit__` releases a lock that was not taken
-        return False
 
 
 def _open_devices() -> list[Device]:
