@@ -16,7 +16,7 @@ from kvoffload.bench.setup import Placement
 from kvoffload.bench.tools import SMALL
 from kvoffload.errors import KVOffloadError
 from kvoffload.internal.models import MODELS
-from kvoffload.testing import check_clean_close
+from kvoffload.testing import SimulatedDriver, check_clean_close
 
 MODEL = MODELS["qwen2.5-0.5b"].scaled(1 / 64)
 SIZE = SeriesSize(2, 2, 1)
@@ -57,7 +57,7 @@ def test_a_computation_that_is_not_topped_up_ends(lab: Lab) -> None:
     ],
 )
 def test_after_a_failed_call_all_is_freed(seed: int, call: str, nth: int) -> None:
-    device = kvoffload.open_device(backend="simulated", seed=seed)
+    device = kvoffload.open_device(backend=SimulatedDriver(seed=seed))
     assert device.simulator is not None
     with (
         Lab(device, SMALL, repeats=1, seed=seed) as lab,
