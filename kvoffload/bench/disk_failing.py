@@ -27,13 +27,13 @@ import numpy as np
 
 from kvoffload.bench.disk_faults import Fault, FaultyFiles
 from kvoffload.bench.disk_files import tier_bytes
+from kvoffload.cache.tiering.below import CacheTierStatistics
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.device.device import Device
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.replay.trace import Request
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.terminal.console import Advance
-from kvoffload.tiering.below import CacheTierStatistics
-from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import DiskTier, Tier
 
 DEADLINE = 0.2  # seconds of a promotion

@@ -15,12 +15,12 @@ from kvoffload.bench.disk_files import LAYOUT, pages
 from kvoffload.bench.remote_rounds import IDENTITY
 from kvoffload.bench.tier_calls import KEYS_OF_A_CALL, Verified, numbered_keys
 from kvoffload.cache.block_cache import BlockCache
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.errors import TierError
 from kvoffload.layout.layout import KVLayout
 from kvoffload.terminal.stores import Store
-from kvoffload.tiering.tiered_cache import TieredCache
 
 _PLANES = 16
 _PROMOTED = 64  # keys

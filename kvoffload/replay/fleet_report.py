@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvoffload.cache.policies import DEFAULT_POLICY
+from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.replay.fleet import Fleet, FleetResult, survey
 from kvoffload.replay.network import WINDOW_SECONDS, delay_of, load_of
@@ -16,7 +17,6 @@ from kvoffload.replay.tiers import Policies
 from kvoffload.replay.trace import Trace
 from kvoffload.terminal.console import CommandError, Output, counted
 from kvoffload.terminal.options import numbers, whole
-from kvoffload.tiering.admission import DEFAULT_LEAST_HITS
 
 WRITES = ("through", "admitted", "second", "none")  # "random" needs the share of another replay
 _MOST_HOSTS = 1024

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
+from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
+from kvoffload.cache.tiering.index_tiers import WriteName
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.replay.saving import Rates, positive
 from kvoffload.replay.tiers import WRITES, Policies, Survey, TierResult
 from kvoffload.replay.trace import Request
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.terminal.console import CommandError, Output, mib
 from kvoffload.terminal.options import numbers
-from kvoffload.tiering.admission import DEFAULT_LEAST_HITS
-from kvoffload.tiering.index_tiers import WriteName
-from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import DiskTier
 from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvoffload.tiers.job import Outcome, TierJob
+from kvoffload.cache.tiering.job import Outcome, TierJob
 
 Run = Callable[[Sequence[int]], list[Outcome]]
 """Does the work of some positions of a job, and returns the outcome of each."""

@@ -15,15 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from kvoffload.errors import ClosedError
-from kvoffload.internal.checks import as_timeout, at_least, shown, to_wait
-from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import in_call
-from kvoffload.internal.types import UInt8Array
-from kvoffload.internal.waiting import wait_until
-from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.queues import Removal, Run, Work, Write
-from kvoffload.tiers.tier import (
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import (
     Notify,
     Tier,
     TierStatistics,
@@ -33,6 +26,13 @@ from kvoffload.tiers.tier import (
     check_layout,
     check_pools,
 )
+from kvoffload.errors import ClosedError
+from kvoffload.internal.checks import as_timeout, at_least, shown, to_wait
+from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import in_call
+from kvoffload.internal.types import UInt8Array
+from kvoffload.internal.waiting import wait_until
+from kvoffload.tiers.queues import Removal, Run, Work, Write
 from kvoffload.tiers.workers import Workers
 
 W = TypeVar("W", bound=Work)

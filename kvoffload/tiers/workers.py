@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.queues import Removal, Work, WorkQueues, Write
 
 W = TypeVar("W", bound=Work)

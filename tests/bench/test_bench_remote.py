@@ -20,10 +20,10 @@ from servers import Process, ask, need_module, valkey_program, weed_program
 from kvoffload.bench import tier_calls
 from kvoffload.bench.remote_bare import BareLoop
 from kvoffload.bench.remote_servers import started
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.commands import main
 from kvoffload.terminal.stores import KINDS, Store
 from kvoffload.terminal.tables import WIDTH
-from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import Outcome, ValkeyTier
 from kvoffload.tiers.remote import Parts
 

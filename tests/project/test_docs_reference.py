@@ -21,7 +21,7 @@ PUBLIC = (
     "kvoffload.testing",
     "kvoffload.cache.policies",
     "kvoffload.tiers",
-    "kvoffload.tiering",
+    "kvoffload.cache.tiering",
 )
 OWN = {  # modules without `__all__`
     "kvoffload.observability.prometheus": ("CacheCollector", "register"),

@@ -29,7 +29,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("sharded",),
     ("cache",),
     ("tiers",),
-    ("tiering",),
     ("jax", "observability", "testing", "vllm"),
     ("__init__",),
     ("calibration", "terminal"),

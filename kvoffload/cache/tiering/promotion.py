@@ -10,12 +10,12 @@ from typing import Any, Self
 
 from kvoffload.cache.entries import ReservationRecord
 from kvoffload.cache.reservations import CacheJob, Lease
+from kvoffload.cache.tiering.below import TierBelow
+from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.engine.callbacks import Waitable, WhenDone
 from kvoffload.errors import ClosedError
 from kvoffload.internal.types import Int64Array
 from kvoffload.internal.waiting import wait_until
-from kvoffload.tiering.below import TierBelow
-from kvoffload.tiers.job import Outcome, TierJob
 
 
 class Fetch:

@@ -11,17 +11,17 @@ from typing import Literal
 from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.attaching import HOST, MISSING, PENDING, UNKNOWN, attach, records_in
+from kvoffload.cache.tiering.below import CacheTierStatistics, fits
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.manager import Removal, TierManager
+from kvoffload.cache.tiering.promotion import ChainedLoad, PromotionRecord
+from kvoffload.cache.tiering.tier import Tier
+from kvoffload.cache.tiering.writer import WriteAdmitted, WriteBack, WriteChoice, WriteNothing, WriteThrough
 from kvoffload.errors import TierError
 from kvoffload.internal.checks import flag, to_wait
 from kvoffload.internal.nesting import refuse_nested
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiering.attaching import HOST, MISSING, PENDING, UNKNOWN, attach, records_in
-from kvoffload.tiering.below import CacheTierStatistics, fits
-from kvoffload.tiering.manager import Removal, TierManager
-from kvoffload.tiering.promotion import ChainedLoad, PromotionRecord
-from kvoffload.tiering.writes import WriteAdmitted, WriteBack, WriteChoice, WriteNothing, WriteThrough
-from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.tier import Tier
 
 WriteName = Literal["admitted", "through", "back", "none"]
 _CHOICES: dict[str, Callable[[int], WriteChoice]] = {

@@ -18,19 +18,17 @@ from typing import TypeVar
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.below import BreakerState, TierBelow
+from kvoffload.cache.tiering.promoter import Promoter
+from kvoffload.cache.tiering.promotion import ChainedLoad, PromotionRecord
+from kvoffload.cache.tiering.tier import Tier
+from kvoffload.cache.tiering.waker import Waker
+from kvoffload.cache.tiering.writer import WriteChoice, Writer
 from kvoffload.engine.callbacks import Callbacks, WhenDone
 from kvoffload.internal.checks import as_timeout, shown, to_wait
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import raise_nested, refuse_nested
 from kvoffload.internal.waiting import wait_until
-from kvoffload.tiering.below import TierBelow
-from kvoffload.tiering.breaker import BreakerState
-from kvoffload.tiering.promoter import Promoter
-from kvoffload.tiering.promotion import ChainedLoad, PromotionRecord
-from kvoffload.tiering.waker import Waker
-from kvoffload.tiering.writer import Writer
-from kvoffload.tiering.writes import WriteChoice
-from kvoffload.tiers.tier import Tier
 
 _POLL = 5e-3  # seconds between looks at stores that are in flight
 _AFTER_ERROR = 0.1  # seconds

@@ -9,9 +9,8 @@ WriteChoice      what is written, and when                               writes.
 TierBelow        a tier as the manager sees it: breaker, speed, counts   below.py, breaker.py, speed.py
 """
 
-from kvoffload.tiering.below import CacheTierStatistics
-from kvoffload.tiering.breaker import BreakerState
-from kvoffload.tiering.promotion import ChainedLoad, IndexPromotion, Promotion
-from kvoffload.tiering.tiered_index import TieredIndex
+from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics
+from kvoffload.cache.tiering.promotion import ChainedLoad, IndexPromotion, Promotion
+from kvoffload.cache.tiering.tiered_index import TieredIndex
 
 __all__ = ["BreakerState", "CacheTierStatistics", "ChainedLoad", "IndexPromotion", "Promotion", "TieredIndex"]

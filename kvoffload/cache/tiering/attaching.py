@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvoffload.cache.policies.prefix import Prefix
+from kvoffload.cache.tiering.tier import Tier, TierCapabilities
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.tier import Tier, TierCapabilities
 
 HOST, PENDING, MISSING, UNKNOWN = "host", "pending", "missing", "unknown"
 """What `TieredCache.locate` says of keys that no tier is known to have."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvoffload.cache.admission import Tenant
 from kvoffload.cache.entries import Status, check_keys
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.requests import CacheRequest
+from kvoffload.cache.pools import Tenant
+from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.attaching import admits_all, checked_tiers
+from kvoffload.cache.tiering.below import CacheTierStatistics
+from kvoffload.cache.tiering.index_tiers import HUNG, Hook, IndexTiers, WriteName, check_options
+from kvoffload.cache.tiering.promotion import IndexPromotion
+from kvoffload.cache.tiering.tier import Tier, check_pools
 from kvoffload.errors import CapacityError, ClosedError
 from kvoffload.internal.checks import to_wait
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiering.attaching import admits_all, checked_tiers
-from kvoffload.tiering.below import CacheTierStatistics
-from kvoffload.tiering.index_tiers import HUNG, Hook, IndexTiers, WriteName, check_options
-from kvoffload.tiering.promotion import IndexPromotion
-from kvoffload.tiers.tier import Tier, check_pools
 
 
 class TieredIndex(CacheIndex):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import LONGEST_KEY, Notify, Tier, TierStatistics
 from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.tiering.breaker import Breaker, BreakerState
-from kvoffload.tiering.speed import TierSpeed
-from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.tier import LONGEST_KEY, Notify, Tier, TierStatistics
 
 _SECONDS_BETWEEN_WARNINGS = 10.0  # a tier that raises does so for every key
 
@@ -197,3 +197,128 @@ class TierBelow:
 def fits(key: bytes) -> bool:
     """Whether tiers can have a key at all: those of `chain_keys` have 16 bytes."""
     return 0 < len(key) <= LONGEST_KEY
+
+
+_FAILURES = 5  # in a row
+_FIRST_PAUSE = 1.0  # seconds
+_LOOK = 0.05  # seconds between looks at calls that do not return
+_LONGEST_PAUSE = 60.0
+_HUNG = 30.0  # seconds: a call that has gone on for so long is taken for one that does not return
+
+
+class BreakerState(enum.Enum):
+    """Whether a tier is used."""
+
+    CLOSED = "closed"  # it is
+    OPEN = "open"  # it is not
+    TRYING = "trying"  # one job is with it, and decides
+
+
+class Breaker:
+    """The state for one tier. Not for several threads at a time.
+
+    Args:
+        hung: seconds after which a call is taken for one that does not return.
+
+    Attributes:
+        state: as above.
+        opened: how often it has opened.
+    """
+
+    def __init__(self, hung: float = _HUNG) -> None:
+        self.state = BreakerState.CLOSED
+        self.opened = 0
+        self._hung = hung
+        self._failures = 0
+        self._pause = _FIRST_PAUSE
+        self._until = 0.0
+        self._late = -math.inf  # when a promotion's deadline passed last
+
+    def usable(self, now: float, longest_call: float) -> bool:
+        """Whether the tier may be given another job. Opens if its longest call does not return, or was given up.
+
+        Args:
+            now: seconds, as for the other methods.
+            longest_call: seconds that its oldest call has been going on.
+        """
+        hangs = longest_call >= self._hung
+        stuck = hangs or now - longest_call < self._late
+        if stuck and self.state is not BreakerState.OPEN:
+            self._open(now, self._pause if hangs else 0.0)
+        if stuck:
+            self._until = max(self._until, now + _LOOK)
+        return not self.refuses(now, longest_call)
+
+    def refuses(self, now: float, longest_call: float) -> bool:
+        """The opposite of `usable`, but it changes nothing: for any thread."""
+        decided = self.state is BreakerState.CLOSED or now >= self._until
+        return not decided or longest_call >= self._hung or now - longest_call < self._late
+
+    def pauses(self, now: float) -> bool:
+        """Whether it is open, and stays so whatever the tier's calls do. Changes nothing; for any thread."""
+        return self.state is BreakerState.OPEN and now < self._until
+
+    def given(self, now: float) -> None:
+        """The tier is given a job: unless it is closed, that one is the try, for at most `hung` seconds."""
+        if self.state is not BreakerState.CLOSED:
+            self.state = BreakerState.TRYING
+            self._until = now + self._hung
+
+    def succeeded(self) -> None:
+        """A key has come, or gone, well. If it is open, the job was given before, and decides nothing."""
+        if self.state is not BreakerState.OPEN:
+            self.state = BreakerState.CLOSED
+            self._failures = 0
+            self._pause = _FIRST_PAUSE
+
+    def failed(self, now: float) -> None:
+        """The medium failed for a key, or a promotion's deadline passed while the tier worked on it."""
+        if self.state is BreakerState.OPEN:
+            return
+        self._failures += 1
+        if self.state is BreakerState.TRYING or self._failures >= _FAILURES:
+            self._open(now, self._pause)
+
+    def late(self, now: float) -> None:
+        """A promotion's deadline passed. Until the calls that are going on have returned, the tier is not usable."""
+        self._late = now
+
+    def undecided(self, now: float) -> None:
+        """A key ended without saying anything of the tier, declined or cancelled: the next job is the try."""
+        if self.state is BreakerState.TRYING:
+            self._until = now
+
+    def _open(self, now: float, pause: float) -> None:
+        self.state = BreakerState.OPEN
+        self.opened += 1
+        self._failures = 0
+        self._until = now + pause
+        if pause:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
+_WEIGHT = 0.3  # of the newest measurement
+_VALID = 30.0  # seconds: an older measurement says nothing, so that a tier that was slow is measured again
+
+
+class TierSpeed:
+    """Seconds a record while a tier fetches, measured over whole jobs. Not for several threads at a time."""
+
+    def __init__(self) -> None:
+        self.seconds_per_record: float | None = None
+        self._measured_at = 0.0
+
+    def measured(self, records: int, seconds: float, now: float) -> None:
+        """A job has fetched so many records in that time, queueing included."""
+        if records == 0:
+            return
+        latest = seconds / records
+        known = self.expected(1, now)
+        self.seconds_per_record = latest if known is None else known + _WEIGHT * (latest - known)
+        self._measured_at = now
+
+    def expected(self, records: int, now: float) -> float | None:
+        """Seconds that fetching so many takes; None if that has not been measured lately."""
+        if self.seconds_per_record is None or now - self._measured_at > _VALID:
+            return None
+        return records * self.seconds_per_record

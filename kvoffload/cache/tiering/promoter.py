@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 
 from kvoffload.cache.entries import ReservationRecord, Stage, Status
 from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.tiering.below import TierBelow
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.promotion import Fetch, PromotionRecord, TierIo
+from kvoffload.cache.tiering.tier import Notify
 from kvoffload.errors import KVOffloadError
-from kvoffload.tiering.below import TierBelow
-from kvoffload.tiering.promotion import Fetch, PromotionRecord, TierIo
-from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.tier import Notify
 
 _MOST_PROMOTIONS = 4096  # that go on at a time
 _POLL = 2e-3  # seconds between looks at keys that transfers store

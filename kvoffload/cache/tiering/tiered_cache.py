@@ -6,20 +6,19 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache, BlockIds, Parts
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import check_keys
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.requests import CacheRequest
-from kvoffload.cache.reservations import CacheJob
+from kvoffload.cache.pools import Tenant
+from kvoffload.cache.reservations import CacheJob, CacheRequest
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.attaching import admits_all, checked_tiers, digest_of, pools_of, seconds_per_key
+from kvoffload.cache.tiering.below import CacheTierStatistics
+from kvoffload.cache.tiering.index_tiers import HUNG, Hook, IndexTiers, WriteName, check_options
+from kvoffload.cache.tiering.promotion import ChainedLoad, Promotion, PromotionRecord
+from kvoffload.cache.tiering.tier import Tier
 from kvoffload.errors import CapacityError, ClosedError
-from kvoffload.tiering.attaching import admits_all, checked_tiers, digest_of, pools_of, seconds_per_key
-from kvoffload.tiering.below import CacheTierStatistics
-from kvoffload.tiering.index_tiers import HUNG, Hook, IndexTiers, WriteName, check_options
-from kvoffload.tiering.promotion import ChainedLoad, Promotion, PromotionRecord
-from kvoffload.tiers.tier import Tier
 
 
 class TieredCache(BlockCache[EngineT]):

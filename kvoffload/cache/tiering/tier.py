@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvoffload.cache.tiering.job import TierJob
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.job import TierJob
 
 LAYOUT_BYTES = 16
 RECORD_ALIGNMENT = 4096  # bytes, of rows: what direct I/O and registered memory need
