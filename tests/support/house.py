@@ -34,7 +34,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("calibration", "terminal"),
     ("replay",),
-    ("bench",),
     ("commands",),
     ("__main__",),
 )
