@@ -23,7 +23,7 @@ Imported by name:
 
 Below them: planning/ (what a transfer copies), copiers/ (the copy methods and their selection), tuning/ (what
 transfers cost on a machine), kernels/ (Triton without PyTorch), driver/ (every call of the CUDA driver), simulator/
-(that driver in Python). Not part of the library: calibration/, bench/, replay/ and commands/, which `kvoffload ...`
+(that driver in Python). Not part of the library: calibration/, replay/ and commands/, which `kvoffload ...`
 runs.
 
 How it works is in ARCHITECTURE.md, words in GLOSSARY.md. Importing this package touches no GPU and loads no CUDA

@@ -33,7 +33,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("calibration", "terminal"),
     ("replay",),
-    ("bench",),
     ("commands",),
     ("__main__",),
 )
