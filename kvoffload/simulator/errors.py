@@ -14,7 +14,18 @@ except ImportError:  # a private module of the bindings: it may move
         """The driver library has no such symbol."""
 
 
-__all__ = ["DeadlockError", "DriverError", "FunctionNotFoundError", "RefusedError", "SimulatorError"]
+__all__ = [
+    "INVALID_HANDLE",
+    "INVALID_VALUE",
+    "DeadlockError",
+    "DriverError",
+    "FunctionNotFoundError",
+    "RefusedError",
+    "SimulatorError",
+]
+
+INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
+INVALID_VALUE = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
 class SimulatorError(AssertionError):
