@@ -63,7 +63,7 @@ def make_tiered_index(pools: list[Any], tiers: list[Any], **options: Any) -> Any
 def make_tiers(chance: random.Random, folder: str, record: int) -> list[Any]:
     disk, memory = either("kvoffload.tiers:DiskTier"), either("kvoffload.tiers:MemoryTier")
     size, path = record * 40 + (1 << 20), Path(folder) / "records"
-    makers = [lambda: memory(record * 30, threads=1)]
+    makers: list[Callable[[], Any]] = [lambda: memory(record * 30, threads=1)]
     makers += [lambda: disk(path, nbytes=size, identity="compare", direct=False, threads=1)]
     return [make() for make in chance.choice([makers, makers[:1], makers[1:]])]
 
@@ -160,7 +160,8 @@ class Machine:
         self.planes, nbytes = chance.randint(1, 5), 16 * chance.randint(1, 9)
         described: Any = {"dtype": "uint8", "tokens_per_block": 4, "block_axes": ("tokens",)}
         described |= {"slot_order": chance.choice([None, None, "plane-major"]), "blocks_per_slot": self.factor}
-        self.buffers, layouts = [], []
+        self.buffers: list[Any] = []
+        layouts: list[Any] = []
         for device in self.devices:
             made = [
                 device.allocate_blocks(self.blocks, planes=self.planes, block_bytes=nbytes * size)
@@ -171,11 +172,13 @@ class Machine:
             self.buffers += [each[0].owner for each in made]
             layouts.append(kvoffload.KVLayout(made * (groups // len(made)), **described))
         self.kernels = chance.random() < 0.3
-        options = chance.choice([{}, {"prefer": "latency"}, {"most_queued_bytes": 4096}, {"max_in_flight": 6}])
+        limits: list[dict[str, Any]] = [{}, {"prefer": "latency"}, {"most_queued_bytes": 4096}, {"max_in_flight": 6}]
+        options = chance.choice(limits)
         options |= {"num_slots": self.slots, "sm_limit": 4 if self.kernels else 0}
         self.engine = make_engine(layouts, self.devices, **options)
         self.pools = [self.engine.slots] if devices == 1 else list(self.engine.slots)
-        for number, memory in enumerate([*self.buffers, *self.pools]):
+        memories: list[Any] = [*self.buffers, *self.pools]
+        for number, memory in enumerate(memories):
             content = np.random.default_rng(number).integers(0, 256, memory.nbytes, dtype=np.uint8)
             if isinstance(memory, np.ndarray):
                 memory[:] = content.reshape(memory.shape)
@@ -567,7 +570,8 @@ def by_round(lines: IO[str] | None) -> Iterator[tuple[str, list[str]]]:
 def compare(options: argparse.Namespace) -> int:
     rounds, steps, differ = Counter[str](), Counter[str](), Counter[str]()
     with start(options.old, 0, options) as old, start(options.new, options.reseed, options) as new:
-        pairs = itertools.zip_longest(by_round(old.stdout), by_round(new.stdout), fillvalue=("nothing", []))
+        nothing: tuple[str, list[str]] = ("nothing", [])
+        pairs = itertools.zip_longest(by_round(old.stdout), by_round(new.stdout), fillvalue=nothing)
         for (name, before), (_, after) in pairs:
             kind = name.partition(" ")[2]
             rounds[kind] += 1
