@@ -116,19 +116,9 @@ class Stream:
     """A queue of operations. Operation number n is done when `completed >= n`; numbers start at 1."""
 
     __slots__ = (
-        "blocking",
-        "capture",
-        "completed",
-        "context",
-        "destroyed",
-        "handle",
-        "occupied",
-        "position",
-        "queue",
-        "state",
-        "submitted",
-        "waiters",
-    )  # fmt: skip
+        *("blocking", "capture", "completed", "context", "destroyed", "handle"),
+        *("occupied", "position", "queue", "state", "submitted", "waiters"),
+    )
 
     def __init__(self, handle: int, context: Context, blocking: bool) -> None:
         self.handle = handle

@@ -126,15 +126,6 @@ def cuCtxPopCurrent(driver: SimulatedDriver) -> Any:
     return (cuda.CUcontext(driver.context_stack.pop().handle),)
 
 
-@driver_call(needs=Needs.DRIVER)
-def cuCtxSetCurrent(driver: SimulatedDriver, ctx: Any) -> Any:
-    context = _context_of(driver, ctx) if integer(ctx) else None
-    if driver.context_stack:
-        driver.context_stack.pop()
-    if context is not None:
-        driver.context_stack.append(context)
-
-
 @driver_call(values=1, needs=Needs.DRIVER)
 def cuCtxGetCurrent(driver: SimulatedDriver) -> Any:
     context = driver.current_context()

@@ -45,24 +45,16 @@ FAIL_INDEX = -1  # `values` of the batch calls: a fail index with some bindings,
 _FIRST_POOL = 0xA_0000_0000
 _OUTSIDE_ALIGNMENT = 512
 _A = cuda.CUdevice_attribute
-_DEVICE_ATTRIBUTES = {  # of a PCIe Gen5 data-center GPU; those not listed read as 0
+_DEVICE_ATTRIBUTES = {  # as of a PCIe Gen5 data-center GPU; all others read as 0
     _A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
     _A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
     _A.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: 132,
     _A.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: 1024,
-    _A.CU_DEVICE_ATTRIBUTE_WARP_SIZE: 32,
     _A.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232_448,
-    _A.CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: 1,
-    _A.CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY: 1,
-    _A.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: 1,
-    _A.CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED: 1,
-    _A.CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS: 1,
     _A.CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT: 3,
-    _A.CU_DEVICE_ATTRIBUTE_MAX_PITCH: 2**31 - 1,
     _A.CU_DEVICE_ATTRIBUTE_PCI_BUS_ID: 1,
     # Stream memory operations: driver 580 on an H200 answers 0 to the attributes of the first version (92 to 94).
     _A.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: 1,
-    _A.CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR: 1,
 }
 
 
@@ -164,7 +156,7 @@ def size(value: Any) -> int:
 
 
 class Allocator(Enum):
-    """What made memory that `SimulatedDriver.allocate_outside` returns."""
+    """What makes the memory of `SimulatedDriver.allocate_outside`."""
 
     DEFAULT_POOL = "default pool"  # cuMemAllocAsync
     OWN_POOL = "own pool"  # cuMemPoolCreate and cuMemAllocFromPoolAsync
@@ -196,6 +188,8 @@ class SimulatedDriver:
 
     Attributes:
         faults: failures that a test asks for, and call counts.
+        call_count: calls so far, by the driver function's name.
+        device_faults: why contexts were lost, as text; CUDA reports only the error's number.
         scheduler: `scheduler.drift_probability` is the chance that something runs before a submission returns: 1 is
             an eager device, 0 the laziest.
         violations: undefined behaviour seen so far, as text.
@@ -258,6 +252,7 @@ class SimulatedDriver:
         self.memory = MemoryTable()
         self.captures = Captures()
         self.scheduler = Scheduler(operator.index(seed), self.faults, threading.Condition(self.lock), deadlock_seconds)
+        self.call_count, self.device_faults = self.faults.call_count, self.scheduler.device_faults
         self.contexts: HandleTable[Context] = HandleTable(0x5_0000_0000)
         self.streams: HandleTable[Stream] = HandleTable(0x6_0000_0000)
         self.events: HandleTable[Event] = HandleTable(0x7_0000_0000)
@@ -282,15 +277,6 @@ class SimulatedDriver:
         return SimpleNamespace(**{name: partial(function, self) for name, function in RAW_FUNCTIONS.items()})
 
     # For tests: what a GPU would do on its own
-
-    @property
-    def device_faults(self) -> list[str]:
-        """Why contexts were lost, as text; CUDA reports only the error's number."""
-        return self.scheduler.device_faults
-
-    @property
-    def call_count(self) -> dict[str, int]:
-        return self.faults.call_count
 
     def enqueue(
         self, stream: Any, function: Callable[[], object], *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()
@@ -377,26 +363,9 @@ class SimulatedDriver:
             "modules": count(self.modules),
         }
 
-    def allocate_outside(
-        self,
-        nbytes: int,
-        device: int,
-        allocator: Allocator | str,
-        *,
-        readers: tuple[int, ...] = (),
-        handle_bytes: int | None = None,
-    ) -> int:
-        """Allocate device memory as another library does; returns the address. Free it with `free_outside`.
-
-        Args:
-            nbytes: bytes.
-            device: the GPU that it is on.
-            allocator: what makes it.
-            readers: of "own pool": other devices that can access it.
-            handle_bytes: of "mapped": what each handle maps, the last one what is left; by default one maps all.
-        """
-        (address,) = self.allocate_adjacent([nbytes], [device], allocator, readers=readers, handle_bytes=handle_bytes)
-        return address
+    def allocate_outside(self, nbytes: int, device: int, allocator: Allocator | str, **options: Any) -> int:
+        """`allocate_adjacent`, for one allocation; returns its address."""
+        return self.allocate_adjacent([nbytes], [device], allocator, **options)[0]
 
     def allocate_adjacent(
         self,
@@ -407,14 +376,17 @@ class SimulatedDriver:
         readers: tuple[int, ...] = (),
         handle_bytes: int | None = None,
     ) -> list[int]:
-        """Like `allocate_outside`, several at addresses that follow each other. Free each with `free_outside`.
+        """Allocate device memory as another library does, at addresses that follow each other. Returns the addresses.
 
-        No copy may cross from one to the next. Of "mapped" memory, one that is freed leaves a gap.
+        No copy may cross from one allocation to the next. Free each with `free_outside`; of "mapped" memory, one that
+        is freed leaves a gap.
 
         Args:
             sizes: bytes of each.
             devices: the GPU that each is on.
-            allocator, readers, handle_bytes: as of `allocate_outside`.
+            allocator: what makes them.
+            readers: of "own pool": other devices that can access it.
+            handle_bytes: of "mapped": what each handle maps, the last one what is left; by default one maps all.
         """
         with self.lock:
             made_by = Allocator(allocator)

@@ -13,12 +13,7 @@ from kvoffload.simulator.contexts import INVALIDATED, LEGACY, RELAXED, UNSUPPORT
 from kvoffload.simulator.driver import Needs, SimulatedDriver, driver_call, integer
 from kvoffload.simulator.errors import INVALID_HANDLE, INVALID_VALUE, RefusedError
 from kvoffload.simulator.memory import Region
-from kvoffload.simulator.operations import (
-    RecordOperation,
-    WaitEventOperation,
-    WaitValueOperation,
-    WriteValueOperation,
-)
+from kvoffload.simulator.operations import RecordOperation, WaitEventOperation, WaitValueOperation, WriteValueOperation
 
 _R = cuda.CUresult
 NOT_READY = _R.CUDA_ERROR_NOT_READY
