@@ -12,7 +12,19 @@ from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError, write_out
 from kvoffload.terminal.options import add_command
 from kvoffload_bench import cache_bookkeeping as bookkeeping
-from kvoffload_bench import disk, field, interference, plots, remote, sharded, submit, sweep, transfer, vllm
+from kvoffload_bench import (
+    disk,
+    field,
+    fleet_command,
+    interference,
+    plots,
+    remote,
+    sharded,
+    submit,
+    sweep,
+    transfer,
+    vllm,
+)
 from kvoffload_bench import frameworks_compared as interop
 from kvoffload_bench import layer_groups as parts
 
@@ -44,6 +56,7 @@ def add_parser(commands: Any) -> None:
         bookkeeping,
         disk,
         remote,
+        fleet_command,
     )
     for bench in benchmarks:
         bench.add_parser(benches)
