@@ -21,7 +21,6 @@ from kvoffload_bench import (
     remote,
     sharded,
     submit,
-    sweep,
     transfer,
     vllm,
 )
@@ -45,7 +44,6 @@ def add_parser(commands: Any) -> None:
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", prog="kvoffload bench")
     benchmarks = (
         transfer,
-        sweep,
         field,
         sharded,
         interference,
@@ -68,7 +66,7 @@ def add_parser(commands: Any) -> None:
         example="bench plot field.json --output figures",
         usage="FILE [FILE ...] [--output FOLDER]",
     )
-    plot.add_argument("results", nargs="+", metavar="FILE", help="of bench transfer, sweep, field or interference")
+    plot.add_argument("results", nargs="+", metavar="FILE", help="of bench transfer, field or interference")
     plot.add_argument("--output", default=_FOLDER, metavar="FOLDER", help=f"where to write them (default {_FOLDER})")
     plot.set_defaults(run=run_plot)
     parser.set_defaults(run=lambda _: parser.print_help())
