@@ -4,6 +4,7 @@ The benchmarks, each with `add_parser(benches)`:
 
     transfer      every copy method, by model            transfer.py, latency.py, frameworks.py
     sweep         bytes of a copy x number of copies     sweep.py
+    fleet         several hosts over one shared store    fleet_command.py, fleet.py
     field         concurrent with computation, and       field.py, field_setup.py, field_methods.py, field_compute.py,
                   in both directions at once             field_measure.py, field_report.py, field_plots.py
     interference  slow-down of a computation             interference.py, backgrounds.py

@@ -12,7 +12,18 @@ from kvoffload.terminal import figures
 from kvoffload.terminal.console import CommandError, write_out
 from kvoffload.terminal.options import add_command
 from kvoffload_bench import cache_bookkeeping as bookkeeping
-from kvoffload_bench import disk, field, interference, plots, remote, sharded, submit, sweep, transfer, vllm
+from kvoffload_bench import (
+    disk,
+    field,
+    fleet_command,
+    interference,
+    plots,
+    remote,
+    sharded,
+    submit,
+    transfer,
+    vllm,
+)
 from kvoffload_bench import frameworks_compared as interop
 from kvoffload_bench import layer_groups as parts
 
@@ -33,7 +44,6 @@ def add_parser(commands: Any) -> None:
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", prog="kvoffload bench")
     benchmarks = (
         transfer,
-        sweep,
         field,
         sharded,
         interference,
@@ -44,6 +54,7 @@ def add_parser(commands: Any) -> None:
         bookkeeping,
         disk,
         remote,
+        fleet_command,
     )
     for bench in benchmarks:
         bench.add_parser(benches)
@@ -55,7 +66,7 @@ def add_parser(commands: Any) -> None:
         example="bench plot field.json --output figures",
         usage="FILE [FILE ...] [--output FOLDER]",
     )
-    plot.add_argument("results", nargs="+", metavar="FILE", help="of bench transfer, sweep, field or interference")
+    plot.add_argument("results", nargs="+", metavar="FILE", help="of bench transfer, field or interference")
     plot.add_argument("--output", default=_FOLDER, metavar="FOLDER", help=f"where to write them (default {_FOLDER})")
     plot.set_defaults(run=run_plot)
     parser.set_defaults(run=lambda _: parser.print_help())

@@ -22,7 +22,6 @@ from kvoffload.terminal.files import require_writable, write_whole
 from kvoffload.terminal.options import COMMON, LARGEST, add_command, add_common_options, add_wide, numbers, whole
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.files import PAGE
-from kvoffload_bench import disk_failing_command as failing
 from kvoffload_bench import disk_gpu
 from kvoffload_bench.disk_costs import measure_calls, measure_restart, restart_bytes
 from kvoffload_bench.disk_files import tier_bytes
@@ -61,7 +60,6 @@ def add_parser(benches: Any) -> None:
         "--records", type=whole(1, LARGEST), default=100_000, metavar="N", help="of the restart (default 100000)"
     )
     parser.add_argument("--gpu", action="store_true", help="also the GPU's transfers while the disk works")
-    failing.add_options(parser)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write all figures as JSON")
     add_wide(parser, "the bare loops' bandwidth and the range of the rounds")
     add_common_options(parser)
@@ -73,23 +71,16 @@ def run(arguments: argparse.Namespace) -> int:
     output = Output(arguments.json, wide=arguments.wide)
     if arguments.save is not None:
         require_writable("--save", arguments.save)
-    failing.check(arguments)
     _check(arguments)
     verified = Verified()
     with _new_files(arguments.path) as files:
         try:
-            if arguments.failing:
-                fields = failing.run(arguments, files[0], output)
-            else:
-                fields = _measure_all(arguments, files, verified, output)
+            fields = _measure_all(arguments, files, verified, output)
         except OSError as error:
             raise CommandError(f"{error.filename or 'a file of --path'}: {error.strerror or error}") from error
     if arguments.save is not None:
         write_whole("--save", arguments.save, (as_json(fields) + "\n").encode())
     output.result(fields)
-    if arguments.failing:
-        failing.show(fields, output)
-        return 1 if failing.wrong(fields) else 0
     show(fields, output)
     if arguments.gpu:
         disk_gpu.show(fields["transfers"], output)

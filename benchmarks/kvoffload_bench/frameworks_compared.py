@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -16,7 +17,6 @@ from kvoffload.terminal.options import COMMON, add_command, model, whole
 from kvoffload_bench.contiguous import CONTIGUOUS_COPY
 from kvoffload_bench.cupy_methods import CUPY, CupyMethods
 from kvoffload_bench.framework_data import FrameworkData, FrameworkMethod, time_warmed
-from kvoffload_bench.frameworks import check_cupy, check_jax, why_not
 from kvoffload_bench.jax_methods import JAX, JaxMethods
 from kvoffload_bench.lab import Lab
 from kvoffload_bench.measurements import microseconds
@@ -51,6 +51,31 @@ class _Tried(NamedTuple):
 
     method: FrameworkMethod
     copiers: dict[Direction, str]
+
+
+def why_not(check: Callable[[], None], extra: str) -> str | None:
+    """None if a check passes, or why a framework cannot be used; if it is not installed, the extra that installs it."""
+    try:
+        check()
+    except ImportError as error:
+        return f"{error}; pip install 'kvoffload[{extra}]'"
+    except CapabilityError as error:
+        return str(error)
+    return None
+
+
+def check_cupy() -> None:
+    import cupy  # noqa: F401
+
+
+def check_jax(platform: str = "gpu") -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # it would take three quarters of the GPU's memory
+    import jax
+
+    try:
+        jax.devices(platform)
+    except RuntimeError as error:
+        raise CapabilityError(f"this JAX has no {platform.upper()}: {str(error).splitlines()[0]}") from error
 
 
 def add_parser(benches: Any) -> None:

@@ -19,12 +19,10 @@ from kvoffload_bench.backgrounds import Background, EngineBackground, StreamBack
 from kvoffload_bench.baselines import GRID_PROGRAMS, GridStride, grid_stride
 from kvoffload_bench.contiguous import CONTIGUOUS_COPY, ContiguousCopy
 from kvoffload_bench.lab import Lab
-from kvoffload_bench.latency import geometry_of
 from kvoffload_bench.measurements import choice, with_shares
 from kvoffload_bench.report import Fields, add_bench_options, conduct, number
 from kvoffload_bench.rounds import Scenario, time_rounds
-from kvoffload_bench.setup import TransferSetup
-from kvoffload_bench.tables import direction_text
+from kvoffload_bench.setup import TransferSetup, geometry_of
 from kvoffload_bench.verified import ALONE
 
 LOOP = "decode-like loop, stores only"
@@ -260,5 +258,5 @@ def _show(fields: Fields, output: Output) -> None:
             for record in fields["interference"]
             if (record["computation"], record["direction"]) == name
         ]
-        title = f"{name[0]}, {name[1]} ({direction_text(Direction(name[1]))})"
+        title = ", ".join(name)
         output.table(title, ("copy method", "us", "slow-down", "transfers GB/s"), lines)

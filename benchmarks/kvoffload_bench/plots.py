@@ -222,31 +222,25 @@ _MARKS = (  # column of a result, placement, label, colour, marker
     ("grid-stride 12", "folded", "grid-stride kernel, 12 SMs", "#495057", "s"),
     ("flat batch", "folded", "one flat batch", "#868e96", "D"),
 )
-_FRAMEWORK_MARKS = (
-    ("JAX, wall clock", "folded", "JAX gather + device_put", "#e67700", "^"),
-    ("CuPy", "folded", "CuPy indexing + get/set", "#1c7ed6", "v"),
-)
 
 
 def _by_model(fields: Fields, direction: str) -> Any:
     """GB/s of every model, blocks not adjacent, in the largest transfer measured; None without records."""
-    transfers, frameworks = (_largest(fields.get(key, []), direction) for key in ("transfers", "frameworks"))
-    records = [*transfers, *frameworks]
+    records = _largest(fields["transfers"], direction)
     order = sorted({(record["block_bytes"], record["planes"], record["model"]) for record in records})
     if not order:
         return None
     figure, (panel,) = make_figure(10.5, 1.9 + 0.42 * len(order), 1)
     heights = {model: place for place, (_, _, model) in enumerate(order)}
-    for marks, chosen in ((_MARKS, transfers), (_FRAMEWORK_MARKS, frameworks)):
-        for name, placement, label, colour, marker in marks:
-            points = {
-                record["model"]: record["gb_per_s"][name]
-                for record in chosen
-                if record["placement"] == placement and name in record["gb_per_s"]
-            }
-            if points:
-                places = [heights[model] for model in points]
-                panel.scatter(list(points.values()), places, color=colour, marker=marker, s=58, label=label, zorder=3)
+    for name, placement, label, colour, marker in _MARKS:
+        points = {
+            record["model"]: record["gb_per_s"][name]
+            for record in records
+            if record["placement"] == placement and name in record["gb_per_s"]
+        }
+        if points:
+            places = [heights[model] for model in points]
+            panel.scatter(list(points.values()), places, color=colour, marker=marker, s=58, label=label, zorder=3)
     link = statistics.median(record["gb_per_s"][_LINK] for record in records)
     panel.axvline(link, color=MUTED, linewidth=1.2, linestyle=(0, (6, 3)), label=f"the link, {link:.0f} GB/s")
     names = [f"{model}\n{planes} x {_size(nbytes)}{_amount(records, model)}" for nbytes, planes, model in order]
@@ -254,7 +248,7 @@ def _by_model(fields: Fields, direction: str) -> Any:
     panel.set_xlim(0, link * 1.08)
     panel.set_ylim(-0.6, len(order) - 0.4)
     panel.grid(axis="both", color=GRID)
-    panel.set_xlabel("GB/s on the GPU clock (JAX: wall clock)")
+    panel.set_xlabel("GB/s on the GPU clock")
     panel.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9.5)
     return _titled(figure, f"KV blocks of models, {_ARROWS[direction]}", fields)
 

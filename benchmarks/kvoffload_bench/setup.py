@@ -32,6 +32,11 @@ _MAX_SPARE_POOL_BYTES = 512 << 20
 _WARM_UP_SLOTS = 8  # enough for both copiers of a split
 
 
+def geometry_of(planes: int, block_bytes: int, scale: float) -> ModelGeometry:
+    """A geometry of one group; `block_bytes` is a multiple of 32."""
+    return ModelGeometry(f"{planes} planes", planes, 1, block_bytes // 32, kv_split=False, scale=scale)
+
+
 class Placement(enum.StrEnum):
     """Where the planes of a group lie."""
 

@@ -23,10 +23,9 @@ from kvoffload.tuning import CopierName
 from kvoffload_bench.bare_submissions import BareBatch, BareGather, BareStrided, BareSubmission
 from kvoffload_bench.contiguous import CONTIGUOUS_COPY
 from kvoffload_bench.lab import Lab
-from kvoffload_bench.latency import geometry_of
 from kvoffload_bench.report import Fields, add_bench_options, conduct, number
 from kvoffload_bench.rounds import time_rounds
-from kvoffload_bench.setup import Placement, TransferSetup
+from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
 
 _PLANES, _BLOCK_BYTES = 64, 32 << 10
 _SIMULATED_PLANES = 4

@@ -156,6 +156,7 @@ def test_the_list_of_benchmarks_has_a_line_for_each_and_no_other(capsys: pytest.
         "cache",
         "disk",
         "remote",
+        "fleet",
         "plot",
     ]
     assert [line.split()[0] for line in listed] == names

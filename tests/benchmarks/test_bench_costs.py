@@ -23,8 +23,7 @@ from kvoffload.tuning import CopyMethod
 from kvoffload_bench.backgrounds import EngineBackground, StreamBackground
 from kvoffload_bench.baselines import GridStride
 from kvoffload_bench.lab import Lab
-from kvoffload_bench.latency import geometry_of
-from kvoffload_bench.setup import Placement, TransferSetup
+from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
 
 # bench sweep ----------------------------------------------------------------------------------------------------------
 

@@ -29,14 +29,19 @@ FRAMEWORKS = {"benchmark": "interop", "blocks": 32, "planes": 64, "block_bytes":
 SMALL_DISK = (
     "--sizes", "262144,1048576", "--threads", "1,2", "--nbytes", "1048576", "--repeats", "1", "--records", "1000",
 )  # fmt: skip
+FLEET = (
+    "bench", "fleet", "--workload", "agents", "--requests", "20", "--hosts", "1,4", "--slots", "60",
+    "--store-slots", "500", "--model", "llama-3.1-8b",
+)  # fmt: skip
 COMMANDS = [
+    FLEET,
     ("bench", "cache", "--blocks", "2048", "--repeats", "2"),
     ("bench", "disk", *SMALL_DISK),
     *(("bench", name, *options, *SIMULATED) for name, options in BENCHES.items()),
 ]
 HELPS = [
     ("bench", "--help"),
-    *(("bench", name, "--help") for name in (*BENCHES, "interop", "vllm", "cache", "disk", "remote", "plot")),
+    *(("bench", name, "--help") for name in (*BENCHES, "interop", "vllm", "cache", "disk", "remote", "fleet", "plot")),
 ]
 
 
@@ -48,7 +53,7 @@ def test_every_benchmark_prints_a_verdict_and_80_columns(
     captured = capsys.readouterr()
     name = " ".join(command[:2])
     text = check(captured.out, name)
-    if command[1] in ("cache", "disk"):
+    if command[1] in ("cache", "disk", "fleet"):
         assert captured.err == ""
         return
     assert captured.err == "kvoffload: the simulated device verifies bytes; times need a GPU\n"
@@ -172,7 +177,8 @@ def test_without_a_benchmark_the_list_of_them_is_printed(capsys: pytest.CaptureF
     assert "usage: kvoffload bench" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [*BENCHES, "disk"])
+@pytest.mark.parametrize("name", [*BENCHES, "disk", "fleet"])
 def test_every_field_of_json_is_documented(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    fields = json.loads(recorded(name)) if name in BENCHES else run_json(capsys, "bench", "disk", *SMALL_DISK)
+    commands = {"disk": ("bench", "disk", *SMALL_DISK), "fleet": FLEET}
+    fields = json.loads(recorded(name)) if name in BENCHES else run_json(capsys, *commands[name])
     assert [field for field in fields if f"`{field}`" not in DOCUMENT] == []

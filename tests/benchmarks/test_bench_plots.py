@@ -54,9 +54,8 @@ def sweep() -> dict[str, Any]:
 
 
 def transfer() -> dict[str, Any]:
-    framework = transfer_row(gb_per_s={"CuPy": 20.0, "contiguous copy": 50.0})
     rows = [transfer_row(), transfer_row(model="n", placement="scattered", blocks_per_slot=8)]
-    return {"benchmark": "transfer", "transfers": rows, "frameworks": [framework], **MADE_UP}
+    return {"benchmark": "transfer", "transfers": rows, **MADE_UP}
 
 
 def interference() -> dict[str, Any]:
@@ -211,12 +210,11 @@ def points(figure: Any) -> dict[str, list[tuple[float, float]]]:
 def test_models_show_the_largest_transfer_and_say_so() -> None:
     rows = [transfer_row(blocks=blocks, gb_per_s={"choice, overlap": rate, "contiguous copy": 50.0})
             for blocks, rate in ((16, 20.0), (128, 40.0), (4, 10.0))]  # fmt: skip
-    beside = transfer_row(blocks=512, gb_per_s={"choice, overlap": 33.0, "CuPy": 20.0, "contiguous copy": 50.0})
-    fields = {"benchmark": "transfer", "transfers": rows, "frameworks": [beside], **MADE_UP}
+    fields = {"benchmark": "transfer", "transfers": rows, **MADE_UP}
     figure = plots._by_model(fields, "store")
-    assert points(figure) == {"kvoffload, planes fold": [(40.0, 0.0)], "CuPy indexing + get/set": [(20.0, 0.0)]}
+    assert points(figure) == {"kvoffload, planes fold": [(40.0, 0.0)]}
     (label,) = (tick.get_text() for tick in figure.axes[0].get_yticklabels())
-    assert label == "m\n64 x 4 KiB, 128 or 512 blocks"
+    assert label == "m\n64 x 4 KiB, 128 blocks"
 
 
 @needs_matplotlib

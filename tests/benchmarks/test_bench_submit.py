@@ -15,8 +15,7 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import check_clean_close
 from kvoffload_bench.bare_submissions import UNFINISHED, BareBatch, BareGather, BareStrided, BareSubmission
 from kvoffload_bench.lab import Lab
-from kvoffload_bench.latency import geometry_of
-from kvoffload_bench.setup import Placement, TransferSetup
+from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
 from kvoffload_bench.submit import bar_of
 from kvoffload_bench.tools import SMALL
 

@@ -23,7 +23,6 @@ REPLAY = ("replay", "--workload", "agents", "--requests", "20")
 WITH_BYTES = (*REPLAY, "--model", "qwen2.5-0.5b", "--scale", "0.001", "--slots", "40")
 WORTH = ("--model", "llama-3.1-70b-tp4", "--prefill-tokens-per-second", "20000", "--load-gb-per-s", "50")
 METADATA = (*REPLAY, "--metadata-only", "--policy", "all", "--slots", "16,1000000", *WORTH)
-FLEET = (*REPLAY, "--hosts", "1,4", "--slots", "60", "--store-slots", "500", "--model", "llama-3.1-8b")
 COMMANDS = [
     ("doctor", *SIMULATED),
     ("demo", *SIMULATED),
@@ -31,7 +30,6 @@ COMMANDS = [
     ("tune", "--show", *SIMULATED),
     (*WITH_BYTES, *SIMULATED),
     METADATA,
-    FLEET,
 ]
 HELPS = [
     ("--help",),
@@ -46,7 +44,7 @@ def test_every_command_prints_a_verdict_and_80_columns(
     assert main(command) == 0
     captured = capsys.readouterr()
     check(captured.out, command[0])
-    without_bytes = "--metadata-only" in command or "--hosts" in command or command[0] == "doctor"
+    without_bytes = "--metadata-only" in command or command[0] == "doctor"
     assert captured.err == (
         "" if without_bytes else "kvoffload: the simulated device verifies bytes; times need a GPU\n"
     )
@@ -232,12 +230,11 @@ def test_every_option_and_exit_code_is_documented(capsys: pytest.CaptureFixture[
     assert codes == re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE) == ["0", "1", "2", "3", "130", "141"]
 
 
-@pytest.mark.parametrize("name", ["doctor", "demo", "replay", "metadata", "fleet", "show"])
+@pytest.mark.parametrize("name", ["doctor", "demo", "replay", "metadata", "show"])
 def test_every_field_of_json_is_documented(capsys: pytest.CaptureFixture[str], name: str) -> None:
     commands = {
         "replay": (*WITH_BYTES, *SIMULATED),
         "metadata": METADATA,
-        "fleet": FLEET,
         "show": ("tune", "--show", *SIMULATED),
     }
     fields = run_json(capsys, *commands.get(name, (name, *SIMULATED)))

@@ -56,7 +56,7 @@ def make_tiered_cache(engine: Any, tiers: list[Any], **options: Any) -> Any:
 
 
 def make_tiered_index(pools: list[Any], tiers: list[Any], **options: Any) -> Any:
-    made = either("kvoffload.tiering.tiered_index:TieredIndex", "kvoffload:CacheIndex")
+    made = either("kvoffload.cache.tiering.tiered_index:TieredIndex", "kvoffload:CacheIndex")
     return made(pools, tiers=tiers, layout=bytes(16), **options)
 
 

@@ -20,7 +20,7 @@ GPU: dict[str, Any] = {  # what describes a device, as a GPU has it
     "bindings": "13.3",
     "link": "32.0 GT/s PCIe x16",
     "profile": "measured on 2026-11-20 on NVIDIA H200, driver 13.0, PCIe generation 5 x16, bindings 13.3",
-    "not_run": {"CuPy": "cupy is not installed: pip install 'kvoffload[cupy]', or leave it out with --no-frameworks"},
+    "not_run": {"CuPy": "cupy is not installed: pip install 'kvoffload[cupy]'"},
 }
 _CONTINUED = r"\n(?! )|\n(?=  (?:ok|warn|fail) )"  # a line that begins with a space continues the one before it
 

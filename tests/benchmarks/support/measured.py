@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
+from functools import partial
 from random import Random
 from typing import Any
 
 from printed import GPU
 
 from kvoffload.terminal.console import Output
-from kvoffload_bench import field_report, interference, layer_groups, sharded, submit, sweep, transfer
+from kvoffload_bench import field_report, interference, layer_groups, sharded, submit, transfer
 from kvoffload_bench import frameworks_compared as interop
 from kvoffload_bench.contiguous import CONTIGUOUS_COPY
 from kvoffload_bench.report import Fields
@@ -36,15 +36,6 @@ def _transfers(fields: Fields, random: Random) -> None:
     for record in fields["transfers"]:
         record["gb_per_s"] = {name: _rate(random) for name in record["wrong"]}
         record["chosen"] = {name: _REASON for name in record["wrong"] if name.startswith("choice")}
-    if fields["benchmark"] == "transfer":
-        fields["frameworks"] = deepcopy(fields["transfers"][:2])
-    for record in fields.get("descriptors", ()):
-        for clock in ("gpu", "wall"):
-            record |= {f"{name}_{clock}_gb_per_s": _rate(random) for name in ("batch", "flat_batch")}
-            record[f"batch/flat batch, {clock}"] = 1.25
-    for record in fields.get("latencies", ()):
-        record |= {"call_seconds": 1e-4, "wall_seconds": 1.5e-2, "contiguous_copy_gb_per_s": 55.2}
-        record["wall/contiguous copy"] = 0.85
     name = "gather 4 / contiguous copy, scattered, 4 to 64 KiB, from 32 MiB, store"
     fields["ratios"] = [{"ratio": name, "which": "lowest", "value": 0.9, "at": "llama-3.1-70b-tp4, 8 KiB, n = 1024"}]
 
@@ -108,8 +99,8 @@ def _submissions(fields: Fields, random: Random) -> None:
 
 
 _BENCHES: dict[str, tuple[Callable[[Fields, Random], None], Show]] = {
-    "transfer": (_transfers, transfer._show),
-    "sweep": (_transfers, sweep._show),
+    "transfer": (_transfers, partial(transfer.show, "transfer")),
+    "sweep": (_transfers, partial(transfer.show, "sweep")),
     "field": (_cells, field_report.show),
     "interference": (_interference, interference._show),
     "sharded": (_series, sharded._show),

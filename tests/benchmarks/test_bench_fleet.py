@@ -1,4 +1,4 @@
-"""`replay --hosts`: hosts over one shared store count what dictionaries count; routing; bytes over the network."""
+"""`bench fleet`: hosts over one shared store count what dictionaries count; routing; bytes over the network."""
 
 from __future__ import annotations
 
@@ -9,18 +9,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replay_oracles import FleetOracle, find_real_trace, generated_trace, keys_of, tree_trace, write_trace
+from documents import snippets
+from fleet_oracle import FleetOracle
+from replay_oracles import find_real_trace, generated_trace, keys_of, tree_trace, write_trace
 
 from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
-from kvoffload.replay.below import SharedStore, StoreOfHost
-from kvoffload.replay.fleet import Fleet, FleetResult, Flow, Hosts, drive, survey
-from kvoffload.replay.network import Delay, delay_of, load_of
-from kvoffload.replay.routing import PrefixRouting, RandomRouting
 from kvoffload.replay.tiers import Policies
-from kvoffload.replay.trace import Request, read_timed_trace, read_trace
+from kvoffload.replay.trace import Request, read_trace
 from kvoffload.replay.workloads import WORKLOADS, make_workload
 from kvoffload.terminal.console import Output
+from kvoffload_bench.fleet import (
+    Delay,
+    Fleet,
+    FleetResult,
+    Flow,
+    Hosts,
+    PrefixRouting,
+    RandomRouting,
+    SharedStore,
+    StoreOfHost,
+    delay_of,
+    drive,
+    load_of,
+    survey,
+)
 
 LRU = Policies("lru", "lru")
 SMALL = Fleet(40, 0, 200, LRU, "through", 0.22, "random", 0)
@@ -31,11 +44,11 @@ Run = Callable[..., tuple[int, dict[str, Any], str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `replay --json`: exit code, fields, stderr."""
+    """Runs `bench fleet --json`: exit code, fields, stderr."""
 
     def run(*arguments: object) -> tuple[int, dict[str, Any], str]:
         capsys.readouterr()
-        code = main(["replay", *map(str, arguments), "--json"])
+        code = main(["bench", "fleet", *map(str, arguments), "--json"])
         captured = capsys.readouterr()
         return code, json.loads(captured.out) if captured.out else {}, captured.err
 
@@ -222,27 +235,6 @@ def test_reads_wait_for_each_other() -> None:
     assert delay_of(Flow([0], [0], [1]), [0.0], 1, 1.0) == Delay(0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("stamps", "seconds"),
-    [
-        ([1000, 1000, 2500.5], [0.0, 0.0, 1.5005]),
-        ([0, 0, 0], None),
-        ([3, 2, 4], None),
-        ([1, None, 2], None),
-        ([1, "2", 3], None),
-        ([False, True, True], None),
-        ([0, 1, float("inf")], None),
-        ([0, float("nan"), 2], None),
-    ],
-)
-def test_timestamps_of_a_trace(tmp_path: Path, stamps: list[Any], seconds: list[float] | None) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps({"hash_ids": [1], "timestamp": stamp}) + "\n" for stamp in stamps))
-    trace = read_timed_trace(path)
-    assert trace.requests == read_trace(path) == [keys_of([1])] * 3
-    assert trace.seconds == (None if seconds is None else pytest.approx(seconds))
-
-
 # what is printed ------------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +252,7 @@ def test_json_has_a_record_for_each_number_of_hosts(tmp_path: Path, run: Run, se
         Output(as_json=True),
     )
     asked = sum(map(len, requests))
-    assert (fields["metadata_only"], fields["blocks_requested"], fields["seconds_of_trace"]) == (True, asked, None)
+    assert (fields["benchmark"], fields["blocks_requested"], fields["seconds_of_trace"]) == ("fleet", asked, None)
     assert fields["compulsory_misses"] == len({key for request in requests for key in request})
     assert (fields["slots"], fields["disk_slots"], fields["store_slots"], fields["routing"]) == (40, 60, 200, "random")
     for row, result in zip(fields["records"], expected, strict=True):
@@ -303,9 +295,9 @@ def test_the_verdict_comes_first_and_text_has_80_columns(
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ("--slots", "1000000", "--disk-slots", "1000000", "--store-slots", "100000000", "--routing", routing)
     rates = ("--model", "llama-3.1-70b", "--tokens-per-hash", "100000", "--store-gb-per-s", "1")
-    assert main(["replay", str(path), "--hosts", "2,64", *options, *rates]) == 0
+    assert main(["bench", "fleet", str(path), "--hosts", "2,64", *options, *rates]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("replay: 64 hosts over a store of 100,000,000 slots, routing ")
+    assert text.startswith("bench fleet: 64 hosts over a store of 100,000,000 slots, routing ")
     assert max(map(len, text.splitlines())) <= 80
     assert "peak" in text
     assert "one after the other" in text
@@ -314,18 +306,13 @@ def test_the_verdict_comes_first_and_text_has_80_columns(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--routing", "prefix"), "--routing is of no use without --hosts"),
-        (("--store-slots", "9"), "--store-slots is of no use without --hosts"),
-        (("--store-gb-per-s", "9"), "--store-gb-per-s is of no use without --hosts"),
-        (("--hosts", "2"), "--hosts needs --store-slots"),
-        (("--hosts", "2", "--store-slots", "9", "--policy", "all"), "--policy all does not go with --hosts"),
-        (("--hosts", "2", "--store-slots", "9", "--plot", "a.png"), "--plot does not go with --hosts"),
-        (("--hosts", "2", "--store-slots", "9", "--slots", "8,9"), "--slots 8,9 does not go with --hosts"),
-        (("--hosts", "2", "--store-slots", "9", "--disk-slots", "8,9"), "--disk-slots 8,9 does not go with --hosts"),
-        (("--hosts", "2", "--store-slots", "9", "--write", "random"), "--write random does not go with --hosts"),
+        (("--store-slots", "9"), "required: --hosts"),
+        (("--hosts", "2"), "required: --store-slots"),
+        (("--hosts", "2", "--store-slots", "9", "--policy", "all"), "argument --policy: invalid choice: 'all'"),
+        (("--hosts", "2", "--store-slots", "9", "--slots", "8,9"), "argument --slots: must be an integer"),
+        (("--hosts", "2", "--store-slots", "9", "--write", "random"), "argument --write: invalid choice: 'random'"),
         (("--hosts", "2", "--store-slots", "9", "--disk-policy", "lru"), "--disk-policy is of no use without --disk"),
         (("--hosts", "2", "--store-slots", "9", "--store-gb-per-s", "9"), "--store-gb-per-s needs --model"),
-        (("--hosts", "2", "--store-slots", "9", "--in-flight", "2"), "--in-flight 2 needs bytes"),
         (("--hosts", "2000", "--store-slots", "9"), "must be at most 1024"),
     ],
 )
@@ -333,3 +320,14 @@ def test_options_that_do_not_go_together_are_refused(run: Run, options: tuple[st
     code, _, error = run("--workload", "agents", "--requests", "20", *options)
     assert code == 2
     assert message in error
+
+
+def test_a_trace_or_a_workload_is_needed(run: Run) -> None:
+    code, _, error = run("--hosts", "2", "--store-slots", "9")
+    assert code == 2
+    assert "bench fleet needs a TRACE, a file, or --workload, one of " in error
+
+
+def test_the_example_of_its_guide_runs() -> None:
+    [snippet] = [each for each in snippets() if each.name == "what a store brings"]
+    exec(compile(snippet.code, snippet.document, "exec"), {"__name__": "__document__"})

@@ -1,4 +1,4 @@
-"""The options of `kvoffload replay --hosts N`, and what it prints: hits by tier, and what the network carries."""
+"""`kvoffload bench fleet`: its options, and what it prints: hits by tier, and what the network carries."""
 
 from __future__ import annotations
 
@@ -6,88 +6,94 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from kvoffload.cache.policies import DEFAULT_POLICY
+from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
 from kvoffload.internal.models import ModelGeometry
-from kvoffload.replay.fleet import Fleet, FleetResult, survey
-from kvoffload.replay.network import WINDOW_SECONDS, delay_of, load_of
-from kvoffload.replay.routing import ROUTINGS
-from kvoffload.replay.saving import positive
+from kvoffload.replay import command as replay
+from kvoffload.replay import saving, tier_report
 from kvoffload.replay.tiers import Policies
 from kvoffload.replay.trace import Trace
 from kvoffload.terminal.console import CommandError, Output, counted
-from kvoffload.terminal.options import numbers, whole
+from kvoffload.terminal.options import add_command, model, numbers, whole
+from kvoffload_bench.fleet import ROUTINGS, WINDOW_SECONDS, Fleet, FleetResult, delay_of, load_of, survey
 
 WRITES = ("through", "admitted", "second", "none")  # "random" needs the share of another replay
 _MOST_HOSTS = 1024
-_NEED_HOSTS = ("routing", "store_slots", "store_gb_per_s")
-_ONE_TIER = ("plot", "prefill_tokens_per_second", "disk_path", "disk_gb_per_s")
-_ONE_VALUE = ("slots", "disk_slots")
+_TEXT = """\
+Serves the requests of a trace (JSON lines with "hash_ids") by several hosts over one shared store, without bytes: \
+hits by tier, and what the network between them would carry."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """`--hosts`, and the options that need it, whose defaults are None so that `check` knows which were given."""
-    group = parser.add_argument_group("several hosts over one shared store, without bytes")
-    group.add_argument("--hosts", type=_hosts, metavar="N[,N...]", help="each number of hosts on its own")
-    group.add_argument("--routing", choices=ROUTINGS, metavar="NAME", help=f"{' or '.join(ROUTINGS)} (default random)")
-    group.add_argument("--store-slots", type=whole(1), metavar="N", help="hash ids the store holds")
-    group.add_argument("--store-gb-per-s", type=positive, metavar="X", help="its speed; needs --model")
+def add_parser(benches: Any) -> None:
+    parser = add_command(
+        benches,
+        "fleet",
+        "hits of several hosts over one shared store",
+        _TEXT,
+        example="bench fleet --workload chat --hosts 1,4 --store-slots 9000",
+        common="--json",
+        usage="(TRACE | --workload NAME) [options]",
+    )
+    replay.add_traffic(parser, "workload and random routing")
+    parser.add_argument(
+        "--hosts", type=_hosts, required=True, metavar="N[,N...]", help="each number of hosts on its own"
+    )
+    parser.add_argument("--store-slots", type=whole(1), required=True, metavar="N", help="hash ids the store holds")
+    parser.add_argument("--slots", type=whole(1), default=4096, metavar="N", help="of a host (default 4096)")
+    policies = tuple(sorted(POLICIES))
+    parser.add_argument("--policy", choices=policies, default=DEFAULT_POLICY, metavar="NAME", help=", ".join(policies))
+    parser.add_argument(
+        "--disk-slots", type=whole(1), metavar="N", help="hash ids a host's disk holds (default: no disk)"
+    )
+    parser.add_argument(
+        "--disk-policy", choices=policies, metavar="NAME", help=f"of the disks (default {DEFAULT_POLICY})"
+    )
+    parser.add_argument("--write", choices=WRITES, default=WRITES[0], metavar="NAME", help=", ".join(WRITES))
+    parser.add_argument(
+        "--least-hits",
+        type=tier_report.not_negative,
+        default=DEFAULT_LEAST_HITS,
+        metavar="X",
+        help=f"reads that a write has to bring, of admitted (default {DEFAULT_LEAST_HITS})",
+    )
+    parser.add_argument("--routing", choices=ROUTINGS, default=ROUTINGS[0], metavar="NAME", help=" or ".join(ROUTINGS))
+    parser.add_argument("--model", type=model, metavar="NAME", help="whose blocks move; an unknown name lists all")
+    saving.add_tokens_per_hash(parser)
+    parser.add_argument("--store-gb-per-s", type=saving.positive, metavar="X", help="its speed; needs --model")
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
 
 
 def _hosts(text: str) -> list[int]:
     return numbers(text, _MOST_HOSTS)
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Refuse options that do not go together.
-
-    Raises:
-        CommandError: the message names them.
-    """
-    if arguments.hosts is None:
-        for name in _NEED_HOSTS:
-            if getattr(arguments, name) is not None:
-                raise CommandError(f"{_option(name)} is of no use without --hosts: give that, too")
-        return
-    if arguments.store_slots is None:
-        raise CommandError("--hosts needs --store-slots: the keys that the store of all hosts holds")
-    if arguments.policy == "all":
-        raise CommandError("--policy all does not go with --hosts: name one policy for all hosts")
-    for name in _ONE_TIER:
-        if getattr(arguments, name) is not None:
-            raise CommandError(f"{_option(name)} does not go with --hosts")
-    for name in _ONE_VALUE:
-        given = getattr(arguments, name)
-        if given is not None and len(given) > 1:
-            raise CommandError(f"{_option(name)} {','.join(map(str, given))} does not go with --hosts: give one number")
-    if arguments.write not in (None, *WRITES):
-        raise CommandError(f"--write {arguments.write} does not go with --hosts, which has {', '.join(WRITES)}")
+def run(arguments: argparse.Namespace) -> int:
+    """Replay with hosts, and print the result."""
+    output = Output(arguments.json)
+    replay.check_traffic(arguments, "bench fleet")
+    if arguments.disk_policy is not None and arguments.disk_slots is None:
+        raise CommandError("--disk-policy is of no use without --disk-slots: give that, too")
     if arguments.store_gb_per_s is not None and arguments.model is None:
         raise CommandError("--store-gb-per-s needs --model: the bytes to read are its blocks'")
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def run(arguments: argparse.Namespace, trace: Trace, traffic: dict[str, Any], output: Output) -> None:
-    """Replay with hosts, and print the result."""
+    trace = replay.read_requests(arguments, output)
     fleet = Fleet(
-        slots=arguments.slots[0],
-        disk_slots=arguments.disk_slots[0] if arguments.disk_slots else 0,
+        slots=arguments.slots,
+        disk_slots=arguments.disk_slots or 0,
         store_slots=arguments.store_slots,
         policies=Policies(arguments.policy, arguments.disk_policy or DEFAULT_POLICY),
-        write=arguments.write or WRITES[0],
-        least_hits=DEFAULT_LEAST_HITS if arguments.least_hits is None else arguments.least_hits,
-        routing=arguments.routing or ROUTINGS[0],
+        write=arguments.write,
+        least_hits=arguments.least_hits,
+        routing=arguments.routing,
         seed=arguments.seed,
     )
     requested = sum(map(len, trace.requests))
     compulsory = len({key for request in trace.requests for key in request})
     results = survey(trace.requests, fleet, list(dict.fromkeys(arguments.hosts)), output)
     records = [_record(result, trace, arguments) | {"misses": requested - result.hits} for result in results]
+    traffic = replay.traffic_of(arguments)
     fields = {
-        "metadata_only": True,
+        "benchmark": "fleet",
         **traffic,
         "requests": len(trace.requests),
         "blocks_requested": requested,
@@ -106,6 +112,7 @@ def run(arguments: argparse.Namespace, trace: Trace, traffic: dict[str, Any], ou
     output.result(fields)
     name = traffic["workload"] or arguments.trace.name
     _print(fields, f"{name}, {requested:,} blocks in {len(trace.requests):,} requests", output)
+    return 0
 
 
 def _record(result: FleetResult, trace: Trace, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -136,7 +143,7 @@ def verdict(fields: dict[str, Any]) -> str:
     found, one, alone = (shown[name] for name in ("hit_rate", "one_host_hit_rate", "without_store_hit_rate"))
     finds = "finds" if shown["hosts"] == 1 else "find"
     return (
-        f"replay: {counted(shown['hosts'], 'host')} over a store of {fields['store_slots']:,} slots, routing "
+        f"bench fleet: {counted(shown['hosts'], 'host')} over a store of {fields['store_slots']:,} slots, routing "
         f"{fields['routing']}, {finds} {found:.2%} of the blocks asked for; one host with all their memory {one:.2%}, "
         f"without the store {alone:.2%}"
     )
