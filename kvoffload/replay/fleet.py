@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvoffload.replay.below import Below, Disk, SharedStore, StoreOfHost
+from kvoffload.replay.below import SharedStore, StoreOfHost
+from kvoffload.replay.hits import Below, Disk, Policies, TieredIndex, make_writes
 from kvoffload.replay.routing import make_routing
-from kvoffload.replay.tier_writes import make_writes
-from kvoffload.replay.tiers import Policies, TieredIndex
 from kvoffload.replay.trace import Request
 from kvoffload.terminal.console import Advance, Output
 

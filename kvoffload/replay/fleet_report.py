@@ -9,10 +9,10 @@ from typing import Any
 from kvoffload.cache.policies import DEFAULT_POLICY
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.replay.fleet import Fleet, FleetResult, survey
+from kvoffload.replay.hits import Policies
 from kvoffload.replay.network import WINDOW_SECONDS, delay_of, load_of
 from kvoffload.replay.routing import ROUTINGS
 from kvoffload.replay.saving import positive
-from kvoffload.replay.tiers import Policies
 from kvoffload.replay.trace import Trace
 from kvoffload.terminal.console import CommandError, Output, counted
 from kvoffload.terminal.options import numbers, whole

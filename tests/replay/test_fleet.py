@@ -15,9 +15,9 @@ from kvoffload.commands import main
 from kvoffload.internal.models import MODELS
 from kvoffload.replay.below import SharedStore, StoreOfHost
 from kvoffload.replay.fleet import Fleet, FleetResult, Flow, Hosts, drive, survey
+from kvoffload.replay.hits import Policies
 from kvoffload.replay.network import Delay, delay_of, load_of
 from kvoffload.replay.routing import PrefixRouting, RandomRouting
-from kvoffload.replay.tiers import Policies
 from kvoffload.replay.trace import Request, read_timed_trace, read_trace
 from kvoffload.replay.workloads import WORKLOADS, make_workload
 from kvoffload.terminal.console import Output
