@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import seconds, shown
+from kvoffload.internal.checks import flag, seconds, shown
 from kvoffload.tiers.job import Outcome
-from kvoffload.tiers.remote import Parts, RemoteTier
-from kvoffload.tiers.remote_format import HEADER_BYTES
+from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
+from kvoffload.tiers.tier import Limits, given_or_default, import_package
 
-_BYTES_PER_CALL = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower
 _ERRORS = (1, 10)  # after which a client of one server, and of a cluster, is replaced
 _CONNECTING = 2  # of the timeout one part in so many is for connecting, the rest for the command
 _SLOTS = 16384  # of a cluster
@@ -23,6 +22,38 @@ _SCANNED = 1000  # names that one call of SCAN looks at
 
 class _OutOfStepError(ConnectionError):
     """A connection gave the answer of another command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValkeyConnection:
+    """How `ValkeyTier` connects: login, encryption, and what else its client takes.
+
+    Attributes:
+        username, password: for AUTH; without a username the server's user "default". In the server's ACL the user needs
+            "~{<prefix>/*", +mget +set +strlen +unlink +scan, and for the client itself +info +client +ping, in a
+            cluster +cluster|slots +cluster|myid. The password is not in the repr.
+        tls: encrypt connections, and verify the servers' certificates.
+        ca_file: PEM file with the certificates to trust instead of the system's.
+        cert_file, key_file: PEM files with this client's certificate and its key, for servers that ask for one.
+        options: further arguments of `GlideClientConfiguration` of valkey-glide, or in a cluster of
+            `GlideClusterClientConfiguration`. They are not in the repr.
+
+    Raises:
+        ValueError: there is a username and no password, or `tls` is neither True nor False.
+    """
+
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: bool = False
+    ca_file: str | Path | None = None
+    cert_file: str | Path | None = None
+    key_file: str | Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        flag("tls", self.tls)
+        if self.username is not None and self.password is None:
+            raise ValueError("username needs a password, got None")
 
 
 class ValkeyTier(RemoteTier):
@@ -39,23 +70,18 @@ class ValkeyTier(RemoteTier):
 
     Args:
         addresses: "host:port", or a list: any nodes of the cluster; without `cluster` a primary and its replicas.
-        identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
+        identity, prefix, key, name, limits: see `RemoteTier`.
         cluster: whether the servers are a cluster.
-        username, password: for AUTH; without a username the server's user "default". In the server's ACL the user needs
-            "~{<prefix>/*", +mget +set +strlen +unlink +scan, and for the client itself +info +client +ping, in a
-            cluster +cluster|slots +cluster|myid.
-        tls: encrypt connections, and verify the servers' certificates.
-        ca_file: PEM file with the certificates to trust instead of the system's.
-        cert_file, key_file: PEM files with this client's certificate and its key, for servers that ask for one.
+        connection: login, encryption and further options of the client; None: `ValkeyConnection()`.
         expiry: seconds after a put at which the server deletes a record; None: it does not.
         timeout: seconds that a command may take: half of them to connect, half until the answer is there.
-        options: further arguments of `GlideClientConfiguration` of valkey-glide, or with `cluster` of
-            `GlideClusterClientConfiguration`.
 
     Raises:
         CapabilityError: valkey-glide-sync or xxhash is missing (`pip install 'kvoffload[valkey]'`).
-        TypeError, ValueError: a bad argument. Of `options`, and OSError of files, by `attach`.
+        TypeError, ValueError: a bad argument. Of the connection's `options`, and OSError of files, by `attach`.
     """
+
+    bytes_per_call = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower
 
     def __init__(
         self,
@@ -65,34 +91,24 @@ class ValkeyTier(RemoteTier):
         prefix: str = "kvoffload",
         key: bytes | None = None,
         cluster: bool = False,
-        username: str | None = None,
-        password: str | None = None,
-        tls: bool = False,
-        ca_file: str | Path | None = None,
-        cert_file: str | Path | None = None,
-        key_file: str | Path | None = None,
+        connection: ValkeyConnection | None = None,
         expiry: float | None = None,
         timeout: float = 2.0,
-        options: Mapping[str, Any] | None = None,
         name: str = "valkey",
-        threads: int = 4,
-        max_queued: int = 4096,
+        limits: Limits | None = None,
     ) -> None:
-        queues = {"threads": threads, "max_queued": max_queued, "bytes_per_call": _BYTES_PER_CALL}
-        super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=False, **queues)
-        self._glide = _import_glide()
+        super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=False, limits=limits)
+        needs = "ValkeyTier needs the package valkey-glide-sync"
+        self._glide = import_package("glide_sync", needs=needs, extra="valkey")
+        # Unless the program has set it up: it writes to standard output, and errors reach the library's log without it.
+        self._glide.Logger.init(self._glide.LogLevel.OFF)
         self._addresses = [_address(each) for each in ([addresses] if isinstance(addresses, str) else addresses)]
         if not self._addresses:
             raise ValueError(f"addresses must be one or more, got {shown(addresses)}")
-        if username is not None and password is None:
-            raise ValueError("username needs a password, got None")
         self.cluster = cluster
-        self._login = (username, password)
-        self._tls = tls
-        self._tls_files = (ca_file, cert_file, key_file)
+        self._connection = given_or_default("connection", connection, ValkeyConnection)
         self._expiry = None if expiry is None else round(1000 * seconds("expiry", expiry))
         self._timeout = round(1000 * seconds("timeout", timeout, minimum=0.002))
-        self._options = dict(options or {})
         self._clients: list[Any] = []  # all that are open
         self._own = threading.local()  # `client`: the calling thread's
 
@@ -211,16 +227,22 @@ class ValkeyTier(RemoteTier):
         kind = "Cluster" if self.cluster else ""
         configuration = getattr(glide, f"Glide{kind}ClientConfiguration")
         advanced = getattr(glide, f"AdvancedGlide{kind}ClientConfiguration")
-        username, password = self._login
-        given: dict[str, Any] = {
+        given = self._connection
+        login = None if given.password is None else glide.ServerCredentials(given.password, given.username)
+        tls = glide.TlsAdvancedConfiguration(
+            root_pem_cacerts=None if given.ca_file is None else Path(given.ca_file).read_bytes(),
+            client_cert_path=given.cert_file,
+            client_key_path=given.key_file,
+        )
+        arguments: dict[str, Any] = {
             "addresses": [glide.NodeAddress(host, port) for host, port in self._addresses],
-            "use_tls": self._tls,
-            "credentials": None if password is None else glide.ServerCredentials(password, username),
+            "use_tls": given.tls,
+            "credentials": login,
             "request_timeout": self._timeout - self._timeout // _CONNECTING,
             "lazy_connect": True,  # so that the time to connect is bounded by the next line
-            "advanced_config": advanced(self._timeout // _CONNECTING, self._tls_options()),
+            "advanced_config": advanced(self._timeout // _CONNECTING, tls),
         }
-        return configuration(**given | self._options)
+        return configuration(**arguments | dict(given.options))
 
     def _groups(self, names: Sequence[str]) -> list[slice]:
         """Records that are carried by one command: all, but in a cluster one, as each may be on another server."""
@@ -312,27 +334,6 @@ class ValkeyTier(RemoteTier):
     def _batch(self) -> Any:
         """For commands that are sent together; no transaction."""
         return (self._glide.ClusterBatch if self.cluster else self._glide.Batch)(False)
-
-    def _tls_options(self) -> Any:
-        ca_file, cert_file, key_file = self._tls_files
-        return self._glide.TlsAdvancedConfiguration(
-            root_pem_cacerts=None if ca_file is None else Path(ca_file).read_bytes(),
-            client_cert_path=cert_file,
-            client_key_path=key_file,
-        )
-
-
-def _import_glide() -> Any:
-    try:
-        import glide_sync
-    except ImportError as error:
-        raise CapabilityError(
-            f"ValkeyTier needs the package valkey-glide-sync, which cannot be imported ({error}); install it: "
-            "pip install 'kvoffload[valkey]'"
-        ) from error
-    # Unless the program has set it up before: it writes to standard output. Errors reach the library's log without it.
-    glide_sync.Logger.init(glide_sync.LogLevel.OFF)
-    return glide_sync
 
 
 def _fits(length: int | None, size: int) -> bool:
