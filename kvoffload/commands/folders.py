@@ -16,7 +16,7 @@ from typing import Any
 
 from kvoffload.terminal.console import bandwidth
 from kvoffload.tiers.files import SYSTEM, OpenFile
-from kvoffload.tiers.opening import check_paths
+from kvoffload.tiers.sets import check_paths
 
 _MOST_BYTES = 256 << 20  # of the file
 _LEAST_BYTES = 16 << 20

@@ -19,7 +19,8 @@ from kvoffload.cache.reservations import Reservation
 from kvoffload.errors import CapabilityError, MissingKeyError
 from kvoffload.tiers.files import Buffer
 from kvoffload.tiers.format import Pairs, as_pairs, tenant_digest
-from kvoffload.tiers.slot_files import ReadResult, SlotFiles, SlotPut
+from kvoffload.tiers.member import ReadResult, SlotPut
+from kvoffload.tiers.slot_files import SlotFiles
 
 
 class DiskPut:
