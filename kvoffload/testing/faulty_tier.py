@@ -206,22 +206,18 @@ class FaultyTier(ThreadedTier):
         with self._state:
             fail, error, delay, hang, seconds = (self._random.random() for _ in range(5))
             if self._all_hang or hang < faults.hang:
-                self._hang()
+                before = self._releases
+                self._hung += 1
+                try:
+                    while self._releases == before:
+                        self._state.wait()
+                finally:
+                    self._hung -= 1
         if delay < faults.delay:
             time.sleep(seconds * faults.longest_delay)
         if error < faults.error:
             raise OSError(errno.EIO, "a fault of FaultyTier")
         return self._all_fail or fail < faults.fail
-
-    def _hang(self) -> None:
-        """Wait until what hangs now is released; under the lock, which waiting gives back."""
-        before = self._releases
-        self._hung += 1
-        try:
-            while self._releases == before:
-                self._state.wait()
-        finally:
-            self._hung -= 1
 
     def _scribble(self, rows: Rows) -> None:
         for row in rows:
