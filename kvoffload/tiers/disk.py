@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvoffload.cache.admission import Tenant
@@ -74,7 +75,6 @@ class DiskTier(ThreadedTier):
         limits: Limits | None = None,
         operations: FileOperations = SYSTEM,
     ) -> None:
-        self._reset, self._direct = flag("reset", reset), flag("direct", direct)
         self.read_only = flag("read_only", read_only)
         super().__init__(limits=limits)
         self.io_threads, self.threads = self.threads, self.threads + 1
@@ -83,16 +83,21 @@ class DiskTier(ThreadedTier):
         make_checksum(key)
         self.name = name
         self.identity = check_identity(identity)
-        self.capabilities = TierCapabilities(
-            durable=True,
-            shared=False,
-            local_index=True,
-            max_bytes=None if read_only else nbytes,
-            preferred_bytes=1 << 20,
-            alignment=4096,
-        )
+        most = None if read_only else nbytes
+        self.capabilities = TierCapabilities(durable=True, shared=False, local_index=True, max_bytes=most)
         self._policy, self._tenants = policy, dict(tenants or {})
-        self._key, self._operations = key, operations
+        self._open = partial(
+            SlotFiles,
+            self.paths,
+            nbytes=self.nbytes,
+            identity=identity,
+            key=key,
+            reset=flag("reset", reset),
+            read_only=read_only,
+            direct=flag("direct", direct),
+            io_threads=self.io_threads,
+            operations=operations,
+        )
         self._disk: DiskIndex | None = None
         self._puts: dict[TierJob, DiskPut] = {}
         self._lock = threading.RLock()
@@ -112,19 +117,7 @@ class DiskTier(ThreadedTier):
     def start(self, layout: bytes | None) -> None:
         assert layout is not None, "a durable tier is given one"
         try:
-            files = SlotFiles(
-                self.paths,
-                slot_bytes=self.record_bytes,
-                nbytes=self.nbytes,
-                layout_digest=layout,
-                identity=self.identity,
-                key=self._key,
-                reset=self._reset,
-                read_only=self.read_only,
-                direct=self._direct,
-                io_threads=self.io_threads,
-                operations=self._operations,
-            )
+            files = self._open(slot_bytes=self.record_bytes, layout_digest=layout)
         except ValueError as error:
             raise LayoutError(str(error)) from error
         try:

@@ -180,7 +180,11 @@ class Member:
         try:
             digests = [self.checksum.of(put.views) for put in puts]
             with self._gate:
-                results = in_runs(self._write_payload, slots, [put.views for put in puts])
+                results = in_runs(
+                    lambda slot, views: self.file.write_payload(views, self.payload_offset(slot)),
+                    slots,
+                    [put.views for put in puts],
+                )
             written = [at for at, result in enumerate(results) if result is True]
             with self._headers:
                 for at, is_wanted in zip(written, [wanted(puts[at].key) for at in written], strict=True):
@@ -251,18 +255,13 @@ class Member:
     ) -> list[ReadResult]:
         """Read payloads, those of neighbours together, and compare their digests."""
         with self._gate:
-            results = in_runs(self._read_payload, slots, payloads)
+            results = in_runs(
+                lambda slot, views: self.file.read_payload(views, self.payload_offset(slot)), slots, payloads
+            )
         return [
             result if isinstance(result, OSError) else (result and self.checksum.of(views) == digest) or None
             for result, views, digest in zip(results, payloads, digests, strict=True)
         ]
-
-    def _write_payload(self, slot: int, views: Sequence[Buffer]) -> bool:
-        self.file.write_payload(views, self.payload_offset(slot))
-        return True
-
-    def _read_payload(self, slot: int, views: Sequence[Buffer]) -> bool:
-        return self.file.read_payload(views, self.payload_offset(slot))
 
     # what is forgotten, and what is durable -----------------------------------------------------------------------
 

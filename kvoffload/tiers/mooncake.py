@@ -184,7 +184,14 @@ class MooncakeTier(RemoteTier):
         client = self._connected()
         nbytes = self.record_bytes + HEADER_BYTES
         codes = client.batch_get_into_multi_buffers(list(names), *_ranges(parts))
-        misfits = _misfits(client, names, codes, nbytes)
+        misfits: list[int] = []  # records that are not of `nbytes`, as far as the master says
+        for at, code in enumerate(codes):
+            if code in _WRONG_SIZE:
+                size = client.get_size(names[at])
+                if size < 0 and size not in _MISSES:  # it does not answer, and would not for the others
+                    break
+                if 0 <= size != nbytes:
+                    misfits.append(at)
         outcomes = [Outcome.DONE if c == nbytes else _NOT_FETCHED.get(c, Outcome.FAILED) for c in codes]
         for at in misfits:
             outcomes[at] = self.reject(names[at])
@@ -234,7 +241,13 @@ class MooncakeTier(RemoteTier):
         return self._client
 
     def _new_client(self) -> Any:
-        if not any(map(self._accepts, self._masters)):
+        for address in self._masters:  # without the interpreter's lock, which `setup` would hold
+            try:
+                socket.create_connection(address, self._timeout / 1000).close()
+                break
+            except OSError:
+                continue
+        else:
             master = masked(self._setup["master_server_addr"])
             raise ConnectionError(f"no connection to the Mooncake master at {master}")
         _set_environment(self._timeout)
@@ -256,14 +269,6 @@ class MooncakeTier(RemoteTier):
             raise
         return client
 
-    def _accepts(self, address: tuple[str, int]) -> bool:
-        """Whether a TCP connection is made within the timeout, without the interpreter's lock."""
-        try:
-            socket.create_connection(address, self._timeout / 1000).close()
-        except OSError:
-            return False
-        return True
-
     def _register(self, client: Any, array: UInt8Array) -> None:
         code = client.register_buffer(_address(array), array.nbytes)
         if code != 0:
@@ -282,19 +287,6 @@ def _address(array: UInt8Array) -> int:
 def _ranges(parts: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]]]:
     """Addresses and bytes of all parts of each record."""
     return [[_address(part) for part in record] for record in parts], [[p.nbytes for p in record] for record in parts]
-
-
-def _misfits(client: Any, names: Sequence[str], codes: Sequence[int], nbytes: int) -> list[int]:
-    """Positions of records that are not of `nbytes`, as far as the master says."""
-    found = []
-    for at, code in enumerate(codes):
-        if code in _WRONG_SIZE:
-            size = client.get_size(names[at])
-            if size < 0 and size not in _MISSES:  # it does not answer, and would not for the others
-                break
-            if 0 <= size != nbytes:
-                found.append(at)
-    return found
 
 
 def _checked(call: str, codes: Sequence[int], outcomes: list[Outcome]) -> list[Outcome]:

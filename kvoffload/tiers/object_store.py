@@ -55,15 +55,7 @@ class ObjectStoreTier(RemoteTier):
         name: str = "objects",
         limits: Limits | None = None,
     ) -> None:
-        super().__init__(
-            identity=identity,
-            prefix=prefix,
-            key=key,
-            name=name,
-            durable=True,
-            preferred_bytes=4 << 20,
-            limits=limits,
-        )
+        super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=True, limits=limits)
         self._obstore = import_package(
             "obstore", needs="ObjectStoreTier needs the package obstore", extra="objectstore"
         )
@@ -92,7 +84,15 @@ class ObjectStoreTier(RemoteTier):
         return [Outcome.DONE] * len(names)
 
     def have_names(self, names: Sequence[str]) -> list[bool]:
-        return [self._exists(name) for name in names]
+        found: list[bool] = []
+        for name in names:
+            try:
+                self._obstore.head(self._store, name)
+            except FileNotFoundError:
+                found.append(False)
+            else:
+                found.append(True)
+        return found
 
     def delete_names(self, names: Sequence[str]) -> list[bool]:
         found = self.have_names(names)
@@ -137,13 +137,6 @@ class ObjectStoreTier(RemoteTier):
         for part, fetched in zip(parts, np.split(content, ends[:-1]), strict=True):
             part[:] = fetched
         return Outcome.DONE
-
-    def _exists(self, name: str) -> bool:
-        try:
-            self._obstore.head(self._store, name)
-        except FileNotFoundError:
-            return False
-        return True
 
     def _delete(self, names: list[str]) -> None:
         if not names:

@@ -165,7 +165,6 @@ class RemoteTier(ThreadedTier):
             do not have the key are misses. None: xxh3_128, which finds accidents alone; see `DiskTier`.
         name: of the tier, in metrics, messages and what `TieredCache.locate` returns.
         durable: whether records outlive the store's processes.
-        preferred_bytes: see `TierCapabilities`.
         limits: see `Limits`; None: `Limits()`.
 
     Attributes:
@@ -188,7 +187,6 @@ class RemoteTier(ThreadedTier):
         key: bytes | None = None,
         name: str,
         durable: bool,
-        preferred_bytes: int = 1 << 20,
         limits: Limits | None = None,
     ) -> None:
         super().__init__(limits=limits)
@@ -200,9 +198,7 @@ class RemoteTier(ThreadedTier):
                 f"that do not begin with '.', got {shown(prefix)}"
             )
         self.prefix = prefix
-        self.capabilities = TierCapabilities(
-            durable=durable, shared=True, local_index=False, preferred_bytes=preferred_bytes
-        )
+        self.capabilities = TierCapabilities(durable=durable, shared=True, local_index=False)
         self._checksum = make_checksum(key)
         self._questions = Questions(self.have_records)
 

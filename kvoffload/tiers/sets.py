@@ -30,7 +30,7 @@ from typing import NamedTuple
 from kvoffload.errors import CapacityError
 from kvoffload.internal.log import LOGGER
 from kvoffload.tiers.checksums import DIGEST_BYTES
-from kvoffload.tiers.files import PAGE, FileOperations, OpenFile, sync_folder
+from kvoffload.tiers.files import PAGE, FileOperations, OpenFile
 from kvoffload.tiers.format import MAGIC, SUPERBLOCK_BYTES, SUPERBLOCK_OFFSETS, UNFINISHED, VERSION, Superblock
 from kvoffload.tiers.member import read_superblocks, write_superblocks
 
@@ -283,7 +283,11 @@ def _format(found: Sequence[Found], wanted: Superblock, operations: FileOperatio
             _allocate(file, wanted.file_bytes)
             operations.fsync(file.descriptor)
         for folder in {os.path.dirname(os.path.abspath(file.path)) for file in files}:
-            sync_folder(folder, operations)
+            names = operations.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                operations.fsync(names)  # of new files
+            finally:
+                operations.close(names)
         opened = [(file, wanted._replace(set_id=set_id, member=number)) for number, file in enumerate(files)]
         for file, superblock in opened:
             write_superblocks(file, superblock)

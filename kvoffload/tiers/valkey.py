@@ -266,9 +266,17 @@ class ValkeyTier(RemoteTier):
             if not outcomes:
                 raise
             return outcomes
-        lengths = iter(found)
-        of_each = [[next(lengths) for _ in record] for record in parts]
-        return [self._outcome(*each) for each in zip(names, parts, of_each, strict=True)]
+        lengths = iter(found)  # of the values that glide has written to the parts; None: there is no string
+        outcomes = []
+        for name, record in zip(names, parts, strict=True):
+            of_record = [next(lengths) for _ in record]
+            if None not in of_record:
+                whole = [int(length or 0) for length in of_record] == [part.nbytes for part in record]
+                outcomes.append(Outcome.DONE if whole else self.reject(name))
+            else:  # evicted, unless a part is a hash, say
+                partly = any(length is not None for length in of_record)
+                outcomes.append(self.reject(name) if partly and self._look([name]) == [None] else Outcome.MISSING)
+        return outcomes
 
     def _without_misfits(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
         """`_fetch` without values longer than their parts, each of which fails the whole command; [] if there is none.
@@ -286,14 +294,6 @@ class ValkeyTier(RemoteTier):
             outcomes.update(zip(left, self._fetch(left, [parts[at] for at in others]), strict=True))
         return [outcomes[name] for name in names]
 
-    def _outcome(self, name: str, parts: Parts, lengths: Sequence[bytes | None]) -> Outcome:
-        """By the lengths of the values that glide has written to the parts; None: there is no string."""
-        if None in lengths:  # evicted, unless a part is a hash, say
-            partly = any(length is not None for length in lengths)
-            return self.reject(name) if partly and self._look([name]) == [None] else Outcome.MISSING
-        whole = all(int(length or 0) == part.nbytes for length, part in zip(lengths, parts, strict=True))
-        return Outcome.DONE if whole else self.reject(name)
-
     def _look(self, names: Sequence[str]) -> list[bool | None]:
         """Whether all parts of each record are there; None if one is no string of its size."""
         sizes = [HEADER_BYTES, *(pool.shape[1] for pool in self.pools)]
@@ -303,7 +303,8 @@ class ValkeyTier(RemoteTier):
                 batch.strlen(part_name)
         counts = iter(self._counts(batch))
         lengths = [[next(counts) for _ in sizes] for _ in names]
-        return [all(each) if all(map(_fits, each, sizes)) else None for each in lengths]
+        fit = [all(length in (0, size) for length, size in zip(each, sizes, strict=True)) for each in lengths]
+        return [all(each) if fits else None for each, fits in zip(lengths, fit, strict=True)]  # 0: there is no value
 
     def _store(self, names: Sequence[str], parts: Sequence[Parts]) -> Outcome:
         glide = self._glide
@@ -334,10 +335,6 @@ class ValkeyTier(RemoteTier):
     def _batch(self) -> Any:
         """For commands that are sent together; no transaction."""
         return (self._glide.ClusterBatch if self.cluster else self._glide.Batch)(False)
-
-
-def _fits(length: int | None, size: int) -> bool:
-    return length in (0, size)  # 0: there is no value
 
 
 def _count(answer: Any) -> int | None:
