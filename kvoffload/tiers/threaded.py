@@ -14,14 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvoffload.errors import ClosedError
-from kvoffload.internal.checks import as_timeout, shown, to_wait
-from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import in_call
-from kvoffload.internal.types import UInt8Array
-from kvoffload.internal.waiting import wait_until
-from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.tier import (
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import (
     Limits,
     Notify,
     Tier,
@@ -33,6 +27,12 @@ from kvoffload.tiers.tier import (
     check_pools,
     given_or_default,
 )
+from kvoffload.errors import ClosedError
+from kvoffload.internal.checks import as_timeout, shown, to_wait
+from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import in_call
+from kvoffload.internal.types import UInt8Array
+from kvoffload.internal.waiting import wait_until
 from kvoffload.tiers.workers import Removal, Work, Workers, Write
 
 Rows = list[UInt8Array]

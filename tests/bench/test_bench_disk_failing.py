@@ -26,7 +26,7 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.tiering.breaker._FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("kvoffload.cache.tiering.below._FIRST_PAUSE", 0.05)
 
 
 def test_each_fault_opens_the_breaker_and_the_disk_is_read_again(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from benching import run_json, times_in
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from mooncake_servers import mooncake_program
 from remote_stores import for_objects, for_valkey, names_in_s3, patient_mooncake, taken_from_mooncake
 from servers import Process, ask, need_module, valkey_program, weed_program
@@ -23,7 +24,6 @@ from kvoffload.bench.remote_servers import started
 from kvoffload.commands import main
 from kvoffload.terminal.stores import KINDS, Store
 from kvoffload.terminal.tables import WIDTH
-from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import Outcome, ValkeyTier
 from kvoffload.tiers.remote import Parts
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics
 from programs import run_program
 from servers import Process, need_module
 from tiering import SECONDS, keys, tiered
@@ -17,8 +18,6 @@ from kvoffload.cache.statistics import CacheStatistics, Histogram, TenantCounts
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.errors import CapabilityError, ClosedError
 from kvoffload.observability.prometheus import CacheCollector, register
-from kvoffload.tiering.below import CacheTierStatistics
-from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Outcome, TierStatistics, ValkeyTier
 
 

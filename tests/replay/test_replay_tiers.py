@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from replay_oracles import keys_of
 from replaying import TINY
 
 import kvoffload
 from kvoffload.replay.verified import VerifiedCache
-from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import DiskTier
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvoffload.cache.tiering.promotion import Promotion
 from replay_oracles import (
     generated_trace,
     keys_of,
@@ -20,7 +21,6 @@ from kvoffload.cache.reservations import CacheJob
 from kvoffload.driver import address_of
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.testing import check_clean_close
-from kvoffload.tiering.promotion import Promotion
 
 
 def flip(array: Any, index: Any) -> None:

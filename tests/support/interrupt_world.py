@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from kvoffload.cache.tiering.promotion import IndexPromotion
 from tier_classes import DictTier
 
 import kvoffload
@@ -36,7 +37,6 @@ from kvoffload import (
 )
 from kvoffload.cache.policies import Policy
 from kvoffload.testing import SimulatedDriver
-from kvoffload.tiering.promotion import IndexPromotion
 
 PLANES, BLOCK_BYTES, BLOCKS = 3, 32, 48
 SOURCES = 24  # blocks that hold what keys stand for; the others are targets of loads

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 from helpers import COPY_ENGINE_ONLY, simulated
+from kvoffload.cache.tiering.manager import TierManager
+from kvoffload.cache.tiering.promotion import PromotionRecord
 from tier_classes import DictTier, GatedTier
 from tiering import DESCRIBED, SECONDS, keys, tiered, until
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, ClosedError, KVLayout, OffloadEngine, TieredCache
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering.manager import TierManager
-from kvoffload.tiering.promotion import PromotionRecord
 
 
 def tier_threads() -> list[str]:

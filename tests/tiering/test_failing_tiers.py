@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from kvoffload.cache.tiering.below import BreakerState
 from tier_classes import DictTier, GatedTier, Rows
 from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
 
@@ -16,7 +17,6 @@ from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError
 from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.state import CacheState
 from kvoffload.testing import FaultyTier, TierFaults
-from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Limits, Outcome, TierJob, TierStatistics
 
 METHODS = ("put", "get", "exists", "contains", "statistics", "drain", "close", "remove", "clear")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from kvoffload.cache.tiering.below import BreakerState
 from tier_classes import DictTier, Rows
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
 import kvoffload
 from kvoffload import BlockCache
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import DiskTier, Limits, Outcome, TierCapabilities
 
 

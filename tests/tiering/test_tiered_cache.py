@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvoffload.cache.tiering.below import TierSpeed
 from tier_classes import DictTier, GatedTier, Rows
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
@@ -15,7 +16,6 @@ import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CapacityError, ClosedError, LayoutError, MissingKeyError, Tenant
 from kvoffload.testing import FaultyTier
 from kvoffload.tiering import BreakerState, Promotion
-from kvoffload.tiering.speed import TierSpeed
 from kvoffload.tiers import DiskTier, Limits, MemoryTier, Origin, Outcome
 
 

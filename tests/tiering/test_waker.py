@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+from kvoffload.cache.tiering.waker import Waker
 from tiering import SECONDS, until
 
 from kvoffload.tiering import waker as module
-from kvoffload.tiering.waker import Waker
 
 
 def waits(waker: Waker, seconds: float) -> threading.Thread:

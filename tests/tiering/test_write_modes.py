@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvoffload.cache.tiering.manager import MOST_MESSAGES
+from kvoffload.cache.tiering.writer import WriteAdmitted
 from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
 from kvoffload import BlockCache, Tenant
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering.manager import MOST_MESSAGES
-from kvoffload.tiering.writes import WriteAdmitted
 from kvoffload.tiers import MemoryTier, Origin, Outcome, TierStatistics
 from kvoffload.tiers.threaded import Rows
 

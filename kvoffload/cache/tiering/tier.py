@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvoffload.cache.tiering.job import TierJob
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.internal.checks import at_least, shown
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.job import TierJob
 
 _Options = TypeVar("_Options")
 LAYOUT_BYTES = 16
