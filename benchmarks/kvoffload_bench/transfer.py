@@ -46,7 +46,7 @@ class Case(NamedTuple):
     geometry: ModelGeometry
     placement: Placement
     blocks_per_slot: int = 1
-    count: int | None = None
+    count: int | None = None  # type: ignore[assignment]  # hides tuple.count, which nothing here calls
     slots: Sequence[int] | None = None
 
 
