@@ -14,8 +14,10 @@ from typing import Any, get_args
 import numpy as np
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
+from kvoffload.cache.tiering.index_tiers import WriteName
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.device.device import Device
-from kvoffload.replay import fleet_report, hitplot, saving
+from kvoffload.replay import hitplot, saving
 from kvoffload.replay.hits import WRITES
 from kvoffload.replay.report import report
 from kvoffload.replay.trace import Request, Trace, read_timed_trace, require_readable
@@ -23,14 +25,11 @@ from kvoffload.replay.verified import VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
 from kvoffload.terminal.console import CommandError, Output, bandwidth, counted, mib, open_backend, verified_text
 from kvoffload.terminal.options import COMMON, add_command, add_common_options, add_seed, model, numbers, scale, whole
-from kvoffload.tiering.index_tiers import WriteName
-from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import DiskTier
 from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET
 
 _MOST_IN_FLIGHT = 256  # an engine has room for so many with several groups, too
-_NEED_A_DISK = ("disk_path", "disk_policy", "disk_gb_per_s")
-_NEED_A_TIER = ("write", "least_hits")  # a disk, or the store of --hosts
+_NEED_A_DISK = ("disk_path", "disk_policy", "disk_gb_per_s", "write", "least_hits")
 _WITHOUT_BYTES = ("least_hits", "disk_policy", "disk_gb_per_s")
 _DRAIN_SECONDS = 60.0
 _FILE_OVERHEAD = TABLE_OFFSET + 8192  # what rounding takes
@@ -50,20 +49,13 @@ def add_parser(commands: Any) -> None:
         usage="(TRACE | --workload NAME) [options]",
     )
     add = parser.add_argument
-    traffic = parser.add_mutually_exclusive_group()  # one is required: see _check
-    traffic.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help=argparse.SUPPRESS)
-    names = tuple(WORKLOADS)
-    traffic.add_argument("--workload", choices=names, metavar="NAME", help="synthetic traffic; unknown: lists all")
-    most = f"at most (default: all, of a workload {DEFAULT_REQUESTS})"
-    add("--requests", type=whole(1, 10_000_000), metavar="N", help=most)
-    add_seed(parser, "workload, bytes and places")
+    add_traffic(parser, "workload, bytes and places")
     add("--slots", type=numbers, default=[4096], metavar="N[,N...]", help="hash ids the cache holds (default 4096)")
     policies = (*sorted(POLICIES), "all")
     add("--policy", choices=policies, default=DEFAULT_POLICY, metavar="NAME", help=", ".join(policies))
     add("--metadata-only", action="store_true", help="count hits only: no bytes, no device")
     add("--plot", type=Path, metavar="FILE.png", help="hit rates, with --metadata-only")
     _add_disk(parser)
-    fleet_report.add_options(parser)
     add("--model", type=model, metavar="NAME", help="whose blocks move; an unknown name lists all")
     add("--scale", type=scale, default=1.0, metavar="X", help="shrink blocks to X of their bytes, 0 < X <= 1")
     add("--blocks-per-hash", type=whole(1), default=1, metavar="N", help="device blocks of a hash id (default 1)")
@@ -72,6 +64,17 @@ def add_parser(commands: Any) -> None:
     add("--wide", action="store_true", help=argparse.SUPPRESS)
     add_common_options(parser)
     parser.set_defaults(run=run)
+
+
+def add_traffic(parser: argparse.ArgumentParser, seeded: str) -> None:
+    """The options for a trace or a workload, and for the seed of what `seeded` names."""
+    traffic = parser.add_mutually_exclusive_group()  # one is required: see `check_traffic`
+    traffic.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help=argparse.SUPPRESS)
+    names = tuple(WORKLOADS)
+    traffic.add_argument("--workload", choices=names, metavar="NAME", help="synthetic traffic; unknown: lists all")
+    most = f"at most (default: all, of a workload {DEFAULT_REQUESTS})"
+    parser.add_argument("--requests", type=whole(1, 10_000_000), metavar="N", help=most)
+    add_seed(parser, seeded)
 
 
 def _add_disk(parser: argparse.ArgumentParser) -> None:
@@ -91,27 +94,18 @@ def _add_disk(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Replay; 0 if every loaded byte was right, else 1."""
     output = Output(arguments.json, wide=arguments.wide)
-    arguments.metadata_only |= arguments.hosts is not None
     _check(arguments)
     rates = saving.rates(arguments, measures=not arguments.metadata_only and arguments.backend != "simulated")
-    trace = _trace(arguments, output)
-    traffic = {
-        "trace": None if arguments.trace is None else str(arguments.trace),
-        "workload": arguments.workload,
-        "seed": arguments.seed,
-    }
-    if arguments.hosts is not None:
-        fleet_report.run(arguments, trace, traffic, output)
-        return 0
+    requests, traffic = read_requests(arguments, output).requests, traffic_of(arguments)
     if arguments.metadata_only:
-        report(arguments, trace.requests, rates, traffic, output)
+        report(arguments, requests, rates, traffic, output)
         return 0
     with open_backend(arguments, output, arguments.seed) as device:
         rates = saving.rates(arguments, measures=not device.simulated)
         if device.simulated and arguments.scale == 1:
             output.note("kvoffload: the simulated device copies with the CPU; --scale 0.01 makes it quick")
         with _disk(arguments) as make_tier:
-            fields = traffic | _serve(arguments, trace.requests, device, output, make_tier)
+            fields = traffic | _serve(arguments, requests, device, output, make_tier)
         if rates is not None and not device.simulated:
             rates = replace(rates, load_gb_per_s=fields["load_gb_per_s"], measured=True)
         fields["saving"] = None if rates is None else rates.fields | rates.fields_of(fields["blocks_hit"])
@@ -120,13 +114,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if fields["corrupt_blocks"] else 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse a trace that cannot be read, and options that do not go together, or are missing."""
+def check_traffic(arguments: argparse.Namespace, command: str) -> None:
+    """Refuse a command without a trace or a workload, and a trace that cannot be read."""
     if arguments.trace is not None:
         require_readable(arguments.trace)
     elif arguments.workload is None:
-        raise CommandError(f"replay needs a TRACE, a file, or --workload, one of {', '.join(WORKLOADS)}")
-    fleet_report.check(arguments)
+        raise CommandError(f"{command} needs a TRACE, a file, or --workload, one of {', '.join(WORKLOADS)}")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse a trace that cannot be read, and options that do not go together, or are missing."""
+    check_traffic(arguments, "replay")
     _check_disk(arguments)
     if arguments.metadata_only:
         if arguments.in_flight != 1:
@@ -152,8 +150,7 @@ def _check_disk(arguments: argparse.Namespace) -> None:
                 raise CommandError(f"--{name.replace('_', '-')} {why}")
 
     if arguments.disk_slots is None:
-        names = _NEED_A_DISK if arguments.hosts else (*_NEED_A_DISK, *_NEED_A_TIER)
-        refuse_any(names, "is of no use without --disk-slots: give that, too")
+        refuse_any(_NEED_A_DISK, "is of no use without --disk-slots: give that, too")
         return
     if arguments.metadata_only:
         refuse_any(("disk_path",), "is of no use with --metadata-only: no bytes are written")
@@ -176,7 +173,13 @@ def _check_disk(arguments: argparse.Namespace) -> None:
         refuse_any(("disk_gb_per_s",), "is of no use without --prefill-tokens-per-second: give that, too")
 
 
-def _trace(arguments: argparse.Namespace, output: Output) -> Trace:
+def traffic_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where the requests come from, for JSON."""
+    trace = None if arguments.trace is None else str(arguments.trace)
+    return {"trace": trace, "workload": arguments.workload, "seed": arguments.seed}
+
+
+def read_requests(arguments: argparse.Namespace, output: Output) -> Trace:
     """At least one request, with at least one key.
 
     Raises:

@@ -21,9 +21,9 @@ from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import Prefix, make_policy
 from kvoffload.cache.policies.base import Policy
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.admission import WriteAdmission
 from kvoffload.replay.trace import Request
 from kvoffload.terminal.console import Advance, Output
-from kvoffload.tiering.admission import WriteAdmission
 
 OPTIMUM = "belady"  # in the place of a policy's name
 WRITES = ("admitted", "through", "second", "random", "none")

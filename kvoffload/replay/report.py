@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
+from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
 from kvoffload.replay import hitplot
 from kvoffload.replay.hits import OPTIMUM, WRITES, Policies, PolicyResult, Survey, TierResult, hits_of_policies
 from kvoffload.replay.saving import Rates
 from kvoffload.replay.trace import Request
 from kvoffload.terminal.console import Output, counted
-from kvoffload.tiering.admission import DEFAULT_LEAST_HITS
 
 _MEANINGS = {
     "admitted": "admitted: what is worth its write.",

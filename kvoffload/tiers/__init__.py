@@ -16,15 +16,15 @@ Checksum                    xxh3_128, or keyed blake2b                          
 FileOperations              the system calls, behind which tests put failures         files.py
 """
 
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import Tier, TierCapabilities, TierStatistics
 from kvoffload.tiers.disk import DiskTier
-from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.loading import load_tier
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.mooncake import MooncakeTier
 from kvoffload.tiers.object_store import ObjectStoreTier
 from kvoffload.tiers.remote import RemoteTier
 from kvoffload.tiers.threaded import Origin, ThreadedTier
-from kvoffload.tiers.tier import Tier, TierCapabilities, TierStatistics
 from kvoffload.tiers.valkey import ValkeyTier
 
 __all__ = [

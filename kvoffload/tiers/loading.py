@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvoffload.cache.tiering.tier import Tier
 from kvoffload.internal.checks import shown
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.mooncake import MooncakeTier
 from kvoffload.tiers.object_store import ObjectStoreTier
-from kvoffload.tiers.tier import Tier
 from kvoffload.tiers.valkey import ValkeyTier
 
 GROUP = "kvoffload.tiers"

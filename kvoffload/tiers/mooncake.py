@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from kvoffload.cache.tiering.job import Outcome
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, masked, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.mooncake_client import (
     Protocol,
     accepts,

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from kvoffload.cache.tiering.job import Outcome
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import masked, reason, seconds, shown
-from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.remote import Parts, RemoteTier
 
 _LISTED = 1000  # names that one request lists

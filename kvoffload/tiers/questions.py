@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from kvoffload.tiers.job import TierJob
+from kvoffload.cache.tiering.job import TierJob
 
 Ask = Callable[[Sequence[bytes]], Sequence[bool]]
 

@@ -16,16 +16,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import TierCapabilities
 from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.format import check_identity
-from kvoffload.tiers.job import Outcome, TierJob
 from kvoffload.tiers.questions import Questions
 from kvoffload.tiers.remote_format import HEADER_BYTES, RecordFormat, check_prefix, make_format
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
-from kvoffload.tiers.tier import TierCapabilities
 
 Parts = list[UInt8Array]
 """The ranges of one record: 192 bytes of header, then a row of each pool."""

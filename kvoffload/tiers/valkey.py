@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvoffload.cache.tiering.job import Outcome
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import seconds, shown
-from kvoffload.tiers.job import Outcome
 from kvoffload.tiers.remote import Parts, RemoteTier
 from kvoffload.tiers.remote_format import HEADER_BYTES
 
