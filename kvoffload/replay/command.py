@@ -48,8 +48,8 @@ def add_parser(commands: Any) -> None:
         common=f"--wide, {COMMON}",
         usage="(TRACE | --workload NAME) [options]",
     )
-    add_traffic(parser, "workload, bytes and places")
     add = parser.add_argument
+    add_traffic(parser, "workload, bytes and places")
     add("--slots", type=numbers, default=[4096], metavar="N[,N...]", help="hash ids the cache holds (default 4096)")
     policies = (*sorted(POLICIES), "all")
     add("--policy", choices=policies, default=DEFAULT_POLICY, metavar="NAME", help=", ".join(policies))
@@ -68,13 +68,12 @@ def add_parser(commands: Any) -> None:
 
 def add_traffic(parser: argparse.ArgumentParser, seeded: str) -> None:
     """The options for a trace or a workload, and for the seed of what `seeded` names."""
-    add = parser.add_argument
-    traffic = parser.add_mutually_exclusive_group()  # one is required: see check_traffic
+    traffic = parser.add_mutually_exclusive_group()  # one is required: see `check_traffic`
     traffic.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help=argparse.SUPPRESS)
     names = tuple(WORKLOADS)
     traffic.add_argument("--workload", choices=names, metavar="NAME", help="synthetic traffic; unknown: lists all")
     most = f"at most (default: all, of a workload {DEFAULT_REQUESTS})"
-    add("--requests", type=whole(1, 10_000_000), metavar="N", help=most)
+    parser.add_argument("--requests", type=whole(1, 10_000_000), metavar="N", help=most)
     add_seed(parser, seeded)
 
 
@@ -97,17 +96,16 @@ def run(arguments: argparse.Namespace) -> int:
     output = Output(arguments.json, wide=arguments.wide)
     _check(arguments)
     rates = saving.rates(arguments, measures=not arguments.metadata_only and arguments.backend != "simulated")
-    trace = read_requests(arguments, output)
-    traffic = traffic_of(arguments)
+    requests, traffic = read_requests(arguments, output).requests, traffic_of(arguments)
     if arguments.metadata_only:
-        report(arguments, trace.requests, rates, traffic, output)
+        report(arguments, requests, rates, traffic, output)
         return 0
     with open_backend(arguments, output, arguments.seed) as device:
         rates = saving.rates(arguments, measures=not device.simulated)
         if device.simulated and arguments.scale == 1:
             output.note("kvoffload: the simulated device copies with the CPU; --scale 0.01 makes it quick")
         with _disk(arguments) as make_tier:
-            fields = traffic | _serve(arguments, trace.requests, device, output, make_tier)
+            fields = traffic | _serve(arguments, requests, device, output, make_tier)
         if rates is not None and not device.simulated:
             rates = replace(rates, load_gb_per_s=fields["load_gb_per_s"], measured=True)
         fields["saving"] = None if rates is None else rates.fields | rates.fields_of(fields["blocks_hit"])
@@ -175,6 +173,12 @@ def _check_disk(arguments: argparse.Namespace) -> None:
         refuse_any(("disk_gb_per_s",), "is of no use without --prefill-tokens-per-second: give that, too")
 
 
+def traffic_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where the requests come from, for JSON."""
+    trace = None if arguments.trace is None else str(arguments.trace)
+    return {"trace": trace, "workload": arguments.workload, "seed": arguments.seed}
+
+
 def read_requests(arguments: argparse.Namespace, output: Output) -> Trace:
     """At least one request, with at least one key.
 
@@ -186,16 +190,11 @@ def read_requests(arguments: argparse.Namespace, output: Output) -> Trace:
             requests = make_workload(arguments.workload, arguments.requests or DEFAULT_REQUESTS, arguments.seed)
             return Trace(requests, None)
         trace = read_timed_trace(arguments.trace, arguments.requests)
-    if not any(trace.requests):
-        count = len(trace.requests)
+    if not any(requests):
+        count = len(requests)
         empty = f'has {count:,} requests, all with empty "hash_ids"' if count else "has no requests"
         raise CommandError(f'the trace {arguments.trace} {empty}: a request is a line such as {{"hash_ids": [1, 2]}}')
     return trace
-
-
-def traffic_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    trace = None if arguments.trace is None else str(arguments.trace)
-    return {"trace": trace, "workload": arguments.workload, "seed": arguments.seed}
 
 
 # with bytes -----------------------------------------------------------------------------------------------------------
