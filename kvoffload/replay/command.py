@@ -13,7 +13,7 @@ import numpy as np
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.device.device import Device
-from kvoffload.replay import fleet_report, hitplot, metadata, saving, tier_report
+from kvoffload.replay import hitplot, metadata, saving, tier_report
 from kvoffload.replay.trace import Request, Trace, read_timed_trace, require_readable
 from kvoffload.replay.verified import Counts, VerifiedCache
 from kvoffload.replay.workloads import DEFAULT_REQUESTS, WORKLOADS, make_workload
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
         common=f"--wide, {COMMON}",
         usage="(TRACE | --workload NAME) [options]",
     )
-    _add_traffic(parser)
+    add_traffic(parser, "workload, bytes and places")
     _add_cache(parser)
     _add_bytes(parser)
     saving.add_options(parser)
@@ -46,8 +46,9 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _add_traffic(parser: argparse.ArgumentParser) -> None:
-    traffic = parser.add_mutually_exclusive_group()  # one is required: see _check
+def add_traffic(parser: argparse.ArgumentParser, seeded: str) -> None:
+    """The options for a trace or a workload, and for the seed of what `seeded` names."""
+    traffic = parser.add_mutually_exclusive_group()  # one is required: see check_traffic
     traffic.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help=argparse.SUPPRESS)
     traffic.add_argument(
         "--workload", choices=tuple(WORKLOADS), metavar="NAME", help="synthetic traffic; unknown: lists all"
@@ -58,7 +59,7 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"at most (default: all, of a workload {DEFAULT_REQUESTS})",
     )
-    add_seed(parser, "workload, bytes and places")
+    add_seed(parser, seeded)
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +71,6 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metadata-only", action="store_true", help="count hits only: no bytes, no device")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="hit rates, with --metadata-only")
     tier_report.add_options(parser)
-    fleet_report.add_options(parser)
 
 
 def _add_bytes(parser: argparse.ArgumentParser) -> None:
@@ -87,12 +87,11 @@ def _add_bytes(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Replay; 0 if every loaded byte was right, else 1."""
     output = Output(arguments.json, wide=arguments.wide)
-    arguments.metadata_only |= arguments.hosts is not None
     _check(arguments)
     if arguments.metadata_only:
         return _without_bytes(arguments, output)
     saving.rates(arguments, measures=arguments.backend != "simulated")  # before the trace is read
-    requests = _trace(arguments, output).requests
+    requests = read_requests(arguments, output).requests
     with open_backend(arguments, output, arguments.seed) as device:
         rates = saving.rates(arguments, measures=not device.simulated)
         if device.simulated and arguments.scale == 1:
@@ -106,13 +105,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if fields["corrupt_blocks"] else 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse a trace that cannot be read, and options that do not go together, or are missing."""
+def check_traffic(arguments: argparse.Namespace, command: str) -> None:
+    """Refuse a command without a trace or a workload, and a trace that cannot be read."""
     if arguments.trace is not None:
         require_readable(arguments.trace)
     elif arguments.workload is None:
-        raise CommandError(f"replay needs a TRACE, a file, or --workload, one of {', '.join(WORKLOADS)}")
-    fleet_report.check(arguments)
+        raise CommandError(f"{command} needs a TRACE, a file, or --workload, one of {', '.join(WORKLOADS)}")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse a trace that cannot be read, and options that do not go together, or are missing."""
+    check_traffic(arguments, "replay")
     tier_report.check(arguments)
     if arguments.metadata_only:
         if arguments.in_flight != 1:
@@ -131,7 +134,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--in-flight must be at most {_MOST_IN_FLIGHT}, got {arguments.in_flight}")
 
 
-def _trace(arguments: argparse.Namespace, output: Output) -> Trace:
+def read_requests(arguments: argparse.Namespace, output: Output) -> Trace:
     """At least one request, with at least one key.
 
     Raises:
@@ -149,7 +152,7 @@ def _trace(arguments: argparse.Namespace, output: Output) -> Trace:
     return trace
 
 
-def _traffic(arguments: argparse.Namespace) -> dict[str, Any]:
+def traffic_of(arguments: argparse.Namespace) -> dict[str, Any]:
     trace = None if arguments.trace is None else str(arguments.trace)
     return {"trace": trace, "workload": arguments.workload, "seed": arguments.seed}
 
@@ -159,13 +162,10 @@ def _traffic(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
     rates = saving.rates(arguments, measures=False)
-    trace = _trace(arguments, output)
+    trace = read_requests(arguments, output)
     requests = trace.requests
-    if arguments.hosts is not None:
-        fleet_report.run(arguments, trace, _traffic(arguments), output)
-        return 0
     if arguments.disk_slots is not None:
-        tier_report.run(arguments, requests, rates, _traffic(arguments), output)
+        tier_report.run(arguments, requests, rates, traffic_of(arguments), output)
         return 0
     blocks = sum(map(len, requests))
     policies = sorted(POLICIES) if arguments.policy == "all" else [arguments.policy]
@@ -174,7 +174,7 @@ def _without_bytes(arguments: argparse.Namespace, output: Output) -> int:
     output.result(
         {
             "metadata_only": True,
-            **_traffic(arguments),
+            **traffic_of(arguments),
             "requests": len(requests),
             "blocks_requested": blocks,
             "saving": None if rates is None else rates.fields,
@@ -235,7 +235,7 @@ def _serve(
             "metadata_only": False,
             "simulated": device.simulated,
             "device": device.name,
-            **_traffic(arguments),
+            **traffic_of(arguments),
             "model": arguments.model.name,
             "policy": arguments.policy,
             "slots": arguments.slots[0],

@@ -78,6 +78,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--prefill-tokens-per-second", type=positive, metavar="X", help="print what hits save, at this rate"
     )
     parser.add_argument("--load-gb-per-s", type=positive, metavar="X", help="where no GPU measures it")
+    add_tokens_per_hash(parser)
+
+
+def add_tokens_per_hash(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-hash",
         type=whole(1),

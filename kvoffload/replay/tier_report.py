@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
+from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
+from kvoffload.cache.tiering.index_tiers import WriteName
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.replay.saving import Rates, positive
 from kvoffload.replay.tiers import WRITES, Policies, Survey, TierResult
 from kvoffload.replay.trace import Request
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.terminal.console import CommandError, Output, mib
 from kvoffload.terminal.options import numbers
-from kvoffload.tiering.admission import DEFAULT_LEAST_HITS
-from kvoffload.tiering.index_tiers import WriteName
-from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import DiskTier
 from kvoffload.tiers.format import HEADER_BYTES, TABLE_OFFSET
 
-_NEED_A_DISK = ("disk_path", "disk_policy", "disk_gb_per_s")
-_NEED_A_TIER = ("write", "least_hits")  # a disk, or the store of --hosts
+_NEED_A_DISK = ("disk_path", "disk_policy", "disk_gb_per_s", "write", "least_hits")
 _DRAIN_SECONDS = 60.0
 _FILE_OVERHEAD = TABLE_OFFSET + 8192  # what rounding takes
 _WITHOUT_BYTES = ("least_hits", "disk_policy", "disk_gb_per_s")
@@ -37,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     writes = (*WRITES, "all")
     group.add_argument("--write", choices=writes, metavar="NAME", help=f"{', '.join(writes)} (default all)")
     group.add_argument(
-        "--least-hits", type=_not_negative, metavar="X", help="reads that a write has to bring (default 0.22)"
+        "--least-hits", type=not_negative, metavar="X", help="reads that a write has to bring (default 0.22)"
     )
     policies = tuple(sorted(POLICIES))
     group.add_argument("--disk-policy", choices=policies, metavar="NAME", help=", ".join(policies))
@@ -51,7 +50,7 @@ def check(arguments: argparse.Namespace) -> None:
         CommandError: the message names them.
     """
     if arguments.disk_slots is None:
-        for name in _NEED_A_DISK if arguments.hosts else (*_NEED_A_DISK, *_NEED_A_TIER):
+        for name in _NEED_A_DISK:
             if getattr(arguments, name) is not None:
                 raise CommandError(f"--{name.replace('_', '-')} is of no use without --disk-slots: give that, too")
         return
@@ -226,7 +225,7 @@ def _fields(result: TierResult, rates: Rates | None, disk_rate: float | None) ->
     return fields | {"load_bytes": rates.load_bytes(result.hits)} | _times(result, rates, disk_rate)
 
 
-def _not_negative(text: str) -> float:
+def not_negative(text: str) -> float:
     """An argparse type: 0, or a finite number above it."""
     return 0.0 if text.strip() in ("0", "0.0") else positive(text)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvoffload.tiering.admission import WriteAdmission
+from kvoffload.cache.tiering.admission import WriteAdmission
 
 
 class Writes(Protocol):

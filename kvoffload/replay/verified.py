@@ -19,6 +19,9 @@ from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, make_policy
 from kvoffload.cache.reservations import CacheJob
+from kvoffload.cache.tiering.index_tiers import WriteName
+from kvoffload.cache.tiering.promotion import Promotion
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT
@@ -29,9 +32,6 @@ from kvoffload.internal.patterns import KeyPatterns
 from kvoffload.internal.types import Int64Array, UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.replay.overlap import overlap
-from kvoffload.tiering.index_tiers import WriteName
-from kvoffload.tiering.promotion import Promotion
-from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import Tier
 
 _STAGING_BYTES = 128 << 20

@@ -6,12 +6,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvoffload.cache.tiering.job import Outcome
+from kvoffload.cache.tiering.tier import TierCapabilities
 from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.options import Limits
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
-from kvoffload.tiers.tier import Limits, TierCapabilities
 
 
 class MemoryTier(ThreadedTier):

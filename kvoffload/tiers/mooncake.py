@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvoffload.cache.tiering.job import Outcome
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, masked, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.options import Limits, given_or_default
 from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
-from kvoffload.tiers.tier import Limits, given_or_default
 
 Protocol = Literal["tcp", "rdma"]
 _MOST_REGISTERED = 64 << 30  # bytes, by one call: drivers refuse to register a pool of 512 GiB at once

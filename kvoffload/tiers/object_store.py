@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from kvoffload.cache.tiering.job import Outcome
 from kvoffload.internal.checks import masked, reason, seconds, shown
-from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.options import Limits, import_package
 from kvoffload.tiers.remote import Parts, RemoteTier
-from kvoffload.tiers.tier import Limits, import_package
 
 _LISTED = 1000  # names that one request lists
 _NETWORK = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https")  # schemes with a client

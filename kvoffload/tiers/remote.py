@@ -24,14 +24,15 @@ from hashlib import blake2b
 
 import numpy as np
 
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import TierCapabilities
 from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
 from kvoffload.tiers.checksums import DIGEST_BYTES, Checksum, make_checksum
 from kvoffload.tiers.format import NO_CODEC, check_identity, identity_fields
-from kvoffload.tiers.job import Outcome, TierJob
+from kvoffload.tiers.options import Limits
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
-from kvoffload.tiers.tier import Limits, TierCapabilities
 
 VERSION = 1
 MAGIC = b"\x89KVORMT\n"

@@ -14,15 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvoffload.errors import ClosedError
-from kvoffload.internal.checks import as_timeout, shown, to_wait
-from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import in_call
-from kvoffload.internal.types import UInt8Array
-from kvoffload.internal.waiting import wait_until
-from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.tier import (
-    Limits,
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import (
     Notify,
     Tier,
     TierStatistics,
@@ -31,8 +24,14 @@ from kvoffload.tiers.tier import (
     check_keys,
     check_layout,
     check_pools,
-    given_or_default,
 )
+from kvoffload.errors import ClosedError
+from kvoffload.internal.checks import as_timeout, shown, to_wait
+from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import in_call
+from kvoffload.internal.types import UInt8Array
+from kvoffload.internal.waiting import wait_until
+from kvoffload.tiers.options import Limits, given_or_default
 from kvoffload.tiers.workers import Removal, Work, Workers, Write
 
 Rows = list[UInt8Array]

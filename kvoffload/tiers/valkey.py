@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvoffload.cache.tiering.job import Outcome
 from kvoffload.internal.checks import flag, seconds, shown
-from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.options import Limits, given_or_default, import_package
 from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
-from kvoffload.tiers.tier import Limits, given_or_default, import_package
 
 _ERRORS = (1, 10)  # after which a client of one server, and of a cluster, is replaced
 _CONNECTING = 2  # of the timeout one part in so many is for connecting, the rest for the command

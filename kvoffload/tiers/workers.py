@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.tiers.job import Outcome, TierJob
 
 Run = Callable[[Sequence[int]], Sequence[Outcome]]
 """Does the work of some positions of a job, and returns the outcome of each."""

@@ -9,8 +9,8 @@ import pytest
 
 import kvoffload
 from kvoffload import BlockCache, KVLayout, OffloadEngine, ShardedEngine, SharedSlots, TieredCache
+from kvoffload.cache.tiering import TieredIndex
 from kvoffload.observability.router_events import RouterEvents
-from kvoffload.tiering import TieredIndex
 from kvoffload.tiers import MemoryTier
 
 JOB = (

@@ -32,8 +32,8 @@ from kvoffload import (
     SharedSlots,
     TieredCache,
 )
+from kvoffload.cache.tiering import ChainedLoad, Promotion, TieredIndex
 from kvoffload.testing import TierFaults, check_clean_close, check_tier, fuzz_tier
-from kvoffload.tiering import ChainedLoad, Promotion, TieredIndex
 from kvoffload.tiers import DiskTier, MemoryTier, TierJob, ValkeyConnection
 
 

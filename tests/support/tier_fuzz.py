@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiering import SECONDS, Bench, key, tiered, until
 
 from kvoffload import NO_WAIT, MissingKeyError, TierError
+from kvoffload.cache.tiering import below as breaker
+from kvoffload.cache.tiering.promotion import ChainedLoad, Promotion
 from kvoffload.testing import FaultyTier, TierFaults
-from kvoffload.tiering import breaker
-from kvoffload.tiering.promotion import ChainedLoad, Promotion
 from kvoffload.tiers import DiskTier, Limits, MemoryTier, Tier
 
 FAULTS = TierFaults(fail=0.04, error=0.03, delay=0.05, hang=0.1, decline=0.02, drop=0.02, tear=0.02)

@@ -15,8 +15,8 @@ import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError, TransferError
 from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.state import CacheState
+from kvoffload.cache.tiering.below import BreakerState
 from kvoffload.testing import FaultyTier, TierFaults
-from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Limits, Outcome, TierJob, TierStatistics
 
 METHODS = ("put", "get", "exists", "contains", "statistics", "drain", "close", "remove", "clear")

@@ -12,8 +12,8 @@ from tiering import SECONDS, Bench, key, keys, tiered, until
 
 import kvoffload
 from kvoffload import BlockCache
+from kvoffload.cache.tiering.below import BreakerState
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import DiskTier, Limits, Outcome, TierCapabilities
 
 

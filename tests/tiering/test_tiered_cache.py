@@ -13,9 +13,9 @@ from tiering import SECONDS, Bench, key, keys, tiered, until
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CapacityError, ClosedError, LayoutError, MissingKeyError, Tenant
+from kvoffload.cache.tiering import BreakerState, Promotion
+from kvoffload.cache.tiering.below import TierSpeed
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering import BreakerState, Promotion
-from kvoffload.tiering.speed import TierSpeed
 from kvoffload.tiers import DiskTier, Limits, MemoryTier, Origin, Outcome
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from disk_sets import FaultyFiles, blank, flip, open_set, payload, read_key, same, write_key, write_one
 
-from kvoffload.cache.admission import Tenant
+from kvoffload.cache.pools import Tenant
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.tiers.disk_index import DiskIndex
 
