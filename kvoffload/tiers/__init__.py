@@ -1,6 +1,6 @@
 """Tiers below the pinned pool: where records go that it has no room for. See `Tier` for what every one promises.
 
-Limits                      how much a tier does at a time                            tier.py
+Limits                      how much a tier does at a time                            options.py
 ThreadedTier, MemoryTier    tiers over methods that block; records in host memory     threaded.py, workers.py, memory.py
 RemoteTier                  records in a store that machines share                    remote.py
 MooncakeTier                Mooncake Store                                            mooncake.py
@@ -24,6 +24,7 @@ from kvoffload.tiers.loading import load_tier
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.mooncake import MooncakeConnection, MooncakeTier
 from kvoffload.tiers.object_store import ObjectStoreTier
+from kvoffload.tiers.options import Limits
 from kvoffload.tiers.remote import RemoteTier
 from kvoffload.tiers.threaded import Origin, ThreadedTier
 from kvoffload.tiers.valkey import ValkeyConnection, ValkeyTier

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from kvoffload.cache.tiering.tier import import_package
 from kvoffload.tiers.files import Buffer
+from kvoffload.tiers.options import import_package
 
 DIGEST_BYTES = 16
 XXH3_128, BLAKE2B = 1, 2  # algorithm ids of the format

@@ -11,13 +11,14 @@ from pathlib import Path
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
 from kvoffload.cache.pools import Tenant
 from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import Limits, TierCapabilities
+from kvoffload.cache.tiering.tier import TierCapabilities
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least, flag
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import check_identity
+from kvoffload.tiers.options import Limits
 from kvoffload.tiers.slot_files import SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from kvoffload.cache.tiering.tier import Limits, Tier
+from kvoffload.cache.tiering.tier import Tier
 from kvoffload.internal.checks import shown
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.mooncake import MooncakeConnection, MooncakeTier
 from kvoffload.tiers.object_store import ObjectStoreTier
+from kvoffload.tiers.options import Limits
 from kvoffload.tiers.valkey import ValkeyConnection, ValkeyTier
 
 GROUP = "kvoffload.tiers"

@@ -11,6 +11,7 @@ from kvoffload.cache.tiering.tier import Limits, TierCapabilities
 from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import UInt8Array
+from kvoffload.tiers.options import Limits
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
 
 

@@ -19,11 +19,11 @@ from typing import Any, Literal
 import numpy as np
 
 from kvoffload.cache.tiering.job import Outcome
-from kvoffload.cache.tiering.tier import Limits, given_or_default
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, masked, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
+from kvoffload.tiers.options import Limits, given_or_default
 from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
 
 Protocol = Literal["tcp", "rdma"]

@@ -16,7 +16,6 @@ from functools import partial
 
 from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.cache.tiering.tier import (
-    Limits,
     Notify,
     Tier,
     TierStatistics,
@@ -25,7 +24,6 @@ from kvoffload.cache.tiering.tier import (
     check_keys,
     check_layout,
     check_pools,
-    given_or_default,
 )
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import as_timeout, shown, to_wait
@@ -33,6 +31,7 @@ from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call
 from kvoffload.internal.types import UInt8Array
 from kvoffload.internal.waiting import wait_until
+from kvoffload.tiers.options import Limits, given_or_default
 from kvoffload.tiers.workers import Removal, Work, Workers, Write
 
 Rows = list[UInt8Array]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.cache.tiering.job import Outcome
-from kvoffload.cache.tiering.tier import Limits, given_or_default, import_package
 from kvoffload.internal.checks import flag, seconds, shown
+from kvoffload.tiers.options import Limits, given_or_default, import_package
 from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
 
 _ERRORS = (1, 10)  # after which a client of one server, and of a cluster, is replaced
