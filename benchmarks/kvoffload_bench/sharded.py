@@ -13,10 +13,10 @@ from kvoffload.internal.models import ModelGeometry, find_model
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError, Output
 from kvoffload.terminal.options import COMMON, add_command, model, whole
-from kvoffload_bench.field_measure import DIRECTIONS
 from kvoffload_bench.lab import Lab
 from kvoffload_bench.report import Fields, add_bench_options, conduct, number
 from kvoffload_bench.rounds import Scenario, time_rounds
+from kvoffload_bench.series import DIRECTIONS
 from kvoffload_bench.sharded_series import Series, ShardSize, processes
 
 ONE, SHARDED, PROCESSES = "one GPU", "sharded", "processes"

@@ -39,14 +39,14 @@ class Case(NamedTuple):
     """A setup to measure.
 
     Attributes:
-        count: blocks of a transfer; None for 32 MiB.
+        blocks: of a transfer; None for 32 MiB.
         slots: of each group, in each of its transfers; None: all that the setup has.
     """
 
     geometry: ModelGeometry
     placement: Placement
     blocks_per_slot: int = 1
-    count: int | None = None
+    blocks: int | None = None
     slots: Sequence[int] | None = None
 
 
@@ -131,7 +131,7 @@ def _measure(cases: Sequence[Case], methods: Sequence[CopyMethod], lab: Lab, out
                     case.geometry,
                     placement=case.placement,
                     blocks_per_slot=case.blocks_per_slot,
-                    count=case.count,
+                    count=case.blocks,
                 ) as setup,
                 measurer.on(setup) as measure,
             ):

@@ -16,7 +16,7 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import CommandError
 from kvoffload.testing import SimulatedDriver, check_clean_close
 from kvoffload_bench import sharded_series
-from kvoffload_bench.field_measure import DIRECTIONS
+from kvoffload_bench.series import DIRECTIONS
 from kvoffload_bench.sharded import ONE, SHARDED, size_of
 from kvoffload_bench.sharded_series import Processes, Series, ShardSize
 

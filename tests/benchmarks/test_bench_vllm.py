@@ -24,9 +24,8 @@ from kvoffload.terminal.tables import WIDTH
 from kvoffload_bench import vllm, vllm_classes, vllm_report, vllm_scheduler
 from kvoffload_bench.field_compute import Situation
 from kvoffload_bench.lab import Lab
-from kvoffload_bench.vllm_measure import VllmPlan, VllmRun, series_of
-from kvoffload_bench.vllm_methods import BACKEND, ENGINE, ENGINE_COPIES, WORKER
-from kvoffload_bench.vllm_setup import Geometry
+from kvoffload_bench.vllm import VllmPlan
+from kvoffload_bench.vllm_methods import BACKEND, ENGINE, ENGINE_COPIES, WORKER, Geometry, series_of
 
 SMALL = Geometry(3, 64)
 SIMULATED = ("bench", "vllm", "--backend", "simulated")
@@ -38,8 +37,9 @@ def plan(**changes: Any) -> VllmPlan:
 
 
 def cells(lab: Lab, plan: VllmPlan, **options: Any) -> list[dict[str, Any]]:
-    with fake_classes(lab.device, **options) as classes, VllmRun(plan, lab, classes, lambda *_: None) as run:
-        return list(run.cells())
+    with fake_classes(lab.device, **options) as classes:
+        found: list[dict[str, Any]] = vllm.measure(plan, lab, classes, lambda *_: None)["cells"]
+        return found
 
 
 # transfers ------------------------------------------------------------------------------------------------------------
@@ -80,11 +80,9 @@ def test_blocks_that_a_method_leaves_out_are_counted(lab: Lab, options: dict[str
 
 @pytest.mark.parametrize(("apart", "tensors"), [(False, 1), (True, 2)])
 def test_this_library_copies_the_same_tensor_or_one_of_its_own(lab: Lab, apart: bool, tensors: int) -> None:
-    with (
-        fake_classes(lab.device) as classes,
-        VllmRun(plan(apart=apart, directions=["load"]), lab, classes, lambda *_: None) as run,
-    ):
-        assert all(each["wrong"] == 0 for each in run.cells())
+    with fake_classes(lab.device) as classes:
+        fields = vllm.measure(plan(apart=apart, directions=["load"]), lab, classes, lambda *_: None)
+        assert all(each["wrong"] == 0 for each in fields["cells"])
         assert len(classes.torch.cuda.memory_snapshot()) == tensors
 
 
