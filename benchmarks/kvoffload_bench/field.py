@@ -23,7 +23,7 @@ from kvoffload_bench.field_methods import (
     contiguous_series,
     series_size,
 )
-from kvoffload_bench.lab import Lab
+from kvoffload_bench.harness import Lab
 from kvoffload_bench.report import Fields, add_bench_options, conduct
 from kvoffload_bench.series import DIRECTIONS, Directions, SeriesRun
 from kvoffload_bench.setup import Placement

@@ -22,10 +22,8 @@ from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CopierChoice, CopyMethod, Profile, default_profile, key_of
-from kvoffload_bench.baselines import FLAT_BATCH, GRID_PROGRAMS, GridStride, grid_stride
-from kvoffload_bench.contiguous import CONTIGUOUS_COPY, ContiguousCopy
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.measurements import with_shares
+from kvoffload_bench.copy_methods import FLAT_BATCH, GRID_PROGRAMS, GridStride, grid_stride, with_shares
+from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab
 from kvoffload_bench.series import EngineSubmitter, SeriesMethod
 from kvoffload_bench.setup import GroupBlocks, Placement, TransferSetup
 

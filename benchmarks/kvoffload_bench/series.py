@@ -37,8 +37,7 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance
 from kvoffload.tuning import CopierChoice, Profile
 from kvoffload_bench.field_compute import ComputeTimes, ConcurrentCompute, Situation, compute_ended, slowdown
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.rounds import WARM_UP, Scenario, Timing, time_rounds
+from kvoffload_bench.harness import WARM_UP, Lab, Scenario, Timing, time_rounds
 
 ALONE = "alone"  # the computation without transfers
 Directions: TypeAlias = Literal["store", "load", "both"]

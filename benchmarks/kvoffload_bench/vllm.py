@@ -17,9 +17,9 @@ from kvoffload.internal.models import ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, CommandError, Output
 from kvoffload.terminal.options import COMMON, add_command, numbers
-from kvoffload_bench import vllm_classes, vllm_report, vllm_scheduler
+from kvoffload_bench import vllm_classes, vllm_report
 from kvoffload_bench.field_compute import ConcurrentCompute, Situation
-from kvoffload_bench.lab import Lab
+from kvoffload_bench.harness import Lab
 from kvoffload_bench.report import Fields, add_bench_options, conduct
 from kvoffload_bench.series import DIRECTIONS, Directions, SeriesRun, Submitter
 from kvoffload_bench.setup import TransferSetup
@@ -316,9 +316,9 @@ def _scheduler(arguments: argparse.Namespace, not_run: dict[str, str], progress:
     except CapabilityError as error:
         not_run["calls of the scheduler"] = str(error)
         return {}
-    capacity = vllm_scheduler.CAPACITY
-    callers = vllm_scheduler.managers(classes, capacity)
+    capacity = vllm_report.CAPACITY
+    callers = vllm_report.managers(classes, capacity)
     repeats = arguments.repeats or _SCHEDULER_REPEATS
-    records = vllm_scheduler.measure(callers, capacity, repeats, progress)
+    records = vllm_report.measure(callers, capacity, repeats, progress)
     ratios = vllm_report.scheduler_ratios(records)
     return {"scheduler": records, "scheduler_ratios": ratios, "scheduler_capacity": capacity}

@@ -23,7 +23,7 @@ from kvoffload.internal.types import Int64Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload_bench.lab import Lab
+from kvoffload_bench.harness import Lab
 from kvoffload_bench.series import EngineSubmitter, SeriesMethod
 from kvoffload_bench.vllm_classes import TransferClasses
 

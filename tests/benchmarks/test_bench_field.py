@@ -19,7 +19,6 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Output
 from kvoffload.tuning import default_profile, key_of
 from kvoffload_bench import field
-from kvoffload_bench.contiguous import CONTIGUOUS_COPY, ContiguousCopy
 from kvoffload_bench.field_compute import ComputeTimes, Situation, Span, compute_ended, slowdown
 from kvoffload_bench.field_methods import (
     CHOICE,
@@ -44,8 +43,7 @@ from kvoffload_bench.field_report import (
     worst,
     worst_text,
 )
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.rounds import Timing
+from kvoffload_bench.harness import CONTIGUOUS_COPY, ContiguousCopy, Lab, Timing
 from kvoffload_bench.series import EngineSubmitter, Recorded, figures, repeats_now
 from kvoffload_bench.setup import Placement
 

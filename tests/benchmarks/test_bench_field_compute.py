@@ -12,10 +12,9 @@ from kvoffload.internal.models import MODELS
 from kvoffload.testing import check_clean_close
 from kvoffload_bench.field_compute import ConcurrentCompute, Situation
 from kvoffload_bench.field_methods import FieldMethods, FieldSetup, SeriesSize, contiguous_series
-from kvoffload_bench.lab import Lab
+from kvoffload_bench.harness import SMALL, Lab
 from kvoffload_bench.series import SeriesRun
 from kvoffload_bench.setup import Placement
-from kvoffload_bench.tools import SMALL
 
 MODEL = MODELS["qwen2.5-0.5b"].scaled(1 / 64)
 SIZE = SeriesSize(2, 2, 1)
@@ -69,5 +68,5 @@ def test_after_a_failed_call_all_is_freed(seed: int, call: str, nth: int) -> Non
     ):
         device.simulator.faults.fail_call(call, nth)
         with pytest.raises(KVOffloadError):
-            list(each.cells(methods.of, SIZE.transfers, {}))
+            list(run.cells(methods.of, SIZE.transfers, {}))
     check_clean_close(device)
