@@ -24,7 +24,7 @@ from kvoffload.terminal.tables import WIDTH
 from kvoffload.tiers import Outcome, ValkeyTier
 from kvoffload.tiers.remote import Parts
 from kvoffload_bench import tier_calls
-from kvoffload_bench.remote_bare import BareLoop
+from kvoffload_bench.remote_measure import BareLoop
 from kvoffload_bench.remote_servers import started
 
 pytestmark = pytest.mark.servers

@@ -18,14 +18,10 @@ from fakecupy import FakeStream, fake_cupy
 import kvoffload
 from kvoffload.internal.models import MODELS
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload_bench import cupy_methods, jax_methods
-from kvoffload_bench import frameworks_compared as interop
-from kvoffload_bench.contiguous import CONTIGUOUS_COPY
+from kvoffload_bench import cupy_methods, interop, jax_methods
 from kvoffload_bench.cupy_methods import CupyMethods
 from kvoffload_bench.framework_data import FrameworkData, FrameworkMethod, time_warmed
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.rounds import WARM_UP, Scenario
-from kvoffload_bench.tools import SMALL
+from kvoffload_bench.harness import CONTIGUOUS_COPY, SMALL, WARM_UP, Lab, Scenario
 
 SIMULATED = ("bench", "interop", "--backend", "simulated")
 GEOMETRY = MODELS["llama-3.1-8b"].scaled(1 / 64)

@@ -14,14 +14,12 @@ from kvoffload.internal.models import MODELS, ModelGeometry
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.terminal.console import Advance, CommandError, Output, mib
 from kvoffload.terminal.options import COMMON, add_command, model, whole
-from kvoffload_bench.contiguous import CONTIGUOUS_COPY
+from kvoffload_bench.copy_methods import microseconds
 from kvoffload_bench.cupy_methods import CUPY, CupyMethods
 from kvoffload_bench.framework_data import FrameworkData, FrameworkMethod, time_warmed
+from kvoffload_bench.harness import CONTIGUOUS_COPY, Lab, Timing
 from kvoffload_bench.jax_methods import JAX, JaxMethods
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.measurements import microseconds
-from kvoffload_bench.report import Fields, add_bench_options, conduct, number
-from kvoffload_bench.rounds import Timing
+from kvoffload_bench.report import Fields, add_bench_options, conduct, fixed
 
 _MODEL = "llama-3.1-8b"
 _BLOCKS = 32
@@ -285,15 +283,15 @@ def _verdict(comparisons: Sequence[Mapping[str, Any]]) -> str:
 
 def _line(record: Mapping[str, Any]) -> list[Any]:
     line = [record["method"] if record["framework"] is None else f"{record['framework']}: {record['method']}"]
-    line += [number(record["gb_per_s"][direction]) for direction in Direction]
-    line += [number(record["median_us"][direction], 0) for direction in Direction]
+    line += [fixed(record["gb_per_s"][direction]) for direction in Direction]
+    line += [fixed(record["median_us"][direction], 0) for direction in Direction]
     return [*line, " / ".join(dict.fromkeys(record["copiers"].values())) or "-"]
 
 
 def _show_comparisons(title: str, comparisons: Sequence[Mapping[str, Any]], output: Output) -> None:
     values = {(each["other"], each["direction"]): each["value"] for each in comparisons}
     lines = [
-        (other, *(number(values[other, direction], 2) for direction in Direction))
+        (other, *(fixed(values[other, direction], 2) for direction in Direction))
         for other in dict.fromkeys(each["other"] for each in comparisons)
     ]
     output.table(title, ("over", "store", "load"), lines)
