@@ -15,7 +15,7 @@
 
 Imported by name:
 
-    kvoffload.jax             caches for JAX: OwnedCache and three others, ShardedOwnedCache for several GPUs
+    kvoffload.jax             OwnedCache: a cache in JAX, an array or a tree of them, on one GPU or several
     kvoffload.testing         the simulated driver, byte patterns, leak checks, a naive transfer
     kvoffload.observability   Prometheus metrics; NVTX ranges; notebook cards, which need no import
     kvoffload.vllm            an OffloadingSpec and a connector for vLLM, which must be installed

@@ -66,7 +66,6 @@ class BlockCache(BlockQueries[EngineT], HtmlRepresentation):
     Raises:
         CapacityError: the engine has fewer slots than groups, but some; or another cache owns its slots.
         ClosedError: the engine is closed.
-        LayoutError: the engine is one for a `kvoffload.jax.StagedCache`.
         ValueError, TypeError: bad arguments.
     """
 

@@ -63,7 +63,7 @@ SHOWN = {
         "record_bytes release remove remove_all remove_records start statistics threads warn write_record write_records"
     ),
     "RouterEvents": ("cleared describe form lost medium not_described rank removed since stored take tokens_per_key"),
-    "OwnedCache": "address array device dtype is_deleted layout memory nbytes shape unordered",
+    "OwnedCache": "after arrays devices is_deleted layout memories nbytes shapes sharding unordered",
 }
 
 
