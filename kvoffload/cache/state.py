@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import filterfalse
 
+from kvoffload.cache.engines import CacheEngine
 from kvoffload.cache.entries import (
     ABORTED,
     COMMITTED,
@@ -50,10 +51,13 @@ class CacheState:
     Attributes:
         working: a call has not returned in the thread that holds the lock.
         consulting: the policy is asked where new keys go.
-        changes: how many calls have; counted before `working` is cleared, see `Queries.status_of`.
+        changes: how many calls have; counted before `working` is cleared, see `KeyCache.status_of`.
         proposed: the record that this call has proposed.
         storing, loading: records with transfers, in the order of submission, in which transfers of one direction end.
         awaited: records with transfers in any order; looked through by every `enter`.
+        in_flight: functions that return the transfers that may still read or write entries. Entries of a record that
+            was dropped without being ended stay in use until these have ended.
+        num_groups: slots of an entry.
         abandoned: watches of handles that became garbage, and records whose call has raised. Appended to at any time.
     """
 
@@ -63,11 +67,9 @@ class CacheState:
         pools: Pools,
         reuse_filter: ReuseFilter,
         recorder: StatisticsRecorder,
-        lock: threading.RLock,
-        in_flight: Callable[[], tuple[Completion, ...]],
-        num_groups: int,
+        engine: CacheEngine | None = None,
     ) -> None:
-        self.lock = lock
+        self.lock = threading.RLock() if engine is None else engine.lock
         self.table = EntryTable(capacity)
         self.pools = pools
         self.filter = reuse_filter
@@ -82,8 +84,8 @@ class CacheState:
         self.abandoned: deque[Watch | Record | None] = deque()
         self.awaited: dict[Record, None] = {}
         self.owner: weakref.ref[object] | None = None  # the cache whose state this is
-        self.in_flight = [in_flight]  # functions: what may still read or write entries
-        self._num_groups = num_groups
+        self.in_flight: list[Callable[[], tuple[Completion, ...]]] = [] if engine is None else [engine.jobs_in_flight]
+        self.num_groups = 1 if engine is None else engine.layout.num_groups
 
     # up to date ---------------------------------------------------------------------------------------------------
 
@@ -347,6 +349,24 @@ class CacheState:
             pool.stale = False
         self.consistent = True
 
+    def touch(self, used: list[bytes]) -> None:
+        """A request with these keys, no repeats, found or not, has ended."""
+        table, pools = self.table, self.pools
+        try:
+            entries = list(map(table.of.__getitem__, used))
+            used = list(map(table.keys.__getitem__, entries))  # type: ignore[arg-type]  # they have keys
+        except KeyError:
+            used = table.originals(used)
+            entries = [table.of[key] for key in used if key in table.of]
+        self.recorder.note_touched(entries, len(used))
+        split = ((pools.all[0], used),) if len(pools.all) == 1 else pools.split(used, self.pool_number)
+        for pool, mine in split if table.capacity else ():
+            self.consistent = False
+            pool.stale = True
+            pool.policy.touch(mine)
+            pool.stale = False
+        self.consistent = True
+
     def remove(self, keys: list[bytes]) -> None:
         """Resident keys, no repeats, lose their entries; reservations of them go on without them."""
         gone = self.table.originals(keys)
@@ -376,7 +396,7 @@ class CacheState:
         """
         if not self.working:  # else it is the cache's own store
             self._come_up_to_date()
-        entries = (slots if self._num_groups == 1 else slots // self._num_groups).tolist()
+        entries = (slots if self.num_groups == 1 else slots // self.num_groups).tolist()
         if not self.table.writable.issuperset(entries):
             wrong = next(place for place, entry in enumerate(entries) if entry not in self.table.writable)
             raise ValueError(

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
+from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
 from kvoffload.cache.tiering.admission import DEFAULT_LEAST_HITS
-from kvoffload.cache.tiering.index_tiers import WriteName
-from kvoffload.cache.tiering.tiered_cache import TieredCache
+from kvoffload.cache.tiering.attaching import WriteName
 from kvoffload.replay.saving import Rates, positive
 from kvoffload.replay.tiers import WRITES, Policies, Survey, TierResult
 from kvoffload.replay.trace import Request
@@ -233,7 +233,7 @@ def _not_negative(text: str) -> float:
 
 def counts_with_bytes(served: VerifiedCache) -> dict[str, Any]:
     """For JSON: what the disk did; empty without one."""
-    if not isinstance(served.cache, TieredCache):
+    if not isinstance(served.cache, BlockCache):
         return {}
     served.cache.drain(_DRAIN_SECONDS)
     done = served.cache.tier_statistics()[0]

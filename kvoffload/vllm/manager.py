@@ -130,7 +130,7 @@ class KVOffloadManager(OffloadingManager):
         known = len(state.record.keys)
         leases = self._reading.setdefault(which := frozenset(wanted), [])
         try:
-            lease = index.hold((wanted, leases, None if first is None else state.record, used))
+            lease = index.records.hold((wanted, leases, None if first is None else state.record, used))
         finally:
             if not leases:  # a key is missing
                 del self._reading[which]
@@ -141,7 +141,7 @@ class KVOffloadManager(OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         which = frozenset(keys)
         leases = self._reading[which]
-        self.index.release(leases[-1])
+        self.index.records.release(leases[-1])
         leases.pop()
         if not leases:
             del self._reading[which]
@@ -159,7 +159,7 @@ class KVOffloadManager(OffloadingManager):
             return
         state = state_of(index, req_context, self._resets)
         known = len(state.record.keys)
-        index.use((used, state.record))
+        index.records.use((used, state.record))
         if len(state.record.keys) > known:
             state.keep_order(req_context, used, first)
 
@@ -185,14 +185,14 @@ class KVOffloadManager(OffloadingManager):
         known = len(state.record.keys)
         if self._begun:
             self._abandon_begun()
-        record = index.reserve_record((wanted, self._begun, None if first is None else state.record))
+        record = index.records.reserve((wanted, self._begun, None if first is None else state.record))
         if first is not None and len(state.record.keys) > known:
             state.keep_order(req_context, wanted, first)
         asked = len(record.keys) + len(record.declined)
         if asked:
             self._reporter.sizes.append(asked)
         if not record.keys:
-            index.commit(record)
+            index.records.commit(record)
             self._begun.clear()
             if record.short and (self._filling or self._reading or self._before_reset):
                 return None
@@ -209,7 +209,7 @@ class KVOffloadManager(OffloadingManager):
     def _abandon_begun(self) -> None:
         """Abandon what calls that an interrupt has ended have reserved."""
         for record in self._begun:
-            self.index.abandon(record)
+            self.index.records.abandon(record)
             for key in record.keys:
                 self._filling.pop(key, None)
         self._begun.clear()
@@ -240,9 +240,9 @@ class KVOffloadManager(OffloadingManager):
             if filling.left > 1:
                 filling.left -= 1
             elif filling.well:
-                self.index.commit(filling.record)
+                self.index.records.commit(filling.record)
             else:
-                self.index.abort(filling.record)
+                self.index.records.abort(filling.record)
             del filling_of[key]
 
     def note_failed(self, slots: Collection[int]) -> None:
@@ -272,9 +272,11 @@ class KVOffloadManager(OffloadingManager):
         if self._events is not None:  # vLLM reports a reset by an event of its own
             self._events.cut_back(kept)
         self._before_reset += [
-            partial(self.index.release, lease) for leases in self._reading.values() for lease in leases
+            partial(self.index.records.release, lease) for leases in self._reading.values() for lease in leases
         ]
-        self._before_reset += [partial(self.index.abandon, filling.record) for filling in set(self._filling.values())]
+        self._before_reset += [
+            partial(self.index.records.abandon, filling.record) for filling in set(self._filling.values())
+        ]
         self._reading.clear()
         self._filling.clear()
 

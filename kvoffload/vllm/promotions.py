@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, get_offload_group_idx
 
 from kvoffload.cache.entries import Status
-from kvoffload.cache.tiering.promotion import IndexPromotion
-from kvoffload.cache.tiering.tiered_index import TieredIndex
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.errors import KVOffloadError
 
 
@@ -40,8 +40,8 @@ class PromotionState:
     owner: Promotions
     seen: dict[int, dict[OffloadKey, None]] = field(default_factory=dict)
     wanted: set[OffloadKey] = field(default_factory=set)
-    asked: dict[OffloadKey, IndexPromotion] = field(default_factory=dict)
-    held: list[IndexPromotion] = field(default_factory=list)
+    asked: dict[OffloadKey, Promotion] = field(default_factory=dict)
+    held: list[Promotion] = field(default_factory=list)
     until: float = 0.0
 
 
@@ -55,7 +55,7 @@ class Promotions:
             the last ones are promoted where a tier cannot say what it has.
     """
 
-    def __init__(self, index: TieredIndex, seconds: float, windows: Mapping[int, int]) -> None:
+    def __init__(self, index: CacheIndex, seconds: float, windows: Mapping[int, int]) -> None:
         self._index, self._seconds, self._windows = index, seconds, windows
         self._active: set[PromotionState] = set()
         self.ended = False

@@ -12,13 +12,12 @@ from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.reservations import Lease
 from kvoffload.cache.statistics import CacheEvent
-from kvoffload.cache.tiering.tiered_index import TieredIndex
 from kvoffload.errors import MissingKeyError, TierError
 from kvoffload.internal.log import LOGGER
 from kvoffload.vllm.manager import KVOffloadManager
 from kvoffload.vllm.promotions import Promotions
 
-OpenTieredIndex = Callable[[Callable[[CacheEvent], None] | None], TieredIndex]
+OpenTieredIndex = Callable[[Callable[[CacheEvent], None] | None], CacheIndex]
 
 
 class TieredKVOffloadManager(KVOffloadManager):
@@ -49,7 +48,7 @@ class TieredKVOffloadManager(KVOffloadManager):
         self._open_index = open_index
         self._promotion_seconds, self._windows, self._source = promotion_seconds, windows, source
         self._held: list[Lease] = []  # hits of this step
-        self._tiered: TieredIndex | None = None
+        self._tiered: CacheIndex | None = None
         self._below: Promotions | None = None
 
     def _make_index(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
@@ -116,7 +115,7 @@ class TieredKVOffloadManager(KVOffloadManager):
 
     def _forget(self, keys: list[bytes]) -> None:
         """Without the tiers' records: their bytes are not at fault."""
-        CacheIndex.remove(self.index, keys)
+        self.index.remove(keys, below=False)
 
     def get_stats(self) -> Any:
         stats = super().get_stats()

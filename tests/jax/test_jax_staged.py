@@ -15,7 +15,7 @@ from random_programs import jax_on
 from tiering import aligned
 
 import kvoffload
-from kvoffload import BlockCache, CapacityError, LayoutError, OffloadEngine, ShardedEngine, TieredCache
+from kvoffload import BlockCache, CapacityError, LayoutError, OffloadEngine, ShardedEngine
 from kvoffload.jax import StagedCache
 from kvoffload.tiers import MemoryTier
 
@@ -194,7 +194,7 @@ def test_a_cache_of_keys_over_the_staging_array_is_refused(jax: Any, device: kvo
         ShardedEngine([cache.layout], devices=[device], num_slots=BLOCKS, sm_limit=0) as sharded,
     ):
         for each in (engine, sharded):
-            for make in (BlockCache, partial(TieredCache, tiers=[tier])):
+            for make in (BlockCache, partial(BlockCache, tiers=[tier])):
                 with pytest.raises(LayoutError, match=message):
                     make(each)
         cache.store(engine, [7], [3])[0].wait(10)
