@@ -108,8 +108,13 @@ class CacheState:
                 break
             self.end(lease, loaded=not lease.any_failed)
             del loading[0]
-        if self.awaited:
-            self._settle_awaited()
+        for record in list(self.awaited) if self.awaited else ():
+            if record.transfers_ended:
+                if isinstance(record, LeaseRecord):
+                    self.end(record)
+                else:
+                    self.settle(record, well=record.stage is SETTLING and not record.any_failed)
+                self.awaited.pop(record, None)
 
     def repair(self) -> None:
         """Make the derived state and the policies agree with the truth. May be interrupted and called again."""
@@ -137,15 +142,6 @@ class CacheState:
 
     def _all_in_flight(self) -> tuple[Completion, ...]:
         return tuple(job for source in self.in_flight for job in source())
-
-    def _settle_awaited(self) -> None:
-        for record in list(self.awaited):
-            if record.transfers_ended:
-                if isinstance(record, LeaseRecord):
-                    self.end(record)
-                else:
-                    self.settle(record, well=record.stage is SETTLING and not record.any_failed)
-                self.awaited.pop(record, None)
 
     # filling ------------------------------------------------------------------------------------------------------
 
@@ -210,18 +206,6 @@ class CacheState:
     def fill(self, record: ReservationRecord) -> None:
         """Complete what `publish` has begun."""
         self.table.fill(record)
-        if record.victims:
-            self._note_evicted(record)
-        if record.keys:
-            record.pool.stale = True
-            record.policy.insert(record.keys)
-            record.pool.stale = False
-            self.recorder.note_new(record.indices)
-        if record.declined:
-            self.recorder.note("declined", record.declined, record.tenant)
-        self.consistent = True
-
-    def _note_evicted(self, record: ReservationRecord) -> None:
         begin = 0
         for pool, victims in record.victims:
             pool.stale = True
@@ -230,6 +214,14 @@ class CacheState:
             end = begin + len(victims)
             self.recorder.note_evicted(victims, record.victim_indices[begin:end])
             begin = end
+        if record.keys:
+            record.pool.stale = True
+            record.policy.insert(record.keys)
+            record.pool.stale = False
+            self.recorder.note_new(record.indices)
+        if record.declined:
+            self.recorder.note("declined", record.declined, record.tenant)
+        self.consistent = True
 
     def submitted(self, record: ReservationRecord, jobs: tuple[Completion, ...], *, in_order: bool) -> None:
         """The record is settled as soon as these transfers have ended; with `in_order` they end after those of all
@@ -259,22 +251,19 @@ class CacheState:
             if self.filter.store_after:
                 self.filter.forget(mine)
         else:
-            self._fail(record)
+            record.stage = ABORTED
+            mine = table.still_mine(record)
+            held = not record.transfers_ended
+            self._unlink(record.pool, mine)
+            if held:
+                self.awaited[record] = None
+            else:
+                table.reservations.discard(record)
+            table.end(record, mine, held)
+            if mine and not record.promoted:
+                self.recorder.note("failed", mine, record.tenant)
         record.watch = None
         self.consistent = True
-
-    def _fail(self, record: ReservationRecord) -> None:
-        record.stage = ABORTED
-        mine = self.table.still_mine(record)
-        held = not record.transfers_ended
-        self._unlink(record.pool, mine)
-        if held:
-            self.awaited[record] = None
-        else:
-            self.table.reservations.discard(record)
-        self.table.end(record, mine, held)
-        if mine and not record.promoted:
-            self.recorder.note("failed", mine, record.tenant)
 
     def _unlink(self, pool: Pool, keys: list[bytes]) -> None:
         """Resident keys of a pool lose their entries, for another reason than eviction."""

@@ -57,7 +57,6 @@ class TierPlan:
             if name in _PLACES or names.count(name) > 1:
                 raise ValueError(f"tiers must have names of their own, other than {', '.join(_PLACES)}: {names}")
         self._manager: Callable[[], TierManager | None] = lambda: None
-        self._then: Callable[[CacheEvent], None] | None = None
 
     @classmethod
     def of(cls, tiers: Sequence[Tier], write: str, hung: float, seconds_per_key: float | None) -> TierPlan | None:
@@ -75,15 +74,15 @@ class TierPlan:
         """`on_event` of the index: tells the manager, which is made later, and then calls the caller's hook."""
         if then is not None and not callable(then):
             raise TypeError(f"on_event must be a function of a CacheEvent, got {then!r:.80}")
-        self._then = then
-        return self._hear
 
-    def _hear(self, event: CacheEvent) -> None:
-        manager = self._manager()
-        if manager is not None and event.kind in _HEARD:
-            manager.post(event)
-        if self._then is not None:
-            self._then(event)
+        def hear(event: CacheEvent) -> None:
+            manager = self._manager()
+            if manager is not None and event.kind in _HEARD:
+                manager.post(event)
+            if then is not None:
+                then(event)
+
+        return hear
 
     def check_pools(self, pools: Sequence[UInt8Array], capacity: int) -> None:
         """Raise unless the rows of these pools are the entries of an index of so many keys."""
