@@ -30,8 +30,6 @@ How it works is in ARCHITECTURE.md, words in GLOSSARY.md. Importing this package
 library.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
@@ -71,9 +69,6 @@ from kvoffload.sharded.engine import ShardedEngine
 from kvoffload.sharded.job import ShardedJob
 from kvoffload.sharded.layout import ShardedLayout
 
-if _TYPE_CHECKING:
-    from kvoffload.cache.tiering.tiered_cache import TieredCache
-
 __all__ = [
     "NO_WAIT",
     "BlockCache",
@@ -111,7 +106,6 @@ __all__ = [
     "Stream",
     "Tenant",
     "TierError",
-    "TieredCache",
     "Tracer",
     "TransferError",
     "TransferResult",
@@ -124,17 +118,3 @@ __all__ = [
 __version__ = "0.2.0.dev0"
 
 _notebook.register_cards()
-
-
-def __getattr__(name: str) -> object:
-    """TieredCache, imported at its first use: the modules of tiers take as long to import as a fifth of the others."""
-    if name != "TieredCache":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvoffload.cache.tiering.tiered_cache import TieredCache
-
-    globals()[name] = TieredCache
-    return TieredCache
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

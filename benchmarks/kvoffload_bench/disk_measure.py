@@ -20,7 +20,7 @@ import numpy as np
 
 from kvoffload.internal.types import UInt8Array
 from kvoffload.terminal.console import Advance
-from kvoffload.tiers import DiskTier, Limits
+from kvoffload.tiers import DiskTier, Limits, Outcome, TierJob
 from kvoffload.tiers.checksums import DIGEST_BYTES, make_checksum
 from kvoffload.tiers.files import PAGE
 from kvoffload.tiers.format import (

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.cache.tiering.tier import Tier
-from kvoffload.cache.tiering.tiered_index import TieredIndex
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.types import UInt8Array
@@ -86,7 +86,7 @@ class TiersOfWorkers:
             return False
         return True
 
-    def open(self, on_event: Callable[[CacheEvent], None] | None) -> TieredIndex:
+    def open(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
         """The index, over all workers' slots.
 
         Raises:
@@ -103,8 +103,9 @@ class TiersOfWorkers:
             tokens = max(int(group.tokens_per_block) for group in self._config.groups)
             per_chunk = tokens * int(self._config.cache.blocks_per_chunk) / per_second
         try:
-            return TieredIndex(
-                pools,
+            return CacheIndex(
+                len(pools[0]),
+                pools=pools,
                 tiers=tiers,
                 layout=layout_digest(self._config, notes),
                 write=options.kvoffload_tier_write,
