@@ -162,8 +162,7 @@ def test_on_a_gpu_times_are_printed_and_loads_are_measured(
     """As far as that can be tried without one: a simulated device that does not say so."""
 
     def unmarked(*_: object) -> kvoffload.Device:
-        device = kvoffload.open_device(backend="simulated")
-        return device
+        return kvoffload.open_device(backend="simulated")
 
     monkeypatch.setattr("kvoffload.replay.command.open_backend", unmarked)
     monkeypatch.setattr(kvoffload.Device, "simulated", False)
