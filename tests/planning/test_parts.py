@@ -565,7 +565,7 @@ def test_pitfall_29_every_driver_call_of_a_load_in_parts_fails_once(
     for nth, name in enumerate(names, start=1):
         seen[name] += 1
         polled = name in ("cuEventQuery", *PUSH_POP, "cuThreadExchangeStreamCaptureMode", "cuStreamIsCapturing")
-        if (after and name in PUSH_POP) or (seen[name] > 2 and nth % (10 if polled else 3)):
+        if (after and name in PUSH_POP) or (seen[name] > 2 and nth % (20 if polled else 6)):
             continue
         try:
             fail_once(level, copier, nth, name, after=after)
