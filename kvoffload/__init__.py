@@ -15,7 +15,7 @@
 
 Imported by name:
 
-    kvoffload.jax             caches for JAX: OwnedCache and three others, ShardedOwnedCache for several GPUs
+    kvoffload.jax             OwnedCache: a cache in JAX, an array or a tree of them, on one GPU or several
     kvoffload.testing         the simulated driver, byte patterns, leak checks, a naive transfer
     kvoffload.observability   Prometheus metrics; NVTX ranges; notebook cards, which need no import
     kvoffload.vllm            an OffloadingSpec and a connector for vLLM, which must be installed
@@ -23,22 +23,19 @@ Imported by name:
 
 Below them: planning/ (what a transfer copies), copiers/ (the copy methods and their selection), tuning/ (what
 transfers cost on a machine), kernels/ (Triton without PyTorch), driver/ (every call of the CUDA driver), simulator/
-(that driver in Python). Not part of the library: calibration/, bench/, replay/ and commands/, which `kvoffload ...`
+(that driver in Python). Not part of the library: calibration/, replay/ and commands/, which `kvoffload ...`
 runs.
 
 How it works is in ARCHITECTURE.md, words in GLOSSARY.md. Importing this package touches no GPU and loads no CUDA
 library.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.keys import chain_keys
-from kvoffload.cache.requests import CacheRequest
-from kvoffload.cache.reservations import CacheJob, Lease, Reservation
+from kvoffload.cache.pools import Tenant
+from kvoffload.cache.reservations import CacheJob, CacheRequest, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.caller_stream import Stream
@@ -71,9 +68,6 @@ from kvoffload.planning.transfer_plan import Direction
 from kvoffload.sharded.engine import ShardedEngine
 from kvoffload.sharded.job import ShardedJob
 from kvoffload.sharded.layout import ShardedLayout
-
-if _TYPE_CHECKING:
-    from kvoffload.tiering.tiered_cache import TieredCache
 
 __all__ = [
     "NO_WAIT",
@@ -112,7 +106,6 @@ __all__ = [
     "Stream",
     "Tenant",
     "TierError",
-    "TieredCache",
     "Tracer",
     "TransferError",
     "TransferResult",
@@ -125,17 +118,3 @@ __all__ = [
 __version__ = "0.2.0.dev0"
 
 _notebook.register_cards()
-
-
-def __getattr__(name: str) -> object:
-    """TieredCache, imported at its first use: the modules of tiers take as long to import as a fifth of the others."""
-    if name != "TieredCache":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvoffload.tiering.tiered_cache import TieredCache
-
-    globals()[name] = TieredCache
-    return TieredCache
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -11,7 +11,7 @@ from kvoffload.engine.wait_streams import After
 
 @runtime_checkable
 class FollowedPerDevice(Protocol):
-    """An object that knows what is to be followed on each device, such as `kvoffload.jax.ShardedOwnedCache`."""
+    """An object that knows what is to be followed on each device, such as `kvoffload.jax.OwnedCache`."""
 
     def after(self) -> Sequence[After]:
         """A list or tuple with what a transfer is to follow on each device, in the order of the devices.

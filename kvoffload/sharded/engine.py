@@ -82,7 +82,7 @@ class ShardedEngine(ShardedLifecycle):
             blocks, slots, group, first_sub_block, copier: as for `OffloadEngine.store`; the same on every device.
             after: what must have ended on each device before one of its blocks is read: a list or tuple with one value
                 for each device, in their order; each value is what `OffloadEngine.store` takes, or a list of these.
-                Or an object with a method `after()` that returns such a list, as `kvoffload.jax.ShardedOwnedCache`:
+                Or an object with a method `after()` that returns such a list, as `kvoffload.jax.OwnedCache`:
                 `after=cache` is `after=cache.after()`. None or `NO_WAIT`: the same for all.
 
         Raises:

@@ -29,12 +29,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("sharded",),
     ("cache",),
     ("tiers",),
-    ("tiering",),
     ("jax", "observability", "testing", "vllm"),
     ("__init__",),
     ("calibration", "terminal"),
     ("replay",),
-    ("bench",),
     ("commands",),
     ("__main__",),
 )
