@@ -19,7 +19,7 @@ from kvoffload.bench.lab import Lab
 from kvoffload.bench.report import Fields, add_bench_options, conduct
 from kvoffload.bench.setup import Placement
 from kvoffload.copiers.selection import PREFERENCES
-from kvoffload.engine.lifecycle import Prefer
+from kvoffload.engine.shard import Prefer
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import ModelGeometry, find_model
 from kvoffload.terminal.console import Advance, Output

@@ -18,7 +18,7 @@ from kvoffload.bench.setup import GroupBlocks
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder
 from kvoffload.engine.job import Job
-from kvoffload.engine.lifecycle import Prefer
+from kvoffload.engine.shard import Prefer
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.types import UInt64Array
 from kvoffload.planning.transfer_plan import Direction

@@ -18,10 +18,10 @@ from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import address_of
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.sharded import ShardedEngine
 from kvoffload.internal.types import Int64Array, UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.sharded.engine import ShardedEngine
 from kvoffload.terminal.console import CommandError
 
 _LEAD_SECONDS = 20e-3  # from the command to the first transfer, so that all processes begin together

@@ -14,7 +14,7 @@ from kvoffload.jax.imported import ImportedCache, LayoutOptions, layout_of
 from kvoffload.jax.imports import import_jax
 from kvoffload.layout.arrays import is_jax_array
 from kvoffload.layout.planes import SlotOrder
-from kvoffload.sharded.layout import ShardedLayout
+from kvoffload.layout.sharded import ShardedLayout
 
 
 class ShardedOwnedCache(ImportedCache):

@@ -32,7 +32,7 @@ ONLY_THE_LIBRARY_MAKES = {
     *("Batch", "CacheEvent", "CacheJob", "CacheRequest", "CacheStatistics", "CacheTierStatistics", "ChainedLoad"),
     *("ConformanceCase", "Deviation", "Device", "DeviceArray", "DeviceBuffer", "FuzzReport", "HostCosts"),
     *("IndexPromotion", "Job", "Lease", "Origin", "PlanReport", "Profile", "ProfileKey", "Promotion", "Reservation"),
-    *("Room", "Shape", "ShardedJob", "Stream", "TransferResult"),
+    *("Room", "Shape", "Stream", "TransferResult"),
 }
 """Handles and records whose constructors are no calls of a user's."""
 
