@@ -23,7 +23,7 @@ Imported by name:
 
 Below them: planning/ (what a transfer copies), copiers/ (the copy methods and their selection), tuning/ (what
 transfers cost on a machine), kernels/ (Triton without PyTorch), driver/ (every call of the CUDA driver), simulator/
-(that driver in Python). Not part of the library: calibration/, bench/, replay/ and commands/, which `kvoffload ...`
+(that driver in Python). Not part of the library: calibration/, replay/ and commands/, which `kvoffload ...`
 runs.
 
 How it works is in ARCHITECTURE.md, words in GLOSSARY.md. Importing this package touches no GPU and loads no CUDA
@@ -32,13 +32,12 @@ library.
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.keys import chain_keys
-from kvoffload.cache.requests import CacheRequest
-from kvoffload.cache.reservations import CacheJob, Lease, Reservation
+from kvoffload.cache.pools import Tenant
+from kvoffload.cache.reservations import CacheJob, CacheRequest, Lease, Reservation
 from kvoffload.cache.statistics import CacheEvent, CacheStatistics
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
 from kvoffload.device.caller_stream import Stream
@@ -72,7 +71,7 @@ from kvoffload.observability.nvtx_ranges import nvtx_tracer
 from kvoffload.planning.transfer_plan import Direction
 
 if _TYPE_CHECKING:
-    from kvoffload.tiering.tiered_cache import TieredCache
+    from kvoffload.cache.tiering.tiered_cache import TieredCache
 
 __all__ = [
     "NO_WAIT",
@@ -129,7 +128,7 @@ def __getattr__(name: str) -> object:
     """TieredCache, imported at its first use: the modules of tiers take as long to import as a fifth of the others."""
     if name != "TieredCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvoffload.tiering.tiered_cache import TieredCache
+    from kvoffload.cache.tiering.tiered_cache import TieredCache
 
     globals()[name] = TieredCache
     return TieredCache

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import kvoffload
-from kvoffload.tiering.tiered_cache import TieredCache
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import Tier, TierStatistics
 from paged_decode.backend import Backend
 from paged_decode.model import BLOCK_TOKENS

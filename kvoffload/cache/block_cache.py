@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_queries import BlockQueries
 from kvoffload.cache.calls import guarded
 from kvoffload.cache.engines import CacheAfter, EngineT, check_engine
 from kvoffload.cache.entries import ReservationRecord, check_keys, slot_numbers
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.requests import CacheRequest, record_of
-from kvoffload.cache.reservations import CacheJob, Lease, Reservation
+from kvoffload.cache.pools import Tenant
+from kvoffload.cache.reservations import CacheJob, CacheRequest, Lease, Reservation, record_of
 from kvoffload.cache.statistics import CacheEvent
 from kvoffload.engine.job import Job
 from kvoffload.errors import CapacityError, KVOffloadError, LayoutError, TransferError

@@ -10,7 +10,7 @@ from kvoffload.cache.engines import EngineT
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.queries import check_state
-from kvoffload.cache.requests import CacheRequest
+from kvoffload.cache.reservations import CacheRequest
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheStatistics
 from kvoffload.errors import ClosedError

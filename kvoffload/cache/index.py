@@ -15,15 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvoffload.cache import promoting, restoring
-from kvoffload.cache.admission import ReuseFilter, Tenant
 from kvoffload.cache.calls import end_later, guarded
-from kvoffload.cache.completion import Completion
-from kvoffload.cache.entries import OPEN, LeaseRecord, Record, ReservationRecord, Status, check_keys, watch
+from kvoffload.cache.entries import OPEN, Completion, LeaseRecord, Record, ReservationRecord, Status, check_keys, watch
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
-from kvoffload.cache.pools import Pools
+from kvoffload.cache.pools import Pools, RequestRecord, ReuseFilter, Tenant
 from kvoffload.cache.queries import Queries, note_end
-from kvoffload.cache.requests import CacheRequest, RequestRecord, record_of
-from kvoffload.cache.reservations import Lease, Reservation, check_open
+from kvoffload.cache.reservations import CacheRequest, Lease, Reservation, check_open, record_of
 from kvoffload.cache.state import CacheState
 from kvoffload.cache.statistics import CacheEvent, StatisticsRecorder
 from kvoffload.internal.checks import at_least, flag, names_its_calls

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from kvoffload.cache.completion import Completion
 from kvoffload.cache.engines import CacheStreams
-from kvoffload.cache.entries import OPEN, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
+from kvoffload.cache.entries import OPEN, Completion, EntryTable, LeaseRecord, ReservationRecord, Stage, slot_numbers
+from kvoffload.cache.pools import RequestRecord
 from kvoffload.engine.callbacks import Callbacks, Waitable
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.errors import ClosedError, MissingKeyError, TransferError
@@ -340,3 +340,77 @@ def _check_jobs(jobs: tuple[Completion, ...], index: Owner) -> None:
             raise TypeError(f"jobs[{position}] must be what OffloadEngine.store returned, got {job!r:.80}")
         if lock is not index.lock:
             raise ValueError(f"jobs[{position}] must be of the engine whose slots these are, got {job!r:.80}")
+
+
+class RequestOwner(Protocol):
+    """What a `CacheRequest` needs of an index."""
+
+    lock: threading.RLock
+
+    def end_request(self, record: RequestRecord, /) -> bool: ...
+
+
+class CacheRequest:
+    """An open request: a handle for calls that store and load its keys in pieces. Made by `open_request`.
+
+    All keys that calls with `request=` are given belong to the request, in the order in which they come first: what is
+    stored, present, declined or loaded. While it is open, no call that names it evicts any of them; if nothing else can
+    be evicted, new keys are declined. Calls that do not name it may evict them, unless they are leased or pending.
+
+    As a context manager it ends with the block; after an exception it is closed, and its use is not recorded. A request
+    that is dropped without `end` leaves nothing behind. Usable from any thread.
+
+    Attributes:
+        tenant: whose quota and priority its keys have.
+    """
+
+    def __init__(self, index: RequestOwner, record: RequestRecord) -> None:
+        self._index = index
+        self._record = record
+        self.tenant = record.tenant
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """Its keys so far, in their order; a copy."""
+        with self._index.lock:
+            return tuple(self._record.keys)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no call may name it any more."""
+        return self._record.ended
+
+    def end(self) -> None:
+        """Record the use of its keys, as `touch` of all of them does. Idempotent; afterwards no call may name it."""
+        if self._index.end_request(self._record):
+            self._record.on_end(tuple(self._record.keys))
+
+    def __enter__(self) -> CacheRequest:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.end()
+        else:
+            self._record.ended = True
+
+    def __repr__(self) -> str:
+        return f"CacheRequest({len(self._record.keys)} keys, {'ended' if self.ended else 'open'})"
+
+
+def record_of(request: CacheRequest, owner: object) -> RequestRecord:
+    """The record behind a `request=` argument. Under the lock.
+
+    Raises:
+        TypeError: it is no CacheRequest.
+        ValueError: it is of another cache.
+        ClosedError: it has ended.
+    """
+    if not isinstance(request, CacheRequest):
+        raise TypeError(f"request must be what open_request() returned, got {request!r:.80}")
+    record = request._record
+    if record.owner is not owner:
+        raise ValueError(f"request must be one of this cache, got {request!r:.80} of another one")
+    if record.ended:
+        raise ClosedError(f"the request of {len(record.keys)} keys has ended: open another one by open_request()")
+    return record

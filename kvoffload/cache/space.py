@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection
 
 from kvoffload.cache.entries import EntryTable
 from kvoffload.cache.policies import Protected, RequestPolicy
-from kvoffload.cache.pools import Pool, Pools, Space, Victims
-from kvoffload.cache.requests import RequestRecord
+from kvoffload.cache.pools import Pool, Pools, RequestRecord, Space, Victims
 
 
 def find_space(

@@ -20,22 +20,20 @@ from collections import deque
 from collections.abc import Callable
 from itertools import filterfalse
 
-from kvoffload.cache.admission import ReuseFilter
-from kvoffload.cache.completion import Completion
 from kvoffload.cache.entries import (
     ABORTED,
     COMMITTED,
     OPEN,
     SETTLING,
+    Completion,
     EntryTable,
     LeaseRecord,
     Record,
     ReservationRecord,
     Watch,
 )
-from kvoffload.cache.pools import Pool, Pools, Victims
+from kvoffload.cache.pools import Pool, Pools, RequestRecord, ReuseFilter, Victims
 from kvoffload.cache.repair import repair
-from kvoffload.cache.requests import RequestRecord
 from kvoffload.cache.reservations import check_readable
 from kvoffload.cache.space import find_space, shortage
 from kvoffload.cache.statistics import StatisticsRecorder

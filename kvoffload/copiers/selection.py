@@ -7,12 +7,11 @@ by a few percent in their number of blocks, and kept: every transfer of a class 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
-from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning import CONCURRENT_COMPUTE, CopierName, CopyMethod, Profile, Shape, Situation
 
 PREFERENCES = ("overlap", "latency")
@@ -159,28 +158,32 @@ def rank(
             seconds + profile.seconds_around(method, shape) for method, (seconds,) in zip(methods, times, strict=True)
         ]
     else:
-        prices = [_prices(*each, shape, profile, opposite) for each in zip(methods, times, strict=True)]
+        prices = []
+        for method, (large, small) in zip(methods, times, strict=True):
+            # In this time small products get 1 / slowdown of their work done, so they lose the rest; large ones are
+            # hardly slowed. The transfers of the other direction, which are carried alike, slow them once more.
+            slowdown = _slowdown(method, profile) ** (2 if opposite else 1)
+            host = profile.host_seconds(method, shape)
+            kept = host if host > _MOST_HOST_SECONDS * max(1.0, shape.nbytes / _HOST_BYTES) else 0.0
+            prices.append((large + kept, small * (2.0 - 1.0 / slowdown) + kept))
         lowest = tuple(map(min, zip(*prices, strict=True)))
-        weights = [max(map(_over, each, lowest)) for each in prices]
+        weights = [
+            max(price / low if low < inf else 1.0 for price, low in zip(each, lowest, strict=True)) for each in prices
+        ]
     found = [
         Expected(method, sum(each) / len(each), _slowdown(method, profile), profile.host_seconds(method, shape), weight)
         for method, each, weight in zip(methods, times, weights, strict=True)
     ]
-    return sorted(found, key=_order_of(found, prefer))
-
-
-def _order_of(found: list[Expected], prefer: str) -> Callable[[Expected], tuple[bool, bool, float, float]]:
-    """What methods are sorted by; see `choose`."""
     least = TOLERANCE * min(each.weight for each in found)
     copies = [each for each in found if each.method.programs == 0]
     if prefer == "latency" or all(each.weight > least for each in copies):
-        return lambda each: (each.weight > least or each.method.programs > 0, False, 0.0, each.weight)
+        return sorted(found, key=lambda each: (each.weight > least or each.method.programs > 0, each.weight))
     soonest = TOLERANCE * min(each.host + each.seconds for each in copies)
-    return lambda each: (each.method.programs > 0, each.host + each.seconds > soonest, each.host, each.weight)
 
+    def by_host(each: Expected) -> tuple[bool, bool, float, float]:
+        return each.method.programs > 0, each.host + each.seconds > soonest, each.host, each.weight
 
-def _over(price: float, lowest: float) -> float:
-    return price / lowest if lowest < inf else 1.0
+    return sorted(found, key=by_host)
 
 
 def _times(
@@ -197,42 +200,17 @@ def _times(
     if prefer == "latency":
         return (both + more,)
     stretch = max(1.0, both / idle) if idle < inf else 1.0
-    return tuple(
-        profile.seconds(method, shape, situation) * stretch
-        + more
-        + _waits_of_launches(parts - 1, method, shape.direction, profile, situation)
-        for situation in CONCURRENT_COMPUTE
-    )
-
-
-def _waits_of_launches(
-    launches: int, method: CopyMethod, direction: Direction, profile: Profile, situation: Situation
-) -> float:
-    """How much later so many kernels begin concurrent with compute; 0.0 for the copy engine."""
-    least = Shape(direction, 1, 1, 1, 1, 1)
-    idle = profile.seconds(method, least)
-    if launches == 0 or not method.programs or idle == inf:
-        return 0.0
-    return launches * max(0.0, profile.seconds(method, least, situation) - idle)
+    times = [profile.seconds(method, shape, situation) * stretch + more for situation in CONCURRENT_COMPUTE]
+    least = Shape(shape.direction, 1, 1, 1, 1, 1)
+    alone = profile.seconds(method, least)
+    if parts > 1 and method.programs and alone < inf:  # concurrent with compute each launch begins later
+        waits = [max(0.0, profile.seconds(method, least, situation) - alone) for situation in CONCURRENT_COMPUTE]
+        times = [seconds + (parts - 1) * wait for seconds, wait in zip(times, waits, strict=True)]
+    return tuple(times)
 
 
 def _slowdown(method: CopyMethod, profile: Profile) -> float:
     return profile.slowdown(method) if method.programs else 1.0
-
-
-def _prices(
-    method: CopyMethod, times: tuple[float, ...], shape: Shape, profile: Profile, opposite: bool
-) -> tuple[float, ...]:
-    """What a transfer costs in each situation of `CONCURRENT_COMPUTE`; see `choose`.
-
-    In the seconds that it takes, small products get 1 / slowdown of their work done, so they lose the rest; large ones
-    are hardly slowed. The transfers of the other direction, which are carried alike, slow them once more.
-    """
-    slowdown = _slowdown(method, profile) ** (2 if opposite else 1)
-    host = profile.host_seconds(method, shape)
-    kept = host if host > _MOST_HOST_SECONDS * max(1.0, shape.nbytes / _HOST_BYTES) else 0.0
-    large, small = times
-    return large + kept, small * (2.0 - 1.0 / slowdown) + kept
 
 
 def _methods(
@@ -250,22 +228,14 @@ def _methods(
     names: tuple[CopierName, ...] = (flat,) if flat in available and not folds else ("strided", flat)
     methods = [CopyMethod(name) for name in names if name in available]
     if "gather" in available:
-        methods += [CopyMethod("gather", programs, 1.0) for programs in _programs(_GATHER_PROGRAMS, sm_limit)]
+        most = min(sm_limit, _MOST_PROGRAMS)
+        numbers = [programs for programs in _GATHER_PROGRAMS if programs <= most]
+        numbers += [most] if most > _GATHER_PROGRAMS[-1] else []
+        methods += [CopyMethod("gather", programs, 1.0) for programs in numbers]
     if "split" in available and ((folds and prefer == "latency") or not methods):
-        methods += _splits(shape, profile, sm_limit)
+        usable = [programs for programs in _SPLIT_PROGRAMS if programs <= sm_limit]
+        methods += [CopyMethod("split", programs, profile.split_share(shape, programs)) for programs in usable]
     return methods
-
-
-def _splits(shape: Shape, profile: Profile, sm_limit: int) -> Iterator[CopyMethod]:
-    for programs in _SPLIT_PROGRAMS:
-        if programs <= sm_limit:
-            yield CopyMethod("split", programs, profile.split_share(shape, programs))
-
-
-def _programs(usual: tuple[int, ...], sm_limit: int) -> list[int]:
-    most = min(sm_limit, _MOST_PROGRAMS)
-    more = [most] if most > usual[-1] else []
-    return [programs for programs in usual if programs <= most] + more
 
 
 def _explain(best: Expected, others: list[Expected], shape: Shape, where: str) -> str:

@@ -6,8 +6,8 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
-from kvoffload.device.context import DeviceUser
 from kvoffload.device.device import Device
+from kvoffload.device.ownership import DeviceUser
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.jax.imports import address_of, follow, import_jax

@@ -81,7 +81,17 @@ class KVLayout(HtmlRepresentation):
         self.dtype = dtype
         self.on_default_stream = flag("on_default_stream", on_default_stream)
         self.tokens_per_block = None if tokens_per_block is None else positive("tokens_per_block", tokens_per_block)
-        self.block_axes = None if block_axes is None else _as_names(block_axes)
+        if block_axes is not None and not (
+            isinstance(block_axes, Sequence)
+            and not isinstance(block_axes, str)
+            and all(isinstance(name, str) and name and name.isascii() for name in block_axes)
+            and 1 <= len(block_axes) == len(set(block_axes))
+        ):
+            raise LayoutError(
+                "block_axes must be the names of the axes of one block of one plane, ASCII, each once, the slowest "
+                f'first, such as ("tokens", "heads", "dim"), got {shown(block_axes)}'
+            )
+        self.block_axes = None if block_axes is None else tuple(block_axes)
         if slot_order not in (None, "plane-major", "block-major"):
             raise LayoutError(f'slot_order must be "block-major", "plane-major" or None, got {shown(slot_order)}')
         if not isinstance(groups, Sequence) or not all(isinstance(group, Sequence) for group in groups):
@@ -205,7 +215,8 @@ class KVLayout(HtmlRepresentation):
         message += struct.pack("<Q", len(self.block_axes)) + b"".join(map(_with_length, self.block_axes))
         words = [self.tokens_per_block, self.blocks_per_slot, len(self.groups)]
         for group in self.groups:
-            words += [int(_blocks_stay_whole(self, group)), len(group.planes)]
+            differs = self.blocks_per_slot > 1 and len(group.planes) > 1  # else both orders give the same bytes
+            words += [int(differs and group.slot_order == "block-major"), len(group.planes)]
             words += [plane.block_bytes for plane in group.planes]
         message += struct.pack(f"<{len(words)}Q", *words)
         return blake2b(message, digest_size=16, person=b"kvoffload layout").digest()
@@ -233,26 +244,6 @@ def check_tokens(layout: KVLayout, shape: tuple[int, ...]) -> None:
             f"tokens_per_block is {tokens}, but the axis 'tokens' of a block of shape {shape}, named {names} by "
             f"block_axes, has {extent}: give tokens_per_block={extent}, or the names in the order of the axes"
         )
-
-
-def _as_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names of axes, checked."""
-    if (
-        isinstance(names, Sequence)
-        and not isinstance(names, str)
-        and all(isinstance(name, str) and name and name.isascii() for name in names)
-        and 1 <= len(names) == len(set(names))
-    ):
-        return tuple(names)
-    raise LayoutError(
-        "block_axes must be the names of the axes of one block of one plane, ASCII, each once, the slowest first, such "
-        f'as ("tokens", "heads", "dim"), got {shown(names)}'
-    )
-
-
-def _blocks_stay_whole(layout: KVLayout, group: Group) -> bool:
-    """Whether slots hold block after block, and the bytes are others than plane after plane."""
-    return group.slot_order == "block-major" and layout.blocks_per_slot > 1 and len(group.planes) > 1
 
 
 def _with_length(name: str) -> bytes:

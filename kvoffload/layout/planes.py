@@ -6,7 +6,7 @@ import copy
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 from typing import Literal, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.types import Int64Array
-from kvoffload.layout.overlap import refuse_overlap
 
 INTEGER_LIMIT = 1 << 63  # numbers of a layout, and what follows from them, are int64 in plans and in the fingerprint
 SlotOrder: TypeAlias = Literal["plane-major", "block-major"]  # see `Group`
@@ -107,6 +106,53 @@ class Plane:
         return f"Plane({self.address:#x}, block_bytes={self.block_bytes}, num_blocks={self.num_blocks}{padding})"
 
 
+def refuse_overlap(planes: Sequence[Plane], name: str) -> None:
+    """Raise LayoutError when two planes share a byte: a load would then write it twice, in no order.
+
+    Interleaved planes, `(blocks, planes, ...)`, overlap as ranges and yet share nothing: with one stride, what counts
+    is where their payloads lie within it. Planes whose ranges overlap with different strides count as sharing.
+
+    Args:
+        name: of the sequence, for the message, which names both planes by index.
+    """
+    order = sorted(range(len(planes)), key=lambda index: planes[index].address)
+    cluster: list[int] = []  # planes whose ranges overlap
+    end = 0
+    for index in order:
+        if planes[index].address >= end:
+            _refuse_shared_bytes(planes, cluster, name)
+            cluster = []
+        cluster.append(index)
+        end = max(end, planes[index].end)
+    _refuse_shared_bytes(planes, cluster, name)
+
+
+def _refuse_shared_bytes(planes: Sequence[Plane], cluster: list[int], name: str) -> None:
+    if len(cluster) < 2 or _interleaved([planes[index] for index in cluster]):
+        return
+    for low, high in combinations(cluster, 2):
+        if planes[high].address < planes[low].end and share_bytes(planes[low], planes[high]):
+            raise LayoutError(f"{name}[{low}] and {name}[{high}] share bytes of device memory")
+
+
+def _interleaved(planes: Sequence[Plane]) -> bool:
+    """Whether all planes have one stride and keep to different bytes within it; says nothing when False."""
+    stride = planes[0].block_stride
+    if any(plane.block_stride != stride for plane in planes):
+        return False
+    places = sorted((plane.address % stride, plane.block_bytes) for plane in planes)
+    following = [*(start for start, _ in places[1:]), places[0][0] + stride]
+    return all(start + nbytes <= limit for (start, nbytes), limit in zip(places, following, strict=True))
+
+
+def share_bytes(low: Plane, high: Plane) -> bool:
+    """Whether two planes share a byte whose ranges overlap, `low` being the one that begins first."""
+    if low.block_stride != high.block_stride:
+        return True
+    shift = (high.address - low.address) % low.block_stride
+    return shift < low.block_bytes or shift + high.block_bytes > low.block_stride
+
+
 class Group:
     """Planes that share one block table, in the order in which a slot holds them.
 
@@ -147,8 +193,22 @@ class Group:
         refuse_overlap(self.planes, name)
         self.bytes_per_block = sum(plane.block_bytes for plane in self.planes)
         self.payload_bytes = self.bytes_per_block * blocks_per_slot
-        _refuse_large_slots(self.bytes_per_block, blocks_per_slot, name)
-        self.device_order: SlotOrder = "block-major" if self._blocks_are_ranges() else "plane-major"
+        # sizes and offsets in a slot are int64: larger ones would wrap around, and copies would miss the pool
+        if self.bytes_per_block > MAX_SLOT_BYTES:
+            raise LayoutError(
+                f"{name}: one block has {self.bytes_per_block} bytes over its planes, more than a slot may have "
+                f"({MAX_SLOT_BYTES}); check block_bytes of the planes"
+            )
+        if self.payload_bytes > MAX_SLOT_BYTES:
+            raise LayoutError(
+                f"blocks_per_slot must be at most {MAX_SLOT_BYTES // self.bytes_per_block} for blocks of "
+                f"{self.bytes_per_block} bytes over the planes of {name} (a slot has at most {MAX_SLOT_BYTES} bytes), "
+                f"got {blocks_per_slot}"
+            )
+        stride = self.planes[0].block_stride
+        whole = stride >= self.bytes_per_block and all(plane.block_stride == stride for plane in self.planes)
+        whole = whole and all(one.address + one.block_bytes == other.address for one, other in pairwise(self.planes))
+        self.device_order: SlotOrder = "block-major" if whole else "plane-major"
         order: SlotOrder = slot_order or self.device_order
         self.slot_order = order
         factor = 1 if order == "block-major" else blocks_per_slot
@@ -159,30 +219,8 @@ class Group:
         steps = [self.bytes_per_block] * len(sizes) if order == "block-major" else sizes
         self.host_steps: Int64Array = np.array(steps, dtype=np.int64)
 
-    def _blocks_are_ranges(self) -> bool:
-        """Whether `device_order` is block-major."""
-        stride = self.planes[0].block_stride
-        if stride < self.bytes_per_block or any(plane.block_stride != stride for plane in self.planes):
-            return False
-        ends = (plane.address + plane.block_bytes for plane in self.planes[:-1])
-        return all(end == plane.address for end, plane in zip(ends, self.planes[1:], strict=True))
-
     def disowned(self) -> Group:
         """The same group, which keeps nothing alive: planes without their owners."""
         group = copy.copy(self)
         group.planes = tuple(plane.disowned() for plane in self.planes)
         return group
-
-
-def _refuse_large_slots(bytes_per_block: int, blocks_per_slot: int, name: str) -> None:
-    """Sizes and offsets in a slot are int64: beyond that they would wrap around, and copies would miss the pool."""
-    if bytes_per_block > MAX_SLOT_BYTES:
-        raise LayoutError(
-            f"{name}: one block has {bytes_per_block} bytes over its planes, more than a slot may have "
-            f"({MAX_SLOT_BYTES}); check block_bytes of the planes"
-        )
-    if bytes_per_block * blocks_per_slot > MAX_SLOT_BYTES:
-        raise LayoutError(
-            f"blocks_per_slot must be at most {MAX_SLOT_BYTES // bytes_per_block} for blocks of {bytes_per_block} "
-            f"bytes over the planes of {name} (a slot has at most {MAX_SLOT_BYTES} bytes), got {blocks_per_slot}"
-        )

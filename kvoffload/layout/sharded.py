@@ -13,8 +13,7 @@ from kvoffload.internal.checks import shown
 from kvoffload.internal.types import GpuArray
 from kvoffload.layout.dtypes import dtype_name
 from kvoffload.layout.layout import KVLayout
-from kvoffload.layout.overlap import share_bytes
-from kvoffload.layout.planes import Group, Plane
+from kvoffload.layout.planes import Group, Plane, share_bytes
 
 
 class ShardedGroup(NamedTuple):

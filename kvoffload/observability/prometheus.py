@@ -16,10 +16,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from kvoffload.cache.statistics import CacheStatistics, Histogram
+from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.errors import CapabilityError, ClosedError
-from kvoffload.tiering.below import CacheTierStatistics
-from kvoffload.tiering.breaker import BreakerState
 
 
 class Cache(Protocol):

@@ -9,9 +9,11 @@ Some loaded blocks are also read back plane by plane with synchronous copies, wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from itertools import islice
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +21,9 @@ from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, make_policy
 from kvoffload.cache.reservations import CacheJob
+from kvoffload.cache.tiering.index_tiers import WriteName
+from kvoffload.cache.tiering.promotion import Promotion
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT
@@ -27,11 +32,9 @@ from kvoffload.engine.engine import OffloadEngine
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.internal.patterns import KeyPatterns
 from kvoffload.internal.types import Int64Array, UInt8Array
+from kvoffload.internal.waiting import wait_until
 from kvoffload.layout.layout import KVLayout
-from kvoffload.replay.overlap import overlap
-from kvoffload.tiering.index_tiers import WriteName
-from kvoffload.tiering.promotion import Promotion
-from kvoffload.tiering.tiered_cache import TieredCache
+from kvoffload.terminal.console import bandwidth
 from kvoffload.tiers import Tier
 
 _STAGING_BYTES = 128 << 20
@@ -42,6 +45,7 @@ SAMPLE_EVERY = 64  # one loaded block of so many is also read plane by plane
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -125,7 +129,17 @@ class VerifiedCache:
         self._deadline = deadline
         self._lanes = in_flight
         self._places = max(1, min(longest, capacity))  # of a lane
-        self.layout = _make_layout(device, geometry, in_flight * self._places, blocks_per_key)
+        num_blocks = in_flight * self._places * blocks_per_key
+        self.layout = KVLayout(
+            [
+                device.allocate_planes(count, block_bytes=geometry.block_bytes, num_blocks=num_blocks)
+                for count in geometry.planes_per_group
+            ],
+            blocks_per_slot=blocks_per_key,
+            dtype="bfloat16",
+            tokens_per_block=geometry.tokens_per_block,
+            block_axes=("tokens", "heads", "dim"),
+        )
         self._groups = range(self.layout.num_groups)
         self.bytes_per_key = geometry.bytes_per_block * blocks_per_key
         # room for copies that hold many operations: each takes places in the streams' queues
@@ -146,13 +160,24 @@ class VerifiedCache:
         self._random = np.random.default_rng(seed)
         self.counts = Counts()
 
-    @property
-    def blocks_evicted(self) -> int:
-        return self.cache.statistics().evicted
-
-    @property
-    def blocks_declined(self) -> int:
-        return self.cache.statistics().declined
+    def fields(self) -> dict[str, Any]:
+        """What was served, for JSON; on a GPU with the bandwidth of stores and loads on its clock."""
+        counts, done = self.counts, self.cache.statistics()
+        fields: dict[str, Any] = {
+            "blocks_requested": counts.blocks_requested,
+            "blocks_hit": counts.blocks_hit,
+            "blocks_stored": counts.blocks_stored,
+            "blocks_evicted": done.evicted,
+            "blocks_declined": done.declined,
+            "bytes_stored": counts.bytes_stored,
+            "bytes_loaded": counts.bytes_loaded,
+            "verified_blocks": counts.verified_blocks,
+            "corrupt_blocks": counts.corrupt_blocks,
+        }
+        if not self._device.simulated:
+            fields["store_gb_per_s"] = bandwidth(counts.bytes_stored, counts.store_seconds)
+            fields["load_gb_per_s"] = bandwidth(counts.bytes_loaded, counts.load_seconds)
+        return fields
 
     def serve(self, keys: Sequence[bytes]) -> int:
         """One request: load and verify what leads and is present, store the rest, touch all. The number of hits."""
@@ -323,17 +348,59 @@ class VerifiedCache:
         self.close()
 
 
-def _make_layout(device: Device, geometry: ModelGeometry, places: int, blocks_per_key: int) -> KVLayout:
-    groups = [
-        device.allocate_planes(count, block_bytes=geometry.block_bytes, num_blocks=places * blocks_per_key)
-        for count in geometry.planes_per_group
-    ]
-    axes = ("tokens", "heads", "dim")
-    tokens = geometry.tokens_per_block
-    return KVLayout(groups, blocks_per_slot=blocks_per_key, dtype="bfloat16", tokens_per_block=tokens, block_axes=axes)
-
-
 def _finish(job: CacheJob) -> tuple[float, int]:
     """Wait for a job: its seconds on the device's clock, and its bytes."""
     results = job.wait()
     return sum(result.seconds for result in results), sum(result.nbytes for result in results)
+
+
+# several requests at a time -------------------------------------------------------------------------------------------
+
+
+class Ending(Protocol):
+    """What a request waits for."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+def overlap(
+    start: Callable[[_T, int], Iterator[Ending]], requests: Iterable[_T], lanes: int, ended: Callable[[], None]
+) -> None:
+    """Start requests in order, at most `lanes` at a time, and resume each when the job that it waits for has ended.
+
+    Args:
+        start: called with a request and the number of a lane that no other unfinished request has; yields the jobs that
+            the request waits for, and is resumed when they have ended, well or not.
+        requests: what to serve.
+        lanes: how many requests may be unfinished at a time.
+        ended: called after each request.
+
+    Raises:
+        What `start` and its steps raise; the other unfinished requests are not resumed.
+    """
+    free = deque(range(lanes))
+    waiting: dict[int, tuple[Iterator[Ending], Ending]] = {}  # by lane, a request and the job that it waits for
+    remaining = iter(requests)
+
+    def resume(lane: int, steps: Iterator[Ending]) -> None:
+        job = next(steps, None)
+        if job is not None:
+            waiting[lane] = steps, job
+        else:
+            free.append(lane)
+            ended()
+
+    while True:
+        beginning = list(islice(remaining, len(free)))
+        for request in beginning:
+            lane = free.popleft()
+            resume(lane, start(request, lane))
+        if waiting:
+            wait_until(lambda: any(job.done for _, job in waiting.values()), None, "a request of the replay")
+            for lane in [lane for lane, (_, job) in waiting.items() if job.done]:
+                resume(lane, waiting.pop(lane)[0])
+        elif not beginning:
+            return

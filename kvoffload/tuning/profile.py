@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffload.internal import cachefiles
 from kvoffload.internal.checks import shown
+from kvoffload.internal.hostinfo import generation_of
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.tuning.costs import (
     FIELD,
@@ -197,15 +198,10 @@ def key_of(device: Device) -> ProfileKey:
     return ProfileKey(
         gpu=device.name,
         driver=".".join(map(str, capabilities.driver_version)),
-        link_generation=_generation(pci.max_link_speed),
+        link_generation=generation_of(pci.max_link_speed),
         link_width=pci.link_width,
         bindings=".".join(map(str, capabilities.bindings_version)),
     )
-
-
-def _generation(speed: str | None) -> int | None:
-    speeds = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
-    return speeds.get((speed or "").split(" ")[0])
 
 
 def profile_for(device: Device) -> Profile:
@@ -255,26 +251,22 @@ def load_profile(key: ProfileKey | None) -> Profile:
 
 def default_profile(key: ProfileKey | None) -> Profile:
     """The profile to use before one is measured: for H200-class GPUs on PCIe Gen5 x16, else for unknown GPUs."""
-    return _h200_profile() if key is not None and _is_h200_class(key) else _unknown_profile()
-
-
-def _is_h200_class(key: ProfileKey) -> bool:
-    """Virtual machines often do not show the link; then the name decides."""
-    named = any(name in key.gpu for name in _H200_CLASS)
-    return named and (key.link_generation or 5) >= 5 and (key.link_width or 16) >= 16
-
-
-@cache
-def _h200_profile() -> Profile:
-    profile = parse(Path(__file__).with_name("h200_pcie5.json").read_bytes())
-    return replace(profile, key=None, source=f"default for H200-class GPUs on PCIe Gen5 x16: {profile.source}")
+    of_h200, of_unknown = _defaults()
+    if key is None or not any(name in key.gpu for name in _H200_CLASS):
+        return of_unknown
+    # virtual machines often do not show the link; then the name decides
+    fast_link = (key.link_generation or 5) >= 5 and (key.link_width or 16) >= 16
+    return of_h200 if fast_link else of_unknown
 
 
 @cache
-def _unknown_profile() -> Profile:
-    return _h200_profile().limited_to(
-        _GEN4_X16, "default for an unknown GPU: an H200's costs, but no copy method faster than PCIe Gen4 x16"
-    )
+def _defaults() -> tuple[Profile, Profile]:
+    """For H200-class GPUs, and for unknown ones."""
+    measured = parse(Path(__file__).with_name("h200_pcie5.json").read_bytes())
+    source = f"default for H200-class GPUs on PCIe Gen5 x16: {measured.source}"
+    h200 = replace(measured, key=None, source=source)
+    source = "default for an unknown GPU: an H200's costs, but no copy method faster than PCIe Gen4 x16"
+    return h200, h200.limited_to(_GEN4_X16, source)
 
 
 # files ----------------------------------------------------------------------------------------------------------------
@@ -336,7 +328,10 @@ def parse(content: bytes) -> Profile:
             host={parse_label(name): parse_host(each) for name, each in fields["host"].items()},
             around={parse_label(name): parse_host(each) for name, each in fields["around"].items()},
             slowdowns={parse_label(label): max(1.0, number(value)) for label, value in fields["slowdowns"].items()},
-            errors={str(name): _deviation(*each) for name, each in fields["errors"].items()},
+            errors={
+                str(name): Deviation(number(median), number(worst), int(number(transfers)))
+                for name, (median, worst, transfers) in fields["errors"].items()
+            },
         )
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"it is not a profile: {error!r}") from error
@@ -348,7 +343,3 @@ def parse(content: bytes) -> Profile:
 
 def _parse_directions(fields: dict[str, Any]) -> dict[Direction, Costs]:
     return {direction: parse_costs(fields[str(direction)]) for direction in Direction}
-
-
-def _deviation(median: Any, worst: Any, transfers: Any) -> Deviation:
-    return Deviation(number(median), number(worst), int(number(transfers)))

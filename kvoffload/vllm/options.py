@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
+from kvoffload.cache.tiering.index_tiers import WriteName
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, shown
-from kvoffload.tiering.index_tiers import WriteName
 from kvoffload.vllm.tier_options import CHECKS, TierChoice
 
 PREFIX = "kvoffload_"

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, get_offload_group_idx
 
 from kvoffload.cache.entries import Status
+from kvoffload.cache.tiering.promotion import IndexPromotion
+from kvoffload.cache.tiering.tiered_index import TieredIndex
 from kvoffload.errors import KVOffloadError
-from kvoffload.tiering.promotion import IndexPromotion
-from kvoffload.tiering.tiered_index import TieredIndex
 
 
 @dataclass(slots=True, eq=False)

@@ -12,9 +12,9 @@ from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.reservations import Lease
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.tiered_index import TieredIndex
 from kvoffload.errors import MissingKeyError, TierError
 from kvoffload.internal.log import LOGGER
-from kvoffload.tiering.tiered_index import TieredIndex
 from kvoffload.vllm.manager import KVOffloadManager
 from kvoffload.vllm.promotions import Promotions
 

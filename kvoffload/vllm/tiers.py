@@ -14,12 +14,12 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.tier import Tier
+from kvoffload.cache.tiering.tiered_index import TieredIndex
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiering.tiered_index import TieredIndex
 from kvoffload.tiers.loading import load_tier
-from kvoffload.tiers.tier import Tier
 from kvoffload.vllm.identity import config_of_connector, identity_of, layout_digest
 from kvoffload.vllm.options import Options
 from kvoffload.vllm.tier_options import TierChoice

@@ -16,8 +16,8 @@ from tiering import SECONDS, key, keys
 
 import kvoffload
 from kvoffload import NO_WAIT, CacheIndex, DeviceBuffer, KVLayout, OffloadEngine, SharedSlots, Status
+from kvoffload.cache.tiering import TieredIndex
 from kvoffload.testing import poison
-from kvoffload.tiering import TieredIndex
 from kvoffload.tiers import DiskTier
 
 pytestmark = pytest.mark.timeout(300)

@@ -334,7 +334,7 @@ def test_a_fold_is_made_once_for_each_group_and_parts(bench: Rig, monkeypatch: p
     for first in range(100):
         order = np.roll(np.arange(PLANES), first % PLANES).tolist()
         load(bench, [0], [0], parts=[order[: 1 + first // PLANES % 7], order[1 + first // PLANES % 7 :]])
-    assert bench.engine._shard.folds._in_parts.cache_info().currsize <= 64
+    assert bench.engine._shard.folds.of.cache_info().currsize <= 64  # type: ignore[attr-defined]
     assert len(made) > 40
 
 

@@ -53,6 +53,14 @@ def test_what_plain_pytest_leaves_out_is_a_step() -> None:
         assert ["-m", marker] in steps(), f"no test with the marker {marker} is run"
 
 
+def test_the_benchmarks_are_installed_and_tested_by_steps_of_their_own() -> None:
+    assert "tests/benchmarks" in PYTEST["norecursedirs"], "the README's command needs the package alone"
+    assert script().index("pip install --quiet ./benchmarks") < script().index("pytest tests/benchmarks")
+    assert ["tests/benchmarks"] in steps()
+    for marker in left_out():
+        assert ["-m", marker, "tests/benchmarks"] in steps()
+
+
 def test_markers_are_those_that_are_left_out_and_gpu() -> None:
     assert [each.partition(":")[0] for each in PYTEST["markers"]] == ["gpu", *left_out()]
 

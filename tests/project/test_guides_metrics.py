@@ -9,7 +9,7 @@ import pytest
 from documents import Snippet, snippets
 
 import kvoffload
-from kvoffload import tiering
+from kvoffload.cache import tiering
 from kvoffload.observability.prometheus import CacheCollector
 
 CACHES = {"BlockCache": kvoffload, "CacheIndex": kvoffload, "TieredCache": kvoffload, "TieredIndex": tiering}

@@ -32,9 +32,9 @@ from kvoffload import (
     SharedSlots,
     TieredCache,
 )
+from kvoffload.cache.tiering import ChainedLoad, Promotion, TieredIndex
 from kvoffload.testing import TierFaults, check_clean_close, check_tier, fuzz_tier
-from kvoffload.tiering import ChainedLoad, Promotion, TieredIndex
-from kvoffload.tiers import DiskTier, MemoryTier, TierJob
+from kvoffload.tiers import DiskTier, MemoryTier, TierJob, ValkeyConnection
 
 
 @dataclass
@@ -206,6 +206,7 @@ FLAGS: dict[str, Call] = {
     "ShardedEngine.load urgent": lambda world, value: world.sharded.load([0], [1], after=NO_WAIT, urgent=value),
     "ShardedEngine.load_groups urgent": lambda world, value: world.sharded.load_groups([], urgent=value),
     "ShardedEngine.submit urgent": lambda world, value: world.sharded.submit("load", [0], [0], urgent=value),
+    "ValkeyConnection tls": lambda _, value: ValkeyConnection(tls=value),
     "TieredIndex.promote counted": lambda world, value: world.below.promote(keys([0]), counted=value),
     "TieredCache.store all_or_nothing": lambda world, value: world.tiered.store(
         keys([1]), [1], after=NO_WAIT, all_or_nothing=value
@@ -214,7 +215,7 @@ FLAGS: dict[str, Call] = {
 NOT_CHECKED = {  # between the library's own classes, said by who implements a tier, or of no consequence
     *("CacheIndex.commit_and_hold hold", "CacheIndex.hold_ready hold"),
     *("RemoteTier durable", "TierCapabilities durable", "TierCapabilities local_index", "TierCapabilities shared"),
-    *("ValkeyTier cluster", "ValkeyTier tls", "Prefix declines"),
+    *("ValkeyTier cluster", "Prefix declines"),
     *("Faults.fail_call after", "Faults.fail_nth after", "fuzz_tier lossless"),
 }
 

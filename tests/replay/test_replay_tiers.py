@@ -10,8 +10,8 @@ from replay_oracles import keys_of
 from replaying import TINY
 
 import kvoffload
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.replay.verified import VerifiedCache
-from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import DiskTier
 
 

@@ -28,12 +28,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("cache",),
     ("tiers",),
-    ("tiering",),
     ("jax", "observability", "testing", "vllm"),
     ("__init__",),
     ("calibration", "terminal"),
     ("replay",),
-    ("bench",),
     ("commands",),
     ("__main__",),
 )

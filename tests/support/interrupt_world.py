@@ -35,8 +35,8 @@ from kvoffload import (
     TieredCache,
 )
 from kvoffload.cache.policies import Policy
+from kvoffload.cache.tiering.promotion import IndexPromotion
 from kvoffload.testing import SimulatedDriver
-from kvoffload.tiering.promotion import IndexPromotion
 
 PLANES, BLOCK_BYTES, BLOCKS = 3, 32, 48
 SOURCES = 24  # blocks that hold what keys stand for; the others are targets of loads

@@ -429,14 +429,14 @@ MUTATIONS = (
     ),
     Mutation(
         "the-tenant-of-a-key-that-is-gone-stays",
-        "tiering/manager.py",
+        "cache/tiering/manager.py",
         "                self._tenants.pop(key, None)",
         "                pass",
         ("tests/tiering/test_tiered_cache.py::test_a_key_stored_again_is_written_for_its_new_tenant",),
     ),
     Mutation(
         "what-is-cleared-can-be-promoted",
-        "tiering/manager.py",
+        "cache/tiering/manager.py",
         "(removal.keys is None or key in removal.keys)",
         "(removal.keys is not None and key in removal.keys)",
         ("tests/tiering/test_failing_tiers.py::test_promoted_while_all_is_removed_stays_removed",),
@@ -453,14 +453,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a-promotion-that-waits-for-another-one-has-no-deadline",
-        "tiering/promoter.py",
+        "cache/tiering/promoter.py",
         "            late = record.deadline is not None and now >= record.deadline",
         "            late = False",
         ("tests/tiering/test_failing_tiers.py::test_a_promotion_that_waits_for_another_one_ends_at_its_own_deadline",),
     ),
     Mutation(
         "entries-of-late-calls-do-not-count",
-        "tiering/promoter.py",
+        "cache/tiering/promoter.py",
         " - occupied - len(self._late))",
         " - occupied)",
         (
@@ -469,14 +469,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a-tier-that-does-not-answer-has-removed",
-        "tiering/index_tiers.py",
+        "cache/tiering/index_tiers.py",
         "            outcomes = [Outcome.FAILED]",
         "            outcomes = []",
         ("tests/tiering/test_failing_tiers.py::test_a_tier_that_does_not_say_whether_it_has_removed_is_said",),
     ),
     Mutation(
         "a-missing-record-says-nothing-of-a-tier",
-        "tiering/below.py",
+        "cache/tiering/below.py",
         "elif outcome in (Outcome.DONE, Outcome.MISSING):",
         "elif outcome is Outcome.DONE:",
         ("tests/tiering/test_failing_tiers.py::test_a_record_that_is_not_there_ends_a_row_of_failures",),

@@ -19,7 +19,7 @@ MODULES = (
     "kvoffload.observability.prometheus",
     "kvoffload.observability.router_events",
     "kvoffload.testing",
-    "kvoffload.tiering",
+    "kvoffload.cache.tiering",
     "kvoffload.tiers",
     "kvoffload.tuning",
 )

@@ -14,9 +14,9 @@ from tier_classes import DictTier
 
 import kvoffload
 from kvoffload import NO_WAIT, KVLayout, OffloadEngine
+from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.driver import address_of
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiering.tiered_cache import TieredCache
 from kvoffload.tiers import Tier, TierCapabilities, TierJob, TierStatistics
 
 SECONDS = 20.0  # that anything may take

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
 )
 from vllm_parts import PAGE, FakeTensor, gpu, keys, request  # noqa: E402
 
-from kvoffload.tiering import TieredIndex  # noqa: E402
+from kvoffload.cache.tiering import TieredIndex  # noqa: E402
 from kvoffload.vllm import KVOffloadSpec, KVOffloadWorker  # noqa: E402
 from kvoffload.vllm.identity import making_connector  # noqa: E402
 from kvoffload.vllm.tiered_manager import TieredKVOffloadManager  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, aligned, keys, tiered, until
 
-from kvoffload.tiering import ChainedLoad, IndexPromotion, TieredIndex
+from kvoffload.cache.tiering import ChainedLoad, IndexPromotion, TieredIndex
 
 
 async def within(what: IndexPromotion) -> int:

@@ -7,7 +7,7 @@ from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, aligned, keys, tiered, until
 
 from kvoffload import BlockCache, CacheEvent, CacheStatistics
-from kvoffload.tiering import TieredIndex
+from kvoffload.cache.tiering import TieredIndex
 
 
 def named(name: str) -> DictTier:

@@ -21,9 +21,9 @@ from tiering import DESCRIBED, SECONDS, keys, tiered, until
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CacheEvent, ClosedError, KVLayout, OffloadEngine, TieredCache
+from kvoffload.cache.tiering.manager import TierManager
+from kvoffload.cache.tiering.promotion import PromotionRecord
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering.manager import TierManager
-from kvoffload.tiering.promotion import PromotionRecord
 
 
 def tier_threads() -> list[str]:

@@ -15,9 +15,9 @@ import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError, TransferError
 from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.state import CacheState
+from kvoffload.cache.tiering.below import BreakerState
 from kvoffload.testing import FaultyTier, TierFaults
-from kvoffload.tiering.breaker import BreakerState
-from kvoffload.tiers import Outcome, TierJob, TierStatistics
+from kvoffload.tiers import Limits, Outcome, TierJob, TierStatistics
 
 METHODS = ("put", "get", "exists", "contains", "statistics", "drain", "close", "remove", "clear")
 
@@ -150,7 +150,7 @@ def test_cancelling_says_nothing_of_a_tier() -> None:
 
 def test_a_tier_is_not_asked_while_a_call_goes_on_that_was_given_up() -> None:
     """So a disk that hangs costs one deadline, and not one of each request until the call counts as hung."""
-    tier = FaultyTier(threads=8)
+    tier = FaultyTier(limits=Limits(threads=8))
     with tiered(tier, capacity=32) as bench:
         bench.written(range(8))
         tier.hang_all()
@@ -166,7 +166,7 @@ def test_a_tier_is_not_asked_while_a_call_goes_on_that_was_given_up() -> None:
 
 def test_a_late_promotion_that_no_thread_began_with_leaves_the_tier_alone_too() -> None:
     """All threads of the tier hang in writes, so that reads wait behind them."""
-    tier = FaultyTier(threads=1)
+    tier = FaultyTier(limits=Limits(threads=1))
     with tiered(tier, capacity=32) as bench:
         bench.written(range(2))
         tier.hang_all()
@@ -181,7 +181,7 @@ def test_a_late_promotion_that_no_thread_began_with_leaves_the_tier_alone_too() 
 
 
 def test_deadlines_that_pass_open_a_breaker() -> None:
-    tier = FaultyTier(threads=8)
+    tier = FaultyTier(limits=Limits(threads=8))
     with tiered(tier, capacity=32) as bench:
         bench.written(range(8))
         for number in range(5):
@@ -235,7 +235,7 @@ def test_a_record_that_is_not_there_ends_a_row_of_failures() -> None:
 
 
 def test_what_waits_to_be_written_gives_its_slots_back_when_a_breaker_opens() -> None:
-    tier = FaultyTier(threads=1)
+    tier = FaultyTier(limits=Limits(threads=1))
     with tiered(tier, capacity=64) as bench:
         bench.written([0])
         tier.hang_all()
@@ -249,7 +249,7 @@ def test_what_waits_to_be_written_gives_its_slots_back_when_a_breaker_opens() ->
 
 @pytest.mark.parametrize("fault", ["fail_all", "hang_all"])
 def test_requests_leave_a_tier_alone_that_is_not_used_and_it_gets_what_they_stored_later(fault: str) -> None:
-    tier = FaultyTier(threads=1)
+    tier = FaultyTier(limits=Limits(threads=1))
     with tiered(tier, capacity=64, write="through") as bench:
         bench.written([0])
         getattr(tier, fault)()
@@ -286,7 +286,7 @@ def test_a_promotion_that_no_tier_can_lengthen_ends_at_once() -> None:
 
 
 def test_one_late_promotion_of_many_keys_opens_no_breaker() -> None:
-    tier = FaultyTier(threads=8)
+    tier = FaultyTier(limits=Limits(threads=8))
     with tiered(tier, capacity=32) as bench:
         bench.written(range(8))
         tier.hang_all()
@@ -338,7 +338,7 @@ def test_entries_of_keys_given_up_stay_kept_until_the_call_returns() -> None:
 
 def test_entries_of_keys_given_up_count_among_those_that_promotions_may_occupy() -> None:
     """Four of eight: until the calls of the first tier return, no promotion gets another one."""
-    late, good = FaultyTier(threads=4), DictTier()
+    late, good = FaultyTier(limits=Limits(threads=4)), DictTier()
     with tiered(late, good, capacity=8) as bench:
         bench.written(range(8))
         late.inner.remove_records(keys(range(4, 8)))

@@ -12,9 +12,9 @@ from tiering import SECONDS, Bench, key, keys, tiered, until
 
 import kvoffload
 from kvoffload import BlockCache
+from kvoffload.cache.tiering.below import BreakerState
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering.breaker import BreakerState
-from kvoffload.tiers import DiskTier, Outcome, TierCapabilities
+from kvoffload.tiers import DiskTier, Limits, Outcome, TierCapabilities
 
 
 class Store(DictTier):
@@ -114,7 +114,7 @@ def test_no_tier_is_asked_for_what_cannot_lengthen_the_promotion() -> None:
 
 
 def test_a_full_queue_is_no_end() -> None:
-    first, second = FaultyTier(threads=1, max_queued=1), DictTier()
+    first, second = FaultyTier(limits=Limits(threads=1, max_queued=1)), DictTier()
     with tiered(first, second, write="none") as bench:
         bench.store(range(4))
         for tier in (first, second):
@@ -132,7 +132,7 @@ def test_a_full_queue_is_no_end() -> None:
 @pytest.mark.parametrize("limits", [{"deadline": 0.4}, {"deadline": None}])
 def test_a_call_that_does_not_return_keeps_its_entry_and_the_next_tier_gets_another_one(limits: Any) -> None:
     """The late read of the first tier may write its entry at any time: nothing else may be there."""
-    first, second = FaultyTier(threads=1), Store()
+    first, second = FaultyTier(limits=Limits(threads=1)), Store()
     hung = 30.0 if limits["deadline"] else 0.05
     with tiered(first, second, hung=hung, capacity=12) as bench:
         bench.written(range(6))
@@ -157,7 +157,7 @@ def test_a_call_that_does_not_return_keeps_its_entry_and_the_next_tier_gets_anot
 
 
 def test_a_late_tier_is_blamed_and_the_next_one_asked_while_there_is_time() -> None:
-    first, second = FaultyTier(threads=8), Store()
+    first, second = FaultyTier(limits=Limits(threads=8)), Store()
     with tiered(first, second, capacity=32) as bench:
         bench.written(range(8))
         first.hang_all()
@@ -169,7 +169,7 @@ def test_a_late_tier_is_blamed_and_the_next_one_asked_while_there_is_time() -> N
 
 
 def test_a_promotion_that_is_cancelled_asks_no_other_tier() -> None:
-    first, second = FaultyTier(threads=1), Store()
+    first, second = FaultyTier(limits=Limits(threads=1)), Store()
     with tiered(first, second) as bench:
         bench.written(range(2))
         first.hang_all()

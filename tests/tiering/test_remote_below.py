@@ -9,7 +9,7 @@ from servers import Process, need_module, valkey
 from tiering import SECONDS, Bench, keys, tiered, until
 
 import kvoffload
-from kvoffload.tiering import BreakerState
+from kvoffload.cache.tiering import BreakerState
 from kvoffload.tiers import ValkeyTier
 
 pytestmark = pytest.mark.servers

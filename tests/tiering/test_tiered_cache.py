@@ -13,10 +13,10 @@ from tiering import SECONDS, Bench, key, keys, tiered, until
 
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, CapacityError, ClosedError, LayoutError, MissingKeyError, Tenant
+from kvoffload.cache.tiering import BreakerState, Promotion
+from kvoffload.cache.tiering.below import TierSpeed
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering import BreakerState, Promotion
-from kvoffload.tiering.speed import TierSpeed
-from kvoffload.tiers import DiskTier, MemoryTier, Origin, Outcome
+from kvoffload.tiers import DiskTier, Limits, MemoryTier, Origin, Outcome
 
 
 def _is_ready(promotion: Promotion, count: int) -> bool:
@@ -232,7 +232,7 @@ def test_promotions_occupy_half_of_the_entries_at_most() -> None:
 
 
 def test_writes_lease_a_quarter_of_the_entries_at_most_and_no_eviction_waits_for_a_tier() -> None:
-    tier = FaultyTier(threads=1)
+    tier = FaultyTier(limits=Limits(threads=1))
     with tiered(tier, capacity=8) as bench:
         tier.hang_all()
         bench.store(range(8))

@@ -17,9 +17,9 @@ from tiering import SECONDS, aligned, key, keys, until
 
 from kvoffload import CacheEvent, CacheIndex, CapacityError, ClosedError, LayoutError, Status, TierError
 from kvoffload.cache.policies import LRU
+from kvoffload.cache.tiering import TieredIndex
 from kvoffload.internal.types import UInt8Array
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering import TieredIndex
 from kvoffload.tiers import DiskTier, Tier
 
 DIGEST = b"d" * 16

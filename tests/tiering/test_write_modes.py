@@ -12,9 +12,9 @@ from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
 from kvoffload import BlockCache, Tenant
+from kvoffload.cache.tiering.manager import MOST_MESSAGES
+from kvoffload.cache.tiering.writer import WriteAdmitted
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering.manager import MOST_MESSAGES
-from kvoffload.tiering.writes import WriteAdmitted
 from kvoffload.tiers import MemoryTier, Origin, Outcome, TierStatistics
 from kvoffload.tiers.threaded import Rows
 

@@ -26,8 +26,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 from vllm_parts import request  # noqa: E402
 
 from kvoffload import CacheIndex, Status  # noqa: E402
+from kvoffload.cache.tiering import TieredIndex  # noqa: E402
 from kvoffload.testing import FaultyTier  # noqa: E402
-from kvoffload.tiering import TieredIndex  # noqa: E402
 from kvoffload.tiers import Tier  # noqa: E402
 from kvoffload.vllm.tiered_manager import TieredKVOffloadManager  # noqa: E402
 
