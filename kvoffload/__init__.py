@@ -4,11 +4,11 @@
     KVLayout, Plane  where the blocks of the KV cache lie        layout/
     DeviceArray      GPU memory that other libraries import      device/buffers.py
     OffloadEngine    store, load, plan, poll                     engine/
-    GroupTransfer    one transfer of several groups              engine/groups.py
+    GroupTransfer    one transfer of several groups              engine/request.py
     HostMemory       slots in memory that the caller brings      device/host_memory.py
     Stream           for callers without streams of their own    device/caller_stream.py
     Job              a transfer: done, wait, order_before        engine/job.py
-    ShardedEngine    the same over several GPUs                  sharded/
+    ShardedEngine    the same over several GPUs                  engine/sharded.py
     BlockCache       keys to slots: lookup, store, load          cache/
     chain_keys       tokens to keys                              cache/keys.py
     set_tracer       follow every transfer                       engine/tracing.py
@@ -44,9 +44,10 @@ from kvoffload.device.host_memory import HostMemory
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.engine.groups import GroupTransfer
 from kvoffload.engine.job import Job, TransferResult
 from kvoffload.engine.report import PlanReport
+from kvoffload.engine.request import GroupTransfer
+from kvoffload.engine.sharded import ShardedEngine
 from kvoffload.engine.tracing import Tracer, set_tracer
 from kvoffload.errors import (
     CapabilityError,
@@ -62,12 +63,10 @@ from kvoffload.errors import (
 )
 from kvoffload.layout.layout import KVLayout
 from kvoffload.layout.planes import Plane
+from kvoffload.layout.sharded import ShardedLayout
 from kvoffload.observability import notebook as _notebook
 from kvoffload.observability.nvtx_ranges import nvtx_tracer
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.sharded.engine import ShardedEngine
-from kvoffload.sharded.job import ShardedJob
-from kvoffload.sharded.layout import ShardedLayout
 
 __all__ = [
     "NO_WAIT",
@@ -99,7 +98,6 @@ __all__ = [
     "Plane",
     "Reservation",
     "ShardedEngine",
-    "ShardedJob",
     "ShardedLayout",
     "SharedSlots",
     "Status",

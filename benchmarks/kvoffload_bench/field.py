@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvoffload.copiers.selection import PREFERENCES
-from kvoffload.engine.lifecycle import Prefer
+from kvoffload.engine.shard import Prefer
 from kvoffload.internal.models import ModelGeometry, find_model
 from kvoffload.terminal.console import Output
 from kvoffload.terminal.options import COMMON, add_command, models, numbers, whole

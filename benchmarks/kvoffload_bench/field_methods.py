@@ -17,7 +17,7 @@ from kvoffload import kernels
 from kvoffload.device.pinned import PAGE_BYTES
 from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import FlatTable, SourceOrder
-from kvoffload.engine.lifecycle import Prefer
+from kvoffload.engine.shard import Prefer
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.models import ModelGeometry
 from kvoffload.planning.transfer_plan import Direction

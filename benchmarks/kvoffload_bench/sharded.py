@@ -19,11 +19,11 @@ from kvoffload.device.streams import NO_WAIT
 from kvoffload.driver import address_of
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.sharded import ShardedEngine
 from kvoffload.internal.models import ModelGeometry, find_model
 from kvoffload.internal.types import Int64Array, UInt8Array
 from kvoffload.layout.layout import KVLayout
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.sharded.engine import ShardedEngine
 from kvoffload.terminal.console import CommandError, Output
 from kvoffload.terminal.options import COMMON, add_command, model, whole
 from kvoffload_bench.harness import POISON, Lab, Scenario, time_rounds

@@ -16,7 +16,7 @@ from kvoffload.errors import LayoutError
 from kvoffload.internal.types import Int64Array
 from kvoffload.layout.ids import as_ids
 from kvoffload.layout.layout import KVLayout
-from kvoffload.sharded.layout import ShardedLayout
+from kvoffload.layout.sharded import ShardedLayout
 
 KEY_BYTES = 16
 KEY_VERSION = 1  # of the byte layout; another one gives other keys throughout

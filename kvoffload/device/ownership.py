@@ -53,15 +53,11 @@ class DeviceUser(Protocol):
     """What a device needs of an engine on it.
 
     Attributes:
-        number: no two engines of a process have the same.
         lock: held by its calls.
         submitted: transfers submitted so far.
     """
 
     lock: threading.RLock
-
-    @property
-    def number(self) -> int: ...
 
     @property
     def submitted(self) -> int: ...

@@ -21,7 +21,7 @@ from kvoffload.jax.imports import address_of, follow, from_device, import_jax, w
 from kvoffload.jax.leaves import Description, Leaf, as_leaves, jax_devices, shards_of
 from kvoffload.layout.arrays import is_jax_array
 from kvoffload.layout.planes import SlotOrder
-from kvoffload.sharded.layout import ShardedLayout
+from kvoffload.layout.sharded import ShardedLayout
 
 
 class OwnedCache:

@@ -205,7 +205,7 @@ def test_where_planes_lie_decides_what_folds(lab: Lab) -> None:
     folds = {}
     for placement in Placement:
         with TransferSetup(lab, MODEL, placement=placement, count=2) as setup:
-            folds[placement] = [(group.folds, group.planes) for group in setup.engine._folds.groups]
+            folds[placement] = [(group.folds, group.planes) for group in setup.engine._shard.folds.groups]
             shape = setup.shape(Direction.LOAD)
             assert (shape.blocks, shape.plane_blocks, shape.nbytes) == (1, 24, setup.nbytes // 2)
             assert (shape.operations, shape.rows) == {

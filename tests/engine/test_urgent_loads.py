@@ -29,8 +29,8 @@ from transfers import segments_of, transfer_of
 import kvoffload
 from kvoffload import NO_WAIT, CapacityError, Direction, Job, KVLayout, OffloadEngine
 from kvoffload.engine.hazards import HazardTable
+from kvoffload.engine.job import Transfer
 from kvoffload.engine.queues import TransferQueue
-from kvoffload.engine.transfer import Transfer
 from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, poison
 from kvoffload.tuning import CopyMethod
 

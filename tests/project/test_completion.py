@@ -33,7 +33,6 @@ SHOWN = {
     "OffloadEngine": f"{ENGINE} device prefer profile sm_limit",
     "ShardedEngine": f"{ENGINE} devices",
     "Job": JOB,
-    "ShardedJob": JOB,
     "TransferResult": "copier count direction error gb_per_s index job_id nbytes seconds",
     "BlockCache": (
         "acquire capacity check clear close drain engine load locate lookup lookup_many open_request promote remove "

@@ -36,7 +36,6 @@ POSITIONAL = {
     # arrays and memory
     "Device.empty": "shape dtype",
     "Device.engines_over": "address nbytes",
-    "OffloadEngine.touches": "address nbytes",
     "OwnedCache": "devices shapes dtype",
     "SharedSlots": "num_slots slot_bytes",
     "pattern": "key nbytes",
@@ -76,7 +75,7 @@ POSITIONAL = {
     "Device.adopt": "owner release what",
     "Device.check_stream_priority": "priority name",
     "Faults.next_call": "name args",
-    "OffloadEngine.order_job_before": "transfer stream part",
+    "OffloadEngine.order_job_before": "record streams part",
     "OffloadEngine.submit_locked": "direction blocks slots",
     "OffloadEngine.when_done": "job callback",
     "ShardedEngine.order_job_before": "record streams part",
