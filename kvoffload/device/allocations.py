@@ -119,10 +119,9 @@ class AllocationFinder:
         if not self._driver.is_device_memory(address):
             allocation.problem = "is host memory; planes are GPU memory"
             return allocation
-        try:
-            place = device_of(self._driver, address, self._device_count)
-        except UnknownPlaceError as reason:
-            allocation.doubt = str(reason)
+        place = self.device_of(address)
+        if isinstance(place, str):
+            allocation.doubt = place
             return allocation
         if place == self._index:
             allocation.mapped = is_mapped_on(self._driver, address, self._index)
@@ -130,50 +129,39 @@ class AllocationFinder:
             allocation.problem = f"is memory of device {place}, but the engine is on device {self._index}"
         return allocation
 
-
-class UnknownPlaceError(Exception):
-    """The device of a pointer cannot be determined; the text says why."""
-
-
-def device_of(driver: Driver, address: int, device_count: int) -> int:
-    """The GPU that holds `address`, as CUDA counts them; a context must be current.
-
-    Raises:
-        UnknownPlaceError: neither the driver nor the bindings report it.
-        DriverError: the context is lost.
-    """
-    if device_count == 1:
-        return 0
-    try:
-        ordinal = driver.device_ordinal(address)
-        if ordinal != 0:
-            return ordinal
-        context = pointers.pointer_context(driver, address)
-        if context:
-            with make_current(driver, context):
-                return int(driver.call("cuCtxGetDevice"))
-    except (DriverError, CapabilityError) as error:
-        if isinstance(error, DriverError) and error.sticky:
-            raise
-        raise UnknownPlaceError(str(error)) from error
-    mapped = _ask(pointers.mapped_memory_device, driver, address)
-    if mapped is not None:
-        return mapped
-    pool = _ask(pointers.pointer_pool, driver, address)
-    if not pool:
-        raise UnknownPlaceError("it belongs to no context, to no memory pool, and is not mapped virtual memory")
-    for device in range(device_count):
-        pools = _ask(pointers.device_pools, driver, device)
-        if pools is not None and pool in pools:
-            return device
-    place = _ask(pointers.pool_device, driver, pool)
-    if place is not None:
-        return place
-    devices = range(device_count)
-    accessible = [each for each in devices if _ask(pointers.pool_is_accessible, driver, pool, each) is not False]
-    if len(accessible) == 1:  # a device can always access its own pools
-        return accessible[0]
-    raise UnknownPlaceError(f"its memory pool may be on any of the devices {accessible}")
+    def device_of(self, address: int) -> int | str:
+        """The GPU that holds `address`, as CUDA counts them; or why neither the driver nor the bindings report it."""
+        driver, devices = self._driver, range(self._device_count)
+        if len(devices) == 1:
+            return 0
+        try:
+            ordinal = driver.device_ordinal(address)
+            if ordinal != 0:
+                return ordinal
+            context = pointers.pointer_context(driver, address)
+            if context:
+                with make_current(driver, context):
+                    return int(driver.call("cuCtxGetDevice"))
+        except (DriverError, CapabilityError) as error:
+            if isinstance(error, DriverError) and error.sticky:
+                raise
+            return str(error)
+        mapped = _ask(pointers.mapped_memory_device, driver, address)
+        if mapped is not None:
+            return mapped
+        pool = _ask(pointers.pointer_pool, driver, address)
+        if not pool:
+            return "it belongs to no context, to no memory pool, and is not mapped virtual memory"
+        for device in devices:
+            if pool in (_ask(pointers.device_pools, driver, device) or ()):
+                return device
+        place = _ask(pointers.pool_device, driver, pool)
+        if place is not None:
+            return place
+        accessible = [each for each in devices if _ask(pointers.pool_is_accessible, driver, pool, each) is not False]
+        if len(accessible) == 1:  # a device can always access its own pools
+            return accessible[0]
+        return f"its memory pool may be on any of the devices {accessible}"
 
 
 def is_mapped_on(driver: Driver, address: int, device: int) -> bool:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvoffload.device.ownership import DeviceUser, OpenDevice
 from kvoffload.device.streams import stream_handle
-from kvoffload.driver import Driver, address_of
+from kvoffload.driver import address_of
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import ClosedError, DriverError
 from kvoffload.internal.types import ArrayLike, UInt8Array
@@ -38,14 +37,23 @@ class DeviceBuffer:
     """
 
     def __init__(self, device: OpenDevice, nbytes: int) -> None:
+        driver = device.driver
         addresses: list[Any] = []  # the truth about what must be freed
+        copying: list[bool] = []  # not empty: a `copy_from` has not ended, or was interrupted
+
+        def free() -> None:  # it must not refer to the buffer
+            if copying:  # an interrupted copy may still be writing to the memory
+                driver.stream_synchronize(LEGACY_STREAM)
+                copying.clear()
+            driver.destroy("cuMemFree", addresses)
+
         self.device = device
         self.nbytes = nbytes
-        self._copying: list[bool] = []  # not empty: a `copy_from` has not ended, or was interrupted
+        self._copying = copying
         with device.current():
-            self._resource = device.adopt(self, partial(_free, device.driver, addresses, self._copying))
+            self._resource = device.adopt(self, free)
             try:
-                device.driver.create("cuMemAlloc", addresses, nbytes)
+                driver.create("cuMemAlloc", addresses, nbytes)
             except DriverError:
                 self._resource.free()
                 raise
@@ -264,13 +272,6 @@ class DeviceArray:
 
     def __repr__(self) -> str:
         return f"DeviceArray({self.shape}, {self.dtype}, {self.address:#x})"
-
-
-def _free(driver: Driver, addresses: list[Any], copying: list[bool]) -> None:
-    if copying:  # an interrupted copy may still be writing to the memory
-        driver.stream_synchronize(LEGACY_STREAM)
-        copying.clear()
-    driver.destroy("cuMemFree", addresses)
 
 
 def check_shape(shape: Any) -> tuple[int, ...]:

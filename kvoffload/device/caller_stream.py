@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from kvoffload.device.ownership import OpenDevice
-from kvoffload.driver import Driver
 from kvoffload.driver.core import NON_BLOCKING
 from kvoffload.errors import ClosedError, DriverError
 from kvoffload.internal.waiting import wait_until
@@ -31,7 +30,9 @@ class Stream:
         handles: list[Any] = []  # the truth about what must be destroyed
         self.device = device
         with device.current():
-            self._resource = device.adopt(self, partial(_destroy, device.driver, handles), "a Stream")
+            # The driver lets work that is queued on it end before it destroys it, and does not wait for that.
+            destroy = partial(device.driver.destroy, "cuStreamDestroy", handles)
+            self._resource = device.adopt(self, destroy, "a Stream")
             try:
                 device.driver.create("cuStreamCreateWithPriority", handles, NON_BLOCKING, priority)
             except DriverError:
@@ -106,8 +107,3 @@ class Stream:
     def __repr__(self) -> str:
         state = "" if self._resource.alive else ", destroyed"
         return f"Stream({self._handle:#x}, device {self.device.index}{state})"
-
-
-def _destroy(driver: Driver, handles: list[Any]) -> None:
-    """The driver lets work that is queued on it end first, and does not wait for that."""
-    driver.destroy("cuStreamDestroy", handles)

@@ -285,18 +285,18 @@ class Device:
         Raises:
             LayoutError: a plane that is not GPU memory of this device, or that runs past the end of its allocation.
         """
-        named = [
-            (f"groups[{g}][{p}]", plane)
-            for g, group in enumerate(layout.groups)
-            for p, plane in enumerate(group.planes)
-        ]
+        groups = [group.planes for group in layout.groups]
         finder = AllocationFinder(self.driver, self.index, self.name, self._device_count)
-        found = finder.find([plane for _, plane in named])
+        found = iter(finder.find([plane for planes in groups for plane in planes]))
+        bases: list[list[int]] = [[] for _ in groups]
         doubts = []
-        for (name, plane), allocation in zip(named, found, strict=True):
-            allocation.check(plane, name)
-            if allocation.doubt:
-                doubts.append(f"{name}: the device of {plane} cannot be determined: {allocation.doubt}")
+        for g, planes in enumerate(groups):
+            for p, plane in enumerate(planes):
+                name, allocation = f"groups[{g}][{p}]", next(found)
+                allocation.check(plane, name)
+                if allocation.doubt:
+                    doubts.append(f"{name}: the device of {plane} cannot be determined: {allocation.doubt}")
+                bases[g].append(allocation.base)
         if doubts:
             warnings.warn(
                 f"{doubts[0]} ({len(doubts)} such planes). They are taken to be memory of device {self.index}; if they "
@@ -304,8 +304,7 @@ class Device:
                 KVOffloadWarning,
                 stacklevel=2,
             )
-        bases = iter(found)
-        return [[next(bases).base for _ in group.planes] for group in layout.groups]
+        return bases
 
     def current(self) -> Current:
         """A context manager: the device's context is current inside, the caller's again afterwards.
