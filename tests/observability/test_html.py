@@ -135,7 +135,7 @@ def test_a_measured_bandwidth(
 ) -> None:
     engine.store([1, 2], [0, 1]).wait()
     totals = engine.statistics().store
-    monkeypatch.setattr(device, "simulated", False)
+    monkeypatch.setattr(kvoffload.Device, "simulated", False)
     shown = page(engine)
     assert f"{totals.nbytes / totals.seconds / 1e9:.1f}" in shown.texts
     assert shown.texts[-1] == "-", "no load, no bandwidth"
