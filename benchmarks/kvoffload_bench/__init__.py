@@ -12,7 +12,7 @@ The benchmarks, each with `add_parser(benches)`:
     interop       CuPy and JAX                           frameworks_compared.py, cupy_methods.py, jax_methods.py,
                                                          framework_data.py
     vllm          vLLM's own workers, on the same GPU    vllm.py, vllm_classes.py, vllm_setup.py, vllm_methods.py,
-                  memory; the scheduler's calls          vllm_measure.py, vllm_scheduler.py, vllm_report.py
+                  memory; the scheduler's calls          vllm_measure.py, vllm_report.py, vllm_report.py
     submit        host time of a call                    submit.py, bare_submissions.py
     cache         bookkeeping of the prefix cache        cache_bookkeeping.py
     disk          a disk tier                            disk.py, disk_files.py, disk_rounds.py, disk_costs.py,

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from kvoffload.terminal.figures import GRID as GRID_COLOUR
 from kvoffload.terminal.figures import INK, MUTED, make_figure
-from kvoffload_bench.baselines import FLAT_BATCH
-from kvoffload_bench.contiguous import CONTIGUOUS_COPY
+from kvoffload_bench.copy_methods import FLAT_BATCH
 from kvoffload_bench.field_methods import CHOICE, GRID
 from kvoffload_bench.field_plots import PANELS
+from kvoffload_bench.harness import CONTIGUOUS_COPY
 
 Fields = Mapping[str, Any]
 

@@ -61,8 +61,6 @@ class KVLayout(HtmlRepresentation):
             unknown; or `block_axes` is not a list of different names.
     """
 
-    _of_staging = False  # True for a StagedCache, whose blocks exist only while they are copied
-
     def __init__(
         self,
         groups: Sequence[Sequence[Plane]],

@@ -26,11 +26,12 @@ from kvoffload.cache.tiering.tier import (
     check_pools,
 )
 from kvoffload.errors import ClosedError
-from kvoffload.internal.checks import as_timeout, at_least, shown, to_wait
+from kvoffload.internal.checks import as_timeout, shown, to_wait
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.nesting import in_call
 from kvoffload.internal.types import UInt8Array
 from kvoffload.internal.waiting import wait_until
+from kvoffload.tiers.options import Limits, given_or_default
 from kvoffload.tiers.workers import Removal, Work, Workers, Write
 
 Rows = list[UInt8Array]
@@ -57,32 +58,35 @@ class ThreadedTier(Tier):
     """A tier over methods that may block: a subclass has `read_record`, `write_record` and the others below.
 
     A medium that transfers several records in a call has `read_records`, `write_records` and `have_records` instead,
-    and says by `bytes_per_call` how many it wants at a time.
+    and says by the class attribute `bytes_per_call` how many it wants at a time.
 
     Whatever such a method raises makes its keys FAILED, and so does a result of another type; the thread goes on. A
     method that never returns keeps one thread, and its keys without an outcome. Methods are called at the same time by
     several threads, except two writes of one key, and a write of a key with what removes that key.
 
     Args:
-        threads: that call the methods.
-        max_queued: keys that may wait to be put, and as many to be fetched; what goes beyond is DECLINED.
-        bytes_per_call: of the records that `read_records` or `write_records` is given at most, if they are more than
-            one. A job that is smaller is divided among the threads.
+        limits: see `Limits`; None: `Limits()`.
 
     Attributes:
+        threads: that call the methods. A class attribute says how many suit the medium; `limits` may say otherwise.
+        bytes_per_call: of the records that `read_records` or `write_records` is given at most, if they are more than
+            one. A job that is smaller is divided among the threads.
         pools: as given to `attach`.
         record_bytes: of one record, over all pools.
     """
 
-    def __init__(self, *, threads: int = 4, max_queued: int = 4096, bytes_per_call: int = 0) -> None:
+    threads = 4
+    bytes_per_call = 0
+
+    def __init__(self, *, limits: Limits | None = None) -> None:
         for one, several in _METHODS:
             if all(getattr(type(self), name) is getattr(ThreadedTier, name) for name in (one, several)):
                 raise TypeError(f"{type(self).__name__} must have the method {one}, or {several}")
-        self.threads = at_least("threads", threads, 1)
-        self.max_queued = at_least("max_queued", max_queued, 1)
-        self.bytes_per_call = at_least("bytes_per_call", bytes_per_call, 0)
+        limits = given_or_default("limits", limits, Limits)
+        self.threads = self.threads if limits.threads is None else limits.threads
         self.pools: tuple[UInt8Array, ...] = ()
         self.record_bytes = 0
+        self.max_queued = limits.max_queued
         self._workers = Workers(self.max_queued)
         self._attaching = threading.RLock()
         self._attached = False  # or being attached

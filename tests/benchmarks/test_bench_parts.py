@@ -16,10 +16,8 @@ from kvoffload.internal.models import MODELS
 from kvoffload.testing import check_clean_close
 from kvoffload.tuning import CopierName
 from kvoffload_bench import layer_groups as parts
-from kvoffload_bench.lab import Lab
-from kvoffload_bench.rounds import WARM_UP
+from kvoffload_bench.harness import SMALL, WARM_UP, Lab
 from kvoffload_bench.setup import TransferSetup
-from kvoffload_bench.tools import SMALL
 
 SIMULATED = ("bench", "parts", "--backend", "simulated")
 TIMES = ("call_us", "first_us", "all_us", "gpu_us", "gb_per_s")

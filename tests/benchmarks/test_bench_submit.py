@@ -13,11 +13,9 @@ from kvoffload.commands import main
 from kvoffload.errors import DriverError
 from kvoffload.planning.transfer_plan import Direction
 from kvoffload.testing import check_clean_close
-from kvoffload_bench.bare_submissions import UNFINISHED, BareBatch, BareGather, BareStrided, BareSubmission
-from kvoffload_bench.lab import Lab
+from kvoffload_bench.harness import SMALL, Lab
 from kvoffload_bench.setup import Placement, TransferSetup, geometry_of
-from kvoffload_bench.submit import bar_of
-from kvoffload_bench.tools import SMALL
+from kvoffload_bench.submit import UNFINISHED, BareBatch, BareGather, BareStrided, BareSubmission, bar_of
 
 SIMULATED = ("bench", "submit", "--backend", "simulated")
 KINDS = [

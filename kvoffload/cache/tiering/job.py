@@ -41,18 +41,9 @@ class TierJob:
     """
 
     __slots__ = (
-        "_begun",
-        "_count",
-        "_ended",
-        "_ended_before",
-        "_lock",
-        "_notify",
-        "cancelled",
-        "deadline",
-        "entries",
-        "keys",
+        "_begun", "_count", "_ended", "_ended_before", "_lock", "_notify", "cancelled", "deadline", "entries", "keys",
         "outcomes",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -39,16 +39,12 @@ class TierCapabilities:
         shared: whether others may put records into it, and remove them.
         local_index: whether `contains` answers at once; else only `exists` knows, and takes a while.
         max_bytes: bytes that it takes at most; None: not its own to say.
-        preferred_bytes: of one record, from which on it works at full speed.
-        alignment: of the rows' addresses and lengths for its fastest way, in bytes.
     """
 
     durable: bool
     shared: bool
     local_index: bool
     max_bytes: int | None = None
-    preferred_bytes: int = 1 << 20
-    alignment: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
