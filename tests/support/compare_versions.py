@@ -63,7 +63,7 @@ def make_tiered_index(pools: list[Any], tiers: list[Any], **options: Any) -> Any
 def make_tiers(chance: random.Random, folder: str, record: int) -> list[Any]:
     disk, memory = either("kvoffload.tiers:DiskTier"), either("kvoffload.tiers:MemoryTier")
     size, path = record * 40 + (1 << 20), Path(folder) / "records"
-    makers = [lambda: memory(record * 30, threads=1)]
+    makers: list[Any] = [lambda: memory(record * 30, threads=1)]
     makers += [lambda: disk(path, nbytes=size, identity="compare", direct=False, threads=1)]
     return [make() for make in chance.choice([makers, makers[:1], makers[1:]])]
 
@@ -160,7 +160,8 @@ class Machine:
         self.planes, nbytes = chance.randint(1, 5), 16 * chance.randint(1, 9)
         described: Any = {"dtype": "uint8", "tokens_per_block": 4, "block_axes": ("tokens",)}
         described |= {"slot_order": chance.choice([None, None, "plane-major"]), "blocks_per_slot": self.factor}
-        self.buffers, layouts = [], []
+        self.buffers: list[Any] = []
+        layouts = []
         for device in self.devices:
             made = [
                 device.allocate_blocks(self.blocks, planes=self.planes, block_bytes=nbytes * size)
@@ -171,7 +172,7 @@ class Machine:
             self.buffers += [each[0].owner for each in made]
             layouts.append(kvoffload.KVLayout(made * (groups // len(made)), **described))
         self.kernels = chance.random() < 0.3
-        options = chance.choice([{}, {"prefer": "latency"}, {"most_queued_bytes": 4096}, {"max_in_flight": 6}])
+        options: Any = chance.choice([{}, {"prefer": "latency"}, {"most_queued_bytes": 4096}, {"max_in_flight": 6}])
         options |= {"num_slots": self.slots, "sm_limit": 4 if self.kernels else 0}
         self.engine = make_engine(layouts, self.devices, **options)
         self.pools = [self.engine.slots] if devices == 1 else list(self.engine.slots)
@@ -570,6 +571,7 @@ def by_round(lines: IO[str] | None) -> Iterator[tuple[str, list[str]]]:
 
 def compare(options: argparse.Namespace) -> int:
     rounds, steps, differ = Counter[str](), Counter[str](), Counter[str]()
+    pairs: Any
     with start(options.old, 0, options) as old, start(options.new, options.reseed, options) as new:
         pairs = itertools.zip_longest(by_round(old.stdout), by_round(new.stdout), fillvalue=("nothing", []))
         for (name, before), (_, after) in pairs:
@@ -587,7 +589,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def show(name: str, before: list[str], after: list[str]) -> None:
-    pairs = list(itertools.zip_longest(before, after, fillvalue="nothing\n"))
+    pairs: list[tuple[str, str]] = list(itertools.zip_longest(before, after, fillvalue="nothing\n"))
     place = next(place for place, (one, other) in enumerate(pairs) if one != other)
     print(f"round {name} differs at step {place}; --only {name.split()[0]} repeats it")
     for line in before[max(0, place - 3) : place]:
