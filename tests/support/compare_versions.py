@@ -599,7 +599,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def show(name: str, before: list[str], after: list[str]) -> None:
-    pairs = list(itertools.zip_longest(before, after, fillvalue="nothing\n"))
+    pairs: list[tuple[str, str]] = list(itertools.zip_longest(before, after, fillvalue="nothing\n"))
     place = next(place for place, (one, other) in enumerate(pairs) if one != other)
     print(f"round {name} differs at step {place}; --only {name.split()[0]} repeats it")
     for line in before[max(0, place - 3) : place]:
