@@ -349,7 +349,7 @@ def _bar_panels(panels: Mapping[str, Sequence[_Bar]], width: float, height: floa
     drawn[0].set_yticks(range(len(labels)), labels)
     for label, bar in zip(drawn[0].get_yticklabels(), bars, strict=True):
         label.set_fontweight("bold" if bar.bold else "normal")
-    drawn[0].invert_yaxis()
+    drawn[0].set_ylim(len(labels) - 0.4, -0.6)
     drawn[0].set_xlabel(axis, loc="left")
     return figure
 
