@@ -106,6 +106,8 @@ def _bars(fields: Fields) -> Iterator[_Bar]:
     yield _Bar(f"contains() of {restart['lookup_keys']} keys, us", fixed(restart["lookup_us"], 0), "-")
 
 
+# the command ----------------------------------------------------------------------------------------------------------
+
 _THREADS = [1, 4, 8]
 _MOST_THREADS = 256
 _SPARE_BYTES = 64 << 20  # of a disk, that stay free

@@ -171,6 +171,8 @@ class BareLoop:
         self._undo.close()
 
 
+# rounds in turns ------------------------------------------------------------------------------------------------------
+
 WRITE, READ, COLD_READ, WARM_READ = "write", "read", "cold read", "warm read"
 OPERATIONS = {"direct": (WRITE, READ), "buffered": (WRITE, COLD_READ, WARM_READ)}
 _TIER, _BARE = 0, 1
@@ -273,6 +275,8 @@ class _Rounds:
     def _read(self) -> float:
         return self._bare.read(list(self._targets), self._places)
 
+
+# calls, and a restart -------------------------------------------------------------------------------------------------
 
 KEYS_OF_A_REQUEST = 512
 _LOOKUPS = 200

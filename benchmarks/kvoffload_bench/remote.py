@@ -97,6 +97,8 @@ def _bars(fields: Fields, kinds: Sequence[str]) -> Iterator[_Bar]:
         yield _Bar(f"promote(): {what} {count} keys of {mib(size)} ready after ms", times, "-")
 
 
+# the command ----------------------------------------------------------------------------------------------------------
+
 _IN_FLIGHT = [1, 8, 32]
 _MOST_IN_FLIGHT = 1024
 _PROMOTED_BYTES = 2 << 20

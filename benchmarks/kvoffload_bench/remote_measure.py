@@ -185,6 +185,8 @@ def bare_loop(store: Store, *, threads: int, prefix: str, pool: UInt8Array) -> B
     return _LOOPS[store.kind](store, threads=threads, prefix=prefix, pool=pool)
 
 
+# rounds in turns ------------------------------------------------------------------------------------------------------
+
 PUT, GET = "put", "get"
 IDENTITY = "kvoffload bench remote"
 _POISON = 0xA5
@@ -292,6 +294,8 @@ def _timed(call: Callable[[range], Any], batches: Sequence[range]) -> tuple[floa
     found = [call(each) for each in batches]
     return time.perf_counter() - begin, found
 
+
+# calls, and promotions ------------------------------------------------------------------------------------------------
 
 _PLANES = 16
 _PROMOTED = 64  # keys
