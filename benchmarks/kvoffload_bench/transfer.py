@@ -213,6 +213,8 @@ def _behind_best(record: Measurement) -> float | None:
     return max(of_copiers) / rates[chosen] if of_copiers and chosen in rates else None
 
 
+# the commands ---------------------------------------------------------------------------------------------------------
+
 _FEWER_METHODS = (CopyMethod("gather", 4, 1.0), CopyMethod("split", 2), CopyMethod("split", 1))
 _STEP_BYTES = 32  # block bytes of a sweep are multiples of this
 _SIZES = [4096, 8192, 16384, 32768, 65536]
