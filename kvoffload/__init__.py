@@ -15,7 +15,7 @@
 
 Imported by name:
 
-    kvoffload.jax             caches for JAX: OwnedCache and three others, ShardedOwnedCache for several GPUs
+    kvoffload.jax             OwnedCache: a cache in JAX, an array or a tree of them, on one GPU or several
     kvoffload.testing         the simulated driver, byte patterns, leak checks, a naive transfer
     kvoffload.observability   Prometheus metrics; NVTX ranges; notebook cards, which need no import
     kvoffload.vllm            an OffloadingSpec and a connector for vLLM, which must be installed
@@ -29,8 +29,6 @@ runs.
 How it works is in ARCHITECTURE.md, words in GLOSSARY.md. Importing this package touches no GPU and loads no CUDA
 library.
 """
-
-from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
@@ -70,9 +68,6 @@ from kvoffload.observability import notebook as _notebook
 from kvoffload.observability.nvtx_ranges import nvtx_tracer
 from kvoffload.planning.transfer_plan import Direction
 
-if _TYPE_CHECKING:
-    from kvoffload.cache.tiering.tiered_cache import TieredCache
-
 __all__ = [
     "NO_WAIT",
     "BlockCache",
@@ -109,7 +104,6 @@ __all__ = [
     "Stream",
     "Tenant",
     "TierError",
-    "TieredCache",
     "Tracer",
     "TransferError",
     "TransferResult",
@@ -122,17 +116,3 @@ __all__ = [
 __version__ = "0.2.0.dev0"
 
 _notebook.register_cards()
-
-
-def __getattr__(name: str) -> object:
-    """TieredCache, imported at its first use: the modules of tiers take as long to import as a fifth of the others."""
-    if name != "TieredCache":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvoffload.cache.tiering.tiered_cache import TieredCache
-
-    globals()[name] = TieredCache
-    return TieredCache
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvoffload.internal.types import UInt8Array
 from kvoffload.terminal.console import Advance
-from kvoffload.tiers import DiskTier, Outcome, TierJob
+from kvoffload.tiers import DiskTier, Limits, Outcome, TierJob
 from kvoffload.tiers.checksums import DIGEST_BYTES, make_checksum
 from kvoffload.tiers.files import PAGE
 from kvoffload.tiers.format import (
@@ -62,7 +62,8 @@ def open_tier(
 ) -> DiskTier:
     """A tier with at least so many slots, whose records are rows of the pool."""
     nbytes = tier_bytes(slots, pool.shape[1], len(paths))
-    tier = DiskTier(paths, nbytes=nbytes, identity=IDENTITY, threads=threads, direct=direct, max_queued=1 << 20)
+    limits = Limits(threads=threads, max_queued=1 << 20)
+    tier = DiskTier(paths, nbytes=nbytes, identity=IDENTITY, direct=direct, limits=limits)
     tier.attach([pool], LAYOUT)
     return tier
 

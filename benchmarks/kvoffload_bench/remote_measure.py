@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from kvoffload.cache.block_cache import BlockCache
-from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.device.device import Device
 from kvoffload.driver import address_of
 from kvoffload.engine.engine import OffloadEngine
@@ -342,7 +341,7 @@ def measure_promotion(
     times: list[tuple[float, float]] = []
     with OffloadEngine(layout, device=device, num_slots=2 * _PROMOTED) as engine:
         tier = store.tier(identity=IDENTITY, prefix=f"{prefix}/promote")
-        with closing(TieredCache(engine, policy="lru", tiers=[tier], write="through")) as cache:
+        with closing(BlockCache(engine, policy="lru", tiers=[tier], write="through")) as cache:
             try:
                 with cache.reserve(keys) as reserved:
                     slots = reserved.slots()
@@ -351,7 +350,7 @@ def measure_promotion(
                     reserved.commit()
                 cache.drain(_MOST_SECONDS)
                 for number in range(-1, repeats):
-                    BlockCache.clear(cache)
+                    cache.clear(below=False)
                     engine.slots[:] = 0
                     found, first, last = _promote(cache, keys)
                     if number >= 0:
@@ -379,7 +378,7 @@ def promotion_bytes(record_bytes: int) -> int:
     return 3 * _PROMOTED * record_bytes
 
 
-def _promote(cache: TieredCache[OffloadEngine], keys: list[bytes]) -> tuple[int, float, float]:
+def _promote(cache: BlockCache[OffloadEngine], keys: list[bytes]) -> tuple[int, float, float]:
     """How many keys have come, and seconds until the first one and the last one."""
     begin = time.perf_counter()
     first = 0.0

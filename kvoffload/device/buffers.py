@@ -139,6 +139,7 @@ class DeviceArray:
         buffer: the memory.
         shape: extents, all positive.
         dtype: of an element; see `dtype_name`.
+        offset: where the array begins in the buffer, bytes. None: the array is all of the buffer.
 
     Attributes:
         buffer: the memory.
@@ -146,19 +147,24 @@ class DeviceArray:
         shape, dtype, itemsize, nbytes: as numpy has them; dtype is a name, such as "bfloat16".
 
     Raises:
-        ValueError: the size of the array is not that of the buffer, or an extent is not positive.
+        ValueError: the size of the array is not that of the buffer, or it does not fit at `offset`; or an extent is not
+            positive.
         LayoutError: `dtype` is not the type of one element, or its size is not known.
     """
 
-    def __init__(self, buffer: DeviceBuffer, shape: Sequence[int], dtype: Any) -> None:
+    def __init__(self, buffer: DeviceBuffer, shape: Sequence[int], dtype: Any, *, offset: int | None = None) -> None:
         self.buffer = buffer
-        self.address = buffer.address
+        self.address = buffer.address + (offset or 0)
         self.dtype = dtype_name(dtype)
         self.itemsize = element_bytes(self.dtype)
         self.shape = check_shape(shape)
         self.nbytes = math.prod(self.shape) * self.itemsize
-        if self.nbytes != buffer.nbytes:
-            raise ValueError(f"shape {self.shape} of {self.dtype} is {self.nbytes} bytes, the buffer {buffer.nbytes}")
+        fits = self.nbytes == buffer.nbytes if offset is None else 0 <= offset <= buffer.nbytes - self.nbytes
+        if not fits:
+            where = "" if offset is None else f" from byte {offset} on"
+            raise ValueError(
+                f"shape {self.shape} of {self.dtype} is {self.nbytes} bytes{where}, the buffer {buffer.nbytes}"
+            )
 
     def view(self, dtype: Any) -> DeviceArray:
         """The same memory as elements of another type of the same size.
@@ -168,7 +174,7 @@ class DeviceArray:
         """
         if element_bytes(dtype_name(dtype)) != self.itemsize:
             raise ValueError(f"dtype must have {self.itemsize} bytes like {self.dtype}, got {dtype!r:.80}")
-        return DeviceArray(self.buffer, self.shape, dtype)
+        return DeviceArray(self.buffer, self.shape, dtype, offset=self.address - self.buffer.address)
 
     def array_view(self) -> ArrayView:
         """Where the elements lie. ClosedError if the memory has been freed."""

@@ -1,6 +1,6 @@
 """SharedSlots: slots in memory that several processes of a machine map. No file has a name, so none can be left behind.
 
-    the process of an engine                              another process, such as that of a TieredIndex
+    the process of an engine                              another process, such as that of a CacheIndex
 
     slots = SharedSlots(num_slots, slot_bytes)
     engine = OffloadEngine(layout, host_memory=slots.host_memory, ...)

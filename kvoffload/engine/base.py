@@ -127,7 +127,7 @@ class Engine(Generic[_After, _Plan]):
                 Other work that reads or writes an array is not waited for. A CuPy array stands for CuPy's current
                 stream. None: the legacy default stream, which CuPy uses by default. `NO_WAIT`: nothing.
                 A `ShardedEngine` takes a list or tuple with such a value for each device, in their order; or an object
-                with a method `after()` that returns one, as `kvoffload.jax.ShardedOwnedCache` (`after=cache`); None or
+                with a method `after()` that returns one, as `kvoffload.jax.OwnedCache` (`after=cache`); None or
                 `NO_WAIT`: the same for all.
             copier: "strided", "gather", "split", "batch" or "loop", or a `CopyMethod`, which also says how many
                 programs a kernel gets, and its share of the blocks in a split (0: what the profile says). None: the

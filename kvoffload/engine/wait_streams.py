@@ -56,7 +56,7 @@ After: TypeAlias = StreamLike | GpuArray | Sequence[StreamLike | GpuArray] | NoW
 
 @runtime_checkable
 class FollowedPerDevice(Protocol):
-    """An object that knows what is to be followed on each device, such as `kvoffload.jax.ShardedOwnedCache`."""
+    """An object that knows what is to be followed on each device, such as `kvoffload.jax.OwnedCache`."""
 
     def after(self) -> Sequence[After]:
         """A list or tuple with what a transfer is to follow on each device, in the order of the devices.

@@ -42,15 +42,15 @@ def common_dtype(arrays: Sequence[GpuArray]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def plane_of_view(view: ArrayView, name: str, owner: object) -> Plane:
-    """The plane behind an array of shape `(num_blocks, ...)` that lies where `view` says; it keeps `owner` alive.
+def plane_of_view(view: ArrayView, name: str, owner: object, *, block_axis: SupportsIndex = 0) -> Plane:
+    """The plane behind an array with one block axis that lies where `view` says; it keeps `owner` alive.
 
     Raises:
-        LayoutError: empty, or not contiguous within a block; the message begins with `name`.
+        LayoutError: empty, or not contiguous within a block; the message begins with `name`. `block_axis` is no axis.
     """
     if not view.shape:
         raise LayoutError(f"{name} has no axes; a plane needs a block axis: shape (num_blocks, ...)")
-    return _plane(view, 0, name, owner)
+    return _plane(view, _axis("block_axis", block_axis, view.shape), name, owner)
 
 
 def block_shape(shape: tuple[int, ...], plane_axis: SupportsIndex, block_axis: SupportsIndex) -> tuple[int, ...]:

@@ -62,8 +62,6 @@ class KVLayout(HtmlRepresentation):
             `slot_order`, or `block_axes` that are no names or repeat one.
     """
 
-    _of_staging = False  # whether its blocks are there only while they are copied, as those of a StagedCache
-
     def __init__(
         self,
         groups: Sequence[Sequence[Plane]],

@@ -14,8 +14,7 @@ from typing import Any, get_args
 import numpy as np
 
 from kvoffload.cache.policies import DEFAULT_POLICY, POLICIES
-from kvoffload.cache.tiering.index_tiers import WriteName
-from kvoffload.cache.tiering.tiered_cache import TieredCache
+from kvoffload.cache.tiering.attaching import WriteName
 from kvoffload.device.device import Device
 from kvoffload.replay import hitplot, saving
 from kvoffload.replay.hits import WRITES
@@ -268,17 +267,17 @@ def _serve(
             "seconds": round(end - begin, 3),
             "serving_seconds": round(end - serving, 3),
         }
-        if isinstance(served.cache, TieredCache):
-            fields["disk"] = _disk_fields(served, served.cache)
+        if make_tier is not None:
+            fields["disk"] = _disk_fields(served)
         if not device.simulated:  # by the time that passed, too: on the GPU's clock transfers that overlap all count
             for name, nbytes in (("store", counts.bytes_stored), ("load", counts.bytes_loaded)):
                 fields[f"{name}_gb_per_wall_s"] = bandwidth(nbytes, end - serving)
         return fields
 
 
-def _disk_fields(served: VerifiedCache, cache: TieredCache) -> dict[str, Any]:
-    cache.drain(_DRAIN_SECONDS)
-    done = cache.tier_statistics()[0]
+def _disk_fields(served: VerifiedCache) -> dict[str, Any]:
+    served.cache.drain(_DRAIN_SECONDS)
+    done = served.cache.tier_statistics()[0]
     return {
         "slots_below": done.tier.records,
         "blocks_promoted": served.counts.blocks_promoted,

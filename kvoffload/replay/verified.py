@@ -21,9 +21,8 @@ from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.entries import Status
 from kvoffload.cache.policies import DEFAULT_POLICY, Policy, make_policy
 from kvoffload.cache.reservations import CacheJob
-from kvoffload.cache.tiering.index_tiers import WriteName
+from kvoffload.cache.tiering.attaching import WriteName
 from kvoffload.cache.tiering.promotion import Promotion
-from kvoffload.cache.tiering.tiered_cache import TieredCache
 from kvoffload.device.device import Device
 from kvoffload.device.pinned import Progress
 from kvoffload.device.streams import NO_WAIT
@@ -103,7 +102,7 @@ class VerifiedCache:
         in_flight: requests that may be unfinished at a time.
         seed: of the patterns and of where blocks lie.
         make_tier: called with the bytes of a record; a tier below the slots, for the cache to own. None: none.
-        write: what is written to it; see `TieredCache`.
+        write: what is written to it; see `BlockCache`.
         deadline: seconds of a promotion.
         progress: called with (bytes done, bytes in all) while the cache's pool is pinned.
     """
@@ -151,11 +150,12 @@ class VerifiedCache:
         )
         chosen = make_policy(policy, capacity)
         self._may_decline = type(chosen).make_room is not Policy.make_room
+        self._tiered = make_tier is not None
         if make_tier is None:
             self.cache = BlockCache(self.engine, policy=chosen)
         else:
             tier = make_tier(self.layout.slot_bytes * self.layout.num_groups)
-            self.cache = TieredCache(self.engine, policy=policy, tiers=[tier], write=write)  # type: ignore[arg-type]
+            self.cache = BlockCache(self.engine, policy=policy, tiers=[tier], write=write)  # type: ignore[arg-type]
         self._patterns = KeyPatterns(self.layout.groups[0].payload_bytes, seed)
         self._random = np.random.default_rng(seed)
         self.counts = Counts()
@@ -213,8 +213,8 @@ class VerifiedCache:
             return
         places = lane * self._places + self._random.permutation(self._places)[: len(used)]
         hits = clock.call(self.cache.lookup, used)
-        if isinstance(self.cache, TieredCache):
-            hits = yield from self._promote(self.cache, used, places, hits, clock)
+        if self._tiered:
+            hits = yield from self._promote(used, places, hits, clock)
         elif hits:
             yield from self._load(used[:hits], places[:hits], clock)
         counts.blocks_hit += hits
@@ -223,12 +223,12 @@ class VerifiedCache:
         counts.call_seconds.append(clock.seconds)
 
     def _promote(
-        self, cache: TieredCache, keys: Sequence[bytes], places: Int64Array, found: int, clock: _Clock
+        self, keys: Sequence[bytes], places: Int64Array, found: int, clock: _Clock
     ) -> Generator[CacheJob | Promotion, None, int]:
         """Load the leading keys that are in slots or come from the tier, of which there are `found` now; how many."""
         begin = time.perf_counter()
         unique = list(dict.fromkeys(keys))
-        promotion = clock.call(cache.promote, unique, deadline=self._deadline)
+        promotion = clock.call(self.cache.promote, unique, deadline=self._deadline)
         try:
             yield promotion
             self.counts.promotion_seconds += time.perf_counter() - begin
@@ -335,8 +335,7 @@ class VerifiedCache:
 
     def close(self) -> None:
         """Close both engines, and the tier. Idempotent."""
-        if isinstance(self.cache, TieredCache):
-            self.cache.close()
+        self.cache.close()
         self._patterns.close()
         self.engine.close()
         self._staging.close()

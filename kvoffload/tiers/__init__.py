@@ -18,7 +18,7 @@ FileOperations              the system calls, behind which tests put failures   
 """
 
 from kvoffload.cache.tiering.job import Outcome, TierJob
-from kvoffload.cache.tiering.tier import Limits, Tier, TierCapabilities, TierStatistics
+from kvoffload.cache.tiering.tier import Tier, TierCapabilities, TierStatistics
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.loading import load_tier
 from kvoffload.tiers.memory import MemoryTier

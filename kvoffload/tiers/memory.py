@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvoffload.cache.tiering.job import Outcome
-from kvoffload.cache.tiering.tier import Limits, TierCapabilities
+from kvoffload.cache.tiering.tier import TierCapabilities
 from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import UInt8Array

@@ -162,11 +162,10 @@ def test_on_a_gpu_times_are_printed_and_loads_are_measured(
     """As far as that can be tried without one: a simulated device that does not say so."""
 
     def unmarked(*_: object) -> kvoffload.Device:
-        device = kvoffload.open_device(backend="simulated")
-        device.simulated = False
-        return device
+        return kvoffload.open_device(backend="simulated")
 
     monkeypatch.setattr("kvoffload.replay.command.open_backend", unmarked)
+    monkeypatch.setattr(kvoffload.Device, "simulated", False)
     path = write_trace(tmp_path / "trace.jsonl", [[1, 2], [1, 2]])
     options = ("--model", "qwen2.5-0.5b", "--scale", "0.001", "--slots", "4", "--prefill-tokens-per-second", "1000")
     assert main(["replay", str(path), *options, "--json"]) == 0

@@ -201,15 +201,15 @@ MUTATIONS = (
     Mutation(
         "a-lease-waits-for-any-of-its-stores",
         "cache/reservations.py",
-        "return all(job.done for job in self._jobs())",
-        "return any(job.done for job in self._jobs())",
+        "all(job.done for job in self._jobs())",
+        "any(job.done for job in self._jobs())",
         (f"{ENGINE}::test_each_of_several_stores_is_waited_for",),
     ),
     Mutation(
         "pending-keys-are-hits",
-        "cache/queries.py",
-        "        if table.pending:\n            found = next(",
-        "        if False:\n            found = next(",
+        "cache/key_cache.py",
+        "            if table.pending:\n                found = next(",
+        "            if False:\n                found = next(",
         (f"{CACHE}::test_a_key_is_no_hit_before_its_bytes_are_there",),
     ),
     Mutation(
@@ -235,21 +235,21 @@ MUTATIONS = (
     ),
     Mutation(
         "a-pending-key-is-a-hit-of-status-of",
-        "cache/queries.py",
+        "cache/key_cache.py",
         "elif key in table.pending:",
         "elif False:",
         ("tests/cache/test_status_of.py::test_it_settles_what_has_ended_and_what_was_abandoned",),
     ),
     Mutation(
         "a-key-may-change-while-its-status-is-read",
-        "cache/queries.py",
+        "cache/key_cache.py",
         "            and state.changes == changes\n",
         "",
         ("tests/cache/test_status_of.py::test_a_key_that_changes_while_it_is_looked_up_is_looked_up_again",),
     ),
     Mutation(
         "a-call-may-be-changing-the-key-whose-status-is-read",
-        "cache/queries.py",
+        "cache/key_cache.py",
         "            and not state.working\n",
         "",
         ("tests/cache/test_status_of.py::test_a_key_that_a_call_is_changing_is_no_hit",),
@@ -277,7 +277,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pending-keys-count-as-resident",
-        "cache/queries.py",
+        "cache/records.py",
         "resident=len(table) - pending,",
         "resident=len(table),",
         (f"{CACHE}::test_a_removed_key_is_not_resident",),
@@ -443,9 +443,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what-a-tier-has-brought-may-be-evicted-before-it-is-held",
-        "cache/index.py",
-        "    @guarded\n    def _commit_and_hold(",
-        "    def _commit_and_hold(",
+        "cache/records.py",
+        "    @guarded\n    def commit_and_hold(",
+        "    def commit_and_hold(",
         (
             "tests/tiering/test_failing_tiers.py::"
             "test_no_call_comes_between_the_hit_and_the_lease_of_what_a_tier_has_brought",
@@ -469,9 +469,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a-tier-that-does-not-answer-has-removed",
-        "cache/tiering/index_tiers.py",
-        "            outcomes = [Outcome.FAILED]",
-        "            outcomes = []",
+        "cache/tiering/manager.py",
+        "                outcomes = [Outcome.FAILED]",
+        "                outcomes = []",
         ("tests/tiering/test_failing_tiers.py::test_a_tier_that_does_not_say_whether_it_has_removed_is_said",),
     ),
     Mutation(
