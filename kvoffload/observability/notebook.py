@@ -15,7 +15,6 @@ from kvoffload.cache.statistics import CacheStatistics
 from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.report import PlanReport
-from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.internal.representation import register
 from kvoffload.layout.fold import FoldedGroup, describe_fold, fold
 from kvoffload.layout.layout import KVLayout
@@ -141,7 +140,12 @@ def plural(count: int, noun: str) -> str:
 
 def layout_card(layout: KVLayout) -> Markup:
     """The groups of a layout, how they fold by address alone, and how a slot is filled."""
-    rows = [*_layout_rows(layout, fold(layout)), *_slot_rows(layout)]
+    rows: list[tuple[str, object]] = [*_layout_rows(layout, fold(layout))]
+    factor = layout.blocks_per_slot
+    rows.append(("slot", f"blocks_per_slot={factor}, slot_bytes={layout.slot_bytes:,} ({size(layout.slot_bytes)})"))
+    for number, group in enumerate(layout.groups):
+        name = "a slot's bytes" + (f", group {number}" if layout.num_groups > 1 else "")
+        rows.append((name, bar(_slot_bands(group, factor, layout.slot_bytes))))
     if layout.dtype is not None:
         rows.append(("dtype", layout.dtype))
     if layout.block_axes is not None:
@@ -169,14 +173,6 @@ def _rows(folded: FoldedGroup) -> str:
     """The rows of a block's strided copies: '64 rows of 32 KiB'."""
     counts = [f"{plural(each.row_count, 'row')} of {size(each.width)}" for each in folded.classes]
     return ", ".join(counts[:3]) + (", ..." if len(counts) > 3 else "")
-
-
-def _slot_rows(layout: KVLayout) -> Iterator[tuple[str, object]]:
-    factor = layout.blocks_per_slot
-    yield "slot", f"blocks_per_slot={factor}, slot_bytes={layout.slot_bytes:,} ({size(layout.slot_bytes)})"
-    for number, group in enumerate(layout.groups):
-        name = "a slot's bytes" + (f", group {number}" if layout.num_groups > 1 else "")
-        yield name, bar(_slot_bands(group, factor, layout.slot_bytes))
 
 
 def _slot_bands(group: Group, factor: int, slot_bytes: int) -> list[Band]:
@@ -218,13 +214,24 @@ def engine_card(
         ("pool", f"{plural(engine.num_slots, 'slot')} x {size(layout.slot_bytes)}, {size(pool_bytes)} {pinned}"),
         *_layout_rows(layout, folded),
     ]
+    totals = Markup()
     if statistics is not None:
-        rows += _busy_rows(statistics)
+        streams = f"{statistics.streams_in_use} of {plural(statistics.streams, 'stream')}"
+        held = f"{statistics.held:,} of them held on the host for lack of room"
+        rows += [
+            ("jobs", f"{statistics.in_flight:,} in flight, {held}"),
+            ("in use", f"{streams}, {statistics.events_in_use} of {plural(statistics.events, 'event')}"),
+        ]
+        lines = []
+        for name, each in (("store", statistics.store), ("load", statistics.load)):
+            rate = _rate(each.nbytes, each.seconds or inf)
+            rate = _NOT_MEASURED if device.simulated else rate
+            lines.append((name, f"{each.jobs - each.failed:,}", f"{each.failed:,}", size(each.nbytes), rate))
+        totals = table(lines, ("", "done", "failed", "bytes", "GB/s on the GPU clock"))
     rows += [
         ("copiers", _copiers(copiers, simulated=device.simulated)),
         ("selected by", f"prefer={engine.prefer!r}, at most {plural(engine.sm_limit, 'SM')}; {engine.profile.source}"),
     ]
-    totals = Markup() if statistics is None else _totals(statistics, simulated=device.simulated)
     return card("OffloadEngine", _marks(device, closed=closed), table(rows), totals)
 
 
@@ -236,34 +243,6 @@ def _marks(device: Device, *, closed: bool) -> list[str]:
         "belongs to the parent of this process": device.foreign,
     }
     return [mark for mark, holds in conditions.items() if holds]
-
-
-def _busy_rows(statistics: EngineStatistics) -> list[tuple[str, object]]:
-    streams = f"{statistics.streams_in_use} of {plural(statistics.streams, 'stream')}"
-    return [
-        ("jobs", f"{statistics.in_flight:,} in flight, {statistics.held:,} of them held on the host for lack of room"),
-        ("in use", f"{streams}, {statistics.events_in_use} of {plural(statistics.events, 'event')}"),
-    ]
-
-
-def _totals(statistics: EngineStatistics, *, simulated: bool) -> Markup:
-    rows = [
-        (
-            name,
-            f"{totals.jobs - totals.failed:,}",
-            f"{totals.failed:,}",
-            size(totals.nbytes),
-            _bandwidth(totals, simulated=simulated),
-        )
-        for name, totals in (("store", statistics.store), ("load", statistics.load))
-    ]
-    return table(rows, ("", "done", "failed", "bytes", "GB/s on the GPU clock"))
-
-
-def _bandwidth(totals: DirectionTotals, *, simulated: bool) -> str:
-    if simulated:
-        return _NOT_MEASURED
-    return f"{totals.nbytes / totals.seconds / 1e9:.1f}" if totals.seconds else "-"
 
 
 def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
@@ -291,11 +270,20 @@ def cache_card(
     """
     rows: list[tuple[str, object]] = [("keys and policy", described)]
     if statistics is not None:
-        rows += [("slots", bar(_residency(statistics))), *_cache_rows(statistics)]
+        each = statistics
+        rate = f" ({each.hits / each.lookups:.1%})" if each.lookups else ""
+        missed = f"{each.lookups - each.hits:,} missed"
+        rows += [
+            ("slots", bar(_residency(statistics))),
+            ("looked up", f"{plural(each.lookups, 'block')}, {plural(each.hits, 'hit')}{rate}, {missed}"),
+            ("moved", f"{each.stored:,} stored, {each.loaded:,} loaded"),
+            ("taken out", f"{each.evicted:,} evicted, {each.removed:,} removed"),
+            ("not stored", f"{each.declined:,} declined, {each.failed:,} failed"),
+        ]
     quotas = table(
         (
-            (name, "-" if each.max_blocks is None else f"{each.max_blocks:,}", each.priority)
-            for name, each in tenants.items()
+            (name, "-" if limits.max_blocks is None else f"{limits.max_blocks:,}", limits.priority)
+            for name, limits in tenants.items()
         ),
         ("tenant", "max_blocks", "priority"),
     )
@@ -311,20 +299,6 @@ def _residency(statistics: CacheStatistics) -> list[Band]:
         Band(f"{resident:,} resident", resident, _BLUE),
         Band(f"{in_use:,} leased, loading or being stored", in_use, _ORANGE),
         Band(f"{free:,} free of {statistics.capacity:,}", free, _NOTHING),
-    ]
-
-
-def _cache_rows(statistics: CacheStatistics) -> list[tuple[str, object]]:
-    each = statistics
-    rate = f" ({each.hits / each.lookups:.1%})" if each.lookups else ""
-    return [
-        (
-            "looked up",
-            f"{plural(each.lookups, 'block')}, {plural(each.hits, 'hit')}{rate}, {each.lookups - each.hits:,} missed",
-        ),
-        ("moved", f"{each.stored:,} stored, {each.loaded:,} loaded"),
-        ("taken out", f"{each.evicted:,} evicted, {each.removed:,} removed"),
-        ("not stored", f"{each.declined:,} declined, {each.failed:,} failed"),
     ]
 
 
