@@ -159,14 +159,11 @@ def layout_card(layout: KVLayout) -> Markup:
 def _layout_rows(layout: KVLayout, folded: Sequence[FoldedGroup]) -> Iterator[tuple[str, object]]:
     for number, (group, folds) in enumerate(zip(layout.groups, folded, strict=True)):
         which = f"group {number}: " if layout.num_groups > 1 else ""
-        yield f"{which}planes", f"{_planes(group)}, {size(group.bytes_per_block)} a block"
+        sizes = sorted({plane.block_bytes for plane in group.planes})
+        shown = "/".join(map(size, sizes[:3])) + ("/..." if len(sizes) > 3 else "")
+        planes = f"{plural(len(group.planes), 'plane')} x {shown} x {plural(group.num_blocks, 'block')}"
+        yield f"{which}planes", f"{planes}, {size(group.bytes_per_block)} a block"
         yield f"{which}folding", f"{describe_fold([folds])}: {_rows(folds)}"
-
-
-def _planes(group: Group) -> str:
-    sizes = sorted({plane.block_bytes for plane in group.planes})
-    shown = "/".join(map(size, sizes[:3])) + ("/..." if len(sizes) > 3 else "")
-    return f"{plural(len(group.planes), 'plane')} x {shown} x {plural(group.num_blocks, 'block')}"
 
 
 def _rows(folded: FoldedGroup) -> str:

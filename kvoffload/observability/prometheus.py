@@ -95,61 +95,56 @@ def _by_tier(kind: str, text: str, path: str) -> _Metric:
     return _Metric(kind, text, "tier", lambda statistics: {statistics.name: read(statistics)})
 
 
+# Names without "kvoffload_", which all have.
 _OF_A_CACHE = {
-    "kvoffload_cache_blocks": _Metric(
+    "cache_blocks": _Metric(
         "Gauge",
         "Blocks in the cache; pinned ones are among the resident.",
         "state",
         lambda of: {"resident": of.resident, "pending": of.pending, "pinned": of.pinned},
     ),
-    "kvoffload_cache_capacity_blocks": _one("Gauge", "Blocks that fit into the cache.", "capacity"),
-    **{f"kvoffload_cache_{field}": _one("Counter", text, field) for field, text in _COUNTED.items()},
-    **{f"kvoffload_cache_tenant_{field}": _by_tenant(field) for field in ("stored", "failed", "declined")},
-    "kvoffload_cache_tier_hits": _Metric(
+    "cache_capacity_blocks": _one("Gauge", "Blocks that fit into the cache.", "capacity"),
+    **{f"cache_{field}": _one("Counter", text, field) for field, text in _COUNTED.items()},
+    **{f"cache_tenant_{field}": _by_tenant(field) for field in ("stored", "failed", "declined")},
+    "cache_tier_hits": _Metric(
         "Counter", "The hits by where they were: host, or the name of a tier.", "tier", lambda of: dict(of.hits_from)
     ),
-    "kvoffload_cache_residency_seconds": _one(
-        "Histogram", "How long evicted blocks had been in the cache.", "residency_seconds"
-    ),
-    "kvoffload_cache_reuse_distance_blocks": _one(
+    "cache_residency_seconds": _one("Histogram", "How long evicted blocks had been in the cache.", "residency_seconds"),
+    "cache_reuse_distance_blocks": _one(
         "Histogram", "Blocks touched between two touches of a block.", "reuse_distance_blocks"
     ),
 }
 _OF_AN_ENGINE = {
-    "kvoffload_transfer_bytes": _by_direction("Payload bytes of transfers that did not fail.", "nbytes"),
-    "kvoffload_transfer_seconds": _Metric(
+    "transfer_bytes": _by_direction("Payload bytes of transfers that did not fail.", "nbytes"),
+    "transfer_seconds": _Metric(
         "Counter",
         "GPU time of transfers that did not fail.",
         "direction",
         lambda of: {} if of.simulated else {"store": of.store.seconds, "load": of.load.seconds},
     ),
-    "kvoffload_transfer_jobs": _by_direction("Transfers that have ended.", "jobs"),
-    "kvoffload_transfer_failed_jobs": _by_direction("Transfers that have failed.", "failed"),
-    "kvoffload_transfer_jobs_in_flight": _one("Gauge", "Transfers that have not ended.", "in_flight"),
-    "kvoffload_transfer_jobs_held": _one("Gauge", "Transfers in flight that wait on the host for the driver.", "held"),
-    "kvoffload_pinned_bytes": _one("Gauge", "Pinned host memory of the slots.", "pinned_bytes"),
+    "transfer_jobs": _by_direction("Transfers that have ended.", "jobs"),
+    "transfer_failed_jobs": _by_direction("Transfers that have failed.", "failed"),
+    "transfer_jobs_in_flight": _one("Gauge", "Transfers that have not ended.", "in_flight"),
+    "transfer_jobs_held": _one("Gauge", "Transfers in flight that wait on the host for the driver.", "held"),
+    "pinned_bytes": _one("Gauge", "Pinned host memory of the slots.", "pinned_bytes"),
 }
 _OF_A_TIER = {
-    "kvoffload_tier_breaker": _Metric(
+    "tier_breaker": _Metric(
         "Gauge",
         "0: the tier is used; 1: it is tried; 2: it is not used.",
         "tier",
         lambda of: {of.name: _BREAKER[of.state]},
     ),
-    "kvoffload_tier_breaker_opened": _by_tier("Counter", "How often a tier was found failing or hung.", "opened"),
-    "kvoffload_tier_records": _by_tier("Gauge", "Records in the tier, if it knows how many.", "tier.records"),
-    "kvoffload_tier_seconds_per_block": _by_tier(
-        "Gauge", "What a block has taken in promotions lately.", "seconds_per_record"
-    ),
-    "kvoffload_tier_queued_reads": _by_tier("Gauge", "Blocks that wait to be read from the tier.", "tier.queued_reads"),
-    "kvoffload_tier_queued_writes": _by_tier(
-        "Gauge", "Blocks that wait to be written to the tier.", "tier.queued_writes"
-    ),
-    "kvoffload_tier_longest_call_seconds": _by_tier(
+    "tier_breaker_opened": _by_tier("Counter", "How often a tier was found failing or hung.", "opened"),
+    "tier_records": _by_tier("Gauge", "Records in the tier, if it knows how many.", "tier.records"),
+    "tier_seconds_per_block": _by_tier("Gauge", "What a block has taken in promotions lately.", "seconds_per_record"),
+    "tier_queued_reads": _by_tier("Gauge", "Blocks that wait to be read from the tier.", "tier.queued_reads"),
+    "tier_queued_writes": _by_tier("Gauge", "Blocks that wait to be written to the tier.", "tier.queued_writes"),
+    "tier_longest_call_seconds": _by_tier(
         "Gauge", "How long the oldest call of the tier has been going on.", "tier.longest_call"
     ),
-    **{f"kvoffload_tier_{field}": _by_tier("Counter", text, field) for field, text in _OF_TIERS.items()},
-    **{f"kvoffload_tier_{field}": _by_tier("Counter", text, f"tier.{field}") for field, text in _IN_TIERS.items()},
+    **{f"tier_{field}": _by_tier("Counter", text, field) for field, text in _OF_TIERS.items()},
+    **{f"tier_{field}": _by_tier("Counter", text, f"tier.{field}") for field, text in _IN_TIERS.items()},
 }
 _METRICS = {**_OF_A_CACHE, **_OF_AN_ENGINE, **_OF_A_TIER}
 _OWN_LABELS = {"state", "direction", "le", "tenant", "tier"}
@@ -215,7 +210,7 @@ class CacheCollector:
         metric = _METRICS[name]
         own = [metric.label] if metric.label else []
         family = getattr(self._client.core, f"{metric.kind}MetricFamily")
-        return family(name, metric.text, labels=[*self._label_names, *own])
+        return family(f"kvoffload_{name}", metric.text, labels=[*self._label_names, *own])
 
     def _arguments(self, value: float | Histogram) -> dict[str, Any]:
         """Arguments for `add_metric` of a family, whose buckets are cumulative."""
