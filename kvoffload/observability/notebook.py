@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache
 from kvoffload.cache.statistics import CacheStatistics
 from kvoffload.device.device import Device
@@ -32,16 +33,6 @@ def register_cards() -> None:
     register(OffloadEngine, engine_card)
     register(BlockCache, cache_card)
     register(PlanReport, plan_card)
-
-
-class Limits(Protocol):
-    """The quota and the priority of a tenant."""
-
-    @property
-    def max_blocks(self) -> int | None: ...
-
-    @property
-    def priority(self) -> int: ...
 
 
 class Markup(str):
@@ -92,17 +83,11 @@ def table(lines: Iterable[Sequence[object]], heads: Sequence[object] = ()) -> Ma
 def bar(bands: Sequence[Band]) -> Markup:
     """Bands next to each other, as wide as their amounts, with a legend below."""
     total = sum(band.amount for band in bands) or 1
-    drawn = join(
-        element("span", style=f"width:{100 * band.amount / total:.4g}%;background:{band.colour}")
-        for band in bands
-        if band.amount
-    )
+    widths = ((band.colour, 100 * band.amount / total) for band in bands if band.amount)
+    drawn = join(element("span", style=f"width:{width:.4g}%;background:{colour}") for colour, width in widths)
     square = "display:inline-block;width:9px;height:9px;border:1px solid;margin:0 5px 0 0;background:"
-    legend = join(
-        element("span", element("span", style=square + band.colour), band.text, style="margin-right:16px")
-        for band in bands
-        if band.text
-    )
+    named = ((band.text, element("span", style=square + band.colour)) for band in bands if band.text)
+    legend = join(element("span", colour, text, style="margin-right:16px") for text, colour in named)
     frame = element("div", drawn, style="display:flex;max-width:520px;height:13px;border:1px solid;overflow:hidden")
     return element("div", frame, element("div", legend, style="font-size:90%"), style="margin:3px 0")
 
@@ -221,8 +206,7 @@ def engine_card(
         ]
         lines = []
         for name, each in (("store", statistics.store), ("load", statistics.load)):
-            rate = _rate(each.nbytes, each.seconds or inf)
-            rate = _NOT_MEASURED if device.simulated else rate
+            rate = _NOT_MEASURED if device.simulated else _rate(each.nbytes, each.seconds or inf)
             lines.append((name, f"{each.jobs - each.failed:,}", f"{each.failed:,}", size(each.nbytes), rate))
         totals = table(lines, ("", "done", "failed", "bytes", "GB/s on the GPU clock"))
     rows += [
@@ -234,12 +218,9 @@ def engine_card(
 
 def _marks(device: Device, *, closed: bool) -> list[str]:
     """Short warnings for the head of a card."""
-    conditions = {
-        _SIMULATED: device.simulated,
-        "closed": closed,
-        "belongs to the parent of this process": device.foreign,
-    }
-    return [mark for mark, holds in conditions.items() if holds]
+    foreign = "belongs to the parent of this process"
+    marks = ((_SIMULATED, device.simulated), ("closed", closed), (foreign, device.foreign))
+    return [mark for mark, holds in marks if holds]
 
 
 def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
@@ -255,7 +236,7 @@ def _copiers(copiers: Mapping[str, str | None], *, simulated: bool) -> Markup:
 
 
 def cache_card(
-    cache: BlockCache, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Limits]
+    cache: BlockCache, statistics: CacheStatistics | None, described: str, tenants: Mapping[str, Tenant]
 ) -> Markup:
     """The slots of a block cache, and what it has found and stored.
 
@@ -277,13 +258,10 @@ def cache_card(
             ("taken out", f"{each.evicted:,} evicted, {each.removed:,} removed"),
             ("not stored", f"{each.declined:,} declined, {each.failed:,} failed"),
         ]
-    quotas = table(
-        (
-            (name, "-" if limits.max_blocks is None else f"{limits.max_blocks:,}", limits.priority)
-            for name, limits in tenants.items()
-        ),
-        ("tenant", "max_blocks", "priority"),
-    )
+    limits = [
+        (name, "-" if of.max_blocks is None else f"{of.max_blocks:,}", of.priority) for name, of in tenants.items()
+    ]
+    quotas = table(limits, ("tenant", "max_blocks", "priority"))
     marks = _marks(cache.engine.devices[0], closed=False)
     return card("BlockCache", marks, table(rows), quotas if tenants else Markup())
 
@@ -311,13 +289,11 @@ def plan_card(report: PlanReport) -> Markup:
         ("expected from", report.profile),
     ]
     methods = [] if report.method is None else [(report.method, report.seconds), *report.alternatives]
-    times = table(
-        (
-            (str(method), duration(seconds), _rate(report.nbytes, seconds), "chosen" if method is report.method else "")
-            for method, seconds in methods
-        ),
-        ("method", "expected", "GB/s", ""),
-    )
+    lines = [
+        (str(method), duration(seconds), _rate(report.nbytes, seconds), "chosen" if method is report.method else "")
+        for method, seconds in methods
+    ]
+    times = table(lines, ("method", "expected", "GB/s", ""))
     marks = ("nothing is submitted", *(("simulated: times are those of another device",) if report.simulated else ()))
     return card("PlanReport", marks, table(rows), times if methods else Markup())
 

@@ -84,9 +84,8 @@ def _by_tenant(field: str) -> _Metric:
 
 
 def _by_direction(text: str, path: str) -> _Metric:
-    return _Metric(
-        "Counter", text, "direction", lambda of: {"store": getattr(of.store, path), "load": getattr(of.load, path)}
-    )
+    read = attrgetter(path)
+    return _Metric("Counter", text, "direction", lambda of: {"store": read(of.store), "load": read(of.load)})
 
 
 def _by_tier(kind: str, text: str, path: str) -> _Metric:
@@ -101,7 +100,7 @@ _OF_A_CACHE = {
         "Gauge",
         "Blocks in the cache; pinned ones are among the resident.",
         "state",
-        lambda of: {"resident": of.resident, "pending": of.pending, "pinned": of.pinned},
+        lambda of: {state: getattr(of, state) for state in ("resident", "pending", "pinned")},
     ),
     "cache_capacity_blocks": _one("Gauge", "Blocks that fit into the cache.", "capacity"),
     **{f"cache_{field}": _one("Counter", text, field) for field, text in _COUNTED.items()},

@@ -121,12 +121,7 @@ class RouterEvents:
         self._next = 0
 
     def describe(
-        self,
-        keys: Sequence[bytes],
-        token_ids: Any,
-        *,
-        parent: bytes | None = None,
-        lora_name: str | None = None,
+        self, keys: Sequence[bytes], token_ids: Any, *, parent: bytes | None = None, lora_name: str | None = None
     ) -> None:
         """Say which tokens keys stand for. To be called before they are stored or promoted, for every request.
 
