@@ -131,12 +131,9 @@ def layout_card(layout: KVLayout) -> Markup:
     for number, group in enumerate(layout.groups):
         name = "a slot's bytes" + (f", group {number}" if layout.num_groups > 1 else "")
         rows.append((name, bar(_slot_bands(group, factor, layout.slot_bytes))))
-    if layout.dtype is not None:
-        rows.append(("dtype", layout.dtype))
-    if layout.block_axes is not None:
-        rows.append(("axes of a block", ", ".join(layout.block_axes)))
-    if layout.tokens_per_block is not None:
-        rows.append(("tokens per block", layout.tokens_per_block))
+    axes = None if layout.block_axes is None else ", ".join(layout.block_axes)
+    described = (("dtype", layout.dtype), ("axes of a block", axes), ("tokens per block", layout.tokens_per_block))
+    rows += [(name, value) for name, value in described if value is not None]
     note = "By address alone. An engine asks the driver which allocation holds each plane; no copy crosses two of them."
     return card("KVLayout", (), table(rows), element("div", note, style="opacity:.7"))
 
@@ -167,8 +164,7 @@ def _slot_bands(group: Group, factor: int, slot_bytes: int) -> list[Band]:
         text = f"{plural(len(group.planes), 'plane')}{blocks}, {size(group.payload_bytes)}"
         sizes = [plane.block_bytes * factor for plane in group.planes]
     sizes = sizes if len(sizes) <= _MOST_DRAWN else [group.payload_bytes]
-    colours = (_BLUE, _LIGHT_BLUE)
-    planes = [Band(text if place == 0 else "", each, colours[place % 2]) for place, each in enumerate(sizes)]
+    planes = [Band("" if n else text, each, (_BLUE, _LIGHT_BLUE)[n % 2]) for n, each in enumerate(sizes)]
     padding = slot_bytes - group.payload_bytes
     return [*planes, Band(f"padding, {size(padding)}", padding, _NOTHING)] if padding else planes
 

@@ -208,8 +208,8 @@ class CacheCollector:
     def _family(self, name: str) -> Any:
         metric = _METRICS[name]
         own = [metric.label] if metric.label else []
-        family = getattr(self._client.core, f"{metric.kind}MetricFamily")
-        return family(f"kvoffload_{name}", metric.text, labels=[*self._label_names, *own])
+        make = getattr(self._client.core, f"{metric.kind}MetricFamily")
+        return make(f"kvoffload_{name}", metric.text, labels=[*self._label_names, *own])
 
     def _arguments(self, value: float | Histogram) -> dict[str, Any]:
         """Arguments for `add_metric` of a family, whose buckets are cumulative."""
