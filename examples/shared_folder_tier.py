@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.testing import check_tier
-from kvoffload.tiers import Outcome, RemoteTier
+from kvoffload.tiers import Limits, Outcome, RemoteTier
 
 Parts = list[npt.NDArray[np.uint8]]
 """Of one record: the header, then the range of each device; one-dimensional."""
@@ -40,8 +40,8 @@ class SharedFolderTier(RemoteTier):
         identity: see `RemoteTier`.
     """
 
-    def __init__(self, path: str | Path, *, identity: str, threads: int = 4) -> None:
-        super().__init__(identity=identity, name="shared-folder", durable=True, threads=threads)
+    def __init__(self, path: str | Path, *, identity: str, limits: Limits | None = None) -> None:
+        super().__init__(identity=identity, name="shared-folder", durable=True, limits=limits)
         self.path = Path(path)
 
     def connect(self) -> None:

@@ -17,8 +17,6 @@ from seeds import chosen
 from servers import Process, ValkeyCluster, seaweed, valkey
 
 import kvoffload
-from kvoffload.bench.lab import Lab
-from kvoffload.bench.tools import SMALL
 from kvoffload.testing import check_clean_close
 
 settings.register_profile("kvoffload", deadline=None, print_blob=True)
@@ -88,13 +86,6 @@ def device(seed: int) -> Iterator[kvoffload.Device]:
     opened = kvoffload.open_device(backend="simulated", seed=seed)
     yield opened
     check_clean_close(opened)
-
-
-@pytest.fixture
-def lab(device: kvoffload.Device, seed: int) -> Iterator[Lab]:
-    """What benches measure with, small."""
-    with Lab(device, SMALL._replace(contiguous_bytes=1 << 16), repeats=1, seed=seed) as lab:
-        yield lab
 
 
 @pytest.fixture(params=LEVELS)

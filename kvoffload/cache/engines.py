@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from kvoffload.device.device import Device
+from kvoffload.engine.base import SlotGuard
 from kvoffload.engine.engine import OffloadEngine
 from kvoffload.engine.job import Job
-from kvoffload.engine.slot_guard import SlotGuard
 from kvoffload.engine.statistics import EngineStatistics
-from kvoffload.engine.wait_streams import After
+from kvoffload.engine.wait_streams import After, ShardedAfter
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import shown
 from kvoffload.internal.types import StreamLike
 from kvoffload.planning.transfer_plan import Direction
-from kvoffload.sharded.after import ShardedAfter
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # type checkers bring it along

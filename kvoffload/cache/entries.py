@@ -23,13 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffload.cache.completion import Completion
 from kvoffload.errors import LayoutError, TransferError
 from kvoffload.internal.types import Int64Array
 
 if TYPE_CHECKING:
     from kvoffload.cache.policies import RequestPolicy
     from kvoffload.cache.pools import Pool, Victims
+
+
+import threading
+from typing import Protocol
 
 _NO_INDICES: list[int] = []  # never changed
 _NO_KEYS: list[bytes] = []  # the same
@@ -125,7 +128,10 @@ class ReservationRecord(_WithTransfers):
         self.keys = keys
         self.positions: Sequence[int] = range(len(keys))
         self.victims = victims
-        self.evicted = victims[0][1] if len(victims) == 1 else [key for _, mine in victims for key in mine]
+        if len(victims) < 2:
+            self.evicted = victims[0][1] if victims else _NO_KEYS
+        else:
+            self.evicted = [key for _, mine in victims for key in mine]
         self.present = present
         self.declined = _NO_KEYS
         self.short = self.promoted = False
@@ -387,3 +393,26 @@ def watch(handle: object, record: Record, abandoned: Callable[[Any], None]) -> N
     reference = Watch(handle, abandoned)
     reference.record = record
     record.watch = reference
+
+
+class Completion(Protocol):
+    """What a cache needs of a transfer; `kvoffload.Job` has it."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is known to have ended, successfully or not; does not ask the GPU."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None if it has not."""
+
+    @property
+    def done(self) -> bool:
+        """The same as `finished`, but asks the GPU."""
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Its engine's."""
+
+    def order_before(self, stream: Any) -> None:
+        """Make work queued on `stream` from now on start after it has ended."""

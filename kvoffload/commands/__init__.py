@@ -3,11 +3,11 @@
     doctor          what is installed, what can be used, and what to do about the rest     doctor.py
     demo            a synthetic chat workload, every byte verified                         demo.py
     replay          a trace or synthetic traffic through the cache                         kvoffload.replay
-    bench           measurements                                                           kvoffload.bench
+    bench           measurements: the distribution kvoffload-bench                         benchmarks.py
     tune            measures what transfers cost on this machine                           tune.py
 
 Each command module has `add_parser(commands)`; the parser that it adds puts a function in `run` that takes the parsed
-arguments and returns the exit code.
+arguments and returns the exit code; None is 0.
 
 Exit codes:
     0    done
@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvoffload import __version__
-from kvoffload.bench import command as bench
-from kvoffload.commands import demo, doctor, tune
+from kvoffload.commands import benchmarks, demo, doctor, tune
 from kvoffload.errors import KVOffloadError
 from kvoffload.replay import command as replay
 from kvoffload.terminal.console import CommandError, OutputError, ReaderEndedError, discard_out, write_error, write_out
@@ -66,10 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _carry_out(argv: Sequence[str] | None) -> int:
     try:
-        arguments = build_parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        arguments = build_parser(words[0] if words else "").parse_args(words)
     except SystemExit as ended:  # --help, or bad usage, which argparse has explained
         return ended.code if isinstance(ended.code, int) else 2
-    return int(arguments.run(arguments))
+    return int(arguments.run(arguments) or 0)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -135,12 +136,20 @@ class _Overview(_Parser):
         return _OVERVIEW
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build_parser(command: str = "") -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        command: the command that will be parsed. Only "bench" looks for the distribution of the benchmarks.
+
+    Raises:
+        CommandError: the benchmarks are not installed.
+    """
     parser = _Overview(prog="kvoffload", usage="%(prog)s COMMAND [options]")
     parser.add_argument("--version", nargs=0, action=_Version)
     commands = parser.add_subparsers(metavar="COMMAND", prog="kvoffload", parser_class=_Parser)
-    for command in (doctor, demo, replay, bench, tune):
-        command.add_parser(commands)
-    parser.set_defaults(run=lambda _: bench.overview(parser))
+    for module in (doctor, demo, replay, tune):
+        module.add_parser(commands)
+    benchmarks.add_parser(commands, wanted=command == benchmarks.NAME)
+    parser.set_defaults(run=lambda _: parser.print_help())
     return parser

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvoffload.terminal.console import bandwidth
 from kvoffload.tiers.files import SYSTEM, OpenFile
-from kvoffload.tiers.opening import check_paths
+from kvoffload.tiers.sets import check_paths
 
 _MOST_BYTES = 256 << 20  # of the file
 _LEAST_BYTES = 16 << 20
@@ -104,7 +104,7 @@ def _read(file: OpenFile, nbytes: int) -> tuple[int, float]:
     return _transfer(read, nbytes), time.perf_counter() - begin
 
 
-def _transfer(call: Callable[[int], None], nbytes: int) -> int:
+def _transfer(call: Callable[[int], object], nbytes: int) -> int:
     """Call with offsets from 0 on, in several threads, until the bytes or the seconds are over; the bytes."""
     blocks: Iterator[int] = iter(range(0, nbytes, _BLOCK_BYTES))
     end = time.perf_counter() + _SECONDS

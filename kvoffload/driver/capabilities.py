@@ -60,8 +60,10 @@ def probe(driver: Driver, device: int) -> Capabilities:
         missing["raw addresses"] = "need cuda-bindings >= 13.5 and a driver with batch copies"
     driver.use_raw = raw
 
+    from cuda.bindings.driver import CUdevice_attribute
+
     def attribute(number: int) -> int:
-        return int(driver.call("cuDeviceGetAttribute", _attribute(number), device))
+        return int(driver.call("cuDeviceGetAttribute", CUdevice_attribute(number), device))
 
     compute_capability = (attribute(_COMPUTE_CAPABILITY_MAJOR), attribute(_COMPUTE_CAPABILITY_MINOR))
     return Capabilities(
@@ -78,12 +80,6 @@ def probe(driver: Driver, device: int) -> Capabilities:
         max_shared_bytes=attribute(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
         missing=missing,
     )
-
-
-def _attribute(number: int) -> object:
-    from cuda.bindings.driver import CUdevice_attribute
-
-    return CUdevice_attribute(number)
 
 
 def _callable(driver: Driver, name: str, nothing: tuple[object, ...], missing: dict[str, str]) -> bool:

@@ -16,9 +16,8 @@ from kvoffload.errors import CapabilityError, DriverError
 
 CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 NOT_READY = 600  # CUDA_ERROR_NOT_READY: the answer "not yet" of the query calls, not a failure
-LEGACY_STREAM = (
-    1  # CU_STREAM_LEGACY: handle 0 may mean the per-thread stream (CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM)
-)
+# CU_STREAM_LEGACY: handle 0 may mean the per-thread stream (CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM)
+LEGACY_STREAM = 1
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
 _FROM_THE_FIRST = [0]  # cuMemcpyBatchAsync: the one set of attributes holds from copy 0 on
 DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -217,12 +216,6 @@ class Driver:
 
     # memory -------------------------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int) -> int:
-        return int(self.call("cuMemAlloc", nbytes))
-
-    def free(self, address: int) -> None:
-        self.call("cuMemFree", address)
-
     def free_and_total_bytes(self) -> tuple[int, int]:
         free, total = self.call("cuMemGetInfo")
         return int(free), int(total)
@@ -256,14 +249,6 @@ class Driver:
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     # kernels ------------------------------------------------------------------------------------------------------
-
-    def module_load(self, image: bytes) -> int:
-        """A module of the current context, from machine code for its GPU. `image` is read during the call."""
-        return int(self.call("cuModuleLoadData", image))
-
-    def module_unload(self, module: int) -> None:
-        """Its functions must not be queued or running."""
-        self.call("cuModuleUnload", module)
 
     def module_function(self, module: int, name: str) -> int:
         return int(self.call("cuModuleGetFunction", module, name.encode()))

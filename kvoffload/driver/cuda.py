@@ -8,6 +8,10 @@ from kvoffload.driver.core import Driver
 from kvoffload.errors import CapabilityError, DriverError
 
 _INSTALL = "install it: pip install 'cuda-bindings>=12.9'"
+_REMEDY = (
+    "no usable NVIDIA GPU here. On a machine with one, install its driver and check `nvidia-smi`; "
+    'without one, open_device(backend="simulated") runs everything on a simulated device'
+)
 
 
 def load() -> Driver:
@@ -25,11 +29,17 @@ def load() -> Driver:
     major, minor = (int(part) for part in cuda.bindings.__version__.split(".")[:2])
     if (major, minor) < (12, 9):
         raise CapabilityError(f"cuda-bindings {major}.{minor} is too old; {_INSTALL}")
-    driver = Driver(api, raw=_raw_api(), bindings_version=(major, minor), simulated=False)
+    try:  # bindings 13.5 have a preview module whose batch calls take array addresses
+        from cuda.bindings._v2 import driver as raw
+    except ImportError:
+        raw = None
+    driver = Driver(api, raw=raw, bindings_version=(major, minor), simulated=False)
     try:
         driver.init()
-    except (CapabilityError, DriverError) as error:
-        raise type(error)(*_with_remedy(error)) from error
+    except DriverError as error:
+        raise DriverError(error.call, error.name, error.code, _REMEDY) from error
+    except CapabilityError as error:
+        raise CapabilityError(f"{str(error).rstrip('.')}; {_REMEDY}") from error
     return driver
 
 
@@ -44,22 +54,3 @@ def binding_types() -> Any:
     except ImportError as error:
         raise CapabilityError(f"cuda-bindings cannot be imported ({error}); {_INSTALL}") from error
     return driver
-
-
-def _with_remedy(error: CapabilityError | DriverError) -> tuple[Any, ...]:
-    remedy = (
-        "no usable NVIDIA GPU here. On a machine with one, install its driver and check `nvidia-smi`; "
-        'without one, open_device(backend="simulated") runs everything on a simulated device'
-    )
-    if isinstance(error, DriverError):
-        return error.call, error.name, error.code, remedy
-    return (f"{str(error).rstrip('.')}; {remedy}",)
-
-
-def _raw_api() -> Any:
-    """The preview module of bindings 13.5 whose batch calls take array addresses, or None."""
-    try:
-        from cuda.bindings._v2 import driver as raw
-    except ImportError:
-        return None
-    return raw

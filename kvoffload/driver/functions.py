@@ -6,69 +6,27 @@ return what `cuda.bindings.driver` does: a tuple whose first element is a `CUres
 
 REQUIRED = (
     # process, device, context
-    "cuInit",
-    "cuDriverGetVersion",
-    "cuDeviceGetCount",
-    "cuDeviceGet",
-    "cuDeviceGetName",
-    "cuDeviceGetAttribute",
-    "cuDeviceGetPCIBusId",
-    "cuDevicePrimaryCtxRetain",
-    "cuDevicePrimaryCtxRelease",
-    "cuCtxPushCurrent",
-    "cuCtxPopCurrent",
-    "cuCtxGetCurrent",
-    "cuCtxGetDevice",
-    "cuThreadExchangeStreamCaptureMode",
+    *("cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetAttribute"),
+    *("cuDeviceGetPCIBusId", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuCtxPushCurrent"),
+    *("cuCtxPopCurrent", "cuCtxGetCurrent", "cuCtxGetDevice", "cuThreadExchangeStreamCaptureMode"),
     "cuCtxGetStreamPriorityRange",
     # memory
-    "cuMemGetInfo",
-    "cuMemAlloc",
-    "cuMemFree",
-    "cuMemGetAddressRange",
-    "cuPointerGetAttribute",
-    "cuMemHostRegister",
-    "cuMemHostUnregister",
+    *("cuMemGetInfo", "cuMemAlloc", "cuMemFree", "cuMemGetAddressRange", "cuPointerGetAttribute"),
+    *("cuMemHostRegister", "cuMemHostUnregister"),
     # copies
-    "cuMemcpyHtoD",
-    "cuMemcpyDtoH",
-    "cuMemcpyAsync",
-    "cuMemcpy2DAsync",
-    "cuMemsetD8Async",
+    *("cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyAsync", "cuMemcpy2DAsync", "cuMemsetD8Async"),
     # streams and events
-    "cuStreamCreateWithPriority",
-    "cuStreamDestroy",
-    "cuStreamQuery",
-    "cuStreamSynchronize",
-    "cuStreamWaitEvent",
-    "cuStreamIsCapturing",
-    "cuEventCreate",
-    "cuEventDestroy",
-    "cuEventRecord",
-    "cuEventQuery",
-    "cuEventElapsedTime",
+    *("cuStreamCreateWithPriority", "cuStreamDestroy", "cuStreamQuery", "cuStreamSynchronize", "cuStreamWaitEvent"),
+    *("cuStreamIsCapturing", "cuEventCreate", "cuEventDestroy", "cuEventRecord", "cuEventQuery", "cuEventElapsedTime"),
 )
-
 KERNELS = (  # all of them, or no kernel is launched
-    "cuModuleLoadData",
-    "cuModuleUnload",
-    "cuModuleGetFunction",
-    "cuFuncGetAttribute",
-    "cuFuncSetAttribute",
-    "cuLaunchKernel",
-    "cuMemHostGetDevicePointer",
+    *("cuModuleLoadData", "cuModuleUnload", "cuModuleGetFunction", "cuFuncGetAttribute", "cuFuncSetAttribute"),
+    *("cuLaunchKernel", "cuMemHostGetDevicePointer"),
 )
-
 POINTERS = (  # on which GPU memory is that cuMemAlloc did not allocate; see `pointers`
-    "cuMemRetainAllocationHandle",
-    "cuMemGetAllocationPropertiesFromHandle",
-    "cuMemRelease",
-    "cuDeviceGetDefaultMemPool",
-    "cuDeviceGetMemPool",
-    "cuMemPoolGetAttribute",
-    "cuMemPoolGetAccess",
+    *("cuMemRetainAllocationHandle", "cuMemGetAllocationPropertiesFromHandle", "cuMemRelease"),
+    *("cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool", "cuMemPoolGetAttribute", "cuMemPoolGetAccess"),
 )
-
 OPTIONAL = (
     "cuMemcpyBatchAsync",  # CUDA 12.8; the 13.x bindings bind only the 13.0 entry point
     "cuMemcpy3DBatchAsync",  # the same

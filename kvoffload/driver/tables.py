@@ -79,17 +79,10 @@ class StridedTable:
 
     def fill(self, columns: Columns, order: SourceOrder) -> None:
         """Refill from the front: `columns` are uint64, (n,), or (1,) where all operations have one value."""
-        rows = self.rows[: max(map(len, columns))]
-        (
-            rows["source"],
-            rows["target"],
-            rows["source_pitch"],
-            rows["target_pitch"],
-            rows["width"],
-            rows["height"],
-        ) = columns
+        ops = self.rows[: max(map(len, columns))]
+        ops["source"], ops["target"], ops["source_pitch"], ops["target_pitch"], ops["width"], ops["height"] = columns
         if self._batched:
-            rows["order"] = order
+            ops["order"] = order
 
     def make_objects(self, count: int) -> None:
         """Have `objects` of the first `count` operations, before they are passed to a driver without raw addresses."""
@@ -124,12 +117,7 @@ class FlatTable:
         self._given_sizes = self._sizes[:0]
         self._slices: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
 
-    def fill(
-        self,
-        targets: npt.NDArray[np.uint64],
-        sources: npt.NDArray[np.uint64],
-        sizes: npt.NDArray[np.uint64],
-    ) -> None:
+    def fill(self, targets: Column, sources: Column, sizes: Column) -> None:
         """Refill from the front; all uint64, (n,); `sizes`, bytes, may be (1,) where all copies have one size."""
         count = len(targets)
         self._targets[:count] = targets
@@ -142,24 +130,20 @@ class FlatTable:
         pair = self._slices.get((start, stop))
         if pair is None:  # kept, since chunks mostly begin and end at the same places
             if stop > len(self._source_objects) or not self.attributes:
-                self._make_objects(stop)
+                from cuda.bindings import driver
+
+                # The sources' objects after the targets', and `attributes` last: an interrupt cannot leave half.
+                self._target_objects = _more_views(self._target_objects, driver.CUdeviceptr, self._targets, stop)
+                self._source_objects = _more_views(self._source_objects, driver.CUdeviceptr, self._sources, stop)
+                if not self.attributes:
+                    rows = _views(driver.CUmemcpyAttributes, self._attribute_rows, 0, 4)
+                    self.attributes = [[each] for each in rows]
             pair = self._target_objects[start:stop], self._source_objects[start:stop]
             if len(self._slices) < _MAX_SLICES:
                 self._slices[start, stop] = pair
         targets, sources = pair
         sizes = self._size_list
         return targets, sources, sizes if len(sizes) == stop - start else sizes[start:stop]
-
-    def _make_objects(self, count: int) -> None:
-        """Have the objects of the bindings over the first `count` copies. Those of the sources are set after those of
-        the targets, and `attributes` last: an interrupt cannot leave half.
-        """
-        from cuda.bindings import driver
-
-        self._target_objects = _more_views(self._target_objects, driver.CUdeviceptr, self._targets, count)
-        self._source_objects = _more_views(self._source_objects, driver.CUdeviceptr, self._sources, count)
-        if not self.attributes:
-            self.attributes = [[each] for each in _views(driver.CUmemcpyAttributes, self._attribute_rows, 0, 4)]
 
     def raw_arrays(self, start: int) -> tuple[int, int, int]:
         """Addresses of targets, sources and sizes, uint64 arrays, from copy `start` on."""

@@ -10,8 +10,8 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from kvoffload.device.buffers import DeviceArray, DeviceBuffer
-from kvoffload.device.context import DeviceUser
 from kvoffload.device.device import Device, checked_devices
+from kvoffload.device.ownership import DeviceUser
 from kvoffload.driver.core import LEGACY_STREAM
 from kvoffload.errors import KVOffloadWarning, LayoutError, TransferError
 from kvoffload.internal.checks import shown
@@ -21,7 +21,7 @@ from kvoffload.jax.imports import address_of, follow, from_device, import_jax, w
 from kvoffload.jax.leaves import Description, Leaf, as_leaves, jax_devices, shards_of
 from kvoffload.layout.arrays import is_jax_array
 from kvoffload.layout.planes import SlotOrder
-from kvoffload.sharded.layout import ShardedLayout
+from kvoffload.layout.sharded import ShardedLayout
 
 
 class OwnedCache:

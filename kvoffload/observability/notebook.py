@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
-from kvoffload.cache.admission import Tenant
 from kvoffload.cache.block_cache import BlockCache
+from kvoffload.cache.pools import Tenant
 from kvoffload.cache.statistics import CacheStatistics
 from kvoffload.device.device import Device
 from kvoffload.engine.engine import OffloadEngine

@@ -17,8 +17,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from kvoffload.cache.statistics import CacheStatistics, Histogram
+from kvoffload.cache.tiering.below import BreakerState
 from kvoffload.errors import CapabilityError, ClosedError
-from kvoffload.tiering.breaker import BreakerState
 
 
 class Cache(Protocol):

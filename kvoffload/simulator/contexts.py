@@ -1,7 +1,5 @@
-"""Contexts, streams, events and captures, and what every operation in a stream's queue has: plain state.
-
-They are in one file because they refer to each other. `operations.py` has the operations, `capture.py` what a capture
-forbids.
+"""Contexts, streams, events and graph captures, the tables of their handles, and what every operation in a stream's
+queue has. They are in one file because they refer to each other; `operations.py` has the operations.
 """
 
 from __future__ import annotations
@@ -10,17 +8,73 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from cuda.bindings import driver as cuda
 
-from kvoffload.simulator.errors import RefusedError
+from kvoffload.simulator.errors import INVALID_HANDLE, RefusedError
 from kvoffload.simulator.memory import Region
 
 LEGACY = 1  # CU_STREAM_LEGACY; the handle 0 means the same
 PER_THREAD = 2  # CU_STREAM_PER_THREAD
 INVALIDATED = cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+UNSUPPORTED = cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 MICROSECONDS_PER_MARKER = 0.25  # of the simulated clock, see operations.py
+
+_MODE = cuda.CUstreamCaptureMode
+GLOBAL = _MODE.CU_STREAM_CAPTURE_MODE_GLOBAL
+RELAXED = _MODE.CU_STREAM_CAPTURE_MODE_RELAXED
+
+UNSAFE = frozenset(  # what CUDA calls "potentially unsafe API calls", of those that there are here
+    [
+        *("cuEventQuery", "cuEventSynchronize", "cuStreamQuery", "cuStreamSynchronize"),
+        *("cuMemAlloc", "cuMemFree", "cuMemHostAlloc", "cuMemHostRegister", "cuMemHostUnregister"),
+        "cuModuleUnload",
+    ]
+)
+
+
+class _HasHandle(Protocol):
+    handle: int
+
+
+Item = TypeVar("Item", bound=_HasHandle)
+
+
+class HandleTable(Generic[Item]):
+    """Live objects by handle. Handles are never used twice, so a stale one is recognised."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._next = first
+        self._live: dict[int, Item] = {}
+
+    def new_handle(self) -> int:
+        self._next += 16
+        return self._next
+
+    def add(self, item: Item) -> None:
+        self._live[item.handle] = item
+
+    def get(self, handle: int) -> Item:
+        """The live object; raises RefusedError with INVALID_HANDLE."""
+        try:
+            return self._live[handle]
+        except KeyError:
+            raise RefusedError(INVALID_HANDLE) from None
+
+    def is_stale(self, handle: int) -> bool:
+        """Whether this was a handle of this table whose object is destroyed."""
+        return self._first < handle <= self._next and handle % 16 == 0 and handle not in self._live
+
+    def remove(self, handle: int) -> None:
+        self._live.pop(handle, None)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def values(self) -> list[Item]:
+        return list(self._live.values())
 
 
 class StreamState(Enum):
@@ -62,19 +116,9 @@ class Stream:
     """A queue of operations. Operation number n is done when `completed >= n`; numbers start at 1."""
 
     __slots__ = (
-        "blocking",
-        "capture",
-        "completed",
-        "context",
-        "destroyed",
-        "handle",
-        "occupied",
-        "position",
-        "queue",
-        "state",
-        "submitted",
-        "waiters",
-    )  # fmt: skip
+        *("blocking", "capture", "completed", "context", "destroyed", "handle"),
+        *("occupied", "position", "queue", "state", "submitted", "waiters"),
+    )
 
     def __init__(self, handle: int, context: Context, blocking: bool) -> None:
         self.handle = handle
@@ -89,6 +133,13 @@ class Stream:
         self.state = StreamState.IDLE
         self.position = -1  # in the scheduler's list of runnable streams
         self.capture: Capture | None = None
+
+    def refuse_implicit_capture(self, *, asking: bool = False) -> None:
+        """The legacy stream would wait for a captured one. That ends the capture, unless the call only asks for it."""
+        for other in list(self.context.blocking.values()) if self is self.context.legacy else ():
+            if other.capture is not None:
+                other.capture.invalidated |= not asking
+                raise RefusedError(cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
     def __repr__(self) -> str:
         name = {LEGACY: "legacy", PER_THREAD: "per-thread"}.get(self.handle, hex(self.handle))
@@ -116,6 +167,42 @@ class Capture:
         """A call that cannot be part of it fails and invalidates it."""
         self.invalidated = True
         raise RefusedError(status)
+
+
+class Captures:
+    """The captures of one driver, and every thread's capture mode. Used under the driver's lock."""
+
+    def __init__(self) -> None:
+        self._under_way: list[Capture] = []
+        self._local = threading.local()
+
+    def begin(self, stream: Stream, mode: Any) -> None:
+        stream.capture = Capture(stream, _MODE(int(mode)))
+        self._under_way.append(stream.capture)
+
+    def end(self, capture: Capture) -> None:
+        self._under_way.remove(capture)
+        for stream in capture.streams:
+            stream.capture = None
+
+    def exchange_mode(self, mode: Any) -> Any:
+        """Set the calling thread's mode, and return the previous one."""
+        before = getattr(self._local, "mode", GLOBAL)
+        self._local.mode = _MODE(int(mode))
+        return before
+
+    def refuse_unsafe(self, name: str) -> None:
+        """Fail a call that the captures under way forbid to the calling thread, and invalidate those captures."""
+        if not self._under_way or name not in UNSAFE:
+            return
+        mode, forbidden = getattr(self._local, "mode", GLOBAL), False
+        self._under_way = [capture for capture in self._under_way if not capture.origin.destroyed]
+        for capture in self._under_way:
+            ours = capture.thread == threading.get_ident() or (mode == GLOBAL and capture.mode == GLOBAL)
+            if ours and RELAXED not in (mode, capture.mode):
+                capture.invalidated = forbidden = True
+        if forbidden:
+            raise RefusedError(UNSUPPORTED)
 
 
 class Record:

@@ -1,22 +1,28 @@
-"""Driver calls that copy and fill memory."""
+"""Driver calls that copy and fill memory: their arguments decoded, checked and queued.
+
+Structures are read from their memory, as the driver reads them, so that an object made with `_ptr=` over a caller's
+array stands for what the array holds at the call.
+"""
 
 # ruff: noqa: N802, N803 (names and signatures are CUDA's)
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from cuda.bindings import driver as cuda
+from numpy.typing import NDArray
 
-from kvoffload.simulator import copies, space
-from kvoffload.simulator.calls import FAIL_INDEX, INVALID_VALUE, Core, driver_call, integer, size
-from kvoffload.simulator.capture import UNSUPPORTED
-from kvoffload.simulator.contexts import LEGACY, Operation, Stream
-from kvoffload.simulator.copies import Batch
-from kvoffload.simulator.errors import FunctionNotFoundError, RefusedError
+from kvoffload.simulator import space
+from kvoffload.simulator.contexts import LEGACY, UNSUPPORTED, Operation, Stream
+from kvoffload.simulator.driver import FAIL_INDEX, SimulatedDriver, driver_call, integer, raw_call, size
+from kvoffload.simulator.errors import INVALID_VALUE, FunctionNotFoundError, RefusedError, SimulatorError
 from kvoffload.simulator.memory import Indices, Region
 from kvoffload.simulator.operations import (
+    ANY,
     DURING_API_CALL,
     STREAM,
     BatchCopy,
@@ -27,234 +33,283 @@ from kvoffload.simulator.operations import (
     LinearCopy,
 )
 
+ATTRIBUTES_BYTES = 24  # sizeof(CUmemcpyAttributes): order, two locations, flags
+_POINTER_OPERAND = 1
+
+# CUDA_MEMCPY3D_BATCH_OP with pointer operands
+OPERATION_DTYPE = np.dtype(
+    {
+        "names": [
+            "src_type", "src_ptr", "src_row_length", "src_layer_height", "dst_type", "dst_ptr", "dst_row_length",
+            "dst_layer_height", "width", "height", "depth", "order", "flags",
+        ],
+        "formats": ["<u4", "<u8", "<u8", "<u8", "<u4", "<u8", "<u8", "<u8", "<u8", "<u8", "<u8", "<u4", "<u4"],
+        "offsets": [0, 8, 16, 24, 40, 48, 56, 64, 80, 88, 96, 104, 108],
+        "itemsize": 112,
+    }
+)  # fmt: skip
+
+# CUDA_MEMCPY2D; the array operands are between, and unsupported
+RECTANGLE_DTYPE = np.dtype(
+    {
+        "names": [
+            "src_x", "src_y", "src_type", "src_host", "src_device", "src_pitch", "dst_x", "dst_y", "dst_type",
+            "dst_host", "dst_device", "dst_pitch", "width", "height",
+        ],
+        "formats": ["<u8", "<u8", "<u4", "<u8", "<u8", "<u8", "<u8", "<u8", "<u4", "<u8", "<u8", "<u8", "<u8", "<u8"],
+        "offsets": [0, 8, 16, 24, 32, 48, 56, 64, 72, 80, 88, 104, 112, 120],
+        "itemsize": 128,
+    }
+)  # fmt: skip
+
+MEMORY_HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
+MEMORY_DEVICE = int(cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE)
+MEMORY_UNIFIED = int(cuda.CUmemorytype.CU_MEMORYTYPE_UNIFIED)
+
+
+Spans = tuple[Indices, Indices]  # where each begins and ends
+
 
 class Sides(NamedTuple):
-    """What the two sides of a call touch; `pageable` where that is host memory that is not pinned."""
+    """The memory that a call touches on its two sides; `pageable` where that is host memory that is not pinned."""
 
-    sources: list[Region]
-    targets: list[Region]
+    regions: list[Region]
     pageable_source: bool
     pageable_target: bool
 
-    @property
-    def regions(self) -> list[Region]:
-        return self.sources + self.targets
+
+@driver_call()
+def cuMemcpyHtoD(driver: SimulatedDriver, dstDevice: Any, srcHost: Any, ByteCount: int) -> Any:
+    target, source, nbytes = integer(dstDevice), space.host_address(srcHost), size(ByteCount)
+    return _copy_now(driver, target, source, nbytes, device=target, host=source)
 
 
-class CopyCalls(Core):
-    staged_copies = True
+@driver_call()
+def cuMemcpyDtoH(driver: SimulatedDriver, dstHost: Any, srcDevice: Any, ByteCount: int) -> Any:
+    target, source, nbytes = space.host_address(dstHost), integer(srcDevice), size(ByteCount)
+    return _copy_now(driver, target, source, nbytes, device=source, host=target)
 
-    @driver_call()
-    def cuMemcpyHtoD(self, dstDevice: Any, srcHost: Any, ByteCount: int) -> Any:
-        target, source, nbytes = integer(dstDevice), space.host_address(srcHost), size(ByteCount)
-        return self._copy_now(target, source, nbytes, device=target, host=source)
 
-    @driver_call()
-    def cuMemcpyDtoH(self, dstHost: Any, srcDevice: Any, ByteCount: int) -> Any:
-        target, source, nbytes = space.host_address(dstHost), integer(srcDevice), size(ByteCount)
-        return self._copy_now(target, source, nbytes, device=source, host=target)
-
-    @driver_call()
-    def cuMemcpyAsync(self, dst: Any, src: Any, ByteCount: int, hStream: Any) -> Any:
-        target, source, nbytes = integer(dst), integer(src), size(ByteCount)
-        stream = self.submission_stream(hStream)
-        if nbytes == 0:
-            return None
-        self._submit_linear(stream, target, source, nbytes)
-        self.scheduler.drift()
+@driver_call()
+def cuMemcpyAsync(driver: SimulatedDriver, dst: Any, src: Any, ByteCount: int, hStream: Any) -> Any:
+    target, source, nbytes = integer(dst), integer(src), size(ByteCount)
+    stream = driver.submission_stream(hStream)
+    if nbytes == 0:
         return None
+    _submit_linear(driver, stream, target, source, nbytes)
+    driver.scheduler.drift()
+    return None
 
-    @driver_call()
-    def cuMemcpy2DAsync(self, pCopy: Any, hStream: Any) -> Any:
-        if pCopy is not None and not isinstance(pCopy, cuda.CUDA_MEMCPY2D):
-            kind = type(pCopy).__name__
-            raise TypeError(
-                f"Argument 'pCopy' has incorrect type (expected cuda.bindings.driver.CUDA_MEMCPY2D, got {kind})"
-            )
-        stream = self.submission_stream(hStream)
-        if pCopy is None:
+
+@driver_call()
+def cuMemcpy2DAsync(driver: SimulatedDriver, pCopy: Any, hStream: Any) -> Any:
+    if pCopy is not None and not isinstance(pCopy, cuda.CUDA_MEMCPY2D):
+        name = type(pCopy).__name__
+        raise TypeError(
+            f"Argument 'pCopy' has incorrect type (expected cuda.bindings.driver.CUDA_MEMCPY2D, got {name})"
+        )
+    stream = driver.submission_stream(hStream)
+    if pCopy is None:
+        return INVALID_VALUE
+    descriptors, source_type, target_type = rectangle(int(pCopy.getPtr()))
+    if not len(descriptors.width):
+        return None
+    for address, kind in ((descriptors.source[0], source_type), (descriptors.target[0], target_type)):
+        region = driver.memory.at(int(address))
+        if (kind == MEMORY_HOST and region is not None and region.on_device) or (
+            kind == MEMORY_DEVICE and region is None
+        ):
             return INVALID_VALUE
-        descriptors, source_type, target_type = copies.rectangle(int(pCopy.getPtr()))
-        if not len(descriptors.width):
-            return None
-        self._require_memory_type(int(descriptors.source[0]), source_type)
-        self._require_memory_type(int(descriptors.target[0]), target_type)
-        self._submit_batch(stream, Batch(descriptors, np.array([STREAM], np.int64)))
+    _submit_batch(driver, stream, descriptors, np.array([STREAM], np.int64))
+    return None
+
+
+@driver_call()
+def cuMemsetD8Async(driver: SimulatedDriver, dstDevice: Any, uc: int, N: int, hStream: Any) -> Any:
+    address, nbytes = integer(dstDevice), size(N)
+    if not 0 <= integer(uc) < 256:
+        raise OverflowError("value too large to convert to unsigned char")
+    stream = driver.submission_stream(hStream)
+    if nbytes == 0:
         return None
+    region = driver.memory.find(address, nbytes)
+    if region is None:
+        return INVALID_VALUE
+    driver.submit(stream, FillOperation([region], address, integer(uc), nbytes))
+    driver.scheduler.drift()
+    return None
 
-    @driver_call()
-    def cuMemsetD8Async(self, dstDevice: Any, uc: int, N: int, hStream: Any) -> Any:
-        address, nbytes = integer(dstDevice), size(N)
-        if not 0 <= integer(uc) < 256:
-            raise OverflowError("value too large to convert to unsigned char")
-        stream = self.submission_stream(hStream)
-        if nbytes == 0:
-            return None
-        region = self.memory.find(address, nbytes)
-        if region is None:
-            return INVALID_VALUE
-        self.submit(stream, FillOperation([region], address, integer(uc), nbytes))
-        self.scheduler.drift()
+
+@driver_call(values=FAIL_INDEX)
+def cuMemcpyBatchAsync(
+    driver: SimulatedDriver,
+    dsts: Any,
+    srcs: Any,
+    sizes: Any,
+    count: int,
+    attrs: Any,
+    attrsIdxs: Any,
+    numAttrs: int,
+    hStream: Any,
+) -> Any:
+    number, attribute_count = size(count), size(numAttrs)
+    indices = require_list(attrsIdxs, int, "attrsIdxs", attribute_count)
+    attributes = require_list(attrs, cuda.CUmemcpyAttributes, "attrs", attribute_count)
+    widths = require_list(sizes, int, "sizes", number)
+    sources = require_list(srcs, cuda.CUdeviceptr, "srcs", number)
+    targets = require_list(dsts, cuda.CUdeviceptr, "dsts", number)
+    stream = _batch_stream(driver, hStream, "cuMemcpyBatchAsync")
+    given = [order_at(int(each.getPtr())) for each in attributes[:attribute_count]]
+    orders = access_orders(given, indices[:attribute_count], number)
+    _submit_batch(driver, stream, flat_copies(targets, sources, widths, number), orders)
+    return driver.fail_index
+
+
+@driver_call(values=FAIL_INDEX)
+def cuMemcpy3DBatchAsync(driver: SimulatedDriver, numOps: int, opList: Any, flags: int, hStream: Any) -> Any:
+    number = size(numOps)
+    operations = require_list(opList, cuda.CUDA_MEMCPY3D_BATCH_OP, "opList", number)
+    addresses = [int(operation.getPtr()) for operation in operations[:number]]
+    stream = _batch_stream(driver, hStream, "cuMemcpy3DBatchAsync")
+    if size(flags) != 0:
+        return INVALID_VALUE
+    rows = structures(addresses, OPERATION_DTYPE)
+    _submit_batch(driver, stream, strided_copies(rows), rows["order"].astype(np.int64))
+    return driver.fail_index
+
+
+@raw_call
+def memcpy_batch_async_v2(
+    driver: SimulatedDriver,
+    dsts: int,
+    srcs: int,
+    sizes: int,
+    count: int,
+    attrs: int,
+    indices: int,
+    num_attrs: int,
+    stream: int,
+) -> Any:
+    """Every array by its address."""
+    queue = _batch_stream(driver, stream, "cuMemcpyBatchAsync_v2")
+    targets, sources, widths = (space.view(each, 8 * count).view(np.uint64) for each in (dsts, srcs, sizes))
+    given = [order_at(attrs + k * ATTRIBUTES_BYTES) for k in range(num_attrs)]
+    starts = space.view(indices, 8 * num_attrs).view(np.uint64).tolist()
+    orders = access_orders(given, starts, count)
+    _submit_batch(driver, queue, flat_copies(targets, sources, widths, count), orders)
+
+
+@raw_call
+def memcpy_3d_batch_async_v2(driver: SimulatedDriver, num_ops: int, op_list: int, flags: int, stream: int) -> Any:
+    """`op_list`: the address of the operations' array."""
+    queue = _batch_stream(driver, stream, "cuMemcpy3DBatchAsync_v2")
+    if flags != 0 or num_ops < 1:
+        return INVALID_VALUE
+    rows = space.view(op_list, OPERATION_DTYPE.itemsize * num_ops).view(OPERATION_DTYPE).copy()
+    _submit_batch(driver, queue, strided_copies(rows), rows["order"].astype(np.int64))
+    return None
+
+
+# From checked copies to a stream's queue
+
+
+def _batch_stream(driver: SimulatedDriver, handle: Any, function: str) -> Stream:
+    """The stream of a batch call, which needs its entry point and refuses two kinds of stream."""
+    needed = (12, 8) if driver.bindings_version < (13, 0) else (13, 0)
+    if driver.driver_version < needed:
+        raise FunctionNotFoundError(f"function {function} is not found")
+    number = integer(handle)
+    if number in (0, LEGACY):
+        raise RefusedError(INVALID_VALUE)
+    stream = driver.submission_stream(handle)
+    if stream.capture is not None:
+        stream.capture.refuse(UNSUPPORTED)
+    return stream
+
+
+def _copy_now(driver: SimulatedDriver, target: int, source: int, nbytes: int, device: int, host: int) -> Any:
+    """A synchronous copy: it goes through the legacy default stream, and is over when the call returns.
+
+    With `staged_copies`, one from pageable memory to the device returns once its bytes are staged, as CUDA's
+    documentation allows: the device gets them later, in the order of the legacy stream.
+    """
+    if nbytes == 0:
         return None
-
-    @driver_call(values=FAIL_INDEX)
-    def cuMemcpyBatchAsync(
-        self, dsts: Any, srcs: Any, sizes: Any, count: int, attrs: Any, attrsIdxs: Any, numAttrs: int, hStream: Any
-    ) -> Any:
-        number, attribute_count = size(count), size(numAttrs)
-        indices = copies.require_list(attrsIdxs, int, "attrsIdxs", attribute_count)
-        attributes = copies.require_list(attrs, cuda.CUmemcpyAttributes, "attrs", attribute_count)
-        widths = copies.require_list(sizes, int, "sizes", number)
-        sources = copies.require_list(srcs, cuda.CUdeviceptr, "srcs", number)
-        targets = copies.require_list(dsts, cuda.CUdeviceptr, "dsts", number)
-        stream = self._batch_stream(hStream, "cuMemcpyBatchAsync")
-        given = [copies.order_at(int(each.getPtr())) for each in attributes[:attribute_count]]
-        orders = copies.access_orders(given, indices[:attribute_count], number)
-        self._submit_batch(stream, copies.flat_batch(targets, sources, widths, orders, number))
-        return (0,) * self.fail_index_values
-
-    @driver_call(values=FAIL_INDEX)
-    def cuMemcpy3DBatchAsync(self, numOps: int, opList: Any, flags: int, hStream: Any) -> Any:
-        number = size(numOps)
-        operations = copies.require_list(opList, cuda.CUDA_MEMCPY3D_BATCH_OP, "opList", number)
-        addresses = [int(operation.getPtr()) for operation in operations[:number]]
-        stream = self._batch_stream(hStream, "cuMemcpy3DBatchAsync")
-        if size(flags) != 0:
-            return INVALID_VALUE
-        self._submit_batch(stream, copies.strided_batch(copies.structures(addresses, copies.OPERATION_DTYPE)))
-        return (0,) * self.fail_index_values
-
-    def _raw_batch(
-        self, dsts: int, srcs: int, sizes: int, count: int, attrs: int, indices: int, num_attrs: int, stream: int
-    ) -> None:
-        """The body of `memcpy_batch_async_v2`: every array by its address."""
-        queue = self._batch_stream(stream, "cuMemcpyBatchAsync_v2")
-        columns = [space.view(each, 8 * count).view(np.uint64) for each in (dsts, srcs, sizes)]
-        given = [copies.order_at(attrs + k * copies.ATTRIBUTES_BYTES) for k in range(num_attrs)]
-        starts = space.view(indices, 8 * num_attrs).view(np.uint64).tolist()
-        orders = copies.access_orders(given, starts, count)
-        self._submit_batch(queue, copies.flat_batch(columns[0], columns[1], columns[2], orders, count))
-
-    def _raw_strided_batch(self, num_ops: int, op_list: int, flags: int, stream: int) -> Any:
-        """The body of `memcpy_3d_batch_async_v2`: the address of the operations' array."""
-        queue = self._batch_stream(stream, "cuMemcpy3DBatchAsync_v2")
-        if flags != 0 or num_ops < 1:
-            return INVALID_VALUE
-        dtype = copies.OPERATION_DTYPE
-        operations = space.view(op_list, dtype.itemsize * num_ops).view(dtype).copy()
-        self._submit_batch(queue, copies.strided_batch(operations))
-        return None
-
-    # Shared
-
-    def _batch_stream(self, handle: Any, function: str) -> Stream:
-        """The stream of a batch call, which needs its entry point and refuses two kinds of stream."""
-        needed = (12, 8) if self.bindings_version < (13, 0) else (13, 0)
-        if self.driver_version < needed:
-            raise FunctionNotFoundError(f"function {function} is not found")
-        number = integer(handle)
-        if number in (0, LEGACY):
-            raise RefusedError(INVALID_VALUE)
-        stream = self.submission_stream(handle)
-        if stream.capture is not None:
-            stream.capture.refuse(UNSUPPORTED)
-        return stream
-
-    def _copy_now(self, target: int, source: int, nbytes: int, device: int, host: int) -> Any:
-        """A synchronous copy: it goes through the legacy default stream, and is over when the call returns.
-
-        With `staged_copies`, one from pageable memory to the device returns once its bytes are staged, as CUDA's
-        documentation allows: the device gets them later, in the order of the legacy stream.
-        """
-        if nbytes == 0:
-            return None
-        on_device, on_host = self.memory.at(device), self.memory.at(host)
-        if on_device is None or (on_host is not None and on_host.on_device):
-            return INVALID_VALUE
-        stream = self.context().legacy
-        staged = self.staged_copies and on_host is None and target == device
-        if staged:
-            self.finish(stream, self.submit(stream, Operation()), "a synchronous copy")
-        serial = self._submit_linear(stream, target, source, nbytes)
-        if staged:
-            self.scheduler.drift()
-        else:
-            self.finish(stream, serial, "a synchronous copy")
-        return None
-
-    def _submit_linear(self, stream: Stream, target: int, source: int, nbytes: int) -> int:
-        into, out_of = self.memory.find(target, nbytes), self.memory.find(source, nbytes)
-        if into is out_of and abs(target - source) < nbytes:
-            self.violate(f"source and target overlap: {nbytes} bytes from {source:#x} to {target:#x}")
-        sides = Sides(_known(out_of), _known(into), out_of is None, into is None)
-        return self._submit_parts(stream, [(LinearCopy(target, source, nbytes), STREAM)], sides)
-
-    def _submit_batch(self, stream: Stream, batch: Batch) -> None:
-        """Check a call's copies against memory, all of them, before anything is queued."""
-        columns = batch.descriptors
-        source_regions, pageable_source = self.memory.locate(columns.source, _ends(columns, target=False))
-        target_regions, pageable_target = self.memory.locate(columns.target, _ends(columns, target=True))
-        sides = Sides(source_regions, target_regions, pageable_source, pageable_target)
-        self._check_overlap(columns, sides)
-        orders = np.unique(batch.orders).tolist()
-        groups = [columns] if len(orders) == 1 else [columns.select(np.flatnonzero(batch.orders == o)) for o in orders]
-        copies_made = [BatchCopy(group, self.scheduler.chance) for group in groups]
-        self._submit_parts(stream, list(zip(copies_made, orders, strict=True)), sides)
-        self.scheduler.drift()
-
-    def _submit_parts(self, stream: Stream, parts: list[tuple[Any, int]], sides: Sides) -> int:
-        if sides.pageable_source or sides.pageable_target:
-            self.pageable_copies += 1
-        copy_list: list[Copy] = [copy for copy, _ in parts]
-        serial = self.submit(stream, CopyOperation(copy_list, sides.regions))
-        if serial:
-            for copy, order in parts:  # pageable sources are staged: read before the call returns
-                self.scheduler.read_source(copy, DURING_API_CALL if sides.pageable_source else order)
-            if sides.pageable_target:
-                self.finish(stream, serial, "a copy to pageable memory")
-        return serial
-
-    def _require_memory_type(self, address: int, memory_type: int) -> None:
-        region = self.memory.at(address)
-        on_device = region is not None and region.on_device
-        wrong_host = memory_type == copies.MEMORY_HOST and on_device
-        wrong_device = memory_type == copies.MEMORY_DEVICE and region is None
-        if wrong_host or wrong_device:
-            raise RefusedError(INVALID_VALUE)
-
-    def _check_overlap(self, columns: Descriptors, sides: Sides) -> None:
-        """Copies of one batch have no order: targets that overlap, or a source that is a target, are undefined."""
-        targets = _row_spans(columns.target, columns.width, columns.height, columns.target_pitch)
-        if targets is not None and _any_overlap(*targets):
-            self.violate("targets overlap within one batch of copies")
-        if set(map(id, sides.sources)) & set(map(id, sides.targets)):
-            sources = _row_spans(columns.source, columns.width, columns.height, columns.source_pitch, always=True)
-            targets = _row_spans(columns.target, columns.width, columns.height, columns.target_pitch, always=True)
-            if sources is not None and targets is not None and _intersect(sources, targets):
-                self.violate("a target is also a source within one batch of copies")
+    on_device, on_host = driver.memory.at(device), driver.memory.at(host)
+    if on_device is None or (on_host is not None and on_host.on_device):
+        return INVALID_VALUE
+    stream = driver.context().legacy
+    staged = driver.staged_copies and on_host is None and target == device
+    if staged:
+        driver.finish(stream, driver.submit(stream, Operation()), "a synchronous copy")
+    serial = _submit_linear(driver, stream, target, source, nbytes)
+    if staged:
+        driver.scheduler.drift()
+    else:
+        driver.finish(stream, serial, "a synchronous copy")
+    return None
 
 
-def _known(region: Region | None) -> list[Region]:
-    return [] if region is None else [region]
+def _submit_linear(driver: SimulatedDriver, stream: Stream, target: int, source: int, nbytes: int) -> int:
+    into, out_of = driver.memory.find(target, nbytes), driver.memory.find(source, nbytes)
+    if into is out_of and abs(target - source) < nbytes:
+        driver.violate(f"source and target overlap: {nbytes} bytes from {source:#x} to {target:#x}")
+    sides = Sides([each for each in (out_of, into) if each is not None], out_of is None, into is None)
+    return _submit_copies(driver, stream, [LinearCopy(target, source, nbytes)], [STREAM], sides)
 
 
-def _ends(columns: Descriptors, target: bool) -> Indices:
-    """Where each copy's last row ends."""
-    first, pitch = (columns.target, columns.target_pitch) if target else (columns.source, columns.source_pitch)
-    return first + (columns.height - 1) * pitch + columns.width
+def _submit_batch(driver: SimulatedDriver, stream: Stream, columns: Descriptors, orders: Indices) -> None:
+    """Check a call's copies against memory, all of them, before anything is queued. `orders`: of access, for each."""
+    source = columns.source, columns.source_pitch, columns
+    target = columns.target, columns.target_pitch, columns
+    targets = _spans(*target)
+    source_regions, pageable_source = driver.memory.locate(*_spans(*source))
+    target_regions, pageable_target = driver.memory.locate(*targets)
+    # Copies of one batch have no order: targets that overlap, or a source that is a target, are undefined.
+    if _any_overlap(*targets) and _any_overlap(*_row_spans(*target)):
+        driver.violate("targets overlap within one batch of copies")
+    one_region = set(map(id, source_regions)) & set(map(id, target_regions))
+    if one_region and _any_meets(_row_spans(*source), _row_spans(*target)):
+        driver.violate("a target is also a source within one batch of copies")
+    distinct = np.unique(orders).tolist()
+    groups = [columns] if len(distinct) == 1 else [columns.select(np.flatnonzero(orders == o)) for o in distinct]
+    copies = [BatchCopy(group, driver.scheduler.chance) for group in groups]
+    sides = Sides(source_regions + target_regions, pageable_source, pageable_target)
+    _submit_copies(driver, stream, copies, distinct, sides)
+    driver.scheduler.drift()
 
 
-def _row_spans(
-    first: Indices, width: Indices, height: Indices, pitch: Indices, always: bool = False
-) -> tuple[Indices, Indices] | None:
-    """(start, end) of every row of every copy; None if whole copies are already apart, unless `always`."""
-    ends = first + (height - 1) * pitch + width
-    if not always and not _any_overlap(first, ends):
-        return None
+def _submit_copies(
+    driver: SimulatedDriver, stream: Stream, copies: Sequence[Copy], orders: Sequence[int], sides: Sides
+) -> int:
+    """Queue one operation of these copies, each with its source access order. Returns its number in the stream."""
+    driver.pageable_copies += sides.pageable_source or sides.pageable_target
+    serial = driver.submit(stream, CopyOperation(copies, sides.regions))
+    if serial:
+        for copy, order in zip(
+            copies, orders, strict=True
+        ):  # pageable sources are staged: read before the call returns
+            driver.scheduler.read_source(copy, DURING_API_CALL if sides.pageable_source else order)
+        if sides.pageable_target:
+            driver.finish(stream, serial, "a copy to pageable memory")
+    return serial
+
+
+# Bytes that copies touch
+
+
+def _spans(first: Indices, pitch: Indices, columns: Descriptors) -> Spans:
+    """Every copy, from its first byte to the end of its last row."""
+    return first, first + (columns.height - 1) * pitch + columns.width
+
+
+def _row_spans(first: Indices, pitch: Indices, columns: Descriptors) -> Spans:
+    """Every row of every copy."""
+    height = columns.height
     copy_index = np.repeat(np.arange(len(first)), height)
     row = np.arange(len(copy_index)) - np.repeat(np.cumsum(height) - height, height)
     starts = first[copy_index] + row * pitch[copy_index]
-    return starts, starts + width[copy_index]
+    return starts, starts + columns.width[copy_index]
 
 
 def _any_overlap(starts: Indices, ends: Indices) -> bool:
@@ -262,9 +317,133 @@ def _any_overlap(starts: Indices, ends: Indices) -> bool:
     return bool((starts[order][1:] < ends[order][:-1]).any())
 
 
-def _intersect(some: tuple[Indices, Indices], others: tuple[Indices, Indices]) -> bool:
+def _any_meets(some: Spans, others: Spans) -> bool:
     """Whether a span of one set meets a span of the other; spans of `others` do not overlap each other."""
     order = np.argsort(others[0], kind="stable")
     starts, ends = others[0][order], others[1][order]
     following = np.searchsorted(starts, some[1], side="left") - 1  # the last span that begins before ours ends
     return bool(((following >= 0) & (ends[following] > some[0])).any())
+
+
+# From the arguments of a call to arrays; documented limits are checked, and nothing about allocations
+
+
+def require_list(values: Any, kind: type, argument: str, count: int) -> Sequence[Any]:
+    """What the bindings require of a list argument: every element of one type, at least `count` of them."""
+    values = [] if values is None else values
+    if not set(map(type, values)) <= {kind} and not all(isinstance(value, kind) for value in values):
+        name = kind.__name__ if kind is int else f"cydriver.{kind.__name__},"
+        raise TypeError(f"Argument '{argument}' is not instance of type (expected tuple[{name}] or list[{name}]")
+    if count > len(values):
+        raise RuntimeError(f"List is too small: {len(values)} < {count}")
+    return values  # type: ignore[no-any-return]
+
+
+def flat_copies(targets: Any, sources: Any, sizes: Any, count: int) -> Descriptors:
+    """Descriptors of a flat batch from sequences of at least `count` unsigned integers."""
+    width = _unsigned(sizes, count)
+    return _checked(_unsigned(targets, count), _unsigned(sources, count), width, np.ones(count, np.int64), width, width)
+
+
+def access_orders(orders: Sequence[int], first_indices: Sequence[int], count: int) -> Indices:
+    """The order of each copy: attribute k applies from `first_indices[k]` on. Raises RefusedError as documented."""
+    starts = list(first_indices)
+    rising = all(a < b for a, b in itertools.pairwise(starts))
+    if not orders or len(orders) > count or starts[0] != 0 or not rising or starts[-1] >= count:
+        raise RefusedError(INVALID_VALUE)
+    if any(order not in (STREAM, DURING_API_CALL, ANY) for order in orders):
+        raise RefusedError(INVALID_VALUE)
+    return np.repeat(np.array(orders, np.int64), np.diff([*starts, count]))
+
+
+def order_at(address: int) -> int:
+    """The source access order of the CUmemcpyAttributes at an address: its first field."""
+    return space.read_word(address)
+
+
+def structures(addresses: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A copy of C structures that lie anywhere, as one structured array."""
+    nbytes = dtype.itemsize
+    if len(addresses) and addresses[-1] - addresses[0] == nbytes * (len(addresses) - 1):
+        steps = np.diff(np.array(addresses, np.int64))
+        if (steps == nbytes).all():
+            return space.view(addresses[0], nbytes * len(addresses)).view(dtype).copy()
+    packed = np.empty((len(addresses), nbytes), np.uint8)
+    for row, address in zip(packed, addresses, strict=True):
+        row[:] = space.view(address, nbytes)
+    return packed.reshape(-1).view(dtype)
+
+
+def strided_copies(operations: NDArray[Any]) -> Descriptors:
+    """Descriptors of an array of OPERATION_DTYPE; raises RefusedError as documented."""
+    wrong = (operations["src_type"] != _POINTER_OPERAND) | (operations["dst_type"] != _POINTER_OPERAND)
+    wrong |= ~np.isin(operations["order"], (STREAM, DURING_API_CALL, ANY)) | (operations["depth"] == 0)
+    for side in ("src", "dst"):
+        layer = operations[f"{side}_layer_height"]
+        wrong |= (layer != 0) & (layer < operations["height"])
+    if wrong.any():
+        raise RefusedError(INVALID_VALUE)
+    if (operations["depth"] > 1).any():
+        raise SimulatorError("copies of more than one layer are not simulated")
+    names = ("dst_ptr", "src_ptr", "width", "height", "dst_row_length", "src_row_length")
+    return _checked(*(operations[name] for name in names))
+
+
+def rectangle(address: int) -> tuple[Descriptors, int, int]:
+    """The CUDA_MEMCPY2D at an address as one descriptor, and the memory types of its source and its target.
+
+    A width or height of 0 gives a descriptor without rows.
+    """
+    fields = structures([address], RECTANGLE_DTYPE)[0]
+    source, source_pitch = _operand(fields, "src")
+    target, target_pitch = _operand(fields, "dst")
+    width, height = int(fields["width"]), int(fields["height"])
+    columns = (target, source, width, height, target_pitch, source_pitch)
+    if width == 0 or height == 0:
+        none = np.zeros(0, np.int64)
+        return Descriptors(none, none, none, none, none, none), int(fields["src_type"]), int(fields["dst_type"])
+    if int(fields["src_x"]) + width > (source_pitch or width) or int(fields["dst_x"]) + width > (target_pitch or width):
+        raise RefusedError(INVALID_VALUE)
+    descriptors = _checked(*(_unsigned([column], 1) for column in columns))
+    return descriptors, int(fields["src_type"]), int(fields["dst_type"])
+
+
+def _operand(fields: Any, side: str) -> tuple[int, int]:
+    kind = int(fields[f"{side}_type"])
+    if kind not in (MEMORY_HOST, MEMORY_DEVICE, MEMORY_UNIFIED):
+        raise RefusedError(INVALID_VALUE)
+    base = int(fields[f"{side}_host" if kind == MEMORY_HOST else f"{side}_device"])
+    pitch = int(fields[f"{side}_pitch"])
+    return base + int(fields[f"{side}_y"]) * pitch + int(fields[f"{side}_x"]), pitch
+
+
+def _check_layers(operations: NDArray[Any]) -> None:
+    for side in ("src", "dst"):
+        layer = operations[f"{side}_layer_height"]
+        if ((layer != 0) & (layer < operations["height"])).any():
+            raise RefusedError(INVALID_VALUE)
+    if (operations["depth"] == 0).any():
+        raise RefusedError(INVALID_VALUE)
+    if (operations["depth"] > 1).any():
+        raise SimulatorError("copies of more than one layer are not simulated")
+
+
+def _checked(target: Any, source: Any, width: Any, height: Any, target_pitch: Any, source_pitch: Any) -> Descriptors:
+    """Unsigned columns as Descriptors: no empty copy, no pitch below the width (0 is packed), none above the limits."""
+    columns = (target, source, width, height, target_pitch, source_pitch)
+    if not len(width) or any((column >= space.ADDRESS_LIMIT).any() for column in columns):
+        raise RefusedError(INVALID_VALUE)
+    signed = Descriptors(*(column.astype(np.int64) for column in columns))
+    if (signed.width == 0).any() or (signed.height == 0).any():
+        raise RefusedError(INVALID_VALUE)
+    pitches = [np.where(pitch == 0, signed.width, pitch) for pitch in (signed.target_pitch, signed.source_pitch)]
+    for pitch in pitches:
+        if (pitch < signed.width).any() or int(pitch.max()) * int(signed.height.max()) >= space.ADDRESS_LIMIT:
+            raise RefusedError(INVALID_VALUE)
+    return signed._replace(target_pitch=pitches[0], source_pitch=pitches[1])
+
+
+def _unsigned(values: Any, count: int) -> NDArray[np.uint64]:
+    if isinstance(values, np.ndarray):
+        return values[:count].astype(np.uint64)
+    return np.fromiter(map(int, values[:count]), np.uint64, count)

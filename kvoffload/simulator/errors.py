@@ -7,14 +7,15 @@ from typing import Any
 from cuda.bindings import driver as cuda
 
 try:
-    from cuda.bindings._internal.utils import FunctionNotFoundError
+    from cuda.bindings._internal.utils import FunctionNotFoundError as FunctionNotFoundError
 except ImportError:  # a private module of the bindings: it may move
 
     class FunctionNotFoundError(RuntimeError):  # type: ignore[no-redef]
         """The driver library has no such symbol."""
 
 
-__all__ = ["DeadlockError", "DriverError", "FunctionNotFoundError", "RefusedError", "SimulatorError"]
+INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
+INVALID_VALUE = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
 class SimulatorError(AssertionError):

@@ -36,10 +36,7 @@ class Faults:
         self.call_count: Counter[str] = Counter()
         self.total_calls = 0
         self.calls: list[tuple[str, tuple[Any, ...]]] | None = None
-        self.delays: dict[str, float] = {}
-        self._planned: list[PlannedFault] = []
-        self._copy_countdown = 0
-        self._sticky_soon = False
+        self.clear()
 
     def fail_call(self, name: str, nth: int = 1, *, error: Any = None, after: bool = False) -> None:
         """Make the nth call of `name` return `error` without doing its work; with `after`, having done it."""
@@ -69,10 +66,10 @@ class Faults:
 
     def clear(self) -> None:
         """Cancel every planned failure and delay. Counts stay."""
-        self._planned = []
+        self._planned: list[PlannedFault] = []
         self._copy_countdown = 0
         self._sticky_soon = False
-        self.delays = {}
+        self.delays: dict[str, float] = {}
 
     @property
     def pending(self) -> int:

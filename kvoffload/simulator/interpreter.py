@@ -61,25 +61,31 @@ class Interpreted:
             DeviceFaultError: from `memory`, or for an address that is not as aligned as it must be.
             SimulatorError: the interpreter cannot run the kernel.
         """
-        with LOCK, _interpreting(memory) as builder:
-            values = {name: _scalar(kind, value) for name, kind, value in arguments} | dict(constants)
-            builder.set_grid_dim(grid, 1, 1)
-            for program in order:
-                builder.set_grid_idx(program, 0, 0)
-                self._call(values)
+        import triton.language as tl
+        from triton.runtime.interpreter import TensorHandle
 
-    def _call(self, values: Mapping[str, Any]) -> None:
-        try:
-            self._rewritten(**values)
-        except (DeviceFaultError, SimulatorError):
-            raise
-        except Exception as error:
-            raise SimulatorError(f"Triton's interpreter cannot run {self._name}: {error!r}") from error
+        types = {"i64": (np.int64, tl.int64), "i32": (np.int32, tl.int32)}
+        values: dict[str, Any] = dict(constants)
+        with LOCK, _interpreting(memory) as builder:
+            for name, kind, value in arguments:  # of the type declared, not of the narrowest type that holds the value
+                numpy_type, dtype = types[kind]
+                values[name] = tl.tensor(TensorHandle(np.array([value], numpy_type), dtype), dtype)
+            builder.set_grid_dim(grid, 1, 1)
+            try:
+                for program in order:
+                    builder.set_grid_idx(program, 0, 0)
+                    self._rewritten(**values)
+            except (DeviceFaultError, SimulatorError):
+                raise
+            except Exception as error:
+                raise SimulatorError(f"Triton's interpreter cannot run {self._name}: {error!r}") from error
 
 
 @functools.cache
 def load(module: str, function: str) -> Interpreted:
-    """The kernel `function` of an importable module.
+    """The kernel `function` of an importable module, in a copy of that module: the interpreter adds names there.
+
+    Jitted functions of the same module that it calls are rewritten as well.
 
     Raises:
         ImportError: there is no such module, or no Triton.
@@ -87,24 +93,14 @@ def load(module: str, function: str) -> Interpreted:
     """
     with LOCK:
         kernel = getattr(importlib.import_module(module), function).fn
-        return Interpreted(_rewrite(kernel), f"{module}.{function}")
+        from triton.runtime.jit import KernelInterface
 
-
-def _rewrite(kernel: Callable[..., None]) -> Callable[..., None]:
-    """The kernel as the interpreter takes it, in a copy of its module: the interpreter adds names there.
-
-    Jitted functions of the same module that it calls are rewritten as well.
-    """
-    from triton.runtime.jit import KernelInterface
-
-    original: dict[str, Any] = kernel.__globals__
-    scope = dict(original)
-    for name, each in original.items():
-        helper = getattr(each, "fn", None)
-        if isinstance(each, KernelInterface) and getattr(helper, "__globals__", None) is original:
-            scope[name] = _rewrite_in(scope, helper)
-    rewritten: Callable[..., None] = _rewrite_in(scope, kernel)
-    return rewritten
+        scope = dict(kernel.__globals__)
+        for name, each in kernel.__globals__.items():
+            helper = getattr(each, "fn", None)
+            if isinstance(each, KernelInterface) and getattr(helper, "__globals__", None) is kernel.__globals__:
+                scope[name] = _rewrite_in(scope, helper)
+        return Interpreted(_rewrite_in(scope, kernel), f"{module}.{function}")
 
 
 def _rewrite_in(scope: dict[str, Any], function: Any) -> Any:
@@ -113,15 +109,6 @@ def _rewrite_in(scope: dict[str, Any], function: Any) -> Any:
     copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     copy.__annotations__, copy.__qualname__ = function.__annotations__, function.__qualname__
     return InterpretedFunction(copy).rewrite()
-
-
-def _scalar(kind: str, value: int) -> Any:
-    """A kernel's argument: of the type declared, not of the narrowest type that holds the value."""
-    import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle
-
-    dtype, numpy_dtype = (tl.int64, np.int64) if kind == "i64" else (tl.int32, np.int32)
-    return tl.tensor(TensorHandle(np.array([value], numpy_dtype), dtype), dtype)
 
 
 # replacing functions of triton.language ---------------------------------------------------------------------------
@@ -148,7 +135,14 @@ def _interpreting(memory: Memory) -> Iterator[Any]:
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
-    replacements = (*_language_replacements(), *_memory_replacements(builder, memory), _without_unused_sums(builder))
+    # Triton computes 32-bit sums again in 64 bits, for an assertion that only `debug` makes.
+    options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    replacements = (
+        *_language_replacements(),
+        _checked_access(builder, "create_masked_load", memory, mask_at=0, writes=False),
+        _checked_access(builder, "create_masked_store", memory, mask_at=1, writes=True),
+        _Replacement(builder, "options", builder.options, options),
+    )
     try:
         for each in replacements:
             each.apply(each.after)
@@ -166,7 +160,8 @@ def _language_replacements() -> tuple[_Replacement, ...]:
 
     def visible() -> None: ...
 
-    modules = [tl, *(each for each in vars(tl).values() if isinstance(each, ModuleType) and _is_language(each))]
+    modules = [each for each in vars(tl).values() if isinstance(each, ModuleType)]
+    modules = [tl, *(each for each in modules if each.__name__.startswith("triton.language"))]
     classes = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
     holders = [*modules, *(each for each in classes if each.__module__.startswith("triton."))]
     befores = [dict(vars(holder)) for holder in holders]
@@ -180,21 +175,13 @@ def _language_replacements() -> tuple[_Replacement, ...]:
     for each in found:
         each.apply(each.before)
     merged = {(id(each.holder), each.name): each for each in found}
-    for ours in (_checked_promise(tl), _index(tl.tensor)):
+    # As of Triton 3.9; before, it fails on numpy 2.4, where an array of one element is no longer a number.
+    before_index = tl.tensor.__dict__.get("__index__", _ABSENT)
+    index = _Replacement(tl.tensor, "__index__", before_index, lambda self: int(self.handle.data.item()))
+    for ours in (_checked_promise(tl), index):
         theirs = merged.get((id(ours.holder), ours.name), ours)
         merged[id(ours.holder), ours.name] = ours._replace(before=theirs.before)
     return tuple(merged.values())
-
-
-def _index(tensor: Any) -> _Replacement:
-    """As of Triton 3.9; before, it fails on numpy 2.4, where an array of one element is no longer a number."""
-    return _Replacement(
-        tensor, "__index__", tensor.__dict__.get("__index__", _ABSENT), lambda self: int(self.handle.data.item())
-    )
-
-
-def _is_language(module: ModuleType) -> bool:
-    return module.__name__.startswith("triton.language")
 
 
 def _checked_promise(tl: Any) -> _Replacement:
@@ -211,35 +198,19 @@ def _checked_promise(tl: Any) -> _Replacement:
     return _Replacement(tl, "multiple_of", tl.multiple_of, multiple_of)
 
 
-def _memory_replacements(builder: Any, memory: Memory) -> list[_Replacement]:
-    """The builder's methods that reach memory; all others go through these."""
+def _checked_access(builder: Any, name: str, memory: Memory, *, mask_at: int, writes: bool) -> _Replacement:
+    """A method of the builder that reaches memory (all others go through these), which checks addresses first."""
+    original = getattr(builder, name)
 
-    def checked(name: str, mask_at: int | None, writes: bool) -> _Replacement:
-        original = getattr(builder, name)
+    def method(pointers: Any, *arguments: Any, **options: Any) -> Any:
+        addresses, mask = pointers.data.view(np.int64), arguments[mask_at].data
+        nbytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        if not mask.all():
+            addresses = np.broadcast_to(addresses, mask.shape)[mask]
+        if addresses.size:
+            if nbytes > 1 and int(np.bitwise_or.reduce(addresses, axis=None)) & (nbytes - 1):
+                raise DeviceFaultError(f"a kernel touched {nbytes} bytes at unaligned addresses", MISALIGNED_ADDRESS)
+            memory.check(addresses, nbytes, writes=writes)
+        return original(pointers, *arguments, **options)
 
-        def method(pointers: Any, *arguments: Any, **options: Any) -> Any:
-            mask = None if mask_at is None else arguments[mask_at].data
-            _check(memory, pointers, mask, writes)
-            return original(pointers, *arguments, **options)
-
-        return _Replacement(builder, name, _ABSENT, method)
-
-    return [checked("create_masked_load", 0, writes=False), checked("create_masked_store", 1, writes=True)]
-
-
-def _without_unused_sums(builder: Any) -> _Replacement:
-    """Triton computes 32-bit sums again in 64 bits, for an assertion that only `debug` makes."""
-    options = builder.options
-    return _Replacement(builder, "options", options, dataclasses.replace(options, sanitize_overflow=False))
-
-
-def _check(memory: Memory, pointers: Any, mask: NDArray[np.bool_] | None, writes: bool) -> None:
-    addresses = pointers.data.view(np.int64)
-    nbytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-    if mask is not None and not mask.all():
-        addresses = np.broadcast_to(addresses, mask.shape)[mask]
-    if addresses.size == 0:
-        return
-    if nbytes > 1 and int(np.bitwise_or.reduce(addresses, axis=None)) & (nbytes - 1):
-        raise DeviceFaultError(f"a kernel touched {nbytes} bytes at unaligned addresses", MISALIGNED_ADDRESS)
-    memory.check(addresses, nbytes, writes=writes)
+    return _Replacement(builder, name, _ABSENT, method)

@@ -16,15 +16,12 @@ from numpy.typing import NDArray
 
 from kvoffload.simulator import interpreter
 from kvoffload.simulator.contexts import Context, Operation
-from kvoffload.simulator.memory import MemoryTable, Region
-from kvoffload.simulator.operations import (
-    BYTES_PER_MICROSECOND,
-    MICROSECONDS_PER_COPY,
-    DeviceFaultError,
-)
+from kvoffload.simulator.memory import MemoryTable
+from kvoffload.simulator.operations import BYTES_PER_MICROSECOND, MICROSECONDS_PER_COPY, DeviceFaultError
 
 MAGIC = b"kvoffload simulated kernel\n"
 DEFAULT_SHARED_BYTES = 48 << 10  # what a launch may ask for without cuFuncSetAttribute
+IMAGE_SHARED_BYTES = 64 << 10  # what launches of an image need if it does not say: more than they get without asking
 
 _NAMES = {"module", "function", "parameters", "constants", "threads", "shared_bytes"}
 
@@ -90,7 +87,8 @@ class LaunchOperation(Operation):
         memory: MemoryTable,
         chance: random.Random,
     ) -> None:
-        super().__init__(_pointed_at(arguments, memory))
+        pointed_at = [memory.at(value) for _, kind, value in arguments if kind == "i64"]
+        super().__init__([each for each in pointed_at if each is not None])  # must not be freed before the kernel ran
         self.function = function
         self.grid = grid
         self.shared_bytes = shared_bytes
@@ -116,24 +114,14 @@ class LaunchOperation(Operation):
         """See `interpreter.Memory`."""
         device = self.function.module.context.device
         if not self.memory.reachable(addresses, nbytes, device):
-            verb, address = "stored" if writes else "loaded", _first_wrong(self.memory, addresses, nbytes, device)
-            name = self.function.module.code.function
+            each = addresses.reshape(-1, 1)
+            address = next(int(one[0]) for one in each if not self.memory.reachable(one, nbytes, device))
+            name, verb = self.function.module.code.function, "stored" if writes else "loaded"
             raise DeviceFaultError(f"{name} {verb} {nbytes} bytes at {address:#x}, which the GPU cannot reach")
         if writes:
             self.stored_bytes += nbytes * addresses.size
 
 
-def _first_wrong(memory: MemoryTable, addresses: NDArray[np.int64], nbytes: int, device: int) -> int:
-    candidates = addresses.reshape(-1, 1)
-    return next(int(each[0]) for each in candidates if not memory.reachable(each, nbytes, device))
-
-
-def _pointed_at(arguments: Sequence[tuple[str, str, int]], memory: MemoryTable) -> list[Region]:
-    """The memory whose addresses are arguments: it must not be freed before the kernel has run."""
-    regions = [memory.at(value) for _, kind, value in arguments if kind == "i64"]
-    return [region for region in regions if region is not None]
-
-
-def pack(**fields: Any) -> bytes:
+def pack(*, shared_bytes: int = IMAGE_SHARED_BYTES, **fields: Any) -> bytes:
     """An image; the fields are those of `Code`."""
-    return MAGIC + json.dumps(fields).encode()
+    return MAGIC + json.dumps(fields | {"shared_bytes": shared_bytes}).encode()

@@ -19,13 +19,10 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
-from cuda.bindings import driver as cuda
 from numpy.typing import NDArray
 
 from kvoffload.simulator import space
-from kvoffload.simulator.errors import RefusedError, SimulatorError
-
-INVALID_VALUE = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
+from kvoffload.simulator.errors import INVALID_VALUE, RefusedError, SimulatorError
 
 FRESH_BYTE = 0xA5  # what new memory holds: never zero, which looks like a right answer too often
 FREED_BYTE = 0xDE
@@ -97,26 +94,6 @@ class _Columns(NamedTuple):
     ends: Indices
 
 
-def _make_regions(kind: Kind, sizes: Sequence[int], alignment: int, contexts: Sequence[Any]) -> list[Region]:
-    """Memory at addresses that follow each other, with guards before the first and after the last."""
-    nbytes = sum(sizes)
-    storage = np.empty(nbytes + 2 * GUARD_BYTES + alignment, np.uint8)
-    zone_start = space.address_of(storage)
-    first = -(-(zone_start + GUARD_BYTES) // alignment) * alignment
-    start = first - zone_start
-    storage[:start] = GUARD_BYTE
-    storage[start : start + nbytes] = FRESH_BYTE
-    storage[start + nbytes :] = GUARD_BYTE
-    bases = list(itertools.accumulate(sizes, initial=first))
-    edges = [zone_start, *bases[1:-1], zone_start + storage.size]
-    return [
-        Region(kind, low, base, end, high, context, storage[low - zone_start : high - zone_start])
-        for (low, high), (base, end), context in zip(
-            itertools.pairwise(edges), itertools.pairwise(bases), contexts, strict=True
-        )
-    ]
-
-
 def _pages(start: int, end: int) -> tuple[int, int]:
     return start // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
 
@@ -139,7 +116,21 @@ class MemoryTable:
         self, kind: Kind, sizes: Sequence[int], alignment: int, contexts: Sequence[Any]
     ) -> list[Region]:
         """Like `allocate`, regions of these sizes at addresses that follow each other; only the first is aligned."""
-        regions = _make_regions(kind, sizes, alignment, contexts)
+        nbytes = sum(sizes)
+        storage = np.empty(nbytes + 2 * GUARD_BYTES + alignment, np.uint8)
+        zone_start = space.address_of(storage)
+        first = -(-(zone_start + GUARD_BYTES) // alignment) * alignment
+        start = first - zone_start
+        storage[:start] = GUARD_BYTE
+        storage[start : start + nbytes] = FRESH_BYTE
+        storage[start + nbytes :] = GUARD_BYTE
+        bases = list(itertools.accumulate(sizes, initial=first))
+        edges = [zone_start, *bases[1:-1], zone_start + storage.size]  # guards: before the first and after the last
+        zones = zip(itertools.pairwise(edges), itertools.pairwise(bases), contexts, strict=True)
+        regions = [
+            Region(kind, low, base, end, high, context, storage[low - zone_start : high - zone_start])
+            for (low, high), (base, end), context in zones
+        ]
         for region in regions:
             self._insert(region)
         return regions

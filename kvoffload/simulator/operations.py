@@ -123,17 +123,14 @@ class KernelOperation(Operation):
 
     def run(self) -> float:
         for address, nbytes in self.spans:
-            self._check(address, nbytes)
+            try:
+                region = self.memory.find(address, nbytes)
+            except RefusedError:
+                region = None
+            if region is None:
+                raise DeviceFaultError(f"a kernel touched {nbytes} bytes at {address:#x}, which no GPU can reach")
         self.function()
         return MICROSECONDS_PER_COPY + sum(nbytes for _, nbytes in self.spans) / BYTES_PER_MICROSECOND
-
-    def _check(self, address: int, nbytes: int) -> None:
-        try:
-            region = self.memory.find(address, nbytes)
-        except RefusedError:
-            region = None
-        if region is None:
-            raise DeviceFaultError(f"a kernel touched {nbytes} bytes at {address:#x}, which no GPU can reach")
 
 
 class Descriptors(NamedTuple):
@@ -217,33 +214,19 @@ class BatchCopy(Copy):
         order = np.random.default_rng(self.chance.getrandbits(32)).permutation(count)
         if fault:
             order = order[: count // 2]
+        rows, view = space.rows, space.view
+        columns = self.descriptors.select(order)
+        copies = zip(*(column.tolist() for column in columns), strict=True)
         if self._bytes is not None:
-            self._write_snapshots(order, self._bytes)
-        elif (self.descriptors.height == 1).all():
-            self._copy_flat(order)
+            for index, (target, _, width, height, pitch, _) in zip(order.tolist(), copies, strict=True):
+                rows(target, width, height, pitch)[:] = self._bytes[index]
+        elif (columns.height == 1).all():  # slices are quicker
+            for target, source, width, *_ in copies:
+                view(target, width)[:] = view(source, width)
         else:
-            self._copy_rows(order)
+            for target, source, width, height, target_pitch, source_pitch in copies:
+                rows(target, width, height, target_pitch)[:] = rows(source, width, height, source_pitch)
         self.done, self._bytes = True, None
-
-    def _copy_flat(self, order: Indices) -> None:
-        chosen = self.descriptors.select(order)
-        view = space.view
-        for target, source, nbytes in zip(
-            chosen.target.tolist(), chosen.source.tolist(), chosen.width.tolist(), strict=True
-        ):
-            view(target, nbytes)[:] = view(source, nbytes)
-
-    def _copy_rows(self, order: Indices) -> None:
-        columns = [column.tolist() for column in self.descriptors.select(order)]
-        for target, source, width, height, target_pitch, source_pitch in zip(*columns, strict=True):
-            space.rows(target, width, height, target_pitch)[:] = space.rows(source, width, height, source_pitch)
-
-    def _write_snapshots(self, order: Indices, snapshots: list[space.Bytes]) -> None:
-        columns = self.descriptors
-        lists = [each.tolist() for each in (columns.target, columns.width, columns.height, columns.target_pitch)]
-        for index in order.tolist():
-            target, width, height, pitch = (each[index] for each in lists)
-            space.rows(target, width, height, pitch)[:] = snapshots[index]
 
 
 class CopyOperation(Operation):

@@ -60,7 +60,11 @@ class Scheduler:
         """Append an operation to a queue. Returns its number in that stream."""
         for region in operation.regions:
             region.pending += 1
-        operation.dependencies += self._legacy_order(stream)
+        legacy, blocking = stream.context.legacy, stream.context.blocking  # CUDA's "implicit synchronisation"
+        if stream is legacy:
+            operation.dependencies += [(other, other.submitted) for other in blocking.values() if other.queue]
+        elif stream.blocking and legacy.queue:
+            operation.dependencies.append((legacy, legacy.submitted))
         stream.queue.append(operation)
         stream.occupied += operation.places
         stream.submitted += 1
@@ -81,15 +85,6 @@ class Scheduler:
             elif moment == 1:
                 due = self._steps + self.chance.randrange(1, EARLY_READ_STEPS)
                 heapq.heappush(self._early, (due, next(self._ties), copy))
-
-    def _legacy_order(self, stream: Stream) -> list[tuple[Stream, int]]:
-        """What an operation waits for because of the legacy default stream: CUDA's "implicit synchronisation"."""
-        context = stream.context
-        if stream is context.legacy:
-            return [(other, other.submitted) for other in list(context.blocking.values()) if other.queue]
-        if stream.blocking and context.legacy.queue:
-            return [(context.legacy, context.legacy.submitted)]
-        return []
 
     # Progress
 
@@ -115,7 +110,9 @@ class Scheduler:
         while self._early and self._early[0][0] <= self._steps:
             heapq.heappop(self._early)[2].snapshot()
         if self._gated and (not self._runnable or self.chance.random() < GATE_POLL_PROBABILITY):
-            self._poll_gates()
+            for opened in [stream for stream in self._gated if stream.queue[0].open()]:
+                self._gated.remove(opened)
+                self._make_runnable(opened)
         if not self._runnable:
             return False
         stream = self._runnable[int(self.chance.random() * len(self._runnable))]
@@ -152,8 +149,13 @@ class Scheduler:
             self.drop_queue(stream)
             return False
         operation = stream.queue[0]
-        if operation.dependencies and not self._dependencies_met(stream, operation):
-            return False
+        while operation.dependencies:
+            other, serial = operation.dependencies[-1]
+            if other.completed < serial:
+                self._leave_runnable(stream, StreamState.BLOCKED)
+                other.waiters.append((serial, stream))
+                return False
+            operation.dependencies.pop()
         if not operation.open():
             self._leave_runnable(stream, StreamState.GATED)
             self._gated.append(stream)
@@ -189,16 +191,6 @@ class Scheduler:
         if stream.destroyed and not stream.queue:
             stream.context.remove(stream)
 
-    def _dependencies_met(self, stream: Stream, operation: Operation) -> bool:
-        while operation.dependencies:
-            other, serial = operation.dependencies[-1]
-            if other.completed < serial:
-                self._leave_runnable(stream, StreamState.BLOCKED)
-                other.waiters.append((serial, stream))
-                return False
-            operation.dependencies.pop()
-        return True
-
     def _wake(self, stream: Stream) -> None:
         ready = [waiter for serial, waiter in stream.waiters if serial <= stream.completed]
         if ready:
@@ -206,11 +198,6 @@ class Scheduler:
             for waiter in ready:
                 if waiter.state is StreamState.BLOCKED:
                     self._make_runnable(waiter)
-
-    def _poll_gates(self) -> None:
-        for stream in [stream for stream in self._gated if stream.queue[0].open()]:
-            self._gated.remove(stream)
-            self._make_runnable(stream)
 
     def _make_runnable(self, stream: Stream) -> None:
         stream.state = StreamState.RUNNABLE

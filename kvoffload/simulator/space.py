@@ -97,26 +97,21 @@ class MappedPages:
         """Whether `span`, an (address, nbytes) pair, lies in mapped readable memory."""
         if self._known(*span):
             return True
-        return not self._refresh() or self._known(*span)
-
-    def _known(self, address: int, nbytes: int) -> bool:
-        index = bisect_right(self._starts, address) - 1
-        return index >= 0 and address + nbytes <= self._ends[index]
-
-    def _refresh(self) -> bool:
         try:
             text = Path("/proc/self/maps").read_bytes()
         except OSError:
-            return False
+            return True
         starts: list[bytes] = []
         ends: list[bytes] = []
-        end = b""
         for first, last in self._READABLE.findall(text):
-            if first == end:  # neighbours with different rights or files are one span to us
+            if ends and first == ends[-1]:  # neighbours with different rights or files are one span to us
                 ends[-1] = last
             else:
                 starts.append(first)
                 ends.append(last)
-            end = last
         self._starts, self._ends = ([int(each, 16) for each in some] for some in (starts, ends))
-        return True
+        return self._known(*span)
+
+    def _known(self, address: int, nbytes: int) -> bool:
+        index = bisect_right(self._starts, address) - 1
+        return index >= 0 and address + nbytes <= self._ends[index]

@@ -127,7 +127,7 @@ class Output:
         or without rich.
         """
         if not (self._rich and sys.stderr is not None and sys.stderr.isatty()):
-            yield _no_progress
+            yield lambda done, total: None  # noqa: ARG005
             return
         from rich.console import Console
         from rich.progress import Progress
@@ -135,10 +135,6 @@ class Output:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _no_progress(done: int, total: int) -> None:
-    pass
 
 
 def as_json(fields: dict[str, Any]) -> str:

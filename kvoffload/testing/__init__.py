@@ -11,7 +11,7 @@
 
 from kvoffload.simulator import Faults, SimulatedDriver, SimulatorError
 from kvoffload.testing.faulty_tier import FaultyTier, TierFaults
-from kvoffload.testing.tier_conformance import check_tier
+from kvoffload.testing.tier_checks import check_tier
 from kvoffload.testing.tier_model import FuzzReport, fuzz_tier
 from kvoffload.testing.transfers import (
     POISON,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvoffload.internal.checks import seconds
-from kvoffload.tiers import MemoryTier, Origin, Outcome, ThreadedTier, TierJob
+from kvoffload.tiers import Limits, MemoryTier, Origin, Outcome, ThreadedTier, TierJob
 from kvoffload.tiers.threaded import Rows
 
 
@@ -59,12 +59,14 @@ class FaultyTier(ThreadedTier):
         faults: how often; by default none, as for `fail_all` and `hang_all` alone.
         inner: a tier without a pool, whose methods are called; its own threads are not started. Default: a MemoryTier.
         seed: of chance.
-        threads, max_queued: see `ThreadedTier`. The default is one thread.
+        limits: see `Limits`; one thread by default.
 
     Attributes:
         faults: may be replaced at any time.
         inner: as given.
     """
+
+    threads = 1
 
     def __init__(
         self,
@@ -72,11 +74,11 @@ class FaultyTier(ThreadedTier):
         *,
         inner: ThreadedTier | None = None,
         seed: int = 0,
-        threads: int = 1,
-        max_queued: int = 4096,
+        limits: Limits | None = None,
     ) -> None:
+        super().__init__(limits=limits)
         self.inner = MemoryTier(1 << 30) if inner is None else inner
-        super().__init__(threads=threads, max_queued=max_queued, bytes_per_call=self.inner.bytes_per_call)
+        self.bytes_per_call = self.inner.bytes_per_call
         self.faults = TierFaults() if faults is None else faults
         self.name = f"faulty-{self.inner.name}"
         self.capabilities = self.inner.capabilities
@@ -204,22 +206,18 @@ class FaultyTier(ThreadedTier):
         with self._state:
             fail, error, delay, hang, seconds = (self._random.random() for _ in range(5))
             if self._all_hang or hang < faults.hang:
-                self._hang()
+                before = self._releases
+                self._hung += 1
+                try:
+                    while self._releases == before:
+                        self._state.wait()
+                finally:
+                    self._hung -= 1
         if delay < faults.delay:
             time.sleep(seconds * faults.longest_delay)
         if error < faults.error:
             raise OSError(errno.EIO, "a fault of FaultyTier")
         return self._all_fail or fail < faults.fail
-
-    def _hang(self) -> None:
-        """Wait until what hangs now is released; under the lock, which waiting gives back."""
-        before = self._releases
-        self._hung += 1
-        try:
-            while self._releases == before:
-                self._state.wait()
-        finally:
-            self._hung -= 1
 
     def _scribble(self, rows: Rows) -> None:
         for row in rows:

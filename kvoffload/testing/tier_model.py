@@ -33,7 +33,7 @@ class _Pending(NamedTuple):
 
     kind: str
     job: TierJob
-    versions: tuple[int, ...] = ()
+    versions: tuple[int, ...]
 
 
 class TierModel:
@@ -124,8 +124,18 @@ class TierFuzz:
         kinds = ("put", "get", "exists", "remove", "look", "clear", "drain")
         while self.operations < operations:
             kind = self._random.choices(kinds, (40, 42, 7, 8, 3, 0.05, 0.1))[0]
-            if kind in ("clear", "drain", "look"):
-                self._whole_tier(kind)
+            if kind == "look":
+                self._tier.contains(self._random.sample(self._keys, 5))
+                self._tier.statistics()
+            elif kind in ("clear", "drain"):
+                self._finish_all()
+                self.operations += 1
+                if kind == "clear":
+                    [outcome] = self._wait(self._tier.clear())
+                    self.outcomes[kind, outcome.value] += 1
+                    self._model.has_cleared(outcome)
+                elif self._while_waiting is None:
+                    self._tier.drain(self._timeout)
             else:
                 self._submit(kind)
             while len(self._pending) >= _JOBS_AT_ONCE or (self._pending and self._random.random() < 0.2):
@@ -140,6 +150,7 @@ class TierFuzz:
         deadline = self._random.choice([None, None, None, time.monotonic() + self._timeout])
         if self._random.random() < 0.02:
             deadline = time.monotonic() - 1.0
+        versions: tuple[int, ...] = ()
         if kind == "put":
             entries = self._take(len(keys))
             versions = tuple(range(self._next_version, self._next_version + len(keys)))
@@ -147,13 +158,11 @@ class TierFuzz:
             for entry, version in zip(entries, versions, strict=True):
                 self._pools.fill(entry, version)
             job = self._tier.put(keys, entries, deadline=deadline, tenant=self._random.choice(["", "a"]))
-            self._pending.append(_Pending(kind, job, versions))
         elif kind == "get":
             job = self._tier.get(keys, self._take(len(keys)), deadline=deadline)
-            self._pending.append(_Pending(kind, job))
         else:
             job = self._tier.exists(keys, deadline=deadline) if kind == "exists" else self._tier.remove(keys)
-            self._pending.append(_Pending(kind, job))
+        self._pending.append(_Pending(kind, job, versions))
         if self._random.random() < 0.03:
             job.cancel()
 
@@ -167,21 +176,6 @@ class TierFuzz:
             assert self._pools.poisoned(entry), f"entry {entry} was written to, and no job that had not ended has it"
         return taken
 
-    def _whole_tier(self, kind: str) -> None:
-        if kind == "look":
-            self._tier.contains(self._random.sample(self._keys, 5))
-            self._tier.statistics()
-            return
-        self._finish_all()
-        self.operations += 1
-        if kind == "clear":
-            job = self._tier.clear()
-            [outcome] = self._wait(job)
-            self._count(kind, outcome)
-            self._model.has_cleared(outcome)
-        elif self._while_waiting is None:
-            self._tier.drain(self._timeout)
-
     def _finish_all(self) -> None:
         while self._pending:
             self._finish(0)
@@ -193,21 +187,21 @@ class TierFuzz:
             time.sleep(2e-5)
         return job.wait(self._timeout)
 
-    def _count(self, kind: str, outcome: Outcome) -> None:
-        self.outcomes[kind, outcome.value] += 1
-
     def _finish(self, at: int) -> None:
         kind, job, versions = self._pending.pop(at)
         for position, outcome in enumerate(self._wait(job)):
             key = job.keys[position]
             self.operations += 1
-            self._count(kind, outcome)
+            self.outcomes[kind, outcome.value] += 1
             if kind == "put":
                 entry = job.entries[position]
                 assert self._pools.version(entry) == versions[position], f"put of {key!r} has written to its entry"
                 self._model.has_put(key, versions[position], outcome)
             elif kind == "get":
-                self._check_got(key, job.entries[position], outcome)
+                entry = job.entries[position]
+                self._model.has_got(key, self._pools.version(entry) if outcome is Outcome.DONE else None, outcome)
+                if outcome in (Outcome.EXPIRED, Outcome.CANCELLED, Outcome.DECLINED):
+                    assert self._pools.poisoned(entry), f"get of {key!r} is {outcome}, and its entry was written to"
             elif kind == "exists":
                 self._model.has_asked(key, outcome)
             else:
@@ -215,12 +209,6 @@ class TierFuzz:
         for entry in job.entries:
             self._pools.poison(entry)
         self._entries += job.entries
-
-    def _check_got(self, key: bytes, entry: int, outcome: Outcome) -> None:
-        version = self._pools.version(entry) if outcome is Outcome.DONE else None
-        self._model.has_got(key, version, outcome)
-        if outcome in (Outcome.EXPIRED, Outcome.CANCELLED, Outcome.DECLINED):
-            assert self._pools.poisoned(entry), f"get of {key!r} is {outcome}, and its entry was written to"
 
 
 def fuzz_tier(

@@ -233,10 +233,15 @@ def check_copier_conformance(
     Raises:
         AssertionError: a copier moved other bytes than the loop, or touched a byte that it should not have.
     """
-    names = _copiers_of(device) if copiers is None else copiers
+    names = copiers
+    if names is None:  # whether a kernel can run is known for certain when an engine has loaded one
+        with device.allocate(64) as buffer:
+            layout = KVLayout([[Plane(buffer.address, block_bytes=64, num_blocks=1, owner=buffer)]])
+            with OffloadEngine(layout, device=device, num_slots=1) as engine:
+                names = [name for name in NAMES if name not in engine.missing_copiers]
     cases = []
     for kind, make in _LAYOUTS.items():
-        for factor in (1, 3, 8) if make is _interleaved else (1, 3):
+        for factor in (1, 3, 8) if kind == _INTERLEAVED else (1, 3):
             for copier in names:
                 nbytes = _check_copier(device, make, factor, copier, seed)
                 cases.append(ConformanceCase(kind, factor, copier, nbytes))
@@ -245,14 +250,6 @@ def check_copier_conformance(
 
 # Kernels by as many programs as no default has, and a split of which both parts are there; others take no kernel.
 _METHODS: dict[CopierName, CopyMethod] = {"gather": CopyMethod("gather", 3, 1.0), "split": CopyMethod("split", 2, 0.4)}
-
-
-def _copiers_of(device: Device) -> list[CopierName]:
-    """Whether a kernel can run is known for certain when an engine has loaded one."""
-    with device.allocate(64) as buffer:
-        layout = KVLayout([[Plane(buffer.address, block_bytes=64, num_blocks=1, owner=buffer)]])
-        with OffloadEngine(layout, device=device, num_slots=1) as engine:
-            return [name for name in NAMES if name not in engine.missing_copiers]
 
 
 def _check_copier(
@@ -300,31 +297,26 @@ _MARGIN = 256  # guard bytes around every plane
 _BLOCKS = 12  # of a plane: a simulated device interprets kernels, which takes 20 ms for 64 KiB
 
 
-def _slab(
+def _planes(
     device: Device,
     block_bytes: int = 4096,
     padding: int = 0,
     order: Callable[[int], Any] = range,
     num_blocks: int = _BLOCKS,
     count: int = 6,
+    interleaved: bool = False,
 ) -> _Memory:
-    stride = block_bytes + padding
-    pitch = stride * num_blocks + _MARGIN
-    buffer = device.allocate(pitch * count + _MARGIN)
-    planes = [
-        Plane(
-            buffer.address + _MARGIN + index * pitch,
-            block_bytes=block_bytes,
-            num_blocks=num_blocks,
-            block_stride=stride,
-            owner=buffer,
-        )
-        for index in order(count)
-    ]
-    return planes, [buffer]
+    """Planes of one size in one allocation."""
+    stride = block_bytes * count if interleaved else block_bytes + padding
+    pitch = block_bytes if interleaved else stride * num_blocks + _MARGIN
+    buffer = device.allocate(max(pitch * count, stride * num_blocks + _MARGIN) + _MARGIN)
+    addresses = [buffer.address + _MARGIN + index * pitch for index in order(count)]
+    of_all: dict[str, Any] = {"block_bytes": block_bytes, "num_blocks": num_blocks, "block_stride": stride}
+    return [Plane(address, owner=buffer, **of_all) for address in addresses], [buffer]
 
 
 def _separate(device: Device, *sizes: int) -> _Memory:
+    """Planes of several sizes, each in an allocation of its own."""
     buffers = [device.allocate(size * _BLOCKS + 2 * _MARGIN) for size in sizes]
     planes = [
         Plane(buffer.address + _MARGIN, block_bytes=size, num_blocks=_BLOCKS, owner=buffer)
@@ -333,31 +325,16 @@ def _separate(device: Device, *sizes: int) -> _Memory:
     return planes, buffers
 
 
-def _interleaved(device: Device) -> _Memory:
-    block_bytes, count, num_blocks = 1024, 5, _BLOCKS
-    buffer = device.allocate(block_bytes * count * num_blocks + 2 * _MARGIN)
-    planes = [
-        Plane(
-            buffer.address + _MARGIN + index * block_bytes,
-            block_bytes=block_bytes,
-            num_blocks=num_blocks,
-            block_stride=block_bytes * count,
-            owner=buffer,
-        )
-        for index in range(count)
-    ]
-    return planes, [buffer]
-
-
+_INTERLEAVED = "interleaved planes"
 _LAYOUTS: dict[str, Callable[[Device], _Memory]] = {
-    "slab": _slab,
-    "slab of 18 KiB blocks": lambda device: _slab(device, block_bytes=18 << 10, num_blocks=5, count=3),
-    "slab with padding": lambda device: _slab(device, block_bytes=1536, padding=512),
-    "slab of blocks aligned to 8 bytes": lambda device: _slab(device, block_bytes=1000, count=3),
-    "slab of blocks aligned to 4 bytes": lambda device: _slab(device, block_bytes=1004, padding=4, count=3),
-    "slab of odd blocks with padding": lambda device: _slab(device, block_bytes=1001, padding=22, count=2),
-    "slab in shuffled order": lambda device: _slab(device, order=lambda count: [3, 0, 5, 1, 4, 2][:count]),
+    "slab": _planes,
+    "slab of 18 KiB blocks": lambda device: _planes(device, block_bytes=18 << 10, num_blocks=5, count=3),
+    "slab with padding": lambda device: _planes(device, block_bytes=1536, padding=512),
+    "slab of blocks aligned to 8 bytes": lambda device: _planes(device, block_bytes=1000, count=3),
+    "slab of blocks aligned to 4 bytes": lambda device: _planes(device, block_bytes=1004, padding=4, count=3),
+    "slab of odd blocks with padding": lambda device: _planes(device, block_bytes=1001, padding=22, count=2),
+    "slab in shuffled order": lambda device: _planes(device, order=lambda count: [3, 0, 5, 1, 4, 2][:count]),
     "separate allocations of several sizes": lambda device: _separate(device, 4096, 1024, 48),
     "separate allocations of odd sizes": lambda device: _separate(device, 160, 17, 1),
-    "interleaved planes": _interleaved,
+    _INTERLEAVED: lambda device: _planes(device, block_bytes=1024, count=5, interleaved=True),
 }

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvoffload.errors import CapabilityError
 from kvoffload.tiers.files import Buffer
+from kvoffload.tiers.options import import_package
 
 DIGEST_BYTES = 16
 XXH3_128, BLAKE2B = 1, 2  # algorithm ids of the format
@@ -45,46 +45,32 @@ def make_checksum(key: bytes | None = None) -> Checksum:
         CapabilityError: without a key, and xxhash cannot be imported.
         TypeError, ValueError: `key`. The message does not show it.
     """
-    return _xxh3() if key is None else _keyed(key)
+    begin: Callable[[], Any]
+    of_bytes: Callable[[Buffer | bytes], bytes]
+    if key is None:
+        needs = "a durable or shared tier needs the package xxhash for its checksums"
+        xxhash = import_package("xxhash", needs=needs, extra="disk")
+        begin, of_bytes = xxhash.xxh3_128, xxhash.xxh3_128_digest
+        algorithm, check = XXH3_128, bytes(DIGEST_BYTES)
+    else:
+        if not isinstance(key, bytes):
+            raise TypeError(f"key must be bytes, or None for xxh3_128, got a value of type {type(key).__name__}")
+        if len(key) not in _KEY_BYTES:
+            raise ValueError(f"key must have {_KEY_BYTES[0]} to {_KEY_BYTES[-1]} bytes, got {len(key)}")
+        begin = blake2b(key=key, digest_size=DIGEST_BYTES, person=b"kvoffload disk").copy
+        algorithm, check = BLAKE2B, blake2b(key=key, digest_size=DIGEST_BYTES, person=b"kvoffload key").digest()
 
-
-def _xxh3() -> Checksum:
-    try:
-        import xxhash
-    except ImportError as error:
-        raise CapabilityError(
-            f"a durable or shared tier needs the package xxhash for its checksums, which cannot be imported ({error}); "
-            "install it: pip install 'kvoffload[disk]'"
-        ) from error
+        def of_bytes(data: Buffer | bytes) -> bytes:
+            hasher = begin()
+            hasher.update(data)
+            return bytes(hasher.digest())
 
     def of(views: Sequence[Buffer]) -> bytes:
         if len(views) == 1:
-            return xxhash.xxh3_128_digest(views[0])
-        hasher = xxhash.xxh3_128()
-        for view in views:
-            hasher.update(view)
-        return hasher.digest()
-
-    return Checksum(XXH3_128, bytes(DIGEST_BYTES), of, xxhash.xxh3_128_digest)
-
-
-def _keyed(key: bytes) -> Checksum:
-    if not isinstance(key, bytes):
-        raise TypeError(f"key must be bytes, or None for xxh3_128, got a value of type {type(key).__name__}")
-    if len(key) not in _KEY_BYTES:
-        raise ValueError(f"key must have {_KEY_BYTES[0]} to {_KEY_BYTES[-1]} bytes, got {len(key)}")
-    begin = blake2b(key=key, digest_size=DIGEST_BYTES, person=b"kvoffload disk").copy
-
-    def of(views: Sequence[Buffer]) -> bytes:
+            return of_bytes(views[0])
         hasher = begin()
         for view in views:
             hasher.update(view)
-        return hasher.digest()
+        return bytes(hasher.digest())
 
-    def of_bytes(data: bytes) -> bytes:
-        hasher = begin()
-        hasher.update(data)
-        return hasher.digest()
-
-    check = blake2b(key=key, digest_size=DIGEST_BYTES, person=b"kvoffload key").digest()
-    return Checksum(BLAKE2B, check, of, of_bytes)
+    return Checksum(algorithm, check, of, of_bytes)

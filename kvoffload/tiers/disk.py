@@ -5,22 +5,23 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from kvoffload.cache.admission import Tenant
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.pools import Tenant
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import TierCapabilities
 from kvoffload.errors import LayoutError
 from kvoffload.internal.checks import at_least, flag
 from kvoffload.tiers.checksums import make_checksum
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import SYSTEM, Buffer, FileOperations
 from kvoffload.tiers.format import check_identity
-from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.slot_files import ReadResult, SlotFiles
+from kvoffload.tiers.options import Limits
+from kvoffload.tiers.slot_files import SlotFiles
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
-from kvoffload.tiers.tier import TierCapabilities
 
-_BYTES_PER_CALL = 4 << 20  # small records: the bookkeeping of several at once
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -47,8 +48,7 @@ class DiskTier(ThreadedTier):
         read_only: read what another process writes; records that it adds later are not seen.
         direct: transfer around the page cache where the file system can; see `direct_io`.
         name: for metrics and messages.
-        threads: that transfer records at a time; one more computes checksums meanwhile.
-        max_queued: see `ThreadedTier`.
+        limits: see `Limits`. 4 threads by default transfer records; one more computes checksums meanwhile.
         operations: the system calls, for tests.
 
     Raises:
@@ -57,6 +57,8 @@ class DiskTier(ThreadedTier):
         space. BlockingIOError: another process has them open for writing. PermissionError: a folder or file is open to
         other users. OSError: a system call failed.
     """
+
+    bytes_per_call = 4 << 20  # small records: the bookkeeping of several at once
 
     def __init__(
         self,
@@ -71,29 +73,32 @@ class DiskTier(ThreadedTier):
         read_only: bool = False,
         direct: bool = True,
         name: str = "disk",
-        threads: int = 4,
-        max_queued: int = 4096,
+        limits: Limits | None = None,
         operations: FileOperations = SYSTEM,
     ) -> None:
-        self.io_threads = at_least("threads", threads, 1)
-        self._reset, self._direct = flag("reset", reset), flag("direct", direct)
         self.read_only = flag("read_only", read_only)
-        super().__init__(threads=threads + 1, max_queued=max_queued, bytes_per_call=_BYTES_PER_CALL)
+        super().__init__(limits=limits)
+        self.io_threads, self.threads = self.threads, self.threads + 1
         self.paths = [path] if isinstance(path, str | Path) else list(path)
         self.nbytes = 0 if read_only else at_least("nbytes", nbytes, 1)
         make_checksum(key)
         self.name = name
         self.identity = check_identity(identity)
-        self.capabilities = TierCapabilities(
-            durable=True,
-            shared=False,
-            local_index=True,
-            max_bytes=None if read_only else nbytes,
-            preferred_bytes=1 << 20,
-            alignment=4096,
-        )
+        most = None if read_only else nbytes
+        self.capabilities = TierCapabilities(durable=True, shared=False, local_index=True, max_bytes=most)
         self._policy, self._tenants = policy, dict(tenants or {})
-        self._key, self._operations = key, operations
+        self._open = partial(
+            SlotFiles,
+            self.paths,
+            nbytes=self.nbytes,
+            identity=identity,
+            key=key,
+            reset=flag("reset", reset),
+            read_only=read_only,
+            direct=flag("direct", direct),
+            io_threads=self.io_threads,
+            operations=operations,
+        )
         self._disk: DiskIndex | None = None
         self._puts: dict[TierJob, DiskPut] = {}
         self._lock = threading.RLock()
@@ -113,7 +118,7 @@ class DiskTier(ThreadedTier):
     def start(self, layout: bytes | None) -> None:
         assert layout is not None, "a durable tier is given one"
         try:
-            files = self._opened_files(layout)
+            files = self._open(slot_bytes=self.record_bytes, layout_digest=layout)
         except ValueError as error:
             raise LayoutError(str(error)) from error
         try:
@@ -122,21 +127,6 @@ class DiskTier(ThreadedTier):
             files.close()
             raise
 
-    def _opened_files(self, layout: bytes) -> SlotFiles:
-        return SlotFiles(
-            self.paths,
-            slot_bytes=self.record_bytes,
-            nbytes=self.nbytes,
-            layout_digest=layout,
-            identity=self.identity,
-            key=self._key,
-            reset=self._reset,
-            read_only=self.read_only,
-            direct=self._direct,
-            io_threads=self.io_threads,
-            operations=self._operations,
-        )
-
     def release(self) -> None:
         self._here.close()
 
@@ -144,31 +134,34 @@ class DiskTier(ThreadedTier):
         if self.read_only:
             return [Outcome.DECLINED] * len(keys)
         disk = self._here
-        put = self._put_of(origin)
+        with self._lock:  # of a put, slots are reserved for all keys when the first of them is written
+            put = self._puts.get(origin.job)
+            if put is None:
+                tenant = origin.tenant if origin.tenant in self._tenants else ""
+                put = self._puts[origin.job] = disk.reserve(origin.job.keys, tenant)
         payloads = {key: _views(each) for key, each in zip(keys, rows, strict=True) if key in put.slots}
         results = dict(zip(payloads, disk.write(put, list(payloads), list(payloads.values())), strict=True))
-        present = disk.contains(keys)
-        return [
-            self._put_outcome(results[key]) if key in results else Outcome.DONE if there else Outcome.DECLINED
-            for key, there in zip(keys, present, strict=True)
-        ]
-
-    def _put_outcome(self, result: bool | OSError) -> Outcome:
-        if isinstance(result, OSError):
-            self.warn(result)
-            return Outcome.DECLINED if result.errno in _FULL else Outcome.FAILED
-        return Outcome.DONE if result else Outcome.DECLINED
+        outcomes: list[Outcome] = []
+        for key, there in zip(keys, disk.contains(keys), strict=True):
+            result = results.get(key, there)
+            if isinstance(result, OSError):
+                self.warn(result)
+                outcomes.append(Outcome.DECLINED if result.errno in _FULL else Outcome.FAILED)
+            else:
+                outcomes.append(Outcome.DONE if result else Outcome.DECLINED)
+        return outcomes
 
     def read_records(self, keys: Sequence[bytes], rows: Sequence[Rows]) -> list[Outcome]:
         results = self._here.read(keys, list(map(_views, rows)))
         self.count_corrupt(results.count(None))
-        return list(map(self._get_outcome, results))
-
-    def _get_outcome(self, result: ReadResult) -> Outcome:
-        if isinstance(result, OSError):
-            self.warn(result)
-            return Outcome.FAILED
-        return Outcome.DONE if result else Outcome.MISSING
+        outcomes: list[Outcome] = []
+        for result in results:
+            if isinstance(result, OSError):
+                self.warn(result)
+                outcomes.append(Outcome.FAILED)
+            else:
+                outcomes.append(Outcome.DONE if result else Outcome.MISSING)
+        return outcomes
 
     def have_records(self, keys: Sequence[bytes]) -> list[bool]:
         return [False] * len(keys) if self._disk is None else self._disk.contains(keys)
@@ -203,15 +196,6 @@ class DiskTier(ThreadedTier):
     def _here(self) -> DiskIndex:
         assert self._disk is not None, "the files are open from `start` on"
         return self._disk
-
-    def _put_of(self, origin: Origin) -> DiskPut:
-        """The slots of a put call, reserved for all of its keys when the first of them is written."""
-        with self._lock:
-            put = self._puts.get(origin.job)
-            if put is None:
-                tenant = origin.tenant if origin.tenant in self._tenants else ""
-                put = self._puts[origin.job] = self._here.reserve(origin.job.keys, tenant)
-        return put
 
 
 def _views(rows: Rows) -> list[Buffer]:

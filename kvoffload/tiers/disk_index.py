@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvoffload.cache.admission import Tenant
 from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyChoice
+from kvoffload.cache.pools import Tenant
 from kvoffload.cache.reservations import Reservation
 from kvoffload.errors import CapabilityError, MissingKeyError
 from kvoffload.tiers.files import Buffer
 from kvoffload.tiers.format import Pairs, as_pairs, tenant_digest
-from kvoffload.tiers.slot_files import ReadResult, SlotFiles, SlotPut
+from kvoffload.tiers.member import ReadResult, SlotPut
+from kvoffload.tiers.slot_files import SlotFiles
 
 
 class DiskPut:
@@ -27,22 +28,18 @@ class DiskPut:
 
     Attributes:
         slots: of each key that is to be written. Keys that were present or declined have none.
-        present, declined: as in `Reservation`.
+        declined: as in `Reservation`.
         written: keys whose records have been written.
+        positions: where each of these keys stood in the put call.
     """
 
     def __init__(self, reservation: Reservation, sequence: int) -> None:
         self.reservation = reservation
         self.slots = dict(zip(reservation.keys, reservation.indices, strict=True))
-        self.present = reservation.present
         self.declined = reservation.declined
         self.written: set[bytes] = set()
         self.sequence = sequence
-        self._positions = dict(zip(reservation.keys, reservation.positions, strict=True))
-
-    def position_of(self, key: bytes) -> int:
-        """Where a key stood in the put call."""
-        return self._positions[key]
+        self.positions = dict(zip(reservation.keys, reservation.positions, strict=True))
 
 
 class DiskIndex:
@@ -88,7 +85,10 @@ class DiskIndex:
         of, pending = table.of, table.pending
         if not pending:
             return list(map(of.__contains__, keys))
-        return [key in of and (key not in pending or self._is_written(key)) for key in keys]
+        return [
+            key in of and (key not in pending or ((put := self._writing.get(key)) is not None and key in put.written))
+            for key in keys
+        ]
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record that a request has read these keys: see `CacheIndex.touch`."""
@@ -126,7 +126,7 @@ class DiskIndex:
             Of each key whether it has a record: False if it was removed meanwhile. Or what failed.
         """
         puts = [
-            SlotPut(put.slots[key], key, put.position_of(key), views) for key, views in zip(keys, payloads, strict=True)
+            SlotPut(put.slots[key], key, put.positions[key], views) for key, views in zip(keys, payloads, strict=True)
         ]
         results = self.files.write(
             puts, put.reservation.tenant, put.sequence, wanted=lambda key: self._writing.get(key) is put
@@ -242,10 +242,6 @@ class DiskIndex:
     def _check_writes(self) -> None:
         if self.files.read_only:
             raise CapabilityError(f"{self.files!r} is open for reading only; put and remove by the process that writes")
-
-    def _is_written(self, key: bytes) -> bool:
-        put = self._writing.get(key)
-        return put is not None and key in put.written
 
 
 def _names(digests: Pairs, tenants: Mapping[str, Tenant]) -> list[str] | None:

@@ -101,19 +101,17 @@ class OpenFile:
             return
         try:
             same = os.path.samestat(self.operations.fstat(file), self.operations.fstat(self._buffered))
-            if same and self._page_can_be_copied(file, offset):
+            with mmap.mmap(-1, PAGE) as page, memoryview(page) as view:
+                try:
+                    copied = same and self.operations.preadv(file, [view], offset) == PAGE
+                    copied = copied and (not self._writes or self.operations.pwritev(file, [view], offset) == PAGE)
+                except OSError:
+                    copied = False
+            if copied:
                 self._direct, file = file, -1
         finally:
             if file >= 0:
                 self.operations.close(file)
-
-    def _page_can_be_copied(self, file: int, offset: int) -> bool:
-        with mmap.mmap(-1, PAGE) as page, memoryview(page) as view:
-            try:
-                read = self.operations.preadv(file, [view], offset)
-                return read == PAGE and (not self._writes or self.operations.pwritev(file, [view], offset) == PAGE)
-            except OSError:
-                return False
 
     def read(self, views: Sequence[Buffer], offset: int) -> bool:
         """Fill `views` with the bytes from `offset` on, through the page cache; False where the file ends before."""
@@ -121,29 +119,18 @@ class OpenFile:
 
     def write(self, views: Sequence[Buffer], offset: int) -> None:
         """Write all bytes of `views` at `offset`, through the page cache. Not durable before `sync`."""
-        self._write(self._buffered, views, offset)
+        if not self._transfer(self.operations.pwritev, self._buffered, views, offset):
+            raise OSError(errno.EIO, "pwritev wrote nothing", self.path)
 
     def read_payload(self, views: Sequence[Buffer], offset: int) -> bool:
         """The same as `read`, around the page cache where that works and the addresses allow it."""
-        if self._direct is not None:
-            try:
-                return self._transfer(self.operations.preadv, self._direct, views, offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-        return self.read(views, offset)
+        return self._transfer_payload(self.operations.preadv, views, offset)
 
-    def write_payload(self, views: Sequence[Buffer], offset: int) -> None:
-        """The same as `write`, around the page cache where that works and the addresses allow it."""
-        if self._direct is not None:
-            try:
-                self._write(self._direct, views, offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-            else:
-                return
-        self.write(views, offset)
+    def write_payload(self, views: Sequence[Buffer], offset: int) -> bool:
+        """The same as `write`, around the page cache where that works and the addresses allow it; returns True."""
+        if not self._transfer_payload(self.operations.pwritev, views, offset):
+            raise OSError(errno.EIO, "pwritev wrote nothing", self.path)
+        return True
 
     def sync(self) -> None:
         """What has been written before this call is durable when it returns.
@@ -162,9 +149,14 @@ class OpenFile:
         for file in files:
             self.operations.close(file)
 
-    def _write(self, file: int, views: Sequence[Buffer], offset: int) -> None:
-        if not self._transfer(self.operations.pwritev, file, views, offset):
-            raise OSError(errno.EIO, "pwritev wrote nothing", self.path)
+    def _transfer_payload(self, call: Transfer, views: Sequence[Buffer], offset: int) -> bool:
+        if self._direct is not None:
+            try:
+                return self._transfer(call, self._direct, views, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        return self._transfer(call, self._buffered, views, offset)
 
     @staticmethod
     def _transfer(call: Transfer, file: int, views: Sequence[Buffer], offset: int) -> bool:
@@ -214,12 +206,3 @@ def in_runs(
             results += [result] * (end - begin)
         begin = end
     return results
-
-
-def sync_folder(folder: str, operations: FileOperations) -> None:
-    """The names of new files in a folder are durable when it returns."""
-    file = operations.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        operations.fsync(file)
-    finally:
-        operations.close(file)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
+from kvoffload.cache.tiering.tier import Tier
 from kvoffload.internal.checks import shown
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.memory import MemoryTier
-from kvoffload.tiers.mooncake import MooncakeTier
+from kvoffload.tiers.mooncake import MooncakeConnection, MooncakeTier
 from kvoffload.tiers.object_store import ObjectStoreTier
-from kvoffload.tiers.tier import Tier
-from kvoffload.tiers.valkey import ValkeyTier
+from kvoffload.tiers.options import Limits
+from kvoffload.tiers.valkey import ValkeyConnection, ValkeyTier
 
 GROUP = "kvoffload.tiers"
-_OWN: dict[str, Callable[..., Tier]] = {
+_OWN: dict[str, type[Tier]] = {
     "disk": DiskTier,
     "memory": MemoryTier,
     "mooncake": MooncakeTier,
     "objects": ObjectStoreTier,
     "valkey": ValkeyTier,
 }
+_CONNECTIONS: dict[str, type[Any]] = {"mooncake": MooncakeConnection, "valkey": ValkeyConnection}
 
 
 def load_tier(kind: str, /, *arguments: Any, **options: Any) -> Tier:
@@ -30,22 +32,23 @@ def load_tier(kind: str, /, *arguments: Any, **options: Any) -> Tier:
         kind: "disk", "memory", "mooncake", "objects", "valkey", for `DiskTier`, `MemoryTier`, `MooncakeTier`,
             `ObjectStoreTier`, `ValkeyTier`; or the name of an entry point in the group `kvoffload.tiers`, which is a
             subclass of `Tier`, or a function that returns a tier. Its package is imported; no other package is.
-        arguments, options: passed to that class or function.
+        arguments, options: passed to that class or function. For this package's tiers what `Limits`,
+            `ValkeyConnection` and `MooncakeConnection` hold may be given flat, as configurations have it: `threads=8`.
 
     Raises:
         ValueError: there is no tier of that name, or several packages have one.
         TypeError: the entry point does not make a `Tier`.
         And what the class or function raises.
     """
-    tier = _factory(kind)(*arguments, **options)
-    if not isinstance(tier, Tier):
-        raise TypeError(f"the entry point {kind!r} of {GROUP} must make a kvoffload.tiers.Tier, got {shown(tier)}")
-    return tier
-
-
-def _factory(kind: str) -> Callable[..., Any]:
     if kind in _OWN:
-        return _OWN[kind]
+        groups: dict[str, type[Any]] = {"limits": Limits, "connection": _CONNECTIONS.get(kind, Limits)}
+        for name, group in groups.items():
+            flat = [each.name for each in fields(group) if each.name in options]
+            if flat:
+                if name in options:
+                    raise TypeError(f"{name} and {', '.join(flat)} are two ways to say the same; give one of them")
+                options[name] = group(**{each: options.pop(each) for each in flat})
+        return _OWN[kind](*arguments, **options)
     from importlib.metadata import entry_points
 
     found = entry_points(group=GROUP, name=kind)
@@ -56,5 +59,7 @@ def _factory(kind: str) -> Callable[..., Any]:
             f"package, got {shown(kind)}, which {len(found)} packages have"
         )
     [entry_point] = found
-    factory: Callable[..., Any] = entry_point.load()
-    return factory
+    tier = entry_point.load()(*arguments, **options)
+    if not isinstance(tier, Tier):
+        raise TypeError(f"the entry point {kind!r} of {GROUP} must make a kvoffload.tiers.Tier, got {shown(tier)}")
+    return tier

@@ -34,8 +34,9 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -61,6 +62,9 @@ _MOST_WAITING = 512  # headers of records that are not in the file yet
 _EPOCH_COUNT = 1 << 32  # the upper half of an epoch counts
 _NO_HEADER = memoryview(bytes(HEADER_BYTES))
 
+ReadResult: TypeAlias = bool | OSError | None
+"""True: it was read. False: there is no such record. None: its bytes are not those of its header. Or what failed."""
+
 
 class Peek(NamedTuple):
     """A valid header as the file had it at one moment, and the epoch of that moment."""
@@ -71,28 +75,40 @@ class Peek(NamedTuple):
     digest: bytes
 
 
-class NewRecord(NamedTuple):
-    """A record whose payload has been written; `tenant` and `digest` are digests, `position` its place in the put."""
+class SlotPut(NamedTuple):
+    """A record that is to be written.
+
+    Attributes:
+        slot: gets it.
+        key: 1 to 64 bytes.
+        position: of the key in its put call.
+        views: the payload, `slot_bytes` together; for direct I/O each range starts and ends at a multiple of 4096.
+    """
 
     slot: int
     key: bytes
-    tenant: bytes
-    digest: bytes
     position: int
+    views: Sequence[Buffer]
 
 
 class Member:
     """One file of a set. Usable from several threads; slots are numbered from 0 in each member.
+
+    Args:
+        gate: held while payloads are transferred.
 
     Attributes:
         hashes: of the key in each slot's header as the file has it, or will have it, 0 for none; see `hash_of`.
         digests: of the payload that belongs to each header.
     """
 
-    def __init__(self, file: OpenFile, superblock: Superblock, checksum: Checksum) -> None:
+    def __init__(
+        self, file: OpenFile, superblock: Superblock, checksum: Checksum, gate: AbstractContextManager[Any]
+    ) -> None:
         self.file = file
         self.superblock = superblock
         self.checksum = checksum
+        self._gate = gate
         self.hashes: Int64Array = np.zeros(superblock.slots, dtype=np.int64)
         self.digests: Pairs = np.zeros((superblock.slots, 2), dtype=np.uint64)
         self._digest_bytes = self.digests.data.cast("B")  # the same memory, quicker for one record
@@ -112,104 +128,147 @@ class Member:
     def load(self) -> list[Headers]:
         """Read the header table: the valid headers, in segments. `adopt` follows for those that are records."""
         segments: list[Headers] = []
-        buffer = memoryview(bytearray(min(_HEADERS_AT_ONCE, self.superblock.slots) * HEADER_BYTES))
-        for first in range(0, self.superblock.slots, _HEADERS_AT_ONCE):
-            count = min(_HEADERS_AT_ONCE, self.superblock.slots - first)
-            data = buffer[: count * HEADER_BYTES]
+        for first, data in self._table():
             if not self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
                 self._uncertain.update(range(first, self.superblock.slots))  # cut off, or not read
                 break
             segments.append(parse_headers(data, self.superblock, first, self.checksum))
         return segments
 
+    def _table(self) -> Iterator[tuple[int, memoryview]]:
+        """The header table in parts: the first slot of each, and memory for its headers, the same for all parts."""
+        buffer = memoryview(bytearray(min(_HEADERS_AT_ONCE, self.superblock.slots) * HEADER_BYTES))
+        for first in range(0, self.superblock.slots, _HEADERS_AT_ONCE):
+            yield first, buffer[: min(_HEADERS_AT_ONCE, self.superblock.slots - first) * HEADER_BYTES]
+
     def adopt(self, slots: Int64Array, hashes: Int64Array, digests: Pairs) -> None:
         """The file has valid headers in these slots, whatever an index makes of them."""
         self.hashes[slots] = hashes
         self.digests[slots] = digests
 
-    # payloads -----------------------------------------------------------------------------------------------------
+    # records ------------------------------------------------------------------------------------------------------
 
     def payload_offset(self, slot: int) -> int:
         return self._data_offset + slot * self.superblock.slot_bytes
 
-    def digest_of(self, slot: int, key: bytes) -> bytes | None:
-        """The digest of the payload of `key`; None if the slot holds another key, or none."""
-        if self.hashes[slot] != hash_of(key):
-            return None
-        return bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES])
+    def write(
+        self,
+        slots: Sequence[int],
+        puts: Sequence[SlotPut],
+        tenant: bytes,
+        sequence: int,
+        wanted: Callable[[bytes], bool],
+    ) -> list[bool | OSError]:
+        """Make slots hold records. Their headers are in the file at the latest when no record is being written.
 
-    def begin_writes(self, count: int) -> None:
-        """So many records are going to be written: headers wait meanwhile. `end_writes` follows."""
-        with self._headers:
-            self._writes += count
-
-    def write_payloads(self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]) -> list[bool | OSError]:
-        """Write payloads; `add_headers` follows. Returns True of each, or why it is not written."""
-        return in_runs(self._write, slots, payloads)
-
-    def read_payloads(self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]]) -> list[bool | OSError]:
-        """Read payloads. Returns of each whether it is complete, or what failed; it is not verified."""
-        return in_runs(self._read, slots, payloads)
-
-    def _write(self, slot: int, views: Sequence[Buffer]) -> bool:
-        self.file.write_payload(views, self.payload_offset(slot))
-        return True
-
-    def _read(self, slot: int, views: Sequence[Buffer]) -> bool:
-        return self.file.read_payload(views, self.payload_offset(slot))
-
-    # headers ------------------------------------------------------------------------------------------------------
-
-    def add_headers(self, records: Sequence[NewRecord], sequence: int, wanted: Callable[[bytes], bool]) -> list[bool]:
-        """Make payloads that have been written records, whose headers are in the file by the next `end_writes` at rest.
+        1. Headers wait from here on, until all writes that have begun have ended.
+        2. Payloads are written, those of neighbours together.
+        3. Of those that could be written, the headers are made. Readers find the records from here on.
+        4. If no other write goes on, or many headers wait, headers are written.
 
         Args:
+            tenant: its digest.
             wanted: called with each key under the lock that `erase` takes, too: so a key that is unwanted from some
                 moment on, and erased after that moment, is not in the file.
 
         Returns:
-            Of each whether it was wanted; if not, nothing has changed.
+            Of each whether it was wanted; if not, nothing has changed. Or why its slot holds no record.
         """
         with self._headers:
-            added = [wanted(record.key) for record in records]
-            for record, is_wanted in zip(records, added, strict=True):
-                if is_wanted:
-                    self._add(record, sequence)
-        return added
+            self._writes += len(puts)
+        failed: dict[int, OSError] = {}
+        try:
+            digests = [self.checksum.of(put.views) for put in puts]
+            with self._gate:
+                results = in_runs(
+                    lambda slot, views: self.file.write_payload(views, self.payload_offset(slot)),
+                    slots,
+                    [put.views for put in puts],
+                )
+            written = [at for at, result in enumerate(results) if result is True]
+            with self._headers:
+                for at, is_wanted in zip(written, [wanted(puts[at].key) for at in written], strict=True):
+                    results[at] = is_wanted
+                    if is_wanted:
+                        self._add(slots[at], puts[at], tenant, digests[at], sequence)
+        finally:
+            with self._headers:
+                self._writes -= len(puts)
+                if self._waiting and (self._writes == 0 or len(self._waiting) >= _MOST_WAITING):
+                    failed = self._write_waiting()
+        return [failed.get(slot, result) for slot, result in zip(slots, results, strict=True)]
 
-    def end_writes(self, count: int) -> dict[int, OSError]:
-        """Writes that have begun have ended; if no others go on, or many headers wait, these are written.
-
-        Returns:
-            Slots that hold no record, as their headers could not be written, and why.
-        """
-        with self._headers:
-            self._writes -= count
-            if self._waiting and (self._writes == 0 or len(self._waiting) >= _MOST_WAITING):
-                return self._write_waiting()
-        return {}
-
-    def _add(self, record: NewRecord, sequence: int) -> None:
-        slot = record.slot
+    def _add(self, slot: int, put: SlotPut, tenant: bytes, digest: bytes, sequence: int) -> None:
         self._note_older(slot)
         self._waiting[slot] = pack_header(
             self.checksum,
             self._digest,
             slot=slot,
-            key=record.key,
-            tenant=record.tenant,
-            digest=record.digest,
+            key=put.key,
+            tenant=tenant,
+            digest=digest,
             nbytes=self.superblock.slot_bytes,
             epoch=self._epoch,
             sequence=sequence,
-            position=record.position,
+            position=put.position,
         )
-        self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES] = record.digest
-        self.hashes[slot] = hash_of(record.key)
+        self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES] = digest
+        self.hashes[slot] = hash_of(put.key)
+
+    def read(
+        self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
+    ) -> list[ReadResult]:
+        """Read the payloads of keys, each of which this object has put, or found by `load`, in its slot."""
+        results: list[ReadResult] = [False] * len(slots)
+        digests = {
+            at: bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + 1) * DIGEST_BYTES])
+            for at, (slot, key) in enumerate(zip(slots, keys, strict=True))
+            if self.hashes[slot] == hash_of(key)
+        }
+        read = self._verified([slots[at] for at in digests], [payloads[at] for at in digests], list(digests.values()))
+        for at, result in zip(digests, read, strict=True):
+            results[at] = result
+        return results
+
+    def read_shared(
+        self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
+    ) -> list[ReadResult]:
+        """As `read`, while another process may write: the header is there, of the set's epoch, before and afterwards.
+
+        A payload that is being replaced, whose new header waits, cannot be told from damage.
+        """
+        results: list[ReadResult] = []
+        for slot, key, views in zip(slots, keys, payloads, strict=True):
+            try:
+                before = self._peek(slot)
+                if before is None or before.key != key:
+                    results.append(False)
+                    continue
+                (result,) = self._verified([slot], [views], [before.digest])
+                results.append(result if self._peek(slot) == before else False)
+            except OSError as error:
+                results.append(error)
+        return results
+
+    def _verified(
+        self, slots: Sequence[int], payloads: Sequence[Sequence[Buffer]], digests: Sequence[bytes]
+    ) -> list[ReadResult]:
+        """Read payloads, those of neighbours together, and compare their digests."""
+        with self._gate:
+            results = in_runs(
+                lambda slot, views: self.file.read_payload(views, self.payload_offset(slot)), slots, payloads
+            )
+        return [
+            result if isinstance(result, OSError) else (result and self.checksum.of(views) == digest) or None
+            for result, views, digest in zip(results, payloads, digests, strict=True)
+        ]
+
+    # what is forgotten, and what is durable -----------------------------------------------------------------------
 
     def erase(self, slots: Iterable[int]) -> None:
-        """Make slots hold no record. Durable after a `sync` that succeeds. Does not raise where zeros are not written:
-        that is tried again by `sync`.
+        """Clear the headers of these slots. The next `sync` that succeeds makes this durable.
+
+        If a write fails, `sync` tries it again; nothing is raised here.
         """
         with self._headers:
             for slot in slots:
@@ -256,7 +315,11 @@ class Member:
         with self._headers:
             self._write_waiting()
             self._older, self._any_older = set(), False
-            self._settle_uncertain()
+            try:
+                for slot in list(self._uncertain):
+                    self._write_headers(slot, [_NO_HEADER])
+            except OSError:
+                self._begin_epoch()
             epoch, unwritten = self._epoch, self._epoch_unwritten
         try:
             if unwritten:
@@ -279,19 +342,10 @@ class Member:
 
     def _write_inherited(self) -> None:
         """Write the header table as it can be read, so that the next sync makes it durable."""
-        buffer = memoryview(bytearray(min(_HEADERS_AT_ONCE, self.superblock.slots) * HEADER_BYTES))
-        for first in range(0, self.superblock.slots, _HEADERS_AT_ONCE):
-            data = buffer[: min(_HEADERS_AT_ONCE, self.superblock.slots - first) * HEADER_BYTES]
+        for first, data in self._table():
             with self._headers:
                 if self.file.read([data], TABLE_OFFSET + first * HEADER_BYTES):
                     self.file.write([data], TABLE_OFFSET + first * HEADER_BYTES)
-
-    def _settle_uncertain(self) -> None:
-        try:
-            for slot in list(self._uncertain):
-                self._write_headers(slot, [_NO_HEADER])
-        except OSError:
-            self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         self._epoch = (self._epoch // _EPOCH_COUNT + 1) * _EPOCH_COUNT + secrets.randbits(32)
@@ -347,9 +401,7 @@ class Member:
         self.file.write(headers, TABLE_OFFSET + first * HEADER_BYTES)
         self._uncertain.difference_update(range(first, first + len(headers)))
 
-    # read by another process --------------------------------------------------------------------------------------
-
-    def peek(self, slot: int) -> Peek | None:
+    def _peek(self, slot: int) -> Peek | None:
         """What the file holds for a slot now, for a process that does not write it; None for no valid header."""
         found = [each for each in read_superblocks(self.file) if each is not None]
         current = max(found, key=lambda each: each.epoch, default=None)

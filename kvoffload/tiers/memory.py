@@ -6,12 +6,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvoffload.cache.tiering.job import Outcome
+from kvoffload.cache.tiering.tier import TierCapabilities
 from kvoffload.errors import CapacityError
 from kvoffload.internal.checks import at_least
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.options import Limits
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
-from kvoffload.tiers.tier import TierCapabilities
 
 
 class MemoryTier(ThreadedTier):
@@ -20,14 +21,16 @@ class MemoryTier(ThreadedTier):
     Args:
         nbytes: of all records; while records are written, one more for each thread.
         name: for metrics and messages.
-        threads, max_queued: see `ThreadedTier`.
+        limits: see `Limits`; 2 threads by default.
 
     Raises:
         CapacityError: by `attach`, if `nbytes` holds no record.
     """
 
-    def __init__(self, nbytes: int, *, name: str = "memory", threads: int = 2, max_queued: int = 4096) -> None:
-        super().__init__(threads=threads, max_queued=max_queued)
+    threads = 2
+
+    def __init__(self, nbytes: int, *, name: str = "memory", limits: Limits | None = None) -> None:
+        super().__init__(limits=limits)
         self.name = name
         self.nbytes = at_least("nbytes", nbytes, 1)
         self.capabilities = TierCapabilities(durable=False, shared=False, local_index=True, max_bytes=nbytes)

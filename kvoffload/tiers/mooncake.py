@@ -3,41 +3,71 @@
 from __future__ import annotations
 
 import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.spawn import get_executable
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
+from kvoffload.cache.tiering.job import Outcome
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, masked, seconds, shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.job import Outcome
-from kvoffload.tiers.mooncake_client import (
-    Protocol,
-    accepts,
-    addresses,
-    can_set_up,
-    checked_protocol,
-    client_version,
-    default_threads,
-    import_store,
-    own_address,
-    replication,
-    set_environment,
-)
-from kvoffload.tiers.remote import Parts, RemoteTier
-from kvoffload.tiers.remote_format import HEADER_BYTES
+from kvoffload.tiers.options import Limits, given_or_default
+from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
 
+Protocol = Literal["tcp", "rdma"]
 _MOST_REGISTERED = 64 << 30  # bytes, by one call: drivers refuse to register a pool of 512 GiB at once
-_BYTES_PER_CALL = 16 << 20
 _STARTING = 10.0  # seconds that a child process may take besides `timeout`, on a busy machine
 _STORED = {0: Outcome.DONE, -200: Outcome.DECLINED}  # -200: no room
 # Not found, being written, lease over before the bytes were there, no replica, replica gone.
 _MISSES = frozenset({-704, -703, -707, -710, -712})
 _NOT_FETCHED = dict.fromkeys(_MISSES, Outcome.MISSING)
 _WRONG_SIZE = frozenset({-600, -800})  # among other things
+
+_SET_UP = """
+import json, os, sys
+setup, sys.path[:] = json.load(sys.stdin)
+from mooncake import store
+client = store.MooncakeDistributedStore()
+os._exit(client.setup(setup) != 0)  # `close` would take a second
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeConnection:
+    """How `MooncakeTier` reaches the master and the other machines.
+
+    Attributes:
+        metadata_server: of Mooncake's transfer engine, the same on all machines; "P2PHANDSHAKE": none is needed. Not in
+            the repr, as it may have a password.
+        hostname: by which other machines reach this one; None: the address from which it reaches the master.
+        protocol: "rdma" or "tcp", the same on all machines of a store. None: "rdma" if this one has a device that is
+            active.
+        devices: names of the RDMA devices to use, separated by commas; "": all that suit the pool.
+
+    Raises:
+        ValueError: `protocol` is none of these.
+    """
+
+    metadata_server: str = field(default="P2PHANDSHAKE", repr=False)
+    hostname: str | None = None
+    protocol: Protocol | None = None
+    devices: str = ""
+
+    def __post_init__(self) -> None:
+        if self.protocol not in (None, "tcp", "rdma"):
+            raise ValueError(f'protocol must be "tcp", "rdma" or None, got {shown(self.protocol)}')
 
 
 class MooncakeTier(RemoteTier):
@@ -60,25 +90,23 @@ class MooncakeTier(RemoteTier):
 
     Args:
         master: "host:port", or where masters in high availability register: "etcd://host:port;host:port".
-        identity, prefix, key, name, max_queued: see `RemoteTier`.
-        metadata_server: of Mooncake's transfer engine, the same on all machines; "P2PHANDSHAKE": none is needed.
-        hostname: by which other machines reach this one; None: the address from which it reaches the master.
-        protocol: "rdma" or "tcp", the same on all machines of a store. None: "rdma" if this one has a device that is
-            active.
-        devices: names of the RDMA devices to use, separated by commas; "": all that suit the pool.
+        identity, prefix, key, name: see `RemoteTier`.
+        connection: addresses and protocol; None: `MooncakeConnection()`.
         segment_bytes: memory that this process contributes to the store; its records are lost when the process ends.
         replicas: copies of each record, in different processes; fewer if there is no room.
         soft_pin: seconds for which a record is evicted only if no other can be; None: no such preference.
         timeout: seconds that a request to the master may take, and that a transfer may make no progress. A call for
             several keys makes up to three requests and one transfer.
-        threads: number of threads that call the client. None: 4 over RDMA; 2 over TCP, or 1 if the process may use
-            fewer than 8 CPUs, as each thread that waits for a transfer keeps a CPU busy.
+        limits: see `Limits`; 4 threads by default, but 1 over TCP if the process may use fewer than 8 CPUs, as each
+            thread that waits for a transfer keeps a CPU busy.
 
     Raises:
         CapabilityError: the package is missing (`pip install 'kvoffload[mooncake]'`), a library that it needs
             (`libibverbs1`), xxhash, or an active RDMA device for "rdma".
         TypeError, ValueError: an argument.
     """
+
+    bytes_per_call = 16 << 20
 
     def __init__(
         self,
@@ -87,43 +115,41 @@ class MooncakeTier(RemoteTier):
         identity: str,
         prefix: str = "kvoffload",
         key: bytes | None = None,
-        metadata_server: str = "P2PHANDSHAKE",
-        hostname: str | None = None,
-        protocol: Protocol | None = None,
-        devices: str = "",
+        connection: MooncakeConnection | None = None,
         segment_bytes: int = 0,
         replicas: int = 1,
         soft_pin: float | None = None,
         timeout: float = 5.0,
         name: str = "mooncake",
-        threads: int | None = None,
-        max_queued: int = 4096,
+        limits: Limits | None = None,
     ) -> None:
-        self.protocol: Protocol = checked_protocol(protocol)
-        super().__init__(
-            identity=identity,
-            prefix=prefix,
-            key=key,
-            name=name,
-            durable=False,
-            threads=default_threads(self.protocol) if threads is None else threads,
-            max_queued=max_queued,
-            bytes_per_call=_BYTES_PER_CALL,
-        )
-        self._masters = addresses(master)
+        connection = given_or_default("connection", connection, MooncakeConnection)
+        self.protocol = _protocol_to_use(connection.protocol)
+        # More threads verify records while others are carried. But over TCP a call polls: on 2 CPUs, 16 MiB each way
+        # took 19 ms of CPU by bare calls, 24 with one thread, 32 with two and 47 with four, and one thread was the
+        # fastest. On 16 CPUs, 8 records of 2 MiB at a time, gets of 2 and 4 threads had 0.84 and 1.00 of the bandwidth
+        # of bare calls.
+        self.threads = 4 if self.protocol == "rdma" or len(os.sched_getaffinity(0)) >= 8 else 1
+        super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=False, limits=limits)
+        self._masters = _addresses(master)
         self._timeout = round(1000 * seconds("timeout", timeout))
-        set_environment(self._timeout)  # before the import, which reads some of it
-        self._store = import_store()
+        _set_environment(self._timeout)  # before the import, which reads some of it
+        self._store = _import_store()
         self._setup = {
             "master_server_addr": master,
-            "metadata_server": metadata_server,
-            "local_hostname": own_address(self._masters[0]) if hostname is None else hostname,
+            "metadata_server": connection.metadata_server,
+            "local_hostname": _own_address(self._masters[0]) if connection.hostname is None else connection.hostname,
             "protocol": self.protocol,
-            "rdma_devices": devices,
+            "rdma_devices": connection.devices,
             "global_segment_size": str(at_least("segment_bytes", segment_bytes, 0)),
             "local_buffer_size": "0",  # for calls that are not made here
         }
-        self._replication = replication(self._store, replicas, soft_pin)
+        self._replication = self._store.ReplicateConfig()  # how records are kept: given to every put
+        self._replication.replica_num = at_least("replicas", replicas, 1)
+        if soft_pin is not None:
+            self._replication.soft_pin_action = self._store.SoftPinAction.ENABLE
+            least = at_least("soft_pin, in milliseconds,", round(1000 * soft_pin), 1)
+            self._replication.soft_pin_ttl_ms = least
         self._client: Any = None
         self._connecting = threading.Lock()
         self._headers = threading.local()  # of each thread, registered
@@ -158,7 +184,14 @@ class MooncakeTier(RemoteTier):
         client = self._connected()
         nbytes = self.record_bytes + HEADER_BYTES
         codes = client.batch_get_into_multi_buffers(list(names), *_ranges(parts))
-        misfits = _misfits(client, names, codes, nbytes)
+        misfits: list[int] = []  # records that are not of `nbytes`, as far as the master says
+        for at, code in enumerate(codes):
+            if code in _WRONG_SIZE:
+                size = client.get_size(names[at])
+                if size < 0 and size not in _MISSES:  # it does not answer, and would not for the others
+                    break
+                if 0 <= size != nbytes:
+                    misfits.append(at)
         outcomes = [Outcome.DONE if c == nbytes else _NOT_FETCHED.get(c, Outcome.FAILED) for c in codes]
         for at in misfits:
             outcomes[at] = self.reject(names[at])
@@ -181,7 +214,14 @@ class MooncakeTier(RemoteTier):
         _known("remove_by_regex", [self._connected().remove_by_regex(pattern, True)])
 
     def describe(self) -> dict[str, str | int]:
-        return {"version": f"client {client_version()}, {self.protocol}"}
+        from importlib.metadata import PackageNotFoundError, version
+
+        for name in ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"):
+            try:
+                return {"version": f"client {version(name)}, {self.protocol}"}
+            except PackageNotFoundError:
+                continue
+        return {"version": f"client unknown, {self.protocol}"}
 
     # inner workings -----------------------------------------------------------------------------------------------
 
@@ -201,10 +241,16 @@ class MooncakeTier(RemoteTier):
         return self._client
 
     def _new_client(self) -> Any:
-        if not any(accepts(address, self._timeout / 1000) for address in self._masters):
+        for address in self._masters:  # without the interpreter's lock, which `setup` would hold
+            try:
+                socket.create_connection(address, self._timeout / 1000).close()
+                break
+            except OSError:
+                continue
+        else:
             master = masked(self._setup["master_server_addr"])
             raise ConnectionError(f"no connection to the Mooncake master at {master}")
-        set_environment(self._timeout)
+        _set_environment(self._timeout)
         refused = f"no Mooncake master answers, or none takes this client: {shown(self._setup, 500)}"
         if not can_set_up(self._setup, self._timeout / 1000 + _STARTING):
             raise ConnectionError(refused)
@@ -243,19 +289,6 @@ def _ranges(parts: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]]]:
     return [[_address(part) for part in record] for record in parts], [[p.nbytes for p in record] for record in parts]
 
 
-def _misfits(client: Any, names: Sequence[str], codes: Sequence[int], nbytes: int) -> list[int]:
-    """Positions of records that are not of `nbytes`, as far as the master says."""
-    found = []
-    for at, code in enumerate(codes):
-        if code in _WRONG_SIZE:
-            size = client.get_size(names[at])
-            if size < 0 and size not in _MISSES:  # it does not answer, and would not for the others
-                break
-            if 0 <= size != nbytes:
-                found.append(at)
-    return found
-
-
 def _checked(call: str, codes: Sequence[int], outcomes: list[Outcome]) -> list[Outcome]:
     """The outcomes; ConnectionError if all are FAILED, so that a warning is logged."""
     if outcomes and all(outcome is Outcome.FAILED for outcome in outcomes):
@@ -268,3 +301,91 @@ def _known(call: str, codes: Sequence[int]) -> Sequence[int]:
     if codes and min(codes) < 0:
         raise ConnectionError(f"{call} of {len(codes)} names failed with {min(codes)}, an error code of Mooncake")
     return codes
+
+
+# the client -----------------------------------------------------------------------------------------------------------
+
+
+def _import_store() -> Any:
+    """The module mooncake.store; CapabilityError with a remedy if it cannot be imported."""
+    try:
+        from mooncake import store
+    except ImportError as error:
+        remedy = "pip install 'kvoffload[mooncake]'"
+        if ".so" in str(error):
+            remedy = "install the library, as by `apt-get install libibverbs1 libnuma1 libcurl4`"
+        raise CapabilityError(
+            f"MooncakeTier needs the package mooncake-transfer-engine-non-cuda, which cannot be imported ({error}); "
+            f"{remedy}"
+        ) from error
+    return store
+
+
+def _set_environment(milliseconds: int) -> None:
+    """Set what configures clients that are made from here on, and all transfers, unless the user has set it.
+
+    Args:
+        milliseconds: that a request or a transfer without progress may take; for transfers in whole seconds.
+    """
+    transfers = str(max(1, round(milliseconds / 1000)))
+    settings = {
+        "MC_LOG_LEVEL": "ERROR",  # else a dozen lines on stderr for each client
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # else `setup` tries for 90 seconds
+        "MC_RPC_TIMEOUT_MS": str(milliseconds),
+        "MC_RPC_CONNECT_TIMEOUT_MS": str(milliseconds),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": transfers,
+        "MC_TCP_STATUS_TIMEOUT_SEC": transfers,
+    }
+    os.environ.update({name: value for name, value in settings.items() if name not in _variables_of_user()})
+
+
+@cache
+def _variables_of_user() -> frozenset[str]:
+    """The variables that are set when the first tier is made."""
+    return frozenset(os.environ)
+
+
+def _protocol_to_use(protocol: Protocol | None) -> Protocol:
+    """The protocol, chosen if it is None; CapabilityError for "rdma" if no port of a device is active."""
+    if protocol == "tcp":
+        return protocol
+    active = any("ACTIVE" in state.read_text() for state in Path("/sys/class/infiniband").glob("*/ports/*/state"))
+    if protocol == "rdma" and not active:  # Mooncake's client would be set up, and its transfers fail
+        raise CapabilityError('protocol="rdma" needs a device with an active port in /sys/class/infiniband; use "tcp"')
+    return "rdma" if active else "tcp"
+
+
+def _addresses(master: str) -> list[tuple[str, int]]:
+    """Host and port of a master, or of each server where masters register; ValueError if it is no such string."""
+    found: list[tuple[str, int]] = []
+    for address in (master.rpartition("://")[2] if isinstance(master, str) else "").split(";"):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f'master must be "host:port", such as "127.0.0.1:50051", got {shown(master)}')
+        found.append((host.strip("[]"), int(port)))
+    return found
+
+
+def can_set_up(setup: Mapping[str, str], timeout: float) -> bool:
+    """Whether a client can be set up as `setup` says, tried in a child process for at most `timeout` seconds.
+
+    `setup` of the client holds the interpreter's lock until the master has answered, or its own time is over: with a
+    silent master no thread of this process would run meanwhile. The child contributes no memory to the store.
+    """
+    given = json.dumps([{**setup, "global_segment_size": "0"}, sys.path])
+    child = [get_executable(), "-c", _SET_UP]
+    try:
+        return subprocess.run(child, input=given, text=True, timeout=timeout, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _own_address(remote: tuple[str, int]) -> str:
+    """Of this machine, as another one sees it; no packet is sent."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(*remote, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()

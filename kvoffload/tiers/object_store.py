@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.errors import CapabilityError
+from kvoffload.cache.tiering.job import Outcome
 from kvoffload.internal.checks import masked, reason, seconds, shown
-from kvoffload.tiers.job import Outcome
+from kvoffload.tiers.options import Limits, import_package
 from kvoffload.tiers.remote import Parts, RemoteTier
 
 _LISTED = 1000  # names that one request lists
@@ -27,7 +27,7 @@ class ObjectStoreTier(RemoteTier):
     Args:
         store: the URL of a bucket, or of a folder in it, that exists: "s3://bucket/folder", "gs://bucket",
             "az://container", "file:///folder". Or a store made by `obstore.store`; its timeouts and retries are yours.
-        identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
+        identity, prefix, key, name, limits: see `RemoteTier`; 8 threads by default.
         config: with a URL, options of obstore for this kind of store, such as `endpoint`, `region`, `access_key_id`.
             Those that are not given come from environment variables, and from the role of the machine.
         client_options: with a URL, options of obstore for connections, such as `root_certificate`, `proxy_url`,
@@ -39,6 +39,7 @@ class ObjectStoreTier(RemoteTier):
         TypeError, ValueError, obstore.exceptions.BaseError: a bad argument, or a folder that does not exist.
     """
 
+    threads = 8
     asks_for_all_keys = False  # a request for each
 
     def __init__(
@@ -52,20 +53,12 @@ class ObjectStoreTier(RemoteTier):
         client_options: Mapping[str, Any] | None = None,
         timeout: float = 10.0,
         name: str = "objects",
-        threads: int = 8,
-        max_queued: int = 4096,
+        limits: Limits | None = None,
     ) -> None:
-        super().__init__(
-            identity=identity,
-            prefix=prefix,
-            key=key,
-            name=name,
-            durable=True,
-            preferred_bytes=4 << 20,
-            threads=threads,
-            max_queued=max_queued,
+        super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=True, limits=limits)
+        self._obstore = import_package(
+            "obstore", needs="ObjectStoreTier needs the package obstore", extra="objectstore"
         )
-        self._obstore = _import_obstore()
         limit = timedelta(seconds=seconds("timeout", timeout))
         options = {"timeout": limit, "connect_timeout": limit}
         self._store = self._open(store, dict(config or {}), options | dict(client_options or {}))
@@ -91,7 +84,15 @@ class ObjectStoreTier(RemoteTier):
         return [Outcome.DONE] * len(names)
 
     def have_names(self, names: Sequence[str]) -> list[bool]:
-        return [self._exists(name) for name in names]
+        found: list[bool] = []
+        for name in names:
+            try:
+                self._obstore.head(self._store, name)
+            except FileNotFoundError:
+                found.append(False)
+            else:
+                found.append(True)
+        return found
 
     def delete_names(self, names: Sequence[str]) -> list[bool]:
         found = self.have_names(names)
@@ -137,13 +138,6 @@ class ObjectStoreTier(RemoteTier):
             part[:] = fetched
         return Outcome.DONE
 
-    def _exists(self, name: str) -> bool:
-        try:
-            self._obstore.head(self._store, name)
-        except FileNotFoundError:
-            return False
-        return True
-
     def _delete(self, names: list[str]) -> None:
         if not names:
             return
@@ -153,15 +147,3 @@ class ObjectStoreTier(RemoteTier):
             if len(names) > 1:
                 for name in names:
                     self._delete([name])
-
-
-def _import_obstore() -> Any:
-    try:
-        import obstore
-        import obstore.store
-    except ImportError as error:
-        raise CapabilityError(
-            f"ObjectStoreTier needs the package obstore, which cannot be imported ({error}); install it: "
-            "pip install 'kvoffload[objectstore]'"
-        ) from error
-    return obstore

@@ -5,30 +5,145 @@ A subclass carries *parts* under names, and knows nothing of keys, headers and c
     a record    [header, range of device 0, range of device 1, ...]: uint8, one-dimensional
     its name    as `RecordFormat.name` forms it
 
-It has no thread, retry or breaker of its own. Its calls end within the client's own timeout, and raise what the client
-raises; the keys are FAILED then, and the breaker above the tier decides whether it is asked again.
+The header has 192 bytes; docs/remote-format.md specifies it. It is valid for one name only: it holds the key and the
+digest of the name space, and its checksum covers both. The payload digest in it binds the payload to it. So a header
+and a payload of different puts are a miss.
+
+A remote tier has no thread, retry or breaker of its own. Its calls end within the client's own timeout, and raise what
+the client raises; the keys are FAILED then, and the breaker above the tier decides whether it is asked again.
 """
 
 from __future__ import annotations
 
+import re
+import struct
+import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
 import numpy as np
 
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import TierCapabilities
 from kvoffload.internal.checks import shown
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiers.checksums import make_checksum
-from kvoffload.tiers.format import check_identity
-from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.questions import Questions
-from kvoffload.tiers.remote_format import HEADER_BYTES, RecordFormat, check_prefix, make_format
+from kvoffload.tiers.checksums import DIGEST_BYTES, Checksum, make_checksum
+from kvoffload.tiers.format import NO_CODEC, check_identity, identity_fields
+from kvoffload.tiers.options import Limits
 from kvoffload.tiers.threaded import Origin, Rows, ThreadedTier
-from kvoffload.tiers.tier import TierCapabilities
+
+VERSION = 1
+MAGIC = b"\x89KVORMT\n"
+HEADER_BYTES = 192
+LONGEST_PREFIX = 100  # characters
+
+_PREFIX = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+
+# magic, version, bytes of a header | payload bytes, ranges, algorithm, codec, key length
+# layout digest, space digest, payload digest, key
+_BODY = struct.Struct("<8sII QIBBBx 16s16s16s64s 32x")
 
 Parts = list[UInt8Array]
 """The ranges of one record: 192 bytes of header, then a row of each pool."""
+
+
+class RecordFormat:
+    """Names and headers of the records of one layout, identity, shape and checksum key.
+
+    Args:
+        prefix, identity: see `RemoteTier`.
+        layout: its digest, 16 bytes.
+        row_bytes: of each range of a record: one for each device.
+        checksum: of headers and payloads.
+
+    Attributes:
+        folder: all names begin with it, and no others do: prefix, version, layout digest, space digest. The latter
+            stands for identity, sizes of the ranges and checksum key.
+    """
+
+    def __init__(self, prefix: str, layout: bytes, identity: str, row_bytes: Sequence[int], checksum: Checksum) -> None:
+        sizes = struct.pack(f"<I{len(row_bytes)}Q", len(row_bytes), *row_bytes)
+        algorithm = struct.pack("<IB", VERSION, checksum.algorithm)
+        about = algorithm + checksum.key_check + identity_fields(identity)[0] + sizes
+        self._space = blake2b(about, digest_size=DIGEST_BYTES, person=b"kvoffload space").digest()
+        self._layout, self._checksum = layout, checksum
+        self._nbytes, self._ranges = sum(row_bytes), len(row_bytes)
+        self.folder = f"{prefix}/{VERSION}/{layout.hex()}/{self._space.hex()}/"
+
+    def name(self, key: bytes) -> str:
+        """The name of a key's record: at most 300 characters: letters, digits and those of the prefix."""
+        return self.folder + key.hex()
+
+    def pack(self, key: bytes, rows: Sequence[UInt8Array]) -> bytes:
+        """The header of a record whose payload these rows are, 192 bytes."""
+        digest = self._checksum.of([row.data for row in rows])
+        body = _BODY.pack(
+            MAGIC, VERSION, HEADER_BYTES, self._nbytes, self._ranges, self._checksum.algorithm, NO_CODEC, len(key),
+            self._layout, self._space, digest, key,
+        )  # fmt: skip
+        return self._checksum.of_bytes(body) + body
+
+    def is_record(self, key: bytes, header: bytes, rows: Sequence[UInt8Array]) -> bool:
+        """Whether this is the header of the key's record, and the rows are the payload that it was packed with."""
+        return header == self.pack(key, rows)
+
+
+class _Question:
+    """What was asked for one job. Attributes: asking: taken meanwhile; found: keys that the store has, None before."""
+
+    def __init__(self) -> None:
+        self.asking = threading.Lock()
+        self.found: frozenset[bytes] | None = None
+        self.error: BaseException | None = None
+
+
+class Questions:
+    """Which keys of each put the store has. Usable from any thread.
+
+    One question for all keys of a put, before any of their bytes are on the way: a store with one thread, such as
+    Valkey, answers questions that come later behind the values that it is receiving.
+
+    Args:
+        ask: asks the store which of these keys it has; may raise.
+    """
+
+    def __init__(self, ask: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._of: dict[TierJob, _Question] = {}
+
+    def has(self, keys: Sequence[bytes], job: TierJob) -> list[bool]:
+        """Whether the store had each of these keys of the job, when the first call for the job asked for all of them.
+
+        Calls at the same time wait for its answer. They raise ConnectionError if `ask` raises, so that no call lasts
+        longer than one question; the next call asks again.
+        """
+        with self._lock:
+            question = self._of.setdefault(job, _Question())
+        with question.asking:
+            if question.error is not None:
+                raise ConnectionError("the store did not say which records it has") from question.error
+            if question.found is None:
+                try:
+                    there = self._ask(job.keys)
+                except BaseException as error:
+                    question.error = error
+                    self.forget(job)
+                    raise
+                question.found = frozenset(key for key, known in zip(job.keys, there, strict=True) if known)
+        return [key in question.found for key in keys]
+
+    def forget(self, job: TierJob) -> None:
+        """The job has ended."""
+        with self._lock:
+            self._of.pop(job, None)
+
+    def forget_all(self) -> None:
+        """Records have been deleted: puts that are under way ask again."""
+        with self._lock:
+            self._of.clear()
 
 
 class RemoteTier(ThreadedTier):
@@ -49,10 +164,9 @@ class RemoteTier(ThreadedTier):
         prefix: with which all names in the store begin, 1 to 100 characters, such as "kvoffload/production".
         key: 16 to 64 secret bytes, the same on all machines, for checksums by keyed BLAKE2b: records of programs that
             do not have the key are misses. None: xxh3_128, which finds accidents alone; see `DiskTier`.
-        name: of the tier, in metrics, messages and what `TieredCache.locate` returns.
+        name: of the tier, in metrics, messages and what `BlockCache.locate` returns.
         durable: whether records outlive the store's processes.
-        preferred_bytes: see `TierCapabilities`.
-        threads, max_queued, bytes_per_call: see `ThreadedTier`.
+        limits: see `Limits`; None: `Limits()`.
 
     Attributes:
         format: forms names and headers; set by `attach`.
@@ -74,18 +188,18 @@ class RemoteTier(ThreadedTier):
         key: bytes | None = None,
         name: str,
         durable: bool,
-        preferred_bytes: int = 1 << 20,
-        threads: int = 4,
-        max_queued: int = 4096,
-        bytes_per_call: int = 0,
+        limits: Limits | None = None,
     ) -> None:
-        super().__init__(threads=threads, max_queued=max_queued, bytes_per_call=bytes_per_call)
+        super().__init__(limits=limits)
         self.name = name
         self.identity = check_identity(identity)
-        self.prefix = check_prefix(prefix)
-        self.capabilities = TierCapabilities(
-            durable=durable, shared=True, local_index=False, preferred_bytes=preferred_bytes
-        )
+        if not isinstance(prefix, str) or len(prefix) > LONGEST_PREFIX or _PREFIX.fullmatch(prefix) is None:
+            raise ValueError(
+                f"prefix must be 1 to {LONGEST_PREFIX} letters, digits, '_', '-' and '.', in folders separated by '/' "
+                f"that do not begin with '.', got {shown(prefix)}"
+            )
+        self.prefix = prefix
+        self.capabilities = TierCapabilities(durable=durable, shared=True, local_index=False)
         self._checksum = make_checksum(key)
         self._questions = Questions(self.have_records)
 
@@ -171,7 +285,7 @@ class RemoteTier(ThreadedTier):
     def start(self, layout: bytes | None) -> None:
         assert layout is not None, "a shared tier is given one"
         row_bytes = [pool.shape[1] for pool in self.pools]
-        self.format = make_format(self.prefix, layout, self.identity, row_bytes, self._checksum)
+        self.format = RecordFormat(self.prefix, layout, self.identity, row_bytes, self._checksum)
         self.connect()
 
     def release(self) -> None:

@@ -17,19 +17,22 @@ the new one has another id.
 
 from __future__ import annotations
 
+import enum
 import errno
+import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 from kvoffload.errors import CapacityError
 from kvoffload.internal.log import LOGGER
 from kvoffload.tiers.checksums import DIGEST_BYTES
-from kvoffload.tiers.files import FileOperations, OpenFile, sync_folder
-from kvoffload.tiers.format import SUPERBLOCK_OFFSETS, UNFINISHED, Superblock
-from kvoffload.tiers.member import write_superblocks
-from kvoffload.tiers.opening import Found, State, check_paths, create, find
+from kvoffload.tiers.files import PAGE, FileOperations, OpenFile
+from kvoffload.tiers.format import MAGIC, SUPERBLOCK_BYTES, SUPERBLOCK_OFFSETS, UNFINISHED, VERSION, Superblock
+from kvoffload.tiers.member import read_superblocks, write_superblocks
 
 _RESET = "give another path, or reset=True to lose what the files hold"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -41,6 +44,53 @@ _NAMES = {
 }
 
 Opened = list[tuple[OpenFile, Superblock]]  # by number of the member
+
+
+class State(enum.Enum):
+    """What is found at the path of a member."""
+
+    VALID = "valid"
+    MISSING = "missing"
+    BLANK = "blank"  # empty, or zeros in a file of the size that is wanted
+    OTHER_VERSION = "of another version"
+    DAMAGED = "damaged or half made"  # no superblock has its checksum
+    FOREIGN = "not a file of a disk tier"
+
+
+class Found(NamedTuple):
+    """What is found at a path: the open file unless it is MISSING, the newest superblock if it is VALID."""
+
+    path: str
+    state: State
+    file: OpenFile | None
+    superblock: Superblock | None
+
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Raise unless these are different files in folders that are trusted.
+
+    Raises:
+        ValueError: two paths are the same file.
+        PermissionError: a folder is a symbolic link; or every user may write it, and remove files of others.
+        OSError: there is no such folder.
+    """
+    real = [os.path.realpath(path) for path in paths]
+    for place, path in enumerate(real):
+        if path in real[:place]:
+            raise ValueError(f"paths[{place}] must be a file of its own, got {paths[place]!r}, which was given before")
+    for path in paths:
+        folder = os.path.dirname(os.path.abspath(path))
+        status = os.lstat(folder)
+        if stat.S_ISLNK(status.st_mode):
+            raise PermissionError(
+                errno.EPERM, f"the folder is a symbolic link; give the path it leads to, {os.path.realpath(folder)}",
+                folder,
+            )  # fmt: skip
+        sticky = status.st_mode & stat.S_ISVTX and status.st_uid in (os.geteuid(), 0)
+        if status.st_mode & stat.S_IWOTH and not sticky:
+            raise PermissionError(
+                errno.EPERM, "every user may write the folder; use another one, or chmod o-w this one", folder
+            )
 
 
 def open_set(
@@ -64,7 +114,7 @@ def open_set(
     check_paths(paths)
     found: list[Found] = []
     for path in paths:
-        found.append(find(path, operations, wanted, writes=not read_only))
+        found.append(_find(path, operations, wanted, writes=not read_only))
         if (file := found[-1].file) is not None:
             undo.callback(file.close)
     for each in found:
@@ -80,26 +130,32 @@ def open_set(
                 _allocate(file, superblock.file_bytes)
         return sorted(members, key=lambda each: each[1].member)
     if read_only:
-        return _nothing_to_read(found)
+        for each in found:
+            if each.state is State.MISSING:
+                raise FileNotFoundError(errno.ENOENT, "there is no such file; a writer creates it", each.path)
+        LOGGER.warning("the disk set is read as an empty cache: %s", _described(found))
+        return []
     return _format(found, wanted, operations, undo)
 
 
-def _nothing_to_read(found: Sequence[Found]) -> Opened:
-    for each in found:
-        if each.state is State.MISSING:
-            raise FileNotFoundError(errno.ENOENT, "there is no such file; a writer creates it", each.path)
-    states = ", ".join(f"{each.path} is {each.state.value}" for each in found)
-    LOGGER.warning("the disk set is read as an empty cache: %s", states)
-    return []
+def _described(found: Sequence[Found]) -> str:
+    return ", ".join(f"{each.path} is {each.state.value}" for each in found)
 
 
 def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -> str | None:
     """How the valid members differ from one set that is wanted; None if they do not."""
     members = [(each.path, each.superblock) for each in found if each.superblock is not None]
     for path, superblock in members:
-        differs = _member_difference(superblock, wanted, any_size=any_size)
-        if differs:
-            return f"{path} {differs}"
+        if (superblock.algorithm, superblock.key_check) != (wanted.algorithm, wanted.key_check):
+            return f"{path} was written with another checksum key, or without one; give that key"
+        if superblock.identity_digest != wanted.identity_digest:
+            theirs, ours = (repr(each.identity_text.decode("utf-8", "replace")) for each in (superblock, wanted))
+            return f"{path} was written for identity {theirs}, and this call wants {ours}"
+        for name, shown in _NAMES.items():
+            there, here = getattr(superblock, name), getattr(wanted, name)
+            if there != here and not (any_size and name == "slots"):
+                there, here = (each.hex() if isinstance(each, bytes) else each for each in (there, here))
+                return f"{path} has {shown} {there}, and this call wants {here}"
     for each in found:
         if each.state is State.MISSING and members:
             return f"{each.path} is missing, and other files of its set are there; bring it back"
@@ -112,21 +168,92 @@ def _difference(found: Sequence[Found], wanted: Superblock, *, any_size: bool) -
     return None
 
 
-def _member_difference(superblock: Superblock, wanted: Superblock, *, any_size: bool) -> str | None:
-    if (superblock.algorithm, superblock.key_check) != (wanted.algorithm, wanted.key_check):
-        return "was written with another checksum key, or without one; give that key"
-    if superblock.identity_digest != wanted.identity_digest:
-        return f"was written for identity {_text(superblock)}, and this call wants {_text(wanted)}"
-    for name, shown in _NAMES.items():
-        there, here = getattr(superblock, name), getattr(wanted, name)
-        if there != here and not (any_size and name == "slots"):
-            there, here = (each.hex() if isinstance(each, bytes) else each for each in (there, here))
-            return f"has {shown} {there}, and this call wants {here}"
-    return None
+# one file -------------------------------------------------------------------------------------------------------------
 
 
-def _text(superblock: Superblock) -> str:
-    return repr(superblock.identity_text.decode("utf-8", "replace"))
+def _find(path: str, operations: FileOperations, wanted: Superblock, *, writes: bool) -> Found:
+    """Open and lock the file at `path`, if there is one, and see what it is.
+
+    Args:
+        wanted: its size decides what is blank to a writer.
+
+    Raises:
+        BlockingIOError: another process has it open for writing, and `writes`.
+        PermissionError: it belongs to another user, or others may read or write it, or may have put it there.
+        ValueError: it is no regular file.
+        OSError: it cannot be opened or read.
+    """
+    access = os.O_RDWR if writes else os.O_RDONLY
+    try:
+        file = OpenFile(path, operations, access | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return Found(path, State.MISSING, None, None)
+    try:
+        status = operations.fstat(file.descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"path must be a regular file, or none yet, got {path!r}")
+        everyone = os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH
+        theirs = status.st_uid not in ((os.geteuid(),) if everyone else (os.geteuid(), 0))
+        if theirs or stat.S_IMODE(status.st_mode) & 0o077 or (everyone and status.st_nlink != 1):
+            raise PermissionError(
+                errno.EPERM,
+                "the file must be this user's with mode 600, under one name if every user may write the folder, and "
+                f"has owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o} and {status.st_nlink} names; its "
+                "content decides what the model continues from. chown and chmod 600 it if you trust it",
+                path,
+            )
+        if writes:
+            _lock(file)
+        state, superblock = _state_of(file, wanted, writes=writes)
+        return Found(path, state, file, superblock)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _lock(file: OpenFile) -> None:
+    """Make this process the only writer of a file until it is closed."""
+    try:
+        file.operations.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(
+            error.errno,
+            "another process, or another object of this one, has the file open for writing; close that first, give "
+            "another path, or open it with read_only=True",
+            file.path,
+        ) from None
+
+
+def _state_of(file: OpenFile, wanted: Superblock, *, writes: bool) -> tuple[State, Superblock | None]:
+    """The state of a file; a writer heals it: a copy of the superblock that is not the newest one is written again."""
+    copies = read_superblocks(file)
+    valid = [each for each in copies if each is not None]
+    if valid:
+        newest = max(valid, key=lambda each: each.epoch)
+        if writes and copies != [newest] * len(copies):
+            write_superblocks(file, newest)
+        return State.VALID, newest
+    starts = [_beginning(file, offset) for offset in SUPERBLOCK_OFFSETS]
+    if not any(map(any, starts)):
+        # A writer may format it if it is empty; or of the size that is wanted, and zeros up to the payloads.
+        blank = not writes or file.nbytes == 0
+        if not blank and file.nbytes == wanted.file_bytes:
+            table = range(0, wanted.data_offset, PAGE)
+            blank = not any(_beginning(file, offset).strip(b"\0") for offset in table)
+        return State.BLANK if blank else State.FOREIGN, None
+    known = [start for start in starts if start and MAGIC.startswith(start[: len(MAGIC)])]  # a file may be cut off
+    if not known:
+        return State.FOREIGN, None
+    versions = {int.from_bytes(start[8:12], "little") for start in known if len(start) >= SUPERBLOCK_BYTES}
+    return (State.OTHER_VERSION if versions - {VERSION} else State.DAMAGED), None
+
+
+def _beginning(file: OpenFile, offset: int) -> bytes:
+    """A page, or as much of it as there is."""
+    size = max(0, min(PAGE, file.nbytes - offset))
+    data = bytearray(size)
+    file.read([memoryview(data)], offset)
+    return bytes(data)
 
 
 # creating -------------------------------------------------------------------------------------------------------------
@@ -134,39 +261,38 @@ def _text(superblock: Superblock) -> str:
 
 def _format(found: Sequence[Found], wanted: Superblock, operations: FileOperations, undo: ExitStack) -> Opened:
     """Make the files a new, empty set."""
-    states = {each.state for each in found}
-    if not states <= {State.MISSING, State.BLANK}:
-        text = ", ".join(f"{each.path} is {each.state.value}" for each in found)
-        LOGGER.warning("the disk set is formatted again, its records are gone: %s", text)
+    if not {each.state for each in found} <= {State.MISSING, State.BLANK}:
+        LOGGER.warning("the disk set is formatted again, its records are gone: %s", _described(found))
     set_id = secrets.token_bytes(DIGEST_BYTES)
     files: list[OpenFile] = []
     with ExitStack() as created:
         for each in found:
             if each.file is None:
-                files.append(create(each.path, operations))
+                only_this_user = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                files.append(OpenFile(each.path, operations, only_this_user))
                 undo.callback(files[-1].close)
+                _lock(files[-1])
                 created.callback(operations.unlink, each.path)
             else:
                 files.append(each.file)
-        for file in files:
-            _unmake(file)
+        for file in files:  # none of any set, before anything else is changed
+            for offset in SUPERBLOCK_OFFSETS:
+                file.write([memoryview(UNFINISHED)], offset)
+            file.sync()
         for file in files:
             _allocate(file, wanted.file_bytes)
             operations.fsync(file.descriptor)
         for folder in {os.path.dirname(os.path.abspath(file.path)) for file in files}:
-            sync_folder(folder, operations)
+            names = operations.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                operations.fsync(names)  # of new files
+            finally:
+                operations.close(names)
         opened = [(file, wanted._replace(set_id=set_id, member=number)) for number, file in enumerate(files)]
         for file, superblock in opened:
             write_superblocks(file, superblock)
         created.pop_all()
     return opened
-
-
-def _unmake(file: OpenFile) -> None:
-    """Make a file none of any set, before anything else of it is changed."""
-    for offset in SUPERBLOCK_OFFSETS:
-        file.write([memoryview(UNFINISHED)], offset)
-    file.sync()
 
 
 def _allocate(file: OpenFile, nbytes: int) -> None:

@@ -9,11 +9,11 @@ Slot `s` is slot `s // n` of member `s % n` of n members, so neighbours are on d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,8 +33,10 @@ from kvoffload.tiers.format import (
     join_headers,
     tenant_digest,
 )
-from kvoffload.tiers.member import Member, NewRecord, hashes_of
+from kvoffload.tiers.member import Member, ReadResult, SlotPut, hashes_of
 from kvoffload.tiers.sets import open_set
+
+_T = TypeVar("_T")
 
 
 class Records(NamedTuple):
@@ -51,26 +53,6 @@ class Records(NamedTuple):
     slots: Int64Array
     tenants: Pairs
     sequences: UInt64Array
-
-
-class SlotPut(NamedTuple):
-    """A record that is to be written.
-
-    Attributes:
-        slot: gets it.
-        key: 1 to 64 bytes.
-        position: of the key in its put call.
-        views: the payload, `slot_bytes` together; for direct I/O each range starts and ends at a multiple of 4096.
-    """
-
-    slot: int
-    key: bytes
-    position: int
-    views: Sequence[Buffer]
-
-
-ReadResult: TypeAlias = bool | OSError | None
-"""True: it was read. False: there is no such record. None: its bytes are not those of its header. Or what failed."""
 
 
 class SlotFiles:
@@ -145,13 +127,13 @@ class SlotFiles:
         )
         with ExitStack() as undo:
             opened = open_set(self.paths, wanted, operations, undo, reset=reset, read_only=read_only)
-            self._members = [Member(file, superblock, self.checksum) for file, superblock in opened]
             if direct:
-                for member in self._members:
-                    member.file.try_direct(member.superblock.data_offset)
+                for file, superblock in opened:
+                    file.try_direct(superblock.data_offset)
             # through the page cache a transfer is a copy by this processor, as a checksum is
-            bounded = io_threads is not None and all(self.direct)
-            self._gate = threading.BoundedSemaphore(io_threads or 1) if bounded else nullcontext()
+            bounded = io_threads is not None and all(file.direct for file, _ in opened)
+            gate = threading.BoundedSemaphore(io_threads or 1) if bounded else nullcontext()
+            self._members = [Member(file, superblock, self.checksum, gate) for file, superblock in opened]
             undo.pop_all()
 
     @property
@@ -216,34 +198,13 @@ class SlotFiles:
         for put in puts:
             self.check_key(put.key)
             self._check_views(put.views)
-        owner = tenant_digest(tenant)
-        results: list[bool | OSError] = [False] * len(puts)
-        for member, mine in self._by_member([put.slot for put in puts]):
-            outcomes = self._write(member, [puts[at] for at in mine], owner, sequence, wanted)
-            for at, result in zip(mine, outcomes, strict=True):
-                results[at] = result
-        return results
+        owner, count = tenant_digest(tenant), len(self._members)
 
-    def _write(
-        self, member: Member, puts: Sequence[SlotPut], tenant: bytes, sequence: int, wanted: Callable[[bytes], bool]
-    ) -> list[bool | OSError]:
-        slots = [put.slot // len(self._members) for put in puts]
-        failed: dict[int, OSError] = {}
-        member.begin_writes(len(puts))
-        try:
-            digests = [self.checksum.of(put.views) for put in puts]
-            with self._gate:
-                results = member.write_payloads(slots, [put.views for put in puts])
-            records = [
-                NewRecord(slot, put.key, tenant, digest, put.position)
-                for slot, put, digest, result in zip(slots, puts, digests, results, strict=True)
-                if result is True
-            ]
-            added = iter(member.add_headers(records, sequence, wanted))
-            results = [next(added) if result is True else result for result in results]
-        finally:
-            failed = member.end_writes(len(puts))
-        return [failed.get(slot, result) for slot, result in zip(slots, results, strict=True)]
+        def write(member: Member, mine: list[int]) -> Sequence[bool | OSError]:
+            places = [puts[at].slot // count for at in mine]
+            return member.write(places, [puts[at] for at in mine], owner, sequence, wanted)
+
+        return self._by_member([put.slot for put in puts], write)
 
     def read(
         self, slots: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
@@ -257,64 +218,20 @@ class SlotFiles:
         """
         for views in payloads:
             self._check_views(views)
-        results: list[ReadResult] = [False] * len(slots)
-        for member, mine in self._by_member(slots):
-            places = [slots[at] // len(self._members) for at in mine]
-            read = self._read_shared if self.read_only else self._read_own
-            outcomes = read(member, places, [keys[at] for at in mine], [payloads[at] for at in mine])
-            for at, result in zip(mine, outcomes, strict=True):
-                results[at] = result
-        return results
+        count = len(self._members)
 
-    def _read_own(
-        self, member: Member, places: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
-    ) -> list[ReadResult]:
-        digests = [member.digest_of(place, key) for place, key in zip(places, keys, strict=True)]
-        known = [(at, digest) for at, digest in enumerate(digests) if digest is not None]
-        found = self._verified(
-            member, [places[at] for at, _ in known], [payloads[at] for at, _ in known], [digest for _, digest in known]
-        )
-        results: list[ReadResult] = [False] * len(places)
-        for (at, _), result in zip(known, found, strict=True):
-            results[at] = result
-        return results
+        def read(member: Member, mine: list[int]) -> Sequence[ReadResult]:
+            places, of = [slots[at] // count for at in mine], [keys[at] for at in mine]
+            call = member.read_shared if self.read_only else member.read
+            return call(places, of, [payloads[at] for at in mine])
 
-    def _read_shared(
-        self, member: Member, places: Sequence[int], keys: Sequence[bytes], payloads: Sequence[Sequence[Buffer]]
-    ) -> list[ReadResult]:
-        """Another process may write: a header has to be there, of the set's epoch, before and after the payload.
-
-        A payload that is being replaced, whose new header waits, cannot be told from damage.
-        """
-        results: list[ReadResult] = []
-        for place, key, views in zip(places, keys, payloads, strict=True):
-            try:
-                before = member.peek(place)
-                if before is None or before.key != key:
-                    results.append(False)
-                    continue
-                (result,) = self._verified(member, [place], [views], [before.digest])
-                results.append(result if member.peek(place) == before else False)
-            except OSError as error:
-                results.append(error)
-        return results
-
-    def _verified(
-        self, member: Member, places: Sequence[int], payloads: Sequence[Sequence[Buffer]], digests: Sequence[bytes]
-    ) -> list[ReadResult]:
-        """Read payloads and compare their digests."""
-        with self._gate:
-            results = member.read_payloads(places, payloads)
-        return [
-            result if isinstance(result, OSError) else (result and self.checksum.of(views) == digest) or None
-            for result, views, digest in zip(results, payloads, digests, strict=True)
-        ]
+        return self._by_member(slots, read)
 
     def erase(self, slots: Iterable[int]) -> None:
         """Make slots hold no record, soon: a crash may bring them back. Raises nothing of the system's."""
         for slot in slots:
-            member, place = self._place_of(slot)
-            member.erase([place])
+            place, number = divmod(slot, len(self._members))
+            self._members[number].erase([place])
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Make no slot hold these keys. Durable when it returns.
@@ -360,18 +277,14 @@ class SlotFiles:
 
     # inner workings -----------------------------------------------------------------------------------------------
 
-    def _place_of(self, slot: int) -> tuple[Member, int]:
-        """The member that has a slot, and its number there."""
-        place, number = divmod(slot, len(self._members))
-        return self._members[number], place
-
-    def _by_member(self, slots: Sequence[int]) -> Iterator[tuple[Member, list[int]]]:
-        """Each member that has some of the slots, with their positions in `slots`."""
-        count = len(self._members)
+    def _by_member(self, slots: Sequence[int], call: Callable[[Member, list[int]], Sequence[_T]]) -> list[_T]:
+        """`call` each member that has some of the slots with their positions in `slots`; the results of all slots."""
+        results: dict[int, _T] = {}
         for number, member in enumerate(self._members):
-            mine = [at for at, slot in enumerate(slots) if slot % count == number]
+            mine = [at for at, slot in enumerate(slots) if slot % len(self._members) == number]
             if mine:
-                yield member, mine
+                results.update(zip(mine, call(member, mine), strict=True))
+        return [results[at] for at in range(len(slots))]
 
     def _check_views(self, views: Sequence[Buffer]) -> None:
         nbytes = views[0].nbytes if len(views) == 1 else sum(view.nbytes for view in views)

@@ -13,17 +13,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
-from kvoffload.errors import ClosedError
-from kvoffload.internal.checks import as_timeout, at_least, shown, to_wait
-from kvoffload.internal.log import LOGGER
-from kvoffload.internal.nesting import in_call
-from kvoffload.internal.types import UInt8Array
-from kvoffload.internal.waiting import wait_until
-from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.queues import Removal, Run, Work, Write
-from kvoffload.tiers.tier import (
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import (
     Notify,
     Tier,
     TierStatistics,
@@ -33,9 +25,15 @@ from kvoffload.tiers.tier import (
     check_layout,
     check_pools,
 )
-from kvoffload.tiers.workers import Workers
+from kvoffload.errors import ClosedError
+from kvoffload.internal.checks import as_timeout, shown, to_wait
+from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import in_call
+from kvoffload.internal.types import UInt8Array
+from kvoffload.internal.waiting import wait_until
+from kvoffload.tiers.options import Limits, given_or_default
+from kvoffload.tiers.workers import Removal, Work, Workers, Write
 
-W = TypeVar("W", bound=Work)
 Rows = list[UInt8Array]
 """The ranges of one record: a row of each pool, uint8, (bytes,)."""
 
@@ -60,32 +58,35 @@ class ThreadedTier(Tier):
     """A tier over methods that may block: a subclass has `read_record`, `write_record` and the others below.
 
     A medium that transfers several records in a call has `read_records`, `write_records` and `have_records` instead,
-    and says by `bytes_per_call` how many it wants at a time.
+    and says by the class attribute `bytes_per_call` how many it wants at a time.
 
     Whatever such a method raises makes its keys FAILED, and so does a result of another type; the thread goes on. A
     method that never returns keeps one thread, and its keys without an outcome. Methods are called at the same time by
     several threads, except two writes of one key, and a write of a key with what removes that key.
 
     Args:
-        threads: that call the methods.
-        max_queued: keys that may wait to be put, and as many to be fetched; what goes beyond is DECLINED.
-        bytes_per_call: of the records that `read_records` or `write_records` is given at most, if they are more than
-            one. A job that is smaller is divided among the threads.
+        limits: see `Limits`; None: `Limits()`.
 
     Attributes:
+        threads: that call the methods. A class attribute says how many suit the medium; `limits` may say otherwise.
+        bytes_per_call: of the records that `read_records` or `write_records` is given at most, if they are more than
+            one. A job that is smaller is divided among the threads.
         pools: as given to `attach`.
         record_bytes: of one record, over all pools.
     """
 
-    def __init__(self, *, threads: int = 4, max_queued: int = 4096, bytes_per_call: int = 0) -> None:
+    threads = 4
+    bytes_per_call = 0
+
+    def __init__(self, *, limits: Limits | None = None) -> None:
         for one, several in _METHODS:
             if all(getattr(type(self), name) is getattr(ThreadedTier, name) for name in (one, several)):
                 raise TypeError(f"{type(self).__name__} must have the method {one}, or {several}")
-        self.threads = at_least("threads", threads, 1)
-        self.max_queued = at_least("max_queued", max_queued, 1)
-        self.bytes_per_call = at_least("bytes_per_call", bytes_per_call, 0)
+        limits = given_or_default("limits", limits, Limits)
+        self.threads = self.threads if limits.threads is None else limits.threads
         self.pools: tuple[UInt8Array, ...] = ()
         self.record_bytes = 0
+        self.max_queued = limits.max_queued
         self._workers = Workers(self.max_queued)
         self._attaching = threading.RLock()
         self._attached = False  # or being attached
@@ -199,8 +200,15 @@ class ThreadedTier(Tier):
         notify: Notify | None = None,
     ) -> TierJob:
         job = self._checked(keys, entries, deadline, notify, self.put_ended)
-        run = partial(self._run_write, Origin(tenant, job))
-        return self._queue(job, self._workers.queue_writes, [Write(job, each, run) for each in self._calls(job)])
+        origin = Origin(tenant, job)
+
+        def write(positions: Sequence[int]) -> Sequence[Outcome]:
+            outcomes = self.write_records([job.keys[at] for at in positions], self._rows(job, positions), origin)
+            written = outcomes.count(Outcome.DONE)
+            self._workers.count(written=written, bytes_written=written * self.record_bytes)
+            return outcomes
+
+        return self._queue(job, [Write(job, each, write) for each in self._calls(job)])
 
     def get(
         self,
@@ -211,23 +219,48 @@ class ThreadedTier(Tier):
         notify: Notify | None = None,
     ) -> TierJob:
         job = self._checked(keys, entries, deadline, notify, self.get_ended)
-        run = partial(self._run_read, job)
-        return self._queue(job, self._workers.queue_reads, [Work(job, each, run) for each in self._calls(job)])
+
+        def read(positions: Sequence[int]) -> Sequence[Outcome]:
+            outcomes = self.read_records([job.keys[at] for at in positions], self._rows(job, positions))
+            done, missing = outcomes.count(Outcome.DONE), outcomes.count(Outcome.MISSING)
+            self._workers.count(read=done, bytes_read=done * self.record_bytes, missing=missing)
+            return outcomes
+
+        return self._queue(job, [Work(job, each, read) for each in self._calls(job)])
 
     def exists(self, keys: Sequence[bytes], *, deadline: float | None = None, notify: Notify | None = None) -> TierJob:
         job = self._checked(keys, None, deadline, notify)
-        run, calls = partial(self._run_ask, job), self._calls(job, bounded=False)
-        return self._queue(job, self._workers.queue_reads, [Work(job, each, run) for each in calls])
+
+        def has(key: bytes) -> Outcome:
+            return Outcome.DONE if self.have_records([key])[0] else Outcome.MISSING
+
+        def ask(positions: Sequence[int]) -> Sequence[Outcome]:
+            wanted = [job.keys[at] for at in positions]
+            try:
+                found = self.have_records(wanted)
+            except Exception as error:  # for some of the keys, if they are asked for one by one
+                self._workers.warn(error)
+                if type(self).has_record is ThreadedTier.has_record:
+                    return [Outcome.FAILED] * len(wanted)
+                return [self._guarded(partial(has, key)) for key in wanted]
+            return [Outcome.DONE if each else Outcome.MISSING for each in found]
+
+        return self._queue(job, [Work(job, each, ask) for each in self._calls(job, bounded=False)])
 
     def remove(self, keys: Sequence[bytes], *, notify: Notify | None = None) -> TierJob:
         job = self._checked(keys, notify=notify)
-        return self._queue_removal(job, partial(self._run_remove, job.keys), frozenset(job.keys))
+
+        def remove(_: Sequence[int]) -> Sequence[Outcome]:
+            return [Outcome.DONE if found else Outcome.MISSING for found in self.remove_records(job.keys)]
+
+        removal = Removal(job, range(len(job.keys)), remove, frozenset(job.keys))
+        return self._queue(job, [removal] if job.keys else [], bounded=False)
 
     def clear(self, *, notify: Notify | None = None) -> TierJob:
         self._check_open()
         check_call(None, notify)
         job = self._job(_WHOLE_TIER, notify)
-        return self._queue_removal(job, partial(self._run_all, self.remove_all), None)
+        return self._queue(job, [Removal(job, range(1), partial(self._run_all, self.remove_all), None)], bounded=False)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         known = self._opened and not self._workers.closed and self.capabilities.local_index
@@ -236,7 +269,13 @@ class ThreadedTier(Tier):
         try:
             return list(self.have_records(keys))
         except Exception:  # for some of the keys
-            return list(map(self._has_now, keys))
+            found = [False] * len(keys)
+            for at, key in enumerate(keys):
+                try:
+                    found[at] = self.have_records([key])[0]
+                except Exception:  # a failing medium, or one that is being closed: a miss
+                    pass
+            return found
 
     def statistics(self) -> TierStatistics:
         self._check_process()
@@ -257,7 +296,7 @@ class ThreadedTier(Tier):
         try:
             wait_until(all_ended, timeout, "writes of a tier")
             flush = Work(job, range(1), partial(self._run_all, self.flush))
-            self._queue(job, self._workers.queue_flush, [flush])
+            self._queue(job, [flush], bounded=False)
             return job.wait(None if end is None else max(0.0, end - time.monotonic())) == [Outcome.DONE]
         except TimeoutError:
             return False
@@ -309,19 +348,18 @@ class ThreadedTier(Tier):
     def _check_open(self) -> None:
         self._check_process()
         if self._workers.closed or not self._opened:
-            state = (
-                "is closed: make another one" if self._workers.closed else "has no pool yet: give it to a BlockCache"
-            )
+            closed = self._workers.closed
+            state = "is closed: make another one" if closed else "has no pool yet: give it to a BlockCache"
             raise ClosedError(f"{self!r} {state}")
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise ClosedError(f"{self!r} belongs to the parent of this forked process: make another one")
 
-    def _queue(self, job: TierJob, queue: Callable[[list[W]], int], works: list[W]) -> TierJob:
+    def _queue(self, job: TierJob, works: Sequence[Work], *, bounded: bool = True) -> TierJob:
         """Queue the works of a job; keys that find no room end at once."""
         try:
-            taken = queue(works)
+            taken = self._workers.queue(works, bounded=bounded)
             if taken < len(job.keys):
                 outcome = Outcome.CANCELLED if self._workers.closed else Outcome.DECLINED
                 job.settle_waiting(outcome, range(taken, len(job.keys)))
@@ -338,41 +376,10 @@ class ThreadedTier(Tier):
         keys = max(1, keys)
         return [range(at, min(at + keys, len(job.keys))) for at in range(0, len(job.keys), keys)]
 
-    def _queue_removal(self, job: TierJob, run: Run, keys: frozenset[bytes] | None) -> TierJob:
-        removal = Removal(job, range(len(job.keys)), run, keys)
-        return self._queue(job, self._workers.queue_removals, [removal] if job.keys else [])
-
     # what the threads do ------------------------------------------------------------------------------------------
 
     def _rows(self, job: TierJob, positions: Sequence[int]) -> list[Rows]:
         return [[pool[job.entries[at]] for pool in self.pools] for at in positions]
-
-    def _run_write(self, origin: Origin, positions: Sequence[int]) -> list[Outcome]:
-        job = origin.job
-        outcomes = self.write_records([job.keys[at] for at in positions], self._rows(job, positions), origin)
-        written = outcomes.count(Outcome.DONE)
-        self._workers.count(written=written, bytes_written=written * self.record_bytes)
-        return list(outcomes)
-
-    def _run_read(self, job: TierJob, positions: Sequence[int]) -> list[Outcome]:
-        outcomes = self.read_records([job.keys[at] for at in positions], self._rows(job, positions))
-        read, missing = outcomes.count(Outcome.DONE), outcomes.count(Outcome.MISSING)
-        self._workers.count(read=read, bytes_read=read * self.record_bytes, missing=missing)
-        return list(outcomes)
-
-    def _run_ask(self, job: TierJob, positions: Sequence[int]) -> list[Outcome]:
-        keys = [job.keys[at] for at in positions]
-        try:
-            found = self.have_records(keys)
-        except Exception as error:  # for some of the keys, if they are asked for one by one
-            self._workers.warn(error)
-            if type(self).has_record is ThreadedTier.has_record:
-                return [Outcome.FAILED] * len(keys)
-            return [self._guarded(partial(self._asked, key)) for key in keys]
-        return [Outcome.DONE if each else Outcome.MISSING for each in found]
-
-    def _asked(self, key: bytes) -> Outcome:
-        return Outcome.DONE if self.have_records([key])[0] else Outcome.MISSING
 
     def _guarded(self, call: Callable[[], Outcome]) -> Outcome:
         """What one of several keys raises does not make the others FAILED."""
@@ -381,15 +388,6 @@ class ThreadedTier(Tier):
         except Exception as error:
             self._workers.warn(error)
             return Outcome.FAILED
-
-    def _has_now(self, key: bytes) -> bool:
-        try:
-            return self.have_records([key])[0]
-        except Exception:  # as a failing medium, or one that is being closed, is a miss
-            return False
-
-    def _run_remove(self, keys: Sequence[bytes], _positions: Sequence[int]) -> list[Outcome]:
-        return [Outcome.DONE if found else Outcome.MISSING for found in self.remove_records(keys)]
 
     @staticmethod
     def _run_all(run: Callable[[], None], _positions: Sequence[int]) -> list[Outcome]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvoffload.errors import CapabilityError
-from kvoffload.internal.checks import seconds, shown
-from kvoffload.tiers.job import Outcome
-from kvoffload.tiers.remote import Parts, RemoteTier
-from kvoffload.tiers.remote_format import HEADER_BYTES
+from kvoffload.cache.tiering.job import Outcome
+from kvoffload.internal.checks import flag, seconds, shown
+from kvoffload.tiers.options import Limits, given_or_default, import_package
+from kvoffload.tiers.remote import HEADER_BYTES, Parts, RemoteTier
 
-_BYTES_PER_CALL = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower
 _ERRORS = (1, 10)  # after which a client of one server, and of a cluster, is replaced
 _CONNECTING = 2  # of the timeout one part in so many is for connecting, the rest for the command
 _SLOTS = 16384  # of a cluster
@@ -23,6 +22,38 @@ _SCANNED = 1000  # names that one call of SCAN looks at
 
 class _OutOfStepError(ConnectionError):
     """A connection gave the answer of another command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValkeyConnection:
+    """How `ValkeyTier` connects: login, encryption, and what else its client takes.
+
+    Attributes:
+        username, password: for AUTH; without a username the server's user "default". In the server's ACL the user needs
+            "~{<prefix>/*", +mget +set +strlen +unlink +scan, and for the client itself +info +client +ping, in a
+            cluster +cluster|slots +cluster|myid. The password is not in the repr.
+        tls: encrypt connections, and verify the servers' certificates.
+        ca_file: PEM file with the certificates to trust instead of the system's.
+        cert_file, key_file: PEM files with this client's certificate and its key, for servers that ask for one.
+        options: further arguments of `GlideClientConfiguration` of valkey-glide, or in a cluster of
+            `GlideClusterClientConfiguration`. They are not in the repr.
+
+    Raises:
+        ValueError: there is a username and no password, or `tls` is neither True nor False.
+    """
+
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: bool = False
+    ca_file: str | Path | None = None
+    cert_file: str | Path | None = None
+    key_file: str | Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        flag("tls", self.tls)
+        if self.username is not None and self.password is None:
+            raise ValueError("username needs a password, got None")
 
 
 class ValkeyTier(RemoteTier):
@@ -39,23 +70,18 @@ class ValkeyTier(RemoteTier):
 
     Args:
         addresses: "host:port", or a list: any nodes of the cluster; without `cluster` a primary and its replicas.
-        identity, prefix, key, name, threads, max_queued: see `RemoteTier`.
+        identity, prefix, key, name, limits: see `RemoteTier`.
         cluster: whether the servers are a cluster.
-        username, password: for AUTH; without a username the server's user "default". In the server's ACL the user needs
-            "~{<prefix>/*", +mget +set +strlen +unlink +scan, and for the client itself +info +client +ping, in a
-            cluster +cluster|slots +cluster|myid.
-        tls: encrypt connections, and verify the servers' certificates.
-        ca_file: PEM file with the certificates to trust instead of the system's.
-        cert_file, key_file: PEM files with this client's certificate and its key, for servers that ask for one.
+        connection: login, encryption and further options of the client; None: `ValkeyConnection()`.
         expiry: seconds after a put at which the server deletes a record; None: it does not.
         timeout: seconds that a command may take: half of them to connect, half until the answer is there.
-        options: further arguments of `GlideClientConfiguration` of valkey-glide, or with `cluster` of
-            `GlideClusterClientConfiguration`.
 
     Raises:
         CapabilityError: valkey-glide-sync or xxhash is missing (`pip install 'kvoffload[valkey]'`).
-        TypeError, ValueError: a bad argument. Of `options`, and OSError of files, by `attach`.
+        TypeError, ValueError: a bad argument. Of the connection's `options`, and OSError of files, by `attach`.
     """
+
+    bytes_per_call = 1 << 20  # of small records in one command: at 64 KiB twice as fast as one by one; more is slower
 
     def __init__(
         self,
@@ -65,34 +91,24 @@ class ValkeyTier(RemoteTier):
         prefix: str = "kvoffload",
         key: bytes | None = None,
         cluster: bool = False,
-        username: str | None = None,
-        password: str | None = None,
-        tls: bool = False,
-        ca_file: str | Path | None = None,
-        cert_file: str | Path | None = None,
-        key_file: str | Path | None = None,
+        connection: ValkeyConnection | None = None,
         expiry: float | None = None,
         timeout: float = 2.0,
-        options: Mapping[str, Any] | None = None,
         name: str = "valkey",
-        threads: int = 4,
-        max_queued: int = 4096,
+        limits: Limits | None = None,
     ) -> None:
-        queues = {"threads": threads, "max_queued": max_queued, "bytes_per_call": _BYTES_PER_CALL}
-        super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=False, **queues)
-        self._glide = _import_glide()
+        super().__init__(identity=identity, prefix=prefix, key=key, name=name, durable=False, limits=limits)
+        needs = "ValkeyTier needs the package valkey-glide-sync"
+        self._glide = import_package("glide_sync", needs=needs, extra="valkey")
+        # Unless the program has set it up: it writes to standard output, and errors reach the library's log without it.
+        self._glide.Logger.init(self._glide.LogLevel.OFF)
         self._addresses = [_address(each) for each in ([addresses] if isinstance(addresses, str) else addresses)]
         if not self._addresses:
             raise ValueError(f"addresses must be one or more, got {shown(addresses)}")
-        if username is not None and password is None:
-            raise ValueError("username needs a password, got None")
         self.cluster = cluster
-        self._login = (username, password)
-        self._tls = tls
-        self._tls_files = (ca_file, cert_file, key_file)
+        self._connection = given_or_default("connection", connection, ValkeyConnection)
         self._expiry = None if expiry is None else round(1000 * seconds("expiry", expiry))
         self._timeout = round(1000 * seconds("timeout", timeout, minimum=0.002))
-        self._options = dict(options or {})
         self._clients: list[Any] = []  # all that are open
         self._own = threading.local()  # `client`: the calling thread's
 
@@ -211,16 +227,22 @@ class ValkeyTier(RemoteTier):
         kind = "Cluster" if self.cluster else ""
         configuration = getattr(glide, f"Glide{kind}ClientConfiguration")
         advanced = getattr(glide, f"AdvancedGlide{kind}ClientConfiguration")
-        username, password = self._login
-        given: dict[str, Any] = {
+        given = self._connection
+        login = None if given.password is None else glide.ServerCredentials(given.password, given.username)
+        tls = glide.TlsAdvancedConfiguration(
+            root_pem_cacerts=None if given.ca_file is None else Path(given.ca_file).read_bytes(),
+            client_cert_path=given.cert_file,
+            client_key_path=given.key_file,
+        )
+        arguments: dict[str, Any] = {
             "addresses": [glide.NodeAddress(host, port) for host, port in self._addresses],
-            "use_tls": self._tls,
-            "credentials": None if password is None else glide.ServerCredentials(password, username),
+            "use_tls": given.tls,
+            "credentials": login,
             "request_timeout": self._timeout - self._timeout // _CONNECTING,
             "lazy_connect": True,  # so that the time to connect is bounded by the next line
-            "advanced_config": advanced(self._timeout // _CONNECTING, self._tls_options()),
+            "advanced_config": advanced(self._timeout // _CONNECTING, tls),
         }
-        return configuration(**given | self._options)
+        return configuration(**arguments | dict(given.options))
 
     def _groups(self, names: Sequence[str]) -> list[slice]:
         """Records that are carried by one command: all, but in a cluster one, as each may be on another server."""
@@ -244,9 +266,17 @@ class ValkeyTier(RemoteTier):
             if not outcomes:
                 raise
             return outcomes
-        lengths = iter(found)
-        of_each = [[next(lengths) for _ in record] for record in parts]
-        return [self._outcome(*each) for each in zip(names, parts, of_each, strict=True)]
+        lengths = iter(found)  # of the values that glide has written to the parts; None: there is no string
+        outcomes = []
+        for name, record in zip(names, parts, strict=True):
+            of_record = [next(lengths) for _ in record]
+            if None not in of_record:
+                whole = [int(length or 0) for length in of_record] == [part.nbytes for part in record]
+                outcomes.append(Outcome.DONE if whole else self.reject(name))
+            else:  # evicted, unless a part is a hash, say
+                partly = any(length is not None for length in of_record)
+                outcomes.append(self.reject(name) if partly and self._look([name]) == [None] else Outcome.MISSING)
+        return outcomes
 
     def _without_misfits(self, names: Sequence[str], parts: Sequence[Parts]) -> list[Outcome]:
         """`_fetch` without values longer than their parts, each of which fails the whole command; [] if there is none.
@@ -264,14 +294,6 @@ class ValkeyTier(RemoteTier):
             outcomes.update(zip(left, self._fetch(left, [parts[at] for at in others]), strict=True))
         return [outcomes[name] for name in names]
 
-    def _outcome(self, name: str, parts: Parts, lengths: Sequence[bytes | None]) -> Outcome:
-        """By the lengths of the values that glide has written to the parts; None: there is no string."""
-        if None in lengths:  # evicted, unless a part is a hash, say
-            partly = any(length is not None for length in lengths)
-            return self.reject(name) if partly and self._look([name]) == [None] else Outcome.MISSING
-        whole = all(int(length or 0) == part.nbytes for length, part in zip(lengths, parts, strict=True))
-        return Outcome.DONE if whole else self.reject(name)
-
     def _look(self, names: Sequence[str]) -> list[bool | None]:
         """Whether all parts of each record are there; None if one is no string of its size."""
         sizes = [HEADER_BYTES, *(pool.shape[1] for pool in self.pools)]
@@ -281,7 +303,8 @@ class ValkeyTier(RemoteTier):
                 batch.strlen(part_name)
         counts = iter(self._counts(batch))
         lengths = [[next(counts) for _ in sizes] for _ in names]
-        return [all(each) if all(map(_fits, each, sizes)) else None for each in lengths]
+        fit = [all(length in (0, size) for length, size in zip(each, sizes, strict=True)) for each in lengths]
+        return [all(each) if fits else None for each, fits in zip(lengths, fit, strict=True)]  # 0: there is no value
 
     def _store(self, names: Sequence[str], parts: Sequence[Parts]) -> Outcome:
         glide = self._glide
@@ -312,31 +335,6 @@ class ValkeyTier(RemoteTier):
     def _batch(self) -> Any:
         """For commands that are sent together; no transaction."""
         return (self._glide.ClusterBatch if self.cluster else self._glide.Batch)(False)
-
-    def _tls_options(self) -> Any:
-        ca_file, cert_file, key_file = self._tls_files
-        return self._glide.TlsAdvancedConfiguration(
-            root_pem_cacerts=None if ca_file is None else Path(ca_file).read_bytes(),
-            client_cert_path=cert_file,
-            client_key_path=key_file,
-        )
-
-
-def _import_glide() -> Any:
-    try:
-        import glide_sync
-    except ImportError as error:
-        raise CapabilityError(
-            f"ValkeyTier needs the package valkey-glide-sync, which cannot be imported ({error}); install it: "
-            "pip install 'kvoffload[valkey]'"
-        ) from error
-    # Unless the program has set it up before: it writes to standard output. Errors reach the library's log without it.
-    glide_sync.Logger.init(glide_sync.LogLevel.OFF)
-    return glide_sync
-
-
-def _fits(length: int | None, size: int) -> bool:
-    return length in (0, size)  # 0: there is no value
 
 
 def _count(answer: Any) -> int | None:

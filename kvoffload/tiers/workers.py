@@ -1,20 +1,182 @@
-"""The threads of a tier, what they do next, and counts. One lock for all of it; none is held while work is done."""
+"""The threads of a tier, and what they do next. One lock for all of it; none is held while work is done.
+
+    what waits       begins when
+    a read           at once; reads, questions and flushes are one queue
+    a removal        no write of its keys is being carried out; before reads
+    a write          no write of its key is being carried out, and no removal of its key waits or is being carried out
+
+Reads come before writes, but after 16 of them comes a write: entries that are put stay occupied until they are
+written. Work whose keys have all ended may begin at any time: it does nothing.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from kvoffload.cache.tiering.job import Outcome, TierJob
 from kvoffload.errors import ClosedError
 from kvoffload.internal.checks import reason, shown
 from kvoffload.internal.log import LOGGER
-from kvoffload.tiers.job import Outcome, TierJob
-from kvoffload.tiers.queues import Removal, Work, WorkQueues, Write
 
-W = TypeVar("W", bound=Work)
+Run = Callable[[Sequence[int]], Sequence[Outcome]]
+"""Does the work of some positions of a job, and returns the outcome of each."""
+
+READS_PER_WRITE = 16  # as long as both wait
+_MOST_OLD_KEYS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """Keys of a job that are worked on together, neighbours in it.
+
+    Attributes:
+        job, positions: the keys.
+        run: does it, given those positions that have no outcome when it begins.
+    """
+
+    job: TierJob
+    positions: range
+    run: Run
+
+    @property
+    def waits(self) -> bool:
+        """Whether a key has no outcome yet."""
+        return None in self.job.outcomes[self.positions.start : self.positions.stop]
+
+
+@dataclass(slots=True, eq=False)
+class Write(Work):
+    """Keys that are put."""
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        return self.job.keys[self.positions.start : self.positions.stop]
+
+
+@dataclass(slots=True, eq=False)
+class Removal(Work):
+    """Attributes: keys: that are removed; None: all."""
+
+    keys: frozenset[bytes] | None
+
+    def concerns(self, write: Write) -> bool:
+        """Whether it removes a key that is put."""
+        return self.keys is None or not self.keys.isdisjoint(write.keys)
+
+    def concerned(self, write: Write) -> list[int]:
+        """Positions of the keys of a write that it removes."""
+        keys = write.job.keys
+        return [at for at in write.positions if self.keys is None or keys[at] in self.keys]
+
+
+class WorkQueues:
+    """What waits and what is being carried out.
+
+    Attributes:
+        reads, writes, removals: what waits, oldest first.
+        read_keys, write_keys: of how many keys.
+        running: what was taken and has not been finished: one for each busy thread.
+    """
+
+    def __init__(self) -> None:
+        self.reads = deque[Work]()
+        self.writes = deque[Write]()
+        self.removals = deque[Removal]()
+        self.read_keys = self.write_keys = 0
+        self.running: list[Work] = []
+        self._reads_in_a_row = 0
+        self._written_keys = set[bytes]()  # those of all writes that wait, and of some that did
+
+    def add(self, works: Sequence[Work]) -> None:
+        """Queue works of one kind."""
+        if len(self._written_keys) > 2 * self.write_keys + _MOST_OLD_KEYS:
+            self._written_keys = {key for work in self.writes for key in work.keys}
+        for work in works:
+            if isinstance(work, Removal):
+                self.removals.append(work)
+            elif isinstance(work, Write):
+                self._written_keys.update(work.keys)
+                self.writes.append(work)
+                self.write_keys += len(work.positions)
+            else:
+                self.reads.append(work)
+                self.read_keys += len(work.positions)
+
+    def take(self) -> Work | None:
+        """The work that may begin now, which counts as running from here on; None if none may. In this order:
+
+        1. A removal, unless a write of its keys is running.
+        2. After many reads in a row a write.
+        3. A read.
+        4. A write.
+        """
+        work: Work | None = None
+        for at, removal in enumerate(self.removals):
+            if not removal.waits or not any(
+                isinstance(each, Write) and removal.concerns(each) for each in self.running
+            ):
+                work = removal
+                del self.removals[at]
+                break
+        if work is None and self._reads_in_a_row >= READS_PER_WRITE:
+            work = self._take_write()
+        if work is None and self.reads:
+            work = self.reads.popleft()
+            self.read_keys -= len(work.positions)
+        work = work or self._take_write()
+        if work is not None:
+            self._reads_in_a_row = 0 if isinstance(work, Write) or not self.writes else self._reads_in_a_row + 1
+            self.running.append(work)
+        return work
+
+    def finish(self, work: Work) -> None:
+        """It is not being carried out any more."""
+        self.running = [each for each in self.running if each is not work]
+
+    def waiting_writes(self, concerned: Removal) -> list[Write]:
+        """Writes that wait, of the keys of a removal."""
+        if concerned.keys is not None and self._written_keys.isdisjoint(concerned.keys):
+            return []
+        return [work for work in self.writes if concerned.concerns(work)]
+
+    def drop_ended(self) -> None:
+        """Forget reads and writes that wait and whose keys have ended."""
+        self.reads = deque(work for work in self.reads if work.waits)
+        self.writes = deque(work for work in self.writes if work.waits)
+        self.read_keys, self.write_keys = _keys_of(self.reads), _keys_of(self.writes)
+
+    def jobs(self) -> list[TierJob]:
+        """The jobs of all that waits, each once."""
+        return list(dict.fromkeys(each.job for queue in (self.removals, self.reads, self.writes) for each in queue))
+
+    def clear(self) -> None:
+        """Forget all that waits."""
+        self.reads.clear()
+        self.writes.clear()
+        self.removals.clear()
+        self.read_keys = self.write_keys = 0
+
+    def _take_write(self) -> Write | None:
+        removals = [*self.removals, *(each for each in self.running if isinstance(each, Removal))]
+        if any(each.keys is None for each in removals):
+            return None
+        busy = {key for each in self.running if isinstance(each, Write) for key in each.keys}
+        for at, work in enumerate(self.writes):
+            if busy.isdisjoint(work.keys) and not any(each.concerns(work) for each in removals):
+                del self.writes[at]
+                self.write_keys -= len(work.positions)
+                return work
+        return None
+
+
+def _keys_of(works: Iterable[Work]) -> int:
+    return sum(len(work.positions) for work in works)
+
 
 _COUNT_OF = {
     Outcome.DECLINED: "declined",
@@ -72,42 +234,24 @@ class Workers:
 
     # queues -------------------------------------------------------------------------------------------------------
 
-    def queue_reads(self, works: Sequence[Work]) -> int:
-        """Queue works of one job, its first keys if there is no room for all; of how many keys. 0 if closed."""
-        with self._lock:
-            taken = self._fitting(works, lambda: self._queues.read_keys)
-            self._queues.add_reads(taken)
-            self._changed.notify(len(taken))
-        return _end_of(taken)
+    def queue(self, works: Sequence[Work], *, bounded: bool = True) -> int:
+        """Queue works of one job and one kind; `bounded`: its first keys, if there is no room for all of them.
 
-    def queue_flush(self, works: Sequence[Work]) -> int:
-        """As `queue_reads`, whatever waits."""
-        with self._lock:
-            taken = [] if self.closed else works
-            self._queues.add_reads(taken)
-            self._changed.notify(len(taken))
-        return _end_of(taken)
+        What removes keys first cancels the writes of these keys that wait. They end before it is queued: else it could
+        be over before, and a write begin after it.
 
-    def queue_writes(self, works: Sequence[Write]) -> int:
-        """As `queue_reads`."""
-        with self._lock:
-            taken = self._fitting(works, lambda: self._queues.write_keys)
-            self._queues.add_writes(taken)
-            self._changed.notify(len(taken))
-        return _end_of(taken)
-
-    def queue_removals(self, removals: Sequence[Removal]) -> int:
-        """Cancel the writes of their keys that wait, and queue them all; of how many keys. 0 if closed.
-
-        The writes end before a removal is queued: else it could be over before, and a write begin after it.
+        Returns:
+            How many keys were queued; 0 if closed.
         """
+        for removal in works:
+            if isinstance(removal, Removal):
+                with self._lock:
+                    writes = self._queues.waiting_writes(removal)
+                for write in writes:
+                    write.job.settle_waiting(Outcome.CANCELLED, removal.concerned(write))
         with self._lock:
-            writes = [(work, removal) for removal in removals for work in self._queues.waiting_writes(removal)]
-        for work, removal in writes:
-            work.job.settle_waiting(Outcome.CANCELLED, removal.concerned(work))
-        with self._lock:
-            taken = [] if self.closed else removals
-            self._queues.removals.extend(taken)
+            taken = [] if self.closed else self._fitting(works) if bounded else works
+            self._queues.add(taken)
             self._changed.notify(len(taken))
         return _end_of(taken)
 
@@ -117,13 +261,12 @@ class Workers:
             running = [work for work in self._queues.running if isinstance(work, Write)]
             return [*dict.fromkeys(work.job for work in (*running, *self._queues.writes))]
 
-    def _fitting(self, works: Sequence[W], queued: Callable[[], int]) -> Sequence[W]:
-        """Those for which there is room, the last of them cut if needed; under the lock. `queued`: keys that wait."""
-        if self.closed:
-            return []
-        if queued() + _end_of(works) > self._max_queued:
+    def _fitting(self, works: Sequence[Work]) -> Sequence[Work]:
+        """The works for which there is room, the last of them cut if needed; under the lock."""
+        writes, queues = bool(works) and isinstance(works[0], Write), self._queues
+        if (queues.write_keys if writes else queues.read_keys) + _end_of(works) > self._max_queued:
             self._drop_ended()
-        room = max(0, self._max_queued - queued())
+        room = max(0, self._max_queued - (queues.write_keys if writes else queues.read_keys))
         if _end_of(works) <= room:
             return works
         cut = (replace(work, positions=work.positions[: max(0, room - work.positions.start)]) for work in works)
@@ -175,7 +318,7 @@ class Workers:
         with self._lock:
             self.closed = True
             self._changed.notify_all()
-            waiting = dict.fromkeys(work.job for work in self._queues.waiting())
+            waiting = self._queues.jobs()
         for job in waiting:
             job.settle_waiting(Outcome.CANCELLED)
         with self._lock:
@@ -188,7 +331,12 @@ class Workers:
     def _work(self, number: int) -> None:
         while (work := self._take(number)) is not None:
             try:
-                self._carry_out(work, number)
+                positions = work.job.begin(work.positions)
+                if positions:
+                    outcomes = self._outcomes(work, positions)
+                    with self._lock:
+                        self._calls.pop(number, None)
+                    work.job.settle(positions, outcomes)
             except BaseException as error:  # from a caller's function: SystemExit, say
                 self.warn(error)
             with self._lock:
@@ -212,15 +360,6 @@ class Workers:
                     return work
                 self._changed.wait()
         return None
-
-    def _carry_out(self, work: Work, number: int) -> None:
-        positions = work.job.begin(work.positions)
-        if not positions:
-            return
-        outcomes = self._outcomes(work, positions)
-        with self._lock:
-            self._calls.pop(number, None)
-        work.job.settle(positions, outcomes)
 
     def _outcomes(self, work: Work, positions: Sequence[int]) -> list[Outcome]:
         try:

@@ -14,9 +14,9 @@ import vllm
 import vllm.envs
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvoffload.cache.tiering.tier import LAYOUT_BYTES
 from kvoffload.errors import CapabilityError
 from kvoffload.layout.layout import KVLayout
-from kvoffload.tiers.tier import LAYOUT_BYTES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

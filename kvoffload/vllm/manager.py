@@ -106,7 +106,7 @@ class KVOffloadManager(OffloadingManager):
 
     @cached_property
     def index(self) -> CacheIndex:
-        """The keys. With tiers it is a TieredIndex, which is opened at its first use."""
+        """The keys. With tiers below it, it is opened at its first use."""
         on_event = None if self._events is None else self._events.note
         if self._promotions is not None:
             return self._promotions.open(on_event)
@@ -143,7 +143,7 @@ class KVOffloadManager(OffloadingManager):
         known = len(state.record.keys)
         leases = self._reading.setdefault(which := frozenset(wanted), [])
         try:
-            lease = index.hold((wanted, leases, None if first is None else state.record, used))
+            lease = index.records.hold((wanted, leases, None if first is None else state.record, used))
         finally:
             if not leases:  # a key is missing
                 del self._reading[which]
@@ -156,7 +156,7 @@ class KVOffloadManager(OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         which = frozenset(keys)
         leases = self._reading[which]
-        self.index.release(leases[-1])
+        self.index.records.release(leases[-1])
         leases.pop()
         if not leases:
             del self._reading[which]
@@ -174,7 +174,7 @@ class KVOffloadManager(OffloadingManager):
             return
         state = state_of(index, req_context, self._resets)
         known = len(state.record.keys)
-        index.use((used, state.record))
+        index.records.use((used, state.record))
         if len(state.record.keys) > known:
             state.keep_order(req_context, used, first)
 
@@ -207,18 +207,18 @@ class KVOffloadManager(OffloadingManager):
         first = req_context.get_offload_key_position(wanted[0]) if wanted else None
         known = len(state.record.keys)
         for begun in self._begun:  # of calls that an interrupt has ended
-            index.abandon(begun)
+            index.records.abandon(begun)
             for key in begun.keys:
                 self._filling.pop(key, None)
         self._begun.clear()
-        record = index.reserve_record((wanted, self._begun, None if first is None else state.record))
+        record = index.records.reserve((wanted, self._begun, None if first is None else state.record))
         if first is not None and len(state.record.keys) > known:
             state.keep_order(req_context, wanted, first)
         asked = len(record.keys) + len(record.declined)
         if asked:
             self._reporter.sizes.append(asked)
         if not record.keys:
-            index.commit(record)
+            index.records.commit(record)
             self._begun.clear()
             if record.short and (self._filling or self._reading or self._before_reset):
                 return None
@@ -246,9 +246,9 @@ class KVOffloadManager(OffloadingManager):
             if filling.left > 1:
                 filling.left -= 1
             elif filling.well:
-                self.index.commit(filling.record)
+                self.index.records.commit(filling.record)
             else:
-                self.index.abort(filling.record)
+                self.index.records.abort(filling.record)
             del filling_of[key]
 
     def note_failed(self, slots: Collection[int]) -> None:
@@ -264,7 +264,7 @@ class KVOffloadManager(OffloadingManager):
         for leases in self._reading.values():
             for lease in leases:
                 wrong = [key for key, slot in zip(lease.keys, lease.indices, strict=True) if slot in failed]
-                CacheIndex.remove(self.index, wrong)  # without the records of tiers: their bytes are not at fault
+                self.index.remove(wrong, below=False)  # the tiers' records are not at fault
 
     # the rest -----------------------------------------------------------------------------------------------------
 
@@ -279,9 +279,11 @@ class KVOffloadManager(OffloadingManager):
         if self._events is not None:  # vLLM reports a reset by an event of its own
             self._events.cut_back(kept)
         self._before_reset += [
-            partial(self.index.release, lease) for leases in self._reading.values() for lease in leases
+            partial(self.index.records.release, lease) for leases in self._reading.values() for lease in leases
         ]
-        self._before_reset += [partial(self.index.abandon, filling.record) for filling in set(self._filling.values())]
+        self._before_reset += [
+            partial(self.index.records.abandon, filling.record) for filling in set(self._filling.values())
+        ]
         self._reading.clear()
         self._filling.clear()
 

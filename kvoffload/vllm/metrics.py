@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics as Names
 
 from kvoffload.cache.statistics import CacheStatistics
-from kvoffload.tiering import BreakerState, CacheTierStatistics
+from kvoffload.cache.tiering import BreakerState, CacheTierStatistics
 
 _COUNTERS = {
     "lookups": "Chunks that vLLM has asked for.",

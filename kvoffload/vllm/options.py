@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
+from kvoffload.cache.tiering.attaching import WriteName
 from kvoffload.errors import CapabilityError
 from kvoffload.internal.checks import at_least, shown
-from kvoffload.tiering.index_tiers import WriteName
 
 PREFIX = "kvoffload_"
 Preference = Literal["overlap", "latency"]
@@ -56,7 +56,7 @@ class Options:
             `OffloadEngine`.
         kvoffload_tiers: tiers below host memory, in the order in which they are asked.
         kvoffload_tier_identity: what their bytes depend on besides the layout; None: the model, its weights, and more.
-        kvoffload_tier_write: what they are given: "admitted", "through", "back" or "none", see `TieredCache`.
+        kvoffload_tier_write: what they are given: "admitted", "through", "back" or "none", see `BlockCache`.
         kvoffload_promotion_seconds: that a request waits for tiers at most, above 0.
         kvoffload_prefill_tokens_per_second: what computing costs; None: not known, so all that tiers have is read.
     """

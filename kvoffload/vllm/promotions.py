@@ -23,13 +23,12 @@ from kvoffload.cache.entries import Status
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.reservations import Lease
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering import CacheTierStatistics
+from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.errors import KVOffloadError, MissingKeyError, TierError
 from kvoffload.internal.log import LOGGER
-from kvoffload.tiering import CacheTierStatistics
-from kvoffload.tiering.promotion import IndexPromotion
-from kvoffload.tiering.tiered_index import TieredIndex
 
-OpenTieredIndex = Callable[[Callable[[CacheEvent], None] | None], TieredIndex]
+OpenIndex = Callable[[Callable[[CacheEvent], None] | None], CacheIndex]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +48,8 @@ class PromotionState:
     owner: Promotions
     seen: dict[int, dict[OffloadKey, None]] = field(default_factory=dict)
     wanted: set[OffloadKey] = field(default_factory=set)
-    asked: dict[OffloadKey, IndexPromotion] = field(default_factory=dict)
-    held: list[IndexPromotion] = field(default_factory=list)
+    asked: dict[OffloadKey, Promotion] = field(default_factory=dict)
+    held: list[Promotion] = field(default_factory=list)
     until: float = 0.0
     counted: set[OffloadKey] = field(default_factory=set)
 
@@ -71,7 +70,7 @@ class Promotions:
 
     def __init__(
         self,
-        open_index: OpenTieredIndex,
+        open_index: OpenIndex,
         *,
         seconds: float,
         windows: Mapping[int, int],
@@ -79,12 +78,12 @@ class Promotions:
     ) -> None:
         self._open_index = open_index
         self._seconds, self._windows, self._source = seconds, windows, source
-        self._index: TieredIndex | None = None
+        self._index: CacheIndex | None = None
         self._ended = False
         self._active: set[PromotionState] = set()
         self._held: list[Lease] = []  # hits of this step
 
-    def open(self, on_event: Callable[[CacheEvent], None] | None) -> TieredIndex:
+    def open(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
         """The index, opened now."""
         self._index = self._open_index(on_event)
         return self._index

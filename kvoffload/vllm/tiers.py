@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.tier import Tier
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.errors import CapabilityError, CapacityError
 from kvoffload.internal.types import UInt8Array
-from kvoffload.tiering.tiered_index import TieredIndex
 from kvoffload.tiers.loading import load_tier
-from kvoffload.tiers.tier import Tier
 from kvoffload.vllm.identity import config_of_connector, identity_of, layout_digest
 from kvoffload.vllm.options import Options
 from kvoffload.vllm.promotions import Promotions
@@ -87,7 +87,7 @@ class TiersOfWorkers:
             return False
         return True
 
-    def open(self, on_event: Callable[[CacheEvent], None] | None) -> TieredIndex:
+    def open(self, on_event: Callable[[CacheEvent], None] | None) -> CacheIndex:
         """The index, over all workers' slots.
 
         Raises:
@@ -116,8 +116,9 @@ class TiersOfWorkers:
                     tiers.append(load_tier(choice.kind, **arguments))
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"kvoffload_tiers[{place}], {choice.kind}: {error}") from error
-            index = TieredIndex(
-                pools,
+            index = CacheIndex(
+                len(pools[0]),
+                pools=pools,
                 tiers=tiers,
                 layout=layout_digest(self._config, notes),
                 write=options.kvoffload_tier_write,

@@ -34,8 +34,8 @@ from vllm.v1.kv_offload.base import (
 from kvoffload.device.device import Device
 from kvoffload.device.shared_slots import SharedSlots
 from kvoffload.engine.engine import OffloadEngine
-from kvoffload.engine.groups import GroupTransfer
 from kvoffload.engine.job import Job
+from kvoffload.engine.request import GroupTransfer
 from kvoffload.errors import CapacityError, DriverError, TransferError
 from kvoffload.internal.log import LOGGER
 from kvoffload.internal.types import StreamLike

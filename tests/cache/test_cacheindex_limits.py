@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload import CacheEvent, CacheIndex, CapacityError, LayoutError, Lease, Reservation, Status, Tenant
-from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.policies import POLICIES
+from kvoffload.cache.pools import ReuseFilter
 
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 

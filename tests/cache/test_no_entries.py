@@ -89,7 +89,7 @@ def test_a_cache_over_an_engine_that_says_so() -> None:
     with simulated() as device, rig(device) as bench:
         use_blocks(BlockCache(WithoutSlots(bench.engine)))
         with pytest.raises(CapacityError, match="tiers"):
-            kvoffload.TieredCache(WithoutSlots(bench.engine), tiers=[MemoryTier(1 << 16)])
+            kvoffload.BlockCache(WithoutSlots(bench.engine), tiers=[MemoryTier(1 << 16)])
 
 
 def test_a_cache_over_an_engine_without_slots() -> None:

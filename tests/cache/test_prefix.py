@@ -14,7 +14,7 @@ from policy_steps import STEPS
 from prefix_oracle import PrefixOracle, Settings
 
 from kvoffload.cache.index import CacheIndex
-from kvoffload.cache.policies import Prefix, heads, prefix, reuse
+from kvoffload.cache.policies import Prefix, prefix, reuse
 from kvoffload.cache.policies.reuse import KINDS, ReuseModel, Survivors, kind_of
 
 EDGES = (0, 2, 4, 7, 11, 16, 24, 40, 70, 120, 300)
@@ -24,12 +24,11 @@ EDGES = (0, 2, 4, 7, 11, 16, 24, 40, 70, 120, 300)
 def small() -> Iterator[None]:
     """Constants with which learning, forgetting and batches of keys happen within a few steps."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (reuse, heads):
+        for module in (reuse, prefix):
             patch.setattr(module, "EDGES", EDGES)
         patch.setattr(prefix, "_FEWEST_REMEMBERED", 9)
         patch.setattr(prefix, "_SHORTEST_ROUND", 20)
-        for module in (prefix, heads):
-            patch.setattr(module, "BATCH", 3)
+        patch.setattr(prefix, "_BATCH", 3)
         patch.setitem(PAIRS, "prefix", (Prefix, partial(PrefixOracle, settings=Settings(EDGES, 9, 20))))
         yield
 

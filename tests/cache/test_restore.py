@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.cache import restoring
-from kvoffload.cache.admission import Tenant
+from kvoffload.cache import index as restoring
 from kvoffload.cache.index import CacheIndex
 from kvoffload.cache.policies import LRU, PolicyName
+from kvoffload.cache.pools import Tenant
 from kvoffload.errors import LayoutError
 
 POLICIES = ["prefix", "lru", "arc", "s3fifo"]

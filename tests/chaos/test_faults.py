@@ -18,7 +18,7 @@ from chaos_history import SIX as KEYS
 from disk_sets import FaultyFiles
 
 from kvoffload.errors import LayoutError
-from kvoffload.tiers import DiskTier, Outcome
+from kvoffload.tiers import DiskTier, Limits, Outcome
 
 DONE, MISSING, FAILED, DECLINED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED, Outcome.DECLINED
 
@@ -188,7 +188,7 @@ def until(condition: Callable[[], bool]) -> None:
 def hanging(folder: Path, memory: Memory) -> Iterator[tuple[DiskTier, ChaosFiles]]:
     """A tier with all records, whose calls hang from now on."""
     calls = ChaosFiles(1)
-    tier = make_tier(folder, memory, operations=calls, threads=2)
+    tier = make_tier(folder, memory, operations=calls, limits=Limits(threads=2))
     assert set(put_all(tier, memory, 1)) == {DONE}
     calls.faults = Faults(hang=1.0)
     yield tier, calls

@@ -21,10 +21,7 @@ from kvoffload.commands import demo as demo_module
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.terminal.console import SIMULATED_NOTE, Output
 
-SMALL_OPTIONS = ("--model", "gpt-oss-20b", "--planes", "folded", "--blocks-per-slot", "2", "--blocks", "2")
-SMALL_TRANSFER = ("bench", "transfer", *SMALL_OPTIONS)
-SMALL_CACHE = ("bench", "cache", "--blocks", "1024", "--repeats", "1")
-COMMANDS = [("doctor",), ("demo", "--turns", "2"), SMALL_TRANSFER]
+COMMANDS = [("doctor",), ("demo", "--turns", "2")]
 GPU_FIGURES = re.compile(r"GB/s|gb_per_s|GPU clock", re.IGNORECASE)
 
 
@@ -93,23 +90,21 @@ def test_progress_goes_to_stderr_when_that_is_a_terminal(monkeypatch: pytest.Mon
     assert "requests" in terminal.getvalue()
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, SMALL_CACHE], ids=lambda each: each[-1])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each[0])
 def test_without_rich_tables_are_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("kvoffload.terminal.console.find_spec", lambda _: None)
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    assert main([*command, "--backend", "simulated"] if command != SMALL_CACHE else command) == 0
+    assert main([*command, "--backend", "simulated"]) == 0
     captured = capsys.readouterr()
     assert captured.out
     assert len(captured.err.splitlines()) <= 2
     assert all(len(line) <= 80 for line in captured.err.splitlines())
 
 
-@pytest.mark.parametrize(
-    "arguments", [("juggle",), ("bench", "juggle"), ("demo", "--slots", "0"), ("demo", "--model", "x")]
-)
+@pytest.mark.parametrize("arguments", [("juggle",), ("demo", "--slots", "0"), ("demo", "--model", "x")])
 def test_bad_usage_is_exit_code_2_with_usage_on_stderr(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
@@ -119,9 +114,7 @@ def test_bad_usage_is_exit_code_2_with_usage_on_stderr(
     assert "usage: kvoffload" in captured.err
 
 
-@pytest.mark.parametrize(
-    "arguments", [(), ("doctor",), ("demo",), ("replay",), ("bench",), ("bench", "transfer"), ("bench", "submit")]
-)
+@pytest.mark.parametrize("arguments", [(), ("doctor",), ("demo",), ("replay",)])
 def test_help_is_exit_code_0(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     assert main([*arguments, "--help"]) == 0
     assert "usage: kvoffload" in capsys.readouterr().out
@@ -150,6 +143,33 @@ def test_importing_the_command_line_imports_nothing_optional() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+# benchmarks, a distribution of their own ------------------------------------------------------------------------------
+
+
+def test_benchmarks_that_are_not_installed_are_said_to_be_and_how_to_install_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    for words in (["bench"], ["bench", "field", "--quick"], ["bench", "--help"]):
+        assert main(words) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("kvoffload: error: the benchmarks are not installed: ")
+        assert captured.err.endswith("pip install ./benchmarks\n")
+
+
+@pytest.mark.parametrize("words", [["doctor", "--backend", "simulated"], ["--help"], ["demo", "--help"]], ids=" ".join)
+def test_no_other_command_looks_for_entry_points(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    def looked_for(**_: object) -> None:
+        raise AssertionError("entry points were looked for")
+
+    monkeypatch.setattr("importlib.metadata.entry_points", looked_for)
+    assert main(words) == 0
+    assert capsys.readouterr().out
 
 
 # doctor ---------------------------------------------------------------------------------------------------------------

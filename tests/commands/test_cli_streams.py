@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from printed import Terminal
 
 from kvoffload.commands import main
 
 DEMO = ("demo", "--turns", "2", "--conversations", "2", "--backend", "simulated")
 DOCTOR = ("doctor", "--backend", "simulated")
-SUCCESSFUL = [DOCTOR, (*DOCTOR, "--json"), ("bench", "submit", "--help")]
+SUCCESSFUL = [DOCTOR, (*DOCTOR, "--json"), ("replay", "--help")]
 PYTHON = (sys.executable, "-m", "kvoffload")
 HUGE = "99999999999999999999999999"
 
@@ -73,13 +72,6 @@ def test_without_standard_error_the_result_alone_is_printed(redirect: str) -> No
     assert json.loads(done.stdout)["corrupt_blocks"] == 0
 
 
-def test_figures_are_saved_although_stdout_is_full(tmp_path: Path) -> None:
-    saved = tmp_path / "sweep.json"
-    options = ("--sizes", "4096", "--counts", "8", "--planes", "folded", "--backend", "simulated", "--save", str(saved))
-    assert run(("bench", "sweep", *options), redirect=">/dev/full").returncode == 3
-    assert json.loads(saved.read_text())["wrong_rows"] == 0
-
-
 # numbers --------------------------------------------------------------------------------------------------------------
 
 WORKLOAD = ("replay", "--workload", "agents", "--requests", "2")
@@ -100,26 +92,6 @@ WITH_BYTES = (*WORKLOAD, "--model", "llama-3.1-8b", "--scale", "0.01", "--backen
         (WITH_BYTES, "--blocks-per-hash"),
         (WITH_BYTES, "--tokens-per-hash"),
         (("tune", "--show"), "--sm-limit"),
-        *(
-            (("bench", bench), "--repeats")
-            for bench in ("transfer", "sweep", "field", "interference", "parts", "submit", "cache")
-        ),
-        (("bench", "transfer"), "--blocks"),
-        (("bench", "transfer"), "--blocks-per-slot"),
-        (("bench", "field"), "--blocks"),
-        (("bench", "field"), "--bytes"),
-        (("bench", "field"), "--transfers"),
-        (("bench", "sweep"), "--sizes"),
-        (("bench", "sweep"), "--counts"),
-        (("bench", "parts"), "--parts"),
-        (("bench", "interop"), "--blocks"),
-        (("bench", "cache"), "--blocks"),
-        (("bench", "cache"), "--keys"),
-        (("bench", "disk"), "--sizes"),
-        (("bench", "disk"), "--threads"),
-        (("bench", "disk"), "--nbytes"),
-        (("bench", "disk"), "--records"),
-        (("bench", "disk"), "--repeats"),
     ],
     ids=lambda each: each if isinstance(each, str) else " ".join(each[:2]),
 )
@@ -136,10 +108,6 @@ def test_a_number_without_measure_is_refused_by_its_option(
         (*WITH_BYTES, "--slots", "4294967295"),
         (*WITH_BYTES, "--slots", "4", "--blocks-per-hash", "4294967295"),
         ("demo", "--backend", "simulated", "--slots", "4294967295"),
-        ("bench", "sweep", "--sizes", "4294967264", "--counts", "4294967295", "--backend", "simulated"),
-        ("bench", "transfer", "--blocks", "4294967295", "--backend", "simulated"),
-        ("bench", "transfer", "--blocks-per-slot", "4294967295", "--backend", "simulated"),
-        ("bench", "parts", "--blocks", "4294967295", "--backend", "simulated"),
         ("doctor", "--device", "4294967295", "--backend", "simulated"),
     ],
     ids=" ".join,
@@ -159,19 +127,12 @@ def test_a_memory_error_is_exit_code_2_and_says_what_to_change(
     def short(*_: object) -> None:
         raise MemoryError("Unable to allocate 745. GiB")
 
-    monkeypatch.setattr("kvoffload.replay.metadata.survey", short)
+    monkeypatch.setattr("kvoffload.replay.report.hits_of_policies", short)
     assert main([*WORKLOAD, "--metadata-only"]) == 2
     assert "host memory is short: Unable to allocate 745. GiB; choose smaller numbers" in capsys.readouterr().err
 
 
 # progress -------------------------------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    """Standard error as a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(
@@ -182,8 +143,6 @@ class Terminal(io.StringIO):
         (("doctor", "--backend", "simulated"), ("trying copy methods",)),
         (("tune", "--show", "--backend", "simulated"), ("trying copy methods",)),
         (("demo", "--turns", "1", "--backend", "simulated"), ("turns",)),
-        (("bench", "cache", "--blocks", "2048", "--repeats", "1"), ("caches",)),
-        (("bench", "parts", "--parts", "1", "--backend", "simulated"), ("loads",)),
     ],
     ids=lambda each: " ".join(each[:2]),
 )

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from benching import refused
+from printed import Terminal
 
 from kvoffload.commands import main
 from kvoffload.replay.trace import require_readable
 from kvoffload.terminal.options import numbers
 from kvoffload.terminal.tables import WIDTH
-
-
-class Terminal(io.StringIO):
-    """Standard error as a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command that is refused prints to standard error; nothing else."""
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
 
 
 def words(each: str | tuple[str, ...]) -> str:
@@ -43,8 +29,6 @@ def words(each: str | tuple[str, ...]) -> str:
         (("--juggle",), "kvoffload", "--juggle"),
         (("demo", "--juggle"), "kvoffload demo", "--juggle"),
         (("demo", "more"), "kvoffload demo", "more"),
-        (("bench", "transfer", "--juggle", "3"), "kvoffload bench transfer", "--juggle 3"),
-        (("bench", "--juggle", "transfer"), "kvoffload bench", "--juggle"),
     ],
     ids=words,
 )
@@ -56,9 +40,7 @@ def test_what_is_not_known_is_refused_with_one_line_of_the_usage_of_its_command(
     assert message == f"{command}: error: unrecognized arguments: {unknown}; `{command} --help` lists the options"
 
 
-@pytest.mark.parametrize(
-    "arguments", [("juggle",), ("bench", "juggle"), ("demo", "--model", "x"), ("bench", "cache", "--policy", "x")]
-)
+@pytest.mark.parametrize("arguments", [("juggle",), ("demo", "--model", "x")])
 def test_usage_and_message_on_a_terminal_have_at_most_80_columns(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
@@ -71,27 +53,6 @@ def test_usage_and_message_on_a_terminal_have_at_most_80_columns(
     assert [line for line in message if len(line) > WIDTH] == []
 
 
-def test_the_list_of_benchmarks_has_a_line_for_each_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--help"]) == 0
-    listed = capsys.readouterr().out.partition("benchmarks:\n")[2].partition("\n\n")[0].splitlines()
-    names = [
-        "transfer",
-        "sweep",
-        "field",
-        "sharded",
-        "interference",
-        "parts",
-        "interop",
-        "vllm",
-        "submit",
-        "cache",
-        "disk",
-        "remote",
-        "plot",
-    ]
-    assert [line.split()[0] for line in listed] == names
-
-
 # values ---------------------------------------------------------------------------------------------------------------
 
 COUNTED = ("replay", "--workload", "agents", "--metadata-only", "--slots")
@@ -101,11 +62,10 @@ COUNTED = ("replay", "--workload", "agents", "--metadata-only", "--slots")
     ("arguments", "value"),
     [
         (("demo", "--slots"), "1,000"),
-        (("bench", "cache", "--blocks"), "1'000'000"),
+        (("demo", "--turns"), "1'000'000"),
         (COUNTED, "1,000"),
         (COUNTED, "1,024"),
         (COUNTED, "16,1,000"),
-        (("bench", "field", "--blocks"), "1,000"),
     ],
     ids=words,
 )
@@ -120,17 +80,6 @@ def test_thousands_separators_are_refused_by_option_and_value(
 
 def test_a_comma_separates_numbers() -> None:
     assert numbers("4096,100,7") == [4096, 100, 7]
-
-
-@pytest.mark.parametrize(
-    ("bench", "value", "known"),
-    [("transfer", "elsewhere", "folded, scattered, interleaved"), ("sweep", "interleaved", "folded, scattered")],
-)
-def test_a_name_of_planes_that_is_not_known_is_refused_with_those_that_are(
-    capsys: pytest.CaptureFixture[str], bench: str, value: str, known: str
-) -> None:
-    message = refused(capsys, "bench", bench, "--planes", value)
-    assert f"argument --planes: must be one of {known}, got {value!r}" in message
 
 
 def test_the_help_of_scale_says_which_end_is_included(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,20 +103,13 @@ def test_a_missing_trace_is_named_before_anything_else(
     assert message == f"kvoffload: error: cannot read the trace {path}: No such file or directory\n"
 
 
-@pytest.mark.parametrize("command", [("bench", "submit", "--save"), ("tune", "--output")], ids=words)
+@pytest.mark.parametrize("command", [("tune", "--output")], ids=words)
 def test_a_file_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
     path = tmp_path / "missing" / "file.json"
     message = refused(capsys, *command, str(path), "--backend", "simulated")
     assert message.endswith(f"error: {command[-1]} {path} cannot be written: No such file or directory\n")
-
-
-def test_parts_that_do_not_divide_the_planes_are_refused_by_option_and_value(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    message = refused(capsys, "bench", "parts", "--parts", "1,3", "--backend", "simulated")
-    assert message.startswith("kvoffload: error: --parts 3 does not divide the 64 planes of llama-3.1-8b: ")
 
 
 def test_a_pipe_is_not_opened_to_see_whether_it_can_be_read(tmp_path: Path) -> None:
@@ -189,15 +131,3 @@ def test_a_trace_without_blocks_is_refused(
     assert str(path) in message
     assert said in message
     assert '{"hash_ids": [1, 2]}' in message
-
-
-@pytest.mark.parametrize("options", [(), ("--output", "figures")])
-def test_bench_plot_names_a_missing_file_and_what_writes_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvoffload.terminal.figures.find_spec", lambda _: None)  # said second
-    message = refused(capsys, "bench", "plot", "missing.json", *options)
-    assert message.startswith("kvoffload: error: cannot read missing.json: No such file or directory; ")
-    assert "`kvoffload bench field --save FILE` writes a result" in message
-    assert list(tmp_path.iterdir()) == []

@@ -28,9 +28,8 @@ from transfers import segments_of, transfer_of
 import kvoffload
 from kvoffload import NO_WAIT, CapabilityError, Direction, KVLayout, OffloadEngine, TransferError
 from kvoffload.copiers import gather
-from kvoffload.engine.job import Job
+from kvoffload.engine.job import Job, Segment, Transfer
 from kvoffload.engine.tracker import Tracker
-from kvoffload.engine.transfer import Segment, Transfer
 from kvoffload.simulator.kernels import LaunchOperation
 from kvoffload.testing import Mirror, check_clean_close
 from kvoffload.tuning import CopyMethod

@@ -18,6 +18,7 @@ from strategies import engine_on
 import kvoffload
 from kvoffload import CapacityError, ClosedError, KVLayout, OffloadEngine
 from kvoffload.driver import address_of
+from kvoffload.engine.shard import Shard
 from kvoffload.simulator import space
 from kvoffload.testing import SimulatedDriver, SimulatorError, check_clean_close, leak_check
 
@@ -173,15 +174,15 @@ def test_a_close_takes_only_what_the_other_engines_have_left_of_the_time(
 ) -> None:
     engines = [engine_on(device) for _ in range(3)]
     given: list[float] = []
-    close = OffloadEngine.close
+    close = Shard.close
 
-    def slowly(engine: OffloadEngine, timeout: float | None = None) -> None:
+    def slowly(engine: Shard, timeout: float | None = None) -> None:
         assert timeout is not None
         given.append(timeout)
         time.sleep(0.05)
         close(engine, timeout)
 
-    monkeypatch.setattr(OffloadEngine, "close", slowly)
+    monkeypatch.setattr(Shard, "close", slowly)
     device.close(timeout=20)
     assert len(engines) == len(given) == 3
     assert 20 >= given[0] > given[0] - 0.04 > given[1] > given[1] - 0.04 > given[2] > 15

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from strategies import Case, cases, place
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CapacityError, HostMemory, KVLayout, LayoutError, OffloadEngine, TieredCache
+from kvoffload import NO_WAIT, BlockCache, CapacityError, HostMemory, KVLayout, LayoutError, OffloadEngine
 from kvoffload.device import pinned
 from kvoffload.driver import address_of
 from kvoffload.testing import Mirror, check_clean_close, leak_check, scramble
@@ -335,10 +335,10 @@ def test_tiers_take_slots_that_follow_each_other_and_refuse_a_stride(
         OffloadEngine(layout, device=device, host_memory=apart, **COPY_ENGINE_ONLY) as engine,
         pytest.raises(LayoutError, match=r"pools\[0\] must be a C-contiguous writable array of uint8"),
     ):
-        TieredCache(engine, tiers=[tier])
+        BlockCache(engine, tiers=[tier])
     together = HostMemory.of_buffer(mapped(8 * PAGE), num_slots=8, slot_stride=PAGE)
     with OffloadEngine(layout, device=device, host_memory=together, **COPY_ENGINE_ONLY) as engine:
-        cache = TieredCache(engine, tiers=[tier])
+        cache = BlockCache(engine, tiers=[tier])
         cache.store([b"a"], [1]).wait(10)
         cache.close()
 

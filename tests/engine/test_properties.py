@@ -29,7 +29,7 @@ from kvoffload.testing import (
 )
 from kvoffload.tuning import CopierName
 
-EXAMPLES = 30  # at each of five levels
+EXAMPLES = 18  # at each of five levels
 DEFAULT = "driver13.0-bindings13.3"  # the level of the fixture `device`
 
 

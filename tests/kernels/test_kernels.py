@@ -713,7 +713,7 @@ def test_cuda_forbids_what_the_simulator_forbids_during_a_capture(gpu_device: kv
 def _capture_verdicts(device: kvoffload.Device, spec: KernelSpec, *, relaxed: bool = False) -> dict[str, str]:
     """What each call answers while another stream is captured, and in the library's capture mode if `relaxed`."""
     api, driver = device.driver.api, device.driver
-    made = loader._simulated(spec) if device.simulated else compile_kernel(spec, device.capabilities.compute_capability)
+    made = loader.machine_code(driver, device.capabilities, spec)
     arguments = np.zeros(made.parameter_count, np.uint64)
     memory = device.allocate(8)
     arguments[:2] = memory.address
@@ -721,7 +721,7 @@ def _capture_verdicts(device: kvoffload.Device, spec: KernelSpec, *, relaxed: bo
     attribute = bindings.CUfunction_attribute
     with device.current():
         captured, stream = driver.stream_create(0), driver.stream_create(0)
-        module, spare = driver.module_load(made.cubin), driver.module_load(made.cubin)
+        module, spare = (int(driver.call("cuModuleLoadData", made.cubin)) for _ in range(2))
         function = driver.module_function(module, made.name)
         kernel = (function, 1, 1, 1, made.threads, 1, 1, made.shared_bytes, stream, _address(pointers), 0)
         most = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -748,11 +748,11 @@ def _capture_verdicts(device: kvoffload.Device, spec: KernelSpec, *, relaxed: bo
             ended = api.cuStreamEndCapture(captured)[0].name
             assert (ended == "CUDA_SUCCESS") == (answers[name] == "CUDA_SUCCESS")
             if name == "cuModuleLoadData" and status.name == "CUDA_SUCCESS":
-                driver.module_unload(int(values[0]))
+                driver.call("cuModuleUnload", values[0])
     with device.current():
         driver.stream_synchronize(stream)
         for each in (module, *([spare] if answers["cuModuleUnload"] != "CUDA_SUCCESS" else [])):
-            driver.module_unload(each)
+            driver.call("cuModuleUnload", each)
         driver.stream_destroy(captured)
         driver.stream_destroy(stream)
     memory.close()

@@ -14,11 +14,10 @@ from servers import Process, need_module
 from tiering import SECONDS, keys, tiered
 
 from kvoffload.cache.statistics import CacheStatistics, Histogram, TenantCounts
+from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics
 from kvoffload.engine.statistics import DirectionTotals, EngineStatistics
 from kvoffload.errors import CapabilityError, ClosedError
 from kvoffload.observability.prometheus import CacheCollector, register
-from kvoffload.tiering.below import CacheTierStatistics
-from kvoffload.tiering.breaker import BreakerState
 from kvoffload.tiers import Outcome, TierStatistics, ValkeyTier
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -175,6 +176,14 @@ def test_vllm_is_imported_for_vllm_alone() -> None:
     outside = [each for each in imports() if folder_of(each.path) != "vllm"]
     assert [str(each) for each in outside if each.module.split(".")[0] in IN_VLLM] == []
     assert [str(each) for each in outside if each.module.split(".")[:2] == ["kvoffload", "vllm"]] == []
+
+
+def test_the_package_and_its_tests_know_nothing_of_the_benchmarks() -> None:
+    """They are a distribution of their own, which need not be installed; an entry point leads to them."""
+    tests = ROOT.parent / "tests"
+    outside = [path for path in tests.rglob("*.py") if tests / "benchmarks" not in path.parents]
+    pattern = re.compile(r"^ *(?:from|import) kvoffload_bench\b", re.MULTILINE)
+    assert [path for path in (*sources(), *outside) if pattern.search(path.read_text())] == []
 
 
 def test_files_stay_small() -> None:

@@ -21,7 +21,6 @@ POSITIONAL = {
     # the data of a transfer, in the direction in which it moves
     "BlockCache.load": "keys blocks",
     "BlockCache.store": "keys blocks",
-    "TieredCache.store": "keys blocks",
     "CacheIndex.restore": "keys entries requests",
     "GroupTransfer": "group blocks slots",
     "Mirror.expect": "direction blocks slots",
@@ -37,7 +36,6 @@ POSITIONAL = {
     # arrays and memory
     "Device.empty": "shape dtype",
     "Device.engines_over": "address nbytes",
-    "OffloadEngine.touches": "address nbytes",
     "OwnedCache": "devices shapes dtype",
     "SharedSlots": "num_slots slot_bytes",
     "pattern": "key nbytes",
@@ -74,14 +72,10 @@ POSITIONAL = {
     "Faults.fail_operation": "nth",
     "Faults.sticky": "at_call",
     # between the library's own classes
-    "CacheIndex.abort_after": "record jobs",
-    "CacheIndex.commit_after": "record jobs",
-    "CacheIndex.commit_and_hold": "record hold",
-    "CacheIndex.hold_ready": "keys hold",
     "Device.adopt": "owner release what",
     "Device.check_stream_priority": "priority name",
     "Faults.next_call": "name args",
-    "OffloadEngine.order_job_before": "transfer stream part",
+    "OffloadEngine.order_job_before": "record streams part",
     "OffloadEngine.submit_locked": "direction blocks slots",
     "OffloadEngine.when_done": "job callback",
     "ShardedEngine.order_job_before": "record streams part",

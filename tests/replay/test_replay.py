@@ -21,7 +21,7 @@ from replaying import HYBRID, TINY, replay
 
 import kvoffload
 from kvoffload.commands import main
-from kvoffload.replay.trace import read_trace
+from kvoffload.replay.trace import read_timed_trace, read_trace
 from kvoffload.replay.verified import VerifiedCache
 
 
@@ -36,9 +36,9 @@ def test_every_request_does_what_the_oracle_does(
         device, geometry, capacity=capacity, longest=longest, blocks_per_key=blocks_per_key, policy="lru", seed=seed
     ) as served:
         for ids in trace:
-            before = served.counts.blocks_stored, served.blocks_evicted
+            before = served.counts.blocks_stored, served.cache.statistics().evicted
             hits = served.serve(keys_of(ids))
-            found = Served(hits, served.counts.blocks_stored - before[0], served.blocks_evicted - before[1])
+            found = Served(hits, served.counts.blocks_stored - before[0], served.cache.statistics().evicted - before[1])
             assert found == oracle.serve(ids), (seed, ids)
         served.cache.check()
         assert len(served.cache) == len(oracle.present)
@@ -254,3 +254,24 @@ def test_2000_requests_of_the_real_trace_on_a_gpu(
     assert fields["simulated"] is False
     assert (fields["blocks_hit"], fields["verified_blocks"], fields["corrupt_blocks"]) == (13_635, 13_635, 0)
     assert fields["load_gb_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("stamps", "seconds"),
+    [
+        ([1000, 1000, 2500.5], [0.0, 0.0, 1.5005]),
+        ([0, 0, 0], None),
+        ([3, 2, 4], None),
+        ([1, None, 2], None),
+        ([1, "2", 3], None),
+        ([False, True, True], None),
+        ([0, 1, float("inf")], None),
+        ([0, float("nan"), 2], None),
+    ],
+)
+def test_timestamps_of_a_trace(tmp_path: Path, stamps: list[Any], seconds: list[float] | None) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({"hash_ids": [1], "timestamp": stamp}) + "\n" for stamp in stamps))
+    trace = read_timed_trace(path)
+    assert trace.requests == read_trace(path) == [keys_of([1])] * 3
+    assert trace.seconds == (None if seconds is None else pytest.approx(seconds))

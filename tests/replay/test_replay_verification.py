@@ -17,10 +17,10 @@ from replaying import HYBRID, TINY, replay
 
 import kvoffload
 from kvoffload.cache.reservations import CacheJob
+from kvoffload.cache.tiering.promotion import Promotion
 from kvoffload.driver import address_of
 from kvoffload.replay.verified import VerifiedCache
 from kvoffload.testing import check_clean_close
-from kvoffload.tiering.promotion import Promotion
 
 
 def flip(array: Any, index: Any) -> None:

@@ -19,7 +19,7 @@ from simulator_program import (
 )
 
 from kvoffload.driver import functions
-from kvoffload.simulator import SimulatedDriver, copies
+from kvoffload.simulator import SimulatedDriver, copy_calls
 
 
 def test_offers_every_function_of_the_seam() -> None:
@@ -45,16 +45,16 @@ def test_describes_a_device(program: Program) -> None:
 def test_structures_are_laid_out_as_the_installed_bindings_lay_them_out() -> None:
     operation = strided_operation(0x22, 0x11, 3, 4, 6, 5, ANY)
     operation.src.op.ptr.layerHeight, operation.dst.op.ptr.layerHeight, operation.flags = 7, 8, 1
-    (seen,) = copies.structures([int(operation.getPtr())], copies.OPERATION_DTYPE)
+    (seen,) = copy_calls.structures([int(operation.getPtr())], copy_calls.OPERATION_DTYPE)
     assert seen.tolist() == (1, 0x11, 5, 7, 1, 0x22, 6, 8, 3, 4, 1, int(ANY), 1)
 
     made = rectangle(0x22, 0x11, 3, 4, 6, 5)
     made.srcHost, made.dstHost = 0x33, 0x44
     made.srcXInBytes, made.srcY, made.dstXInBytes, made.dstY = 9, 10, 11, 12
-    (seen,) = copies.structures([int(made.getPtr())], copies.RECTANGLE_DTYPE)
+    (seen,) = copy_calls.structures([int(made.getPtr())], copy_calls.RECTANGLE_DTYPE)
     assert seen.tolist() == (9, 10, 4, 0x33, 0x11, 5, 11, 12, 4, 0x44, 0x22, 6, 3, 4)
-    assert (copies.OPERATION_DTYPE.itemsize, copies.RECTANGLE_DTYPE.itemsize) == (112, 128)
-    assert copies.order_at(int(attributes(DURING_API_CALL).getPtr())) == int(DURING_API_CALL)
+    assert (copy_calls.OPERATION_DTYPE.itemsize, copy_calls.RECTANGLE_DTYPE.itemsize) == (112, 128)
+    assert copy_calls.order_at(int(attributes(DURING_API_CALL).getPtr())) == int(DURING_API_CALL)
 
 
 def test_stream_memory_operations_are_announced_as_a_hopper_gpu_announces_them(program: Program) -> None:

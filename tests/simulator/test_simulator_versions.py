@@ -7,7 +7,7 @@ import pytest
 from cuda.bindings import driver as cuda
 from simulator_program import STREAM, Program, R, address_of, attributes, strided_operation
 
-from kvoffload.simulator import DriverError, FunctionNotFoundError, copies
+from kvoffload.simulator import DriverError, FunctionNotFoundError, copy_calls
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_raw_calls_take_addresses_and_raise() -> None:
     program.ok("cuStreamSynchronize", stream)
     assert (program.bytes(target, 64) == np.arange(64)).all()
 
-    operations = np.zeros(2, copies.OPERATION_DTYPE)
+    operations = np.zeros(2, copy_calls.OPERATION_DTYPE)
     for field, value in (("src_type", 1), ("dst_type", 1), ("width", 8), ("height", 4), ("depth", 1), ("order", 1)):
         operations[field] = value
     operations["src_ptr"], operations["dst_ptr"] = [source + 32, source], [int(target), int(target) + 32]

@@ -20,6 +20,14 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0)
     return fields
 
 
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that is refused prints to standard error; nothing else."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
 def times_in(value: Any, path: str = "") -> list[str]:
     """The paths of JSON fields whose values come from a clock."""
     if isinstance(value, dict):

@@ -18,7 +18,7 @@ from pathlib import Path
 from chaos_files import ChaosFiles, Event, EventLog, Faults, Noted, Sized, SyncBegun, SyncEnded, Written
 from chaos_history import SECONDS, History, Memory, fetch, make_tier, names
 
-from kvoffload.tiers import DiskTier, Outcome, TierJob
+from kvoffload.tiers import DiskTier, Limits, Outcome, TierJob
 
 SECTOR = 512
 KEYS = names(range(12))
@@ -193,7 +193,7 @@ class Program:
         self.calls = self._files(self.rng.randrange(1 << 30), self.log)
         direct = self.rng.random() < 0.5  # also writes the first page of payloads back, where that works
         self.tier = make_tier(
-            self.folder, self.memory, files=self.members, operations=self.calls, threads=2, direct=direct
+            self.folder, self.memory, files=self.members, operations=self.calls, limits=Limits(threads=2), direct=direct
         )
         self.calls.faults = self._faults
 

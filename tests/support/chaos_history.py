@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.testing.tier_pools import TierPools
-from kvoffload.tiers import DiskTier, Outcome
+from kvoffload.tiers import DiskTier, Limits, Outcome
 
 PAGE = 4096
 POOLS = 2
@@ -96,7 +96,7 @@ def size_of(files: int, slots: int) -> int:
 
 def make_tier(folder: Path, memory: Memory, *, files: int = 2, slots: int = 3, **options: Any) -> DiskTier:
     """A tier on small files of a folder, with its pool."""
-    chosen: dict[str, Any] = {"identity": "model@1", "policy": "lru", "direct": False, "threads": 1}
+    chosen: dict[str, Any] = {"identity": "model@1", "policy": "lru", "direct": False, "limits": Limits(threads=1)}
     chosen |= {} if options.get("read_only") else {"nbytes": size_of(files, slots)}
     tier = DiskTier([folder / f"{number}.kv" for number in range(files)], **(chosen | options))
     tier.attach(memory.arrays, memory.layout)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from chaos_history import SECONDS, History, Memory, fetch, make_tier, names
 
-from kvoffload.tiers import Outcome
+from kvoffload.tiers import Limits, Outcome
 
 KEYS = names(range(12))
 LONGEST = 0.05  # seconds that a process may run after its first operation
@@ -30,7 +30,7 @@ LONGEST = 0.05  # seconds that a process may run after its first operation
 
 def write_for_ever(folder: Path, memory: Memory, rng: random.Random, pipe: int, first: int) -> None:
     """What the killed process does."""
-    tier = make_tier(folder, memory, threads=2, direct=rng.random() < 0.5)
+    tier = make_tier(folder, memory, limits=Limits(threads=2), direct=rng.random() < 0.5)
     removals = itertools.count()
 
     def say(what: str, *arguments: object) -> None:

@@ -20,7 +20,7 @@ from chaos_files import NO_FAULTS, ChaosFiles, Faults
 from chaos_history import SECONDS, History, Memory, make_tier, names
 
 from kvoffload.errors import KVOffloadError
-from kvoffload.tiers import DiskTier, Outcome, TierJob
+from kvoffload.tiers import DiskTier, Limits, Outcome, TierJob
 
 KEYS = names(range(16))
 GONE = (Outcome.DONE, Outcome.MISSING)
@@ -272,7 +272,12 @@ class Machine:
             self.calls = ChaosFiles(self.rng.randrange(1 << 30), each)
             try:
                 self.tier = make_tier(
-                    self.folder, self.memory, files=self.files, operations=self.calls, direct=direct, threads=3
+                    self.folder,
+                    self.memory,
+                    files=self.files,
+                    operations=self.calls,
+                    direct=direct,
+                    limits=Limits(threads=3),
                 )
                 break
             except (OSError, KVOffloadError):

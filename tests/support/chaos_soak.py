@@ -19,6 +19,8 @@ from pathlib import Path
 
 from chaos_history import SECONDS, Memory, fetch, make_tier, names
 
+from kvoffload.tiers import Limits
+
 KEYS = names(range(8))
 WARM_UP = 50  # cycles before the first measurement
 
@@ -47,7 +49,7 @@ def _tasks() -> int:
 
 def cycle(folder: Path, memory: Memory, rng: random.Random, version: int) -> None:
     """Open a tier; put, fetch, remove and clear; close it. Some are refused, or closed while calls are queued."""
-    tier = make_tier(folder, memory, threads=2)
+    tier = make_tier(folder, memory, limits=Limits(threads=2))
     keys = rng.sample(KEYS, 3)
     for entry in range(3):
         memory.fill(entry, version)

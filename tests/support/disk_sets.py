@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from kvoffload.tiers.disk_index import DiskIndex, DiskPut
 from kvoffload.tiers.files import FileOperations
-from kvoffload.tiers.slot_files import ReadResult, SlotFiles, SlotPut
+from kvoffload.tiers.member import ReadResult, SlotPut
+from kvoffload.tiers.slot_files import SlotFiles
 
 SECTOR = 512
 PAGE = 4096

@@ -17,7 +17,6 @@ from kvoffload.tiers import MooncakeTier
 STORE_BYTES = 64 << 20
 HOST_PROGRAM = Path(__file__).with_name("mooncake_host.py")
 CLIENT_TTL = 1  # seconds after which a store process that is silent counts as dead
-DISCARD = 1  # seconds after which a put that has not ended may be repeated by another one
 
 
 def mooncake_program(name: str) -> str:
@@ -40,18 +39,28 @@ class MooncakeServers:
     Args:
         store_bytes: that each store process contributes.
         lease: seconds for which a record that was read or asked for is not evicted.
+        patience: seconds after which a silent store process counts as dead, and another put may repeat one that has not
+            ended.
 
     Attributes:
         master, stores: the processes, running or not. After a start, call `settle`.
     """
 
-    def __init__(self, folder: Path, *, stores: int = 1, store_bytes: int = STORE_BYTES, lease: float = 10.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        stores: int = 1,
+        store_bytes: int = STORE_BYTES,
+        lease: float = 10.0,
+        patience: int = CLIENT_TTL,
+    ) -> None:
         port, self._metrics = free_ports(2)
         self._folder, self._store_bytes, self._wanted = folder, store_bytes, stores
         command = [
             mooncake_program("mooncake_master"), f"--rpc_port={port}", f"--rpc_address={HOST}",
-            f"--metrics_port={self._metrics}", f"--metrics_host={HOST}", f"--client_ttl={CLIENT_TTL}",
-            f"--default_kv_lease_ttl={round(1000 * lease)}", f"--put_start_discard_timeout_sec={DISCARD}",
+            f"--metrics_port={self._metrics}", f"--metrics_host={HOST}", f"--client_ttl={patience}",
+            f"--default_kv_lease_ttl={round(1000 * lease)}", f"--put_start_discard_timeout_sec={patience}",
         ]  # fmt: skip
         self.master = Process(command, port, folder)
         self.stores: list[Process] = []

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from mooncake_servers import mooncake_program
+from mooncake_servers import MooncakeServers
 from servers import BUCKET, Process, need_module, s3_options, wait_until
 
-from kvoffload.bench.remote_servers import started
 from kvoffload.terminal.stores import Store
 
 
@@ -40,9 +41,9 @@ def for_objects(server: Process, folder: str, **config: str) -> list[str]:
 @contextmanager
 def patient_mooncake() -> Iterator[tuple[list[str], Store]]:
     """The option for a Mooncake Store of its own, which takes no pause of a busy machine for a death, and the store."""
-    mooncake_program("mooncake_master")
-    with started(["mooncake"]) as ([store], _):
-        yield ["--store", "mooncake", f"master={store.arguments['master']}"], store
+    with tempfile.TemporaryDirectory() as folder, MooncakeServers(Path(folder), patience=60) as servers:
+        store = Store("mooncake", {"master": servers.master.address})
+        yield ["--store", "mooncake", f"master={servers.master.address}"], store
 
 
 def names_in_s3(server: Process, folder: str) -> Iterator[str]:

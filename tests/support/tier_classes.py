@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from kvoffload.errors import LayoutError
 from kvoffload.internal.types import UInt8Array
 from kvoffload.testing.tier_pools import TierPools
-from kvoffload.tiers import Origin, Outcome, ThreadedTier, Tier, TierCapabilities
+from kvoffload.tiers import Limits, Origin, Outcome, ThreadedTier, Tier, TierCapabilities
 
 Rows = list[UInt8Array]
 SECONDS = 30.0  # that anything may take
@@ -21,7 +21,7 @@ class DictTier(ThreadedTier):
     name = "dict"
 
     def __init__(self, store: dict[bytes, list[bytes]] | None = None, *, threads: int = 2, max_queued: int = 4096):
-        super().__init__(threads=threads, max_queued=max_queued)
+        super().__init__(limits=Limits(threads=threads, max_queued=max_queued))
         self.capabilities = TierCapabilities(durable=store is not None, shared=False, local_index=True)
         self.store: dict[bytes, list[bytes]] = {} if store is None else store
         self.released = 0

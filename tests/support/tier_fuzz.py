@@ -1,4 +1,4 @@
-"""Random programs of several threads against a TieredCache over failing tiers; every loaded byte is compared.
+"""Random programs of several threads against a BlockCache over failing tiers; every loaded byte is compared.
 
     python tests/support/tier_fuzz.py --operations 100000 --seed 7
 
@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiering import SECONDS, Bench, key, tiered, until
 
 from kvoffload import NO_WAIT, MissingKeyError, TierError
+from kvoffload.cache.tiering import below as breaker
+from kvoffload.cache.tiering.promotion import ChainedLoad, Promotion
 from kvoffload.testing import FaultyTier, TierFaults
-from kvoffload.tiering import breaker
-from kvoffload.tiering.promotion import ChainedLoad, Promotion
-from kvoffload.tiers import DiskTier, MemoryTier, Tier
+from kvoffload.tiers import DiskTier, Limits, MemoryTier, Tier
 
 FAULTS = TierFaults(fail=0.04, error=0.03, delay=0.05, hang=0.1, decline=0.02, drop=0.02, tear=0.02)
 KEYS = 16  # of each thread
@@ -287,8 +287,12 @@ def fuzz(operations: int, seed: int, *, threads: int = 3, disk: Path | None = No
     """Run a program; returns how often what was done. AssertionError: something was wrong."""
     breaker._FIRST_PAUSE, breaker._LONGEST_PAUSE, before = 2e-3, 2e-2, (breaker._FIRST_PAUSE, breaker._LONGEST_PAUSE)
     logging.getLogger("kvoffload").setLevel(logging.CRITICAL)
-    tier = FaultyTier(FAULTS, seed=seed, threads=2)
-    below: Tier = MemoryTier(40 * 4096) if disk is None else DiskTier(disk, nbytes=1 << 20, identity="fuzz", threads=2)
+    tier = FaultyTier(FAULTS, seed=seed, limits=Limits(threads=2))
+    below: Tier = (
+        MemoryTier(40 * 4096)
+        if disk is None
+        else DiskTier(disk, nbytes=1 << 20, identity="fuzz", limits=Limits(threads=2))
+    )
     chance = random.Random(seed)
     options: dict[str, Any] = {
         "capacity": chance.choice([8, 12, 20]),

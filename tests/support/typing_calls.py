@@ -29,7 +29,6 @@ from kvoffload import (
     Reservation,
     Status,
     Tenant,
-    TieredCache,
     TransferError,
     TransferResult,
     chain_keys,
@@ -160,7 +159,7 @@ def caches(layout: KVLayout, device: Device) -> int:
         return found
 
 
-async def awaited(cache: TieredCache[OffloadEngine]) -> None:
+async def awaited(cache: BlockCache[OffloadEngine]) -> None:
     assert_type(await cache.engine.store([0], [0], after=NO_WAIT), TransferResult)
     assert_type(await cache.store([b"one"], [0]), list[TransferResult])
     promotion = cache.promote([b"one"])

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
 )
 from vllm_parts import PAGE, FakeTensor, gpu, keys, request  # noqa: E402
 
-from kvoffload.tiering import TieredIndex  # noqa: E402
+from kvoffload import CacheIndex  # noqa: E402
 from kvoffload.vllm import KVOffloadSpec, KVOffloadWorker  # noqa: E402
 from kvoffload.vllm.identity import making_connector  # noqa: E402
 
@@ -145,8 +145,8 @@ class Server:
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(1, 1_000_000)))
 
     @property
-    def index(self) -> TieredIndex:
-        assert isinstance(self.manager.index, TieredIndex)
+    def index(self) -> CacheIndex:
+        assert isinstance(self.manager.index, CacheIndex)
         return self.manager.index
 
     def context(self, wanted: Sequence[OffloadKey]) -> ReqContext:

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, CanonicalKVCaches, GPULoadStoreSpec, Medium, TransferResult
 
 import kvoffload
-from kvoffload.engine.groups import GroupTransfer
+from kvoffload.engine.request import GroupTransfer
 from kvoffload.errors import CapabilityError
 from kvoffload.vllm import KVOffloadManager, KVOffloadSpec, KVOffloadWorker
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffload.tiering.admission import WriteAdmission
-from kvoffload.tiering.memory import KeyMemory, Sighting
+from kvoffload.cache.tiering.admission import KeyMemory, Sighting, WriteAdmission
 
 CAPACITY = 2_000
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.tiering.breaker import Breaker, BreakerState
-from kvoffload.tiering.speed import TierSpeed
+from kvoffload.cache.tiering.below import Breaker, BreakerState, TierSpeed
 
 CLOSED, OPEN, TRYING = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.TRYING
 PAUSE, HUNG = 1.0, 30.0

@@ -12,12 +12,12 @@ from tier_classes import DictTier, GatedTier, Rows
 from tiering import SECONDS, Bench, RaisingTier, key, keys, tiered, until
 
 import kvoffload
-from kvoffload import NO_WAIT, BlockCache, CapacityError, TieredCache, TierError, TransferError
+from kvoffload import NO_WAIT, BlockCache, CapacityError, TierError, TransferError
 from kvoffload.cache.entries import LeaseRecord
 from kvoffload.cache.state import CacheState
+from kvoffload.cache.tiering.below import BreakerState
 from kvoffload.testing import FaultyTier, TierFaults
-from kvoffload.tiering.breaker import BreakerState
-from kvoffload.tiers import Outcome, TierJob, TierStatistics
+from kvoffload.tiers import Limits, Outcome, TierJob, TierStatistics
 
 METHODS = ("put", "get", "exists", "contains", "statistics", "drain", "close", "remove", "clear")
 
@@ -49,7 +49,7 @@ def test_a_tier_that_raises_is_a_miss(method: str, error: type[BaseException]) -
             bench.check_loaded(there)
             bench.cache.tier_statistics()
             assert bench.cache.drain(SECONDS) is ("drain" not in raising)
-            BlockCache.clear(bench.cache)
+            bench.cache.clear(below=False)
             bench.cache.promote(keys(there)).wait(SECONDS)
         settled(bench)
         assert bench.cache.statistics().pending == 0
@@ -76,7 +76,7 @@ def test_a_tier_that_returns_something_else_is_a_miss(wrong: Any) -> None:
     with tiered(Wrong(set())) as bench:
         bench.store(range(2))
         assert bench.cache.drain(SECONDS)
-        BlockCache.clear(bench.cache)
+        bench.cache.clear(below=False)
         assert bench.cache.promote(keys([0])).wait(SECONDS) == 0
         assert bench.cache.promote(keys([0, 1])).wait(SECONDS) == 0
         assert bench.cache.statistics().pending == 0
@@ -90,7 +90,7 @@ def test_a_tier_that_cannot_be_attached_closes_those_before() -> None:
         layout, device = bench.engine.layout, bench.device
         with kvoffload.OffloadEngine(layout, device=device, num_slots=2, sm_limit=0) as engine:
             with pytest.raises(OSError, match="broken"):
-                TieredCache(engine, tiers=[first, RaisingTier({"attach"})])
+                BlockCache(engine, tiers=[first, RaisingTier({"attach"})])
             assert first.released == 1
             BlockCache(engine)
 
@@ -150,7 +150,7 @@ def test_cancelling_says_nothing_of_a_tier() -> None:
 
 def test_a_tier_is_not_asked_while_a_call_goes_on_that_was_given_up() -> None:
     """So a disk that hangs costs one deadline, and not one of each request until the call counts as hung."""
-    tier = FaultyTier(threads=8)
+    tier = FaultyTier(limits=Limits(threads=8))
     with tiered(tier, capacity=32) as bench:
         bench.written(range(8))
         tier.hang_all()
@@ -166,7 +166,7 @@ def test_a_tier_is_not_asked_while_a_call_goes_on_that_was_given_up() -> None:
 
 def test_a_late_promotion_that_no_thread_began_with_leaves_the_tier_alone_too() -> None:
     """All threads of the tier hang in writes, so that reads wait behind them."""
-    tier = FaultyTier(threads=1)
+    tier = FaultyTier(limits=Limits(threads=1))
     with tiered(tier, capacity=32) as bench:
         bench.written(range(2))
         tier.hang_all()
@@ -181,7 +181,7 @@ def test_a_late_promotion_that_no_thread_began_with_leaves_the_tier_alone_too() 
 
 
 def test_deadlines_that_pass_open_a_breaker() -> None:
-    tier = FaultyTier(threads=8)
+    tier = FaultyTier(limits=Limits(threads=8))
     with tiered(tier, capacity=32) as bench:
         bench.written(range(8))
         for number in range(5):
@@ -189,7 +189,7 @@ def test_deadlines_that_pass_open_a_breaker() -> None:
             tier.hang_all()
             assert bench.cache.promote(keys([number]), deadline=0.2).wait(SECONDS) == 0
             tier.heal()
-            until(lambda: not bench.cache._manager._promoter.io())
+            until(lambda: not bench.manager._promoter.io())
         assert bench.cache.tier_statistics()[0].opened == 1
 
 
@@ -235,7 +235,7 @@ def test_a_record_that_is_not_there_ends_a_row_of_failures() -> None:
 
 
 def test_what_waits_to_be_written_gives_its_slots_back_when_a_breaker_opens() -> None:
-    tier = FaultyTier(threads=1)
+    tier = FaultyTier(limits=Limits(threads=1))
     with tiered(tier, capacity=64) as bench:
         bench.written([0])
         tier.hang_all()
@@ -249,16 +249,16 @@ def test_what_waits_to_be_written_gives_its_slots_back_when_a_breaker_opens() ->
 
 @pytest.mark.parametrize("fault", ["fail_all", "hang_all"])
 def test_requests_leave_a_tier_alone_that_is_not_used_and_it_gets_what_they_stored_later(fault: str) -> None:
-    tier = FaultyTier(threads=1)
+    tier = FaultyTier(limits=Limits(threads=1))
     with tiered(tier, capacity=64, write="through") as bench:
         bench.written([0])
         getattr(tier, fault)()
         while bench.cache.tier_statistics()[0].state is not BreakerState.OPEN:
             bench.cache.promote(keys([0]), deadline=0.02).wait(SECONDS)
-        with bench.cache._manager._lock:  # the thread does not look
+        with bench.manager._lock:  # the thread does not look
             bench.store(range(16, 24))
             bench.cache.touch(keys(range(16, 24)))
-            assert not bench.cache._manager._messages
+            assert not bench.manager._messages
         tier.heal()
 
         def all_written() -> bool:
@@ -275,7 +275,7 @@ def test_a_promotion_that_no_tier_can_lengthen_ends_at_once() -> None:
         bench.written(range(4))
         bench.store(range(8, 12))
         assert bench.cache.drain(SECONDS)
-        with bench.cache._manager._lock:
+        with bench.manager._lock:
             promotion = bench.cache.promote(keys([8, 9, 99, 10]))
             assert (promotion.done, promotion.ready) == (True, 2)
             assert not bench.cache.promote(keys([8, 0])).done, "the tier has the second"
@@ -286,7 +286,7 @@ def test_a_promotion_that_no_tier_can_lengthen_ends_at_once() -> None:
 
 
 def test_one_late_promotion_of_many_keys_opens_no_breaker() -> None:
-    tier = FaultyTier(threads=8)
+    tier = FaultyTier(limits=Limits(threads=8))
     with tiered(tier, capacity=32) as bench:
         bench.written(range(8))
         tier.hang_all()
@@ -338,7 +338,7 @@ def test_entries_of_keys_given_up_stay_kept_until_the_call_returns() -> None:
 
 def test_entries_of_keys_given_up_count_among_those_that_promotions_may_occupy() -> None:
     """Four of eight: until the calls of the first tier return, no promotion gets another one."""
-    late, good = FaultyTier(threads=4), DictTier()
+    late, good = FaultyTier(limits=Limits(threads=4)), DictTier()
     with tiered(late, good, capacity=8) as bench:
         bench.written(range(8))
         late.inner.remove_records(keys(range(4, 8)))
@@ -395,10 +395,10 @@ def test_another_cache_is_refused_while_a_late_call_may_write() -> None:
     with tiered() as bench:
         layout, device = bench.engine.layout, bench.device
         with kvoffload.OffloadEngine(layout, device=device, num_slots=4, sm_limit=0) as engine:
-            cache = TieredCache(engine, policy="lru", tiers=[tier], write="through")
+            cache = BlockCache(engine, policy="lru", tiers=[tier], write="through")
             cache.store(keys([0]), [0], after=NO_WAIT).wait(SECONDS)
             assert cache.drain(SECONDS)
-            BlockCache.clear(cache)
+            cache.clear(below=False)
             tier.hang_all()
             assert cache.promote(keys([0]), deadline=0.02).wait(SECONDS) == 0
             assert not cache.close(0.05)

@@ -11,10 +11,9 @@ from tier_classes import DictTier, Rows
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
 import kvoffload
-from kvoffload import BlockCache
+from kvoffload.cache.tiering.below import BreakerState
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering.breaker import BreakerState
-from kvoffload.tiers import DiskTier, Outcome, TierCapabilities
+from kvoffload.tiers import DiskTier, Limits, Outcome, TierCapabilities
 
 
 class Store(DictTier):
@@ -114,13 +113,13 @@ def test_no_tier_is_asked_for_what_cannot_lengthen_the_promotion() -> None:
 
 
 def test_a_full_queue_is_no_end() -> None:
-    first, second = FaultyTier(threads=1, max_queued=1), DictTier()
+    first, second = FaultyTier(limits=Limits(threads=1, max_queued=1)), DictTier()
     with tiered(first, second, write="none") as bench:
         bench.store(range(4))
         for tier in (first, second):
             for number in range(4):
                 tier.put(keys([number]), bench.cache.acquire(keys([number])).indices).wait(SECONDS)
-        BlockCache.clear(bench.cache)
+        bench.cache.clear(below=False)
         first.hang_all()
         blocker = bench.cache.promote(keys([0]))
         until(lambda: first.hung)
@@ -132,7 +131,7 @@ def test_a_full_queue_is_no_end() -> None:
 @pytest.mark.parametrize("limits", [{"deadline": 0.4}, {"deadline": None}])
 def test_a_call_that_does_not_return_keeps_its_entry_and_the_next_tier_gets_another_one(limits: Any) -> None:
     """The late read of the first tier may write its entry at any time: nothing else may be there."""
-    first, second = FaultyTier(threads=1), Store()
+    first, second = FaultyTier(limits=Limits(threads=1)), Store()
     hung = 30.0 if limits["deadline"] else 0.05
     with tiered(first, second, hung=hung, capacity=12) as bench:
         bench.written(range(6))
@@ -157,7 +156,7 @@ def test_a_call_that_does_not_return_keeps_its_entry_and_the_next_tier_gets_anot
 
 
 def test_a_late_tier_is_blamed_and_the_next_one_asked_while_there_is_time() -> None:
-    first, second = FaultyTier(threads=8), Store()
+    first, second = FaultyTier(limits=Limits(threads=8)), Store()
     with tiered(first, second, capacity=32) as bench:
         bench.written(range(8))
         first.hang_all()
@@ -169,7 +168,7 @@ def test_a_late_tier_is_blamed_and_the_next_one_asked_while_there_is_time() -> N
 
 
 def test_a_promotion_that_is_cancelled_asks_no_other_tier() -> None:
-    first, second = FaultyTier(threads=1), Store()
+    first, second = FaultyTier(limits=Limits(threads=1)), Store()
     with tiered(first, second) as bench:
         bench.written(range(2))
         first.hang_all()
@@ -187,7 +186,7 @@ def test_another_tier_is_not_asked_if_it_is_slower_than_computing() -> None:
         bench.written(range(3))
         first.fail_all()
         assert promoted(bench, [0]) == 1, "nothing is known of its speed"
-        BlockCache.clear(bench.cache)
+        bench.cache.clear(below=False)
         assert promoted(bench, [1]) == 0
         assert bench.cache.tier_statistics()[1].slower == 1
         assert second.asked == keys([0])
@@ -198,7 +197,7 @@ def test_a_tier_that_is_slower_than_computing_is_passed_over() -> None:
     with tiered(first, second, prefill_tokens_per_second=1e12) as bench:
         bench.written(range(2))
         assert promoted(bench, [0]) == 1
-        BlockCache.clear(bench.cache)
+        bench.cache.clear(below=False)
         assert promoted(bench, [1]) == 1
         assert (first.asked, second.asked) == (keys([0]), keys([1]))
 

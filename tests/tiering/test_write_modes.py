@@ -11,10 +11,10 @@ import pytest
 from tier_classes import DictTier, GatedTier
 from tiering import SECONDS, Bench, key, keys, tiered, until
 
-from kvoffload import BlockCache, Tenant
+from kvoffload import Tenant
+from kvoffload.cache.tiering.manager import MOST_MESSAGES
+from kvoffload.cache.tiering.writer import WriteAdmitted
 from kvoffload.testing import FaultyTier
-from kvoffload.tiering.manager import MOST_MESSAGES
-from kvoffload.tiering.writes import WriteAdmitted
 from kvoffload.tiers import MemoryTier, Origin, Outcome, TierStatistics
 from kvoffload.tiers.threaded import Rows
 
@@ -158,7 +158,7 @@ def fill(bench: Bench, numbers: Sequence[int]) -> None:
 
 def look_again(bench: Bench, number: int) -> None:
     """Store a key again: nothing is evicted, and what goes next is looked at."""
-    BlockCache.remove(bench.cache, keys([number]))
+    bench.cache.remove(keys([number]), below=False)
     fill(bench, [number])
 
 

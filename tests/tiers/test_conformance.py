@@ -12,7 +12,17 @@ from tier_classes import DictTier, Rows
 
 from kvoffload.internal.types import UInt8Array
 from kvoffload.testing import FaultyTier, TierFaults, check_tier
-from kvoffload.tiers import MemoryTier, Origin, Outcome, ThreadedTier, Tier, TierCapabilities, TierJob, TierStatistics
+from kvoffload.tiers import (
+    Limits,
+    MemoryTier,
+    Origin,
+    Outcome,
+    ThreadedTier,
+    Tier,
+    TierCapabilities,
+    TierJob,
+    TierStatistics,
+)
 
 RECORDS = 64  # four times the entries of check_tier
 
@@ -20,14 +30,16 @@ RECORDS = 64  # four times the entries of check_tier
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("pools", [1, 2])
 def test_the_memory_tier_conforms(pools: int, threads: int, seed: int) -> None:
-    names = check_tier(lambda: MemoryTier(RECORDS * pools * 4096, threads=threads), pools=pools, seed=seed)
+    names = check_tier(
+        lambda: MemoryTier(RECORDS * pools * 4096, limits=Limits(threads=threads)), pools=pools, seed=seed
+    )
     assert "it stays within its bytes" in names
     assert "records outlive the tier" not in names
 
 
 def test_a_faulty_tier_without_faults_conforms(seed: int) -> None:
     slow = TierFaults(delay=0.2, longest_delay=1e-4)
-    check_tier(lambda: FaultyTier(slow, seed=seed, threads=2), seed=seed, row_bytes=8192)
+    check_tier(lambda: FaultyTier(slow, seed=seed, limits=Limits(threads=2)), seed=seed, row_bytes=8192)
 
 
 def test_a_durable_tier_conforms(seed: int) -> None:

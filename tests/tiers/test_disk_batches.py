@@ -12,10 +12,11 @@ import pytest
 from disk_sets import SLOT_BYTES, FaultyFiles, blank, open_set, payload, same, write_one
 from tier_classes import SECONDS, attached
 
-from kvoffload.tiers import DiskTier, Outcome
+from kvoffload.tiers import DiskTier, Limits, Outcome
 from kvoffload.tiers.disk_index import DiskIndex
 from kvoffload.tiers.files import FileOperations
-from kvoffload.tiers.slot_files import ReadResult, SlotFiles, SlotPut
+from kvoffload.tiers.member import ReadResult, SlotPut
+from kvoffload.tiers.slot_files import SlotFiles
 
 
 class BadSlots(FileOperations):
@@ -143,7 +144,9 @@ def test_a_disk_that_fails_for_every_record_is_one_line_of_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     operations = FaultyFiles()
-    tier = DiskTier(tmp_path / "a.kv", nbytes=1 << 20, identity="model@1", threads=1, operations=operations)
+    tier = DiskTier(
+        tmp_path / "a.kv", nbytes=1 << 20, identity="model@1", limits=Limits(threads=1), operations=operations
+    )
     keys = [b"%d" % number for number in range(8)]
     with attached(tier):
         assert tier.put(keys, range(8)).wait(SECONDS) == [Outcome.DONE] * 8

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from disk_sets import FaultyFiles, blank, flip, open_set, payload, read_key, same, write_key, write_one
 
-from kvoffload.cache.admission import Tenant
+from kvoffload.cache.pools import Tenant
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.tiers.disk_index import DiskIndex
 
@@ -214,10 +214,10 @@ def test_present_and_declined_keys_have_no_slots(tmp_path: Path) -> None:
     disk = opened(tmp_path / "a.kv", slots=4)
     put(disk, KEYS[0])
     started = disk.reserve(KEYS[:6])
-    assert started.present == (KEYS[0],)
+    assert started.reservation.present == (KEYS[0],)
     assert list(started.slots) == KEYS[1:4]
     assert started.declined == tuple(KEYS[4:6])
-    assert [started.position_of(key) for key in started.slots] == [1, 2, 3]
+    assert [started.positions[key] for key in started.slots] == [1, 2, 3]
     disk.finish(started)
     assert there(disk, KEYS) == KEYS[:1]
     with pytest.raises(ValueError, match="1 to 64 bytes"):

@@ -9,7 +9,7 @@ from tier_classes import SECONDS, DictTier, attached
 
 from kvoffload.internal.waiting import wait_until
 from kvoffload.testing import POISON, FaultyTier, FuzzReport, TierFaults, fuzz_tier
-from kvoffload.tiers import MemoryTier, Outcome
+from kvoffload.tiers import Limits, MemoryTier, Outcome
 
 DONE, FAILED, MISSING = Outcome.DONE, Outcome.FAILED, Outcome.MISSING
 KEYS = [b"a", b"b", b"c"]
@@ -48,7 +48,7 @@ def test_a_hung_read_writes_to_its_entry_when_it_is_released() -> None:
 
 
 def test_heal_releases_what_hangs() -> None:
-    tier = FaultyTier(threads=3)
+    tier = FaultyTier(limits=Limits(threads=3))
     with attached(tier):
         tier.hang_all()
         job = tier.put(KEYS, [0, 1, 2])
@@ -131,19 +131,21 @@ FAULTS = TierFaults(
 
 
 def fuzz_faulty(seed: int, threads: int, operations: int) -> tuple[FuzzReport, FaultyTier]:
-    tier = FaultyTier(FAULTS, seed=seed, threads=threads)
+    tier = FaultyTier(FAULTS, seed=seed, limits=Limits(threads=threads))
     return fuzz_tier(tier, operations=operations, seed=seed, while_waiting=tier.release_hung), tier
 
 
 def test_fuzz_a_memory_tier_with_room_for_all(seed: int) -> None:
-    report = fuzz_tier(MemoryTier(1 << 30, threads=3), operations=10_000, lossless=True, pools=2, seed=seed)
+    report = fuzz_tier(
+        MemoryTier(1 << 30, limits=Limits(threads=3)), operations=10_000, lossless=True, pools=2, seed=seed
+    )
     assert report.operations >= 10_000
     assert report.outcomes["get", "done"] > 1500
     assert report.outcomes["get", "missing"] > 300
 
 
 def test_fuzz_a_memory_tier_that_evicts(seed: int) -> None:
-    report = fuzz_tier(MemoryTier(50 * 4096, threads=3), operations=12_000, seed=seed)
+    report = fuzz_tier(MemoryTier(50 * 4096, limits=Limits(threads=3)), operations=12_000, seed=seed)
     assert report.outcomes["get", "done"] > 300
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.tiers import MemoryTier, load_tier
+from kvoffload.tiers import Limits, MemoryTier, load_tier
 
 
 @pytest.fixture
@@ -36,6 +36,21 @@ def test_a_tier_of_this_package(packages: Path) -> None:
     assert type(tier) is MemoryTier
     assert tier.name == "mine"
     assert "second" not in sys.modules
+
+
+def test_options_of_a_configuration_are_flat() -> None:
+    tier = load_tier("memory", nbytes=1 << 20, threads=3, max_queued=7)
+    assert isinstance(tier, MemoryTier)
+    assert (tier.threads, tier.max_queued) == (3, 7)
+    tier = load_tier("memory", nbytes=1 << 20, limits=Limits(threads=5))
+    assert isinstance(tier, MemoryTier)
+    assert (tier.threads, tier.max_queued) == (5, 4096)
+    with pytest.raises(TypeError, match=r"limits and threads are two ways to say the same; give one of them"):
+        load_tier("memory", nbytes=1 << 20, threads=3, limits=Limits())
+    with pytest.raises(ValueError, match="threads must be an integer of at least 1, got 0"):
+        load_tier("memory", nbytes=1 << 20, threads=0)
+    with pytest.raises(ValueError, match="max_queued must be an integer of at least 1, got 'x'"):
+        load_tier("memory", nbytes=1 << 20, max_queued="x")
 
 
 def test_a_tier_of_another_package_is_imported_when_it_is_asked_for(packages: Path) -> None:

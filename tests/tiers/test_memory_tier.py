@@ -8,13 +8,13 @@ import pytest
 from tier_classes import SECONDS, attached
 
 from kvoffload.errors import CapacityError
-from kvoffload.tiers import MemoryTier, Origin, Outcome, TierJob
+from kvoffload.tiers import Limits, MemoryTier, Origin, Outcome, TierJob
 
 DONE = Outcome.DONE
 
 
 def test_it_evicts_what_was_not_used_for_longest() -> None:
-    tier = MemoryTier(3 * 4096, threads=1)
+    tier = MemoryTier(3 * 4096, limits=Limits(threads=1))
     with attached(tier):
         tier.put([b"a", b"b", b"c"], [0, 1, 2]).wait(SECONDS)
         tier.get([b"a"], [3]).wait(SECONDS)
@@ -40,7 +40,7 @@ class Watched(MemoryTier):
     """Asks for the number of records whenever one is added or taken out."""
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes, threads=4)
+        super().__init__(nbytes, limits=Limits(threads=4))
         tier, records = self, self._records
 
         class Records(type(records)):  # type: ignore[misc]
@@ -63,7 +63,7 @@ def test_it_never_has_more_than_its_bytes() -> None:
 
 
 def test_a_record_that_is_evicted_while_it_is_read_is_whole() -> None:
-    tier = MemoryTier(4096, threads=2)
+    tier = MemoryTier(4096, limits=Limits(threads=2))
     with attached(tier) as memory:
         memory.fill(0, 7)
         tier.put([b"a"], [0]).wait(SECONDS)
@@ -83,7 +83,7 @@ def test_a_record_that_is_evicted_while_it_is_read_is_whole() -> None:
 
 
 def test_a_known_key_is_not_copied_again() -> None:
-    tier = MemoryTier(2 * 4096, threads=1)
+    tier = MemoryTier(2 * 4096, limits=Limits(threads=1))
     with attached(tier) as memory:
         memory.fill(0, 1)
         memory.fill(1, 2)

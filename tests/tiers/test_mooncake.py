@@ -21,10 +21,11 @@ from kvoffload.errors import CapabilityError
 from kvoffload.internal.types import UInt8Array
 from kvoffload.testing import check_tier
 from kvoffload.testing.tier_pools import TierPools
-from kvoffload.tiers import MooncakeTier, Outcome
+from kvoffload.tiers import Limits, MooncakeConnection, MooncakeTier, Outcome
 
 pytestmark = pytest.mark.servers
 
+TCP = MooncakeConnection(protocol="tcp")
 DONE, MISSING, FAILED, DECLINED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED, Outcome.DECLINED
 SECONDS = 30.0
 ROW = 1 << 20
@@ -88,7 +89,6 @@ def one_client(kind: Any) -> Any:
         ({"master": "localhost:port"}, "got 'localhost:port'"),
         ({"master": None}, "got None"),
         ({"master": "etcd://one:2379;two"}, "master must be"),
-        ({"protocol": "udp"}, 'protocol must be "tcp", "rdma" or None'),
         ({"segment_bytes": -1}, "segment_bytes"),
         ({"replicas": 0}, "replicas"),
         ({"soft_pin": 0.0}, "soft_pin"),
@@ -100,6 +100,12 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
     mooncake_program("mooncake_master")
     with pytest.raises(ValueError, match=message):
         MooncakeTier(**{"identity": "t", **options})
+
+
+def test_a_protocol_that_is_none_is_refused() -> None:
+    unchecked: Any = "udp"
+    with pytest.raises(ValueError, match='protocol must be "tcp", "rdma" or None, got \'udp\''):
+        MooncakeConnection(protocol=unchecked)
 
 
 class Missing(importlib.abc.MetaPathFinder):
@@ -131,20 +137,19 @@ def test_what_is_missing_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch
 
 def test_few_threads_wait_for_tcp(mooncake_servers: MooncakeServers) -> None:
     def threads(**options: Any) -> int:
-        return MooncakeTier(mooncake_servers.master.address, identity="t", protocol="tcp", **options).threads
+        return MooncakeTier(mooncake_servers.master.address, identity="t", connection=TCP, **options).threads
 
-    assert threads() == (2 if len(os.sched_getaffinity(0)) >= 8 else 1)
-    assert threads(threads=3) == 3
-    with pytest.raises(ValueError, match="threads"):
-        threads(threads=0)
+    assert threads() == (4 if len(os.sched_getaffinity(0)) >= 8 else 1)
+    assert threads(limits=Limits(threads=3)) == 3
 
 
 def test_rdma_needs_a_device(mooncake_servers: MooncakeServers) -> None:
     if any(Path("/sys/class/infiniband").glob("*/ports/*/state")):
         pytest.skip("this machine has one")
     assert MooncakeTier(mooncake_servers.master.address, identity="t").protocol == "tcp"
+    rdma = MooncakeConnection(protocol="rdma")
     with pytest.raises(CapabilityError, match="/sys/class/infiniband"):
-        MooncakeTier(mooncake_servers.master.address, identity="t", protocol="rdma")
+        MooncakeTier(mooncake_servers.master.address, identity="t", connection=rdma)
 
 
 # bytes ----------------------------------------------------------------------------------------------------------------
@@ -193,7 +198,7 @@ def test_pools_are_registered_once_and_nothing_is_copied_in_python(
 
     monkeypatch.setattr(mooncake.store, "MooncakeDistributedStore", Client)
     memory = TierPools(16, ROW, 2, 0)
-    one = MooncakeTier(mooncake_servers.master.address, identity="copies", threads=1)
+    one = MooncakeTier(mooncake_servers.master.address, identity="copies", limits=Limits(threads=1))
     one.attach(memory.arrays, memory.layout)
     for entry in range(4):
         memory.fill(entry, entry)
@@ -306,7 +311,7 @@ def test_a_read_that_fails_while_the_master_is_silent_deletes_nothing(
             return -901
 
     monkeypatch.setattr(mooncake.store, "MooncakeDistributedStore", Client)
-    tier = MooncakeTier(mooncake_servers.master.address, identity="silent read", threads=1)
+    tier = MooncakeTier(mooncake_servers.master.address, identity="silent read", limits=Limits(threads=1))
     with RemoteSession(tier) as session:
         assert session.put(b"k", 1) is DONE
         assert session.put(b"l", 2) is DONE

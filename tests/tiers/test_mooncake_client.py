@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from remote_sessions import RemoteSession
 
-from kvoffload.tiers import MooncakeTier, Outcome
-from kvoffload.tiers.mooncake_client import can_set_up
+from kvoffload.tiers import MooncakeConnection, MooncakeTier, Outcome
+from kvoffload.tiers.mooncake import can_set_up
 
+TCP = MooncakeConnection(protocol="tcp")
 CLIENT = """
 import os, time
 FOLDER = os.path.dirname(__file__)
@@ -86,7 +87,7 @@ def test_a_client_is_set_up_here_only_if_it_could_be_in_a_child(
     client: Client, master: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     client.answer("-1")
-    with RemoteSession(MooncakeTier(master, identity="t", protocol="tcp", segment_bytes=4096)) as session:
+    with RemoteSession(MooncakeTier(master, identity="t", connection=TCP, segment_bytes=4096)) as session:
         assert "no Mooncake master answers" in caplog.text
         assert session.tier.exists([b"k"]).wait(30) == [Outcome.FAILED]
         assert client.setups() == [(False, 0)] * 2
@@ -100,14 +101,15 @@ def test_no_message_shows_the_password_of_an_address(
     client: Client, master: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     client.answer("-1")
-    server = "redis://:hunter2@127.0.0.1:1"
-    with RemoteSession(MooncakeTier(master, identity="t", protocol="tcp", metadata_server=server)) as session:
+    connection = MooncakeConnection(protocol="tcp", metadata_server="redis://:hunter2@127.0.0.1:1")
+    assert "hunter2" not in repr(connection)
+    with RemoteSession(MooncakeTier(master, identity="t", connection=connection)) as session:
         assert session.tier.exists([b"k"]).wait(30) == [Outcome.FAILED]
     nobody = "etcd://root:hunter2@127.0.0.1:1"
-    with RemoteSession(MooncakeTier(nobody, identity="t", protocol="tcp", timeout=0.5)):
+    with RemoteSession(MooncakeTier(nobody, identity="t", connection=TCP, timeout=0.5)):
         pass
     with pytest.raises(ValueError, match="master must be") as found:
-        MooncakeTier("etcd://root:hunter2@host", identity="t", protocol="tcp")
+        MooncakeTier("etcd://root:hunter2@host", identity="t", connection=TCP)
     assert "redis://***@127.0.0.1:1" in caplog.text
     assert "etcd://***@127.0.0.1:1" in caplog.text
     assert "hunter2" not in caplog.text + str(found.value)

@@ -9,8 +9,8 @@ import pytest
 from dict_remote import DictRemote, Parts, Store
 from remote_sessions import RemoteSession
 
-from kvoffload.tiers import Outcome, TierJob
-from kvoffload.tiers.questions import Questions
+from kvoffload.tiers import Limits, Outcome, TierJob
+from kvoffload.tiers.remote import Questions
 
 DONE, FAILED = Outcome.DONE, Outcome.FAILED
 KEYS = [b"a", b"b", b"c"]
@@ -111,7 +111,7 @@ def test_an_answer_from_before_a_deletion_is_not_used_after_it() -> None:
 
 def test_a_put_asks_once_and_a_tier_keeps_nothing_of_it() -> None:
     store: Store = {}
-    with RemoteSession(DictRemote(store, threads=1)) as session:
+    with RemoteSession(DictRemote(store, limits=Limits(threads=1))) as session:
         tier = session.tier
         assert isinstance(tier, DictRemote)
         job = tier.put([b"x", b"y"], [0, 1])
@@ -137,7 +137,7 @@ def test_a_put_that_asks_during_a_removal_writes_the_key_that_was_removed() -> N
             finally:
                 written.set()
 
-    with RemoteSession(Waiting(store, threads=2)) as session:
+    with RemoteSession(Waiting(store, limits=Limits(threads=2))) as session:
         assert session.put(b"y", 1) is DONE
         removal = session.tier.remove([b"y"])
         assert removing.wait(20)
@@ -165,7 +165,7 @@ def test_a_store_that_does_not_answer_fails_the_put() -> None:
 @pytest.mark.parametrize("together", [True, False])
 def test_a_store_with_a_request_for_each_name_is_asked_by_each_call(*, together: bool) -> None:
     store: Store = {}
-    remote = DictRemote(store, threads=2)
+    remote = DictRemote(store, limits=Limits(threads=2))
     remote.asks_for_all_keys = together
     with RemoteSession(remote) as session:
         job = session.tier.put([b"%d" % number for number in range(8)], range(8))

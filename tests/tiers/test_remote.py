@@ -16,7 +16,7 @@ from remote_sessions import RemoteSession
 from kvoffload.errors import CapabilityError, LayoutError
 from kvoffload.testing import check_tier
 from kvoffload.testing.tier_pools import TierPools
-from kvoffload.tiers import Outcome, Tier
+from kvoffload.tiers import Limits, Outcome, Tier
 
 DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
 SECRET = b"a secret of a test, 32 bytes of."
@@ -182,7 +182,7 @@ def test_what_the_store_has_is_not_sent_again() -> None:
 
 def test_a_store_that_does_not_answer_is_asked_once_a_call() -> None:
     """Each question takes the client's timeout."""
-    tier = DictRemote({}, threads=2)
+    tier = DictRemote({}, limits=Limits(threads=2))
 
     def refuse(names: Sequence[str]) -> list[bool]:
         tier.calls.append(("have", len(names)))

@@ -15,7 +15,7 @@ from tier_classes import SECONDS, DictTier, GatedTier, Rows, attached
 from kvoffload.errors import ClosedError, LayoutError
 from kvoffload.internal.waiting import wait_until
 from kvoffload.tiers import Origin, Outcome, TierJob
-from kvoffload.tiers.queues import READS_PER_WRITE
+from kvoffload.tiers.workers import READS_PER_WRITE
 
 DONE, FAILED, CANCELLED = Outcome.DONE, Outcome.FAILED, Outcome.CANCELLED
 

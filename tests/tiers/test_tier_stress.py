@@ -12,7 +12,7 @@ from tier_classes import SECONDS, DictTier, attached
 
 from kvoffload.testing import FaultyTier, TierFaults
 from kvoffload.testing.tier_pools import TierPools
-from kvoffload.tiers import MemoryTier, Outcome, Tier, TierJob
+from kvoffload.tiers import Limits, MemoryTier, Outcome, Tier, TierJob
 
 CALLERS, ROUNDS, KEYS, EACH = 4, 1500, 12, 6  # EACH: entries of a caller
 
@@ -50,8 +50,10 @@ def call_at_random(tier: Tier, memory: TierPools, number: int, seed: int) -> Non
     "make",
     [
         lambda _: DictTier(threads=3),
-        lambda _: MemoryTier(5 * 4096, threads=3, max_queued=16),
-        lambda seed: FaultyTier(TierFaults(fail=0.1, error=0.1, drop=0.1, tear=0.1), seed=seed, threads=3),
+        lambda _: MemoryTier(5 * 4096, limits=Limits(threads=3, max_queued=16)),
+        lambda seed: FaultyTier(
+            TierFaults(fail=0.1, error=0.1, drop=0.1, tear=0.1), seed=seed, limits=Limits(threads=3)
+        ),
     ],
     ids=["dict", "memory", "faulty"],
 )

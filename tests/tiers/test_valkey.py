@@ -14,7 +14,7 @@ from servers import Process, ValkeyCluster, ask, certificates, need_module, valk
 from tier_classes import attached
 
 from kvoffload.testing import check_tier, fuzz_tier
-from kvoffload.tiers import Outcome, ValkeyTier
+from kvoffload.tiers import Limits, Outcome, ValkeyConnection, ValkeyTier
 
 pytestmark = pytest.mark.servers
 
@@ -79,9 +79,11 @@ def test_tls_and_a_password(tmp_path: Path) -> None:
     with server, FaultyProxy(server.port, tls=context) as proxy:
 
         def outcome(**given: Any) -> Outcome:
-            own: dict[str, Any] = {"tls": True, "ca_file": files["ca"], "password": "correct", "timeout": 0.5}
-            own |= {"cert_file": files["certificate"], "key_file": files["key"]}
-            with RemoteSession(ValkeyTier(proxy.address, identity="tls", **(own | given))) as session:
+            own: dict[str, Any] = {"tls": True, "ca_file": files["ca"], "password": "correct"}
+            own |= {"cert_file": files["certificate"], "key_file": files["key"], **given}
+            timeout = own.pop("timeout", 0.5)
+            tier = ValkeyTier(proxy.address, identity="tls", connection=ValkeyConnection(**own), timeout=timeout)
+            with RemoteSession(tier) as session:
                 return session.put(b"k", 1)
 
         assert outcome(timeout=PATIENT) is DONE
@@ -96,16 +98,15 @@ def test_tls_and_a_password(tmp_path: Path) -> None:
 def test_an_acl_of_the_documented_commands_is_enough(tmp_path: Path) -> None:
     rule = "user kv on >pw ~{kvoffload/* +mget +set +strlen +unlink +scan +info +client +ping"
     with one(tmp_path / "server", "--user", *rule.split()[1:]) as server:
-        tier = ValkeyTier(server.address, identity="acl", username="kv", password="pw", timeout=PATIENT)
+        login = ValkeyConnection(username="kv", password="pw")
+        tier = ValkeyTier(server.address, identity="acl", connection=login, timeout=PATIENT)
         with RemoteSession(tier) as session:
             assert session.put(b"k", 1) is DONE
             assert session.get(b"k") == 1
             assert session.exists(b"k")
             assert session.remove(b"k") is DONE
             assert tier.clear().wait(30) == [DONE]
-        with RemoteSession(
-            ValkeyTier(server.address, identity="acl", username="kv", password="pw", prefix="other")
-        ) as other:
+        with RemoteSession(ValkeyTier(server.address, identity="acl", connection=login, prefix="other")) as other:
             assert other.put(b"k", 1) is FAILED
 
 
@@ -118,8 +119,7 @@ def test_an_acl_for_a_cluster(valkey_cluster: ValkeyCluster) -> None:
         cluster=True,
         identity="x",
         prefix="acl",
-        username="kv",
-        password="pw",
+        connection=ValkeyConnection(username="kv", password="pw"),
         timeout=PATIENT,
     )
     with RemoteSession(tier) as session:
@@ -198,7 +198,9 @@ def test_values_of_other_sizes_and_types_are_no_records(
 def test_a_value_that_is_too_long_or_no_string_is_a_miss_and_spoils_no_neighbour(
     valkey_server: Process, change: str, part: int
 ) -> None:
-    tier = ValkeyTier(valkey_server.address, identity=f"misfit {change} {part}", timeout=PATIENT, threads=1)
+    tier = ValkeyTier(
+        valkey_server.address, identity=f"misfit {change} {part}", timeout=PATIENT, limits=Limits(threads=1)
+    )
     keys = [b"%d" % number for number in range(4)]
 
     def spoil(port: int) -> None:
@@ -274,7 +276,7 @@ def test_a_server_that_is_gone_fails_and_is_noticed_when_it_is_back(tmp_path: Pa
 def test_a_connection_that_is_out_of_step_is_left(valkey_server: Process, extra: bytes) -> None:
     """The client itself waits for the rest of an answer, or takes answers for those of later commands, for ever."""
     with FaultyProxy(valkey_server.port) as proxy:
-        tier = ValkeyTier(proxy.address, identity=f"out of step {extra!r}", timeout=0.2, threads=1)
+        tier = ValkeyTier(proxy.address, identity=f"out of step {extra!r}", timeout=0.2, limits=Limits(threads=1))
         with RemoteSession(tier) as session:
             assert until(session, 1)
             proxy.inject(extra)
@@ -285,7 +287,9 @@ def test_a_connection_that_is_out_of_step_is_left(valkey_server: Process, extra:
 def test_a_cluster_whose_answers_do_not_end_hangs_no_call(tmp_path: Path) -> None:
     with ValkeyCluster(tmp_path, proxies_seed=0) as cluster:
         addresses = [proxy.address for proxy in cluster.proxies]
-        with RemoteSession(ValkeyTier(addresses, cluster=True, identity="x", timeout=0.2, threads=1)) as session:
+        with RemoteSession(
+            ValkeyTier(addresses, cluster=True, identity="x", timeout=0.2, limits=Limits(threads=1))
+        ) as session:
             assert until(session, 1)
             for proxy in cluster.proxies:
                 proxy.inject(b"$500000000\r\n")
@@ -302,7 +306,9 @@ def test_a_clear_that_does_not_reach_all_servers_of_a_cluster_fails(tmp_path: Pa
     keys = [b"%d" % number for number in range(30)]
     with ValkeyCluster(tmp_path, proxies_seed=0) as cluster:
         addresses = [proxy.address for proxy in cluster.proxies]
-        with RemoteSession(ValkeyTier(addresses, cluster=True, identity="x", timeout=1.0, threads=1)) as session:
+        with RemoteSession(
+            ValkeyTier(addresses, cluster=True, identity="x", timeout=1.0, limits=Limits(threads=1))
+        ) as session:
             for key in keys:
                 assert any(session.put(key, 1) is DONE for _ in range(100))
             cluster.proxies[1].faults = ProxyFaults(refuse=True)
@@ -342,11 +348,24 @@ def test_times_that_are_refused(argument: str, value: Any) -> None:
 def test_a_user_without_a_password_is_refused() -> None:
     """It would connect as the server's default user."""
     with pytest.raises(ValueError, match="username needs a password"):
-        ValkeyTier(identity="x", username="kv")
+        ValkeyConnection(username="kv")
 
 
 @pytest.mark.parametrize("cluster", [False, True])
 def test_options_that_the_client_has_not_are_refused_at_once(cluster: bool) -> None:
-    tier = ValkeyTier(identity="x", cluster=cluster, options={"not_one": 1})
+    tier = ValkeyTier(identity="x", cluster=cluster, connection=ValkeyConnection(options={"not_one": 1}))
     with pytest.raises(TypeError, match="not_one"), attached(tier):
         pass
+
+
+def test_no_secret_of_a_connection_is_shown() -> None:
+    connection = ValkeyConnection(username="kv", password="hunter2", options={"credentials": "hunter3"})
+    assert "kv" in repr(connection)
+    assert "hunter" not in repr(connection)
+
+
+@pytest.mark.parametrize("connection", [{"password": "hunter2"}, "kv:hunter2@host", 5])
+def test_what_is_no_connection_is_refused(connection: Any) -> None:
+    with pytest.raises(TypeError, match=r"connection must be a kvoffload\.tiers\.ValkeyConnection, or None") as found:
+        ValkeyTier(identity="x", connection=connection)
+    assert "hunter2" not in str(found.value)

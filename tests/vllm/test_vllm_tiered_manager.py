@@ -27,7 +27,6 @@ from vllm_parts import request  # noqa: E402
 
 from kvoffload import CacheIndex, Status  # noqa: E402
 from kvoffload.testing import FaultyTier  # noqa: E402
-from kvoffload.tiering import TieredIndex  # noqa: E402
 from kvoffload.tiers import Tier  # noqa: E402
 from kvoffload.vllm import KVOffloadManager  # noqa: E402
 from kvoffload.vllm.promotions import Promotions  # noqa: E402
@@ -42,8 +41,8 @@ class Host:
         self.manager, self.pool = manager, pool
 
     @property
-    def index(self) -> TieredIndex:
-        assert isinstance(self.manager.index, TieredIndex)
+    def index(self) -> CacheIndex:
+        assert isinstance(self.manager.index, CacheIndex)
         return self.manager.index
 
     def store(self, numbers: Sequence[int]) -> None:
@@ -60,7 +59,7 @@ class Host:
         """Store, have the tiers take them, and evict them."""
         self.store(numbers)
         assert self.index.drain(SECONDS)
-        CacheIndex.clear(self.index)
+        self.index.clear(below=False)
 
     def context(self, numbers: Sequence[int]) -> ReqContext:
         context: ReqContext = request("request", keys(numbers))
@@ -108,8 +107,10 @@ def host(
 ) -> Iterator[Host]:
     pool = aligned(capacity)
 
-    def open_index(on_event: Callable[..., None] | None) -> TieredIndex:
-        return TieredIndex([pool], tiers=tiers, layout=None, write=write, policy="lru", on_event=on_event)
+    def open_index(on_event: Callable[..., None] | None) -> CacheIndex:
+        return CacheIndex(
+            len(pool), pools=[pool], tiers=tiers, layout=None, write=write, policy="lru", on_event=on_event
+        )
 
     promotions = Promotions(open_index, seconds=seconds, windows={1: 2}, source=source)
     manager = KVOffloadManager(capacity, promotions=promotions, **options)
@@ -199,13 +200,13 @@ def test_a_request_waits_no_longer_than_its_deadline() -> None:
 
 def test_the_promotions_of_a_request_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it asks for in a later step has what is left of its time; after that nothing more is asked for."""
-    tier, promote, given = FaultyTier(), TieredIndex.promote, []
+    tier, promote, given = FaultyTier(), CacheIndex.promote, []
 
-    def noted(index: TieredIndex, *arguments: Any, deadline: float, **options: Any) -> Any:
+    def noted(index: CacheIndex, *arguments: Any, deadline: float, **options: Any) -> Any:
         given.append(deadline)
         return promote(index, *arguments, deadline=deadline, **options)
 
-    monkeypatch.setattr(TieredIndex, "promote", noted)
+    monkeypatch.setattr(CacheIndex, "promote", noted)
     with host(tier, seconds=1.0) as bench:
         bench.written(range(3))
         tier.hang_all()

@@ -1,0 +1,211 @@
+"""`kvoffload bench field`: transfers concurrent with computation, and in both directions at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvoffload.copiers.selection import PREFERENCES
+from kvoffload.engine.shard import Prefer
+from kvoffload.internal.models import ModelGeometry, find_model
+from kvoffload.terminal.console import Output
+from kvoffload.terminal.options import COMMON, add_command, models, numbers, whole
+from kvoffload_bench import field_report
+from kvoffload_bench.field_compute import Situation
+from kvoffload_bench.field_methods import (
+    ContiguousSeries,
+    FieldMethods,
+    FieldSetup,
+    SeriesSize,
+    contiguous_series,
+    series_size,
+)
+from kvoffload_bench.harness import Lab
+from kvoffload_bench.report import Fields, add_bench_options, conduct
+from kvoffload_bench.series import DIRECTIONS, Directions, SeriesRun
+from kvoffload_bench.setup import Placement
+
+_Value = TypeVar("_Value")
+
+LAYOUTS = {
+    "block-major": Placement.INTERLEAVED,
+    "plane-major": Placement.FOLDED,
+    "scattered": Placement.SCATTERED,
+}
+_MODELS = ("llama-3.1-8b", "deepseek-v3-mla", "gpt-oss-120b-tp2", "qwen2.5-0.5b")
+_QUICK_MODELS = ("llama-3.1-8b", "qwen2.5-0.5b")
+_SIMULATED_MODELS = ("qwen2.5-0.5b",)  # kernels are interpreted there, slowly
+_QUICK_LAYOUTS = ("block-major", "plane-major")
+_QUICK_SITUATIONS = (Situation.IDLE, Situation.LARGE)
+_BYTES = 64 << 20
+_MOST_BYTES = 1 << 30
+_MOST_BLOCKS = 512
+_MOST_TRANSFERS = 64
+_REPEATS = 3
+_SECONDS, _QUICK_SECONDS = 270.0, 40.0  # without --repeats
+_SIMULATED_TRANSFERS = 2
+_SIMULATED_BLOCKS = 2
+_TEXT = """\
+Times transfers while the GPU computes and while copies move in the other direction, by the engine's choice and every \
+method. Takes 5 minutes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured; `blocks` None: transfers of `nbytes`."""
+
+    models: list[ModelGeometry]
+    layouts: list[str]
+    situations: list[Situation]
+    directions: list[Directions]
+    blocks: list[int] | None
+    nbytes: int
+    transfers: int | None
+    prefer: Prefer
+    shipped: bool
+    seconds: float | None
+
+    @property
+    def groups(self) -> int:
+        """How many sizes and layouts there are: the situations and directions of each are measured in turn."""
+        return len(self.models) * len(self.blocks or (None,)) * len(self.layouts)
+
+
+def add_parser(benches: Any) -> None:
+    parser = add_command(
+        benches,
+        "field",
+        "transfers concurrent with computation, both directions",
+        _TEXT,
+        example="bench field --quick --model llama-3.1-8b",
+        common=COMMON,
+    )
+    parser.add_argument("--model", type=models, nargs="+", metavar="NAME", help="geometries, or all (default: four)")
+    _add_choices(parser, "--layouts", tuple(LAYOUTS))
+    _add_choices(parser, "--situations", tuple(map(str, Situation)))
+    _add_choices(parser, "--directions", tuple(DIRECTIONS))
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--blocks", type=_blocks, metavar="N,...", help=f"blocks of a transfer, 1 to {_MOST_BLOCKS}")
+    size.add_argument(
+        "--bytes", type=whole(1, _MOST_BYTES), metavar="N", help=f"bytes of a transfer (default {_BYTES})"
+    )
+    parser.add_argument(
+        "--transfers", type=whole(1, _MOST_TRANSFERS), metavar="N", help="of a series (default: 256 MiB of them)"
+    )
+    parser.add_argument(
+        "--prefer", choices=PREFERENCES, default=PREFERENCES[0], metavar="NAME", help=" or ".join(PREFERENCES)
+    )
+    parser.add_argument("--shipped", action="store_true", help="also the choice by the default profile")
+    parser.add_argument("--quick", action="store_true", help="fewer geometries, layouts and situations")
+    add_bench_options(parser, _REPEATS)
+    parser.set_defaults(run=run)
+
+
+def _add_choices(parser: argparse.ArgumentParser, name: str, values: tuple[str, ...]) -> None:
+    parser.add_argument(name, nargs="+", choices=values, metavar="NAME", help=", ".join(values))
+
+
+def _blocks(text: str) -> list[int]:
+    """An argparse type: comma-separated numbers of blocks."""
+    return numbers(text, _MOST_BLOCKS)
+
+
+def plan_of(arguments: argparse.Namespace, *, simulated: bool) -> Plan:
+    """What the options ask for."""
+    quick = arguments.quick
+    seconds = None if arguments.repeats else _QUICK_SECONDS if quick else _SECONDS
+    names = _SIMULATED_MODELS if simulated else _QUICK_MODELS if quick else _MODELS
+    named = arguments.model or [[find_model(name) for name in names]]
+    situations = arguments.situations or (_QUICK_SITUATIONS if quick or simulated else Situation)
+    return Plan(
+        _each_once(model for group in named for model in group),
+        _each_once(arguments.layouts or (_QUICK_LAYOUTS if quick else LAYOUTS)),
+        _each_once(map(Situation, situations)),
+        _each_once(arguments.directions or DIRECTIONS),
+        arguments.blocks and _each_once(arguments.blocks),
+        arguments.bytes or _BYTES,
+        arguments.transfers,
+        arguments.prefer,
+        arguments.shipped,
+        seconds,
+    )
+
+
+def _each_once(values: Iterable[_Value]) -> list[_Value]:
+    return list(dict.fromkeys(values))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    def measure(lab: Lab, output: Output) -> Fields:
+        return _measure(plan_of(arguments, simulated=lab.device.simulated), lab, output)
+
+    return conduct(arguments, "field", measure, field_report.show)
+
+
+def _measure(plan: Plan, lab: Lab, output: Output) -> Fields:
+    with (
+        output.progress("places") as progress,
+        SeriesRun(
+            lab,
+            plan.situations,
+            plan.directions,
+            groups=plan.groups,
+            seconds=plan.seconds,
+            progress=progress,
+            spare=True,
+        ) as series,
+    ):
+        fields: Fields = {"cells": [], "not_run": dict(series.not_run), "profile": "", "prefer": plan.prefer}
+        for model in (each.scaled(lab.size.scale) for each in plan.models):
+            for blocks in plan.blocks or (None,):
+                size = _size(plan, lab, model, blocks)
+                with contiguous_series(lab, size) as contiguous:
+                    for layout in plan.layouts:
+                        _add_cells(fields, plan, lab, series, layout, model, contiguous)
+    cells = fields["cells"]
+    fields["wrong_rows"] = sum(cell["wrong"] for cell in cells)
+    if not lab.device.simulated:
+        comparisons = field_report.compare(cells)
+        fields |= {"comparisons": comparisons, "summary": field_report.summarize(comparisons)}
+        fields |= {"worst": field_report.worst(comparisons), "wall_seconds": series.elapsed}
+        fields["against_shipped"] = field_report.against_shipped(comparisons)
+        fields["repeats"] = min(cell["rounds"] for cell in cells)
+    return fields
+
+
+def _size(plan: Plan, lab: Lab, model: ModelGeometry, blocks: int | None) -> SeriesSize:
+    if lab.device.simulated:
+        return series_size(model, blocks or _SIMULATED_BLOCKS, 0, plan.transfers or _SIMULATED_TRANSFERS)
+    return series_size(model, blocks, plan.nbytes, plan.transfers)
+
+
+def _add_cells(
+    fields: Fields,
+    plan: Plan,
+    lab: Lab,
+    series: SeriesRun,
+    layout: str,
+    model: ModelGeometry,
+    contiguous: ContiguousSeries,
+) -> None:
+    """Measure one layout of a model; what cannot be measured is named."""
+    with (
+        FieldSetup(lab, model, LAYOUTS[layout], contiguous.size) as field,
+        closing(FieldMethods(field, contiguous, plan.prefer, shipped=plan.shipped)) as methods,
+    ):
+        setup = field.setup
+        fields["profile"] = setup.engine.profile.source
+        dimensions = {
+            "model": setup.model,
+            "layout": layout,
+            "blocks": field.size.slots * len(setup.groups),
+            "planes": setup.plane_count,
+            "block_bytes": setup.block_bytes,
+            "groups": len(setup.groups),
+            "row_bytes": setup.row_bytes,
+        }
+        fields["cells"] += series.cells(methods.of, field.size.transfers, dimensions)
+        fields["not_run"] |= methods.not_run

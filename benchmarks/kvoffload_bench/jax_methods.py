@@ -1,0 +1,230 @@
+"""Methods for users of JAX: the cache of this library, and jitted gathers and scatters with device_put to pinned
+memory of JAX's, for all blocks together or each by itself. On the simulated device JAX computes on the CPU.
+
+The cache is one bfloat16 array (planes, blocks, elements), which updates are given as a donated argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvoffload.engine.job import Job
+from kvoffload_bench.framework_data import POISON_ELEMENT, Elements, EngineSlots, FrameworkData, FrameworkMethod
+
+JAX = "JAX"
+OWNED = "OwnedCache"
+OWN = "gather, device_put / device_put, scatter"
+OWN_IDS = f"{OWN}; ids on the device"
+OWN_JITTED = "gather into / scatter from pinned_host, jitted"
+PER_BLOCK = "per block: gather, device_put / device_put, scatter"
+
+
+class _Plain:
+    """Holds the array of JAX's own methods, as a cache of this library holds its arrays."""
+
+    def __init__(self, array: Any) -> None:
+        self.arrays = array
+
+
+class JaxMethods:
+    """Methods by name, created by calling the values of `makers`. `close` closes their engines."""
+
+    name = JAX
+
+    def __init__(self, data: FrameworkData) -> None:
+        import jax
+
+        self._jax, self._data, self._device = jax, data, data.lab.device
+        target = jax.devices("cpu")[0] if self._device.simulated else jax.devices("gpu")[self._device.index]
+        with ExitStack() as stack:
+            stack.enter_context(jax.default_device(target))
+            self._programs = _Programs(jax, data, target)
+            self._plain = self._cache(_Plain(self._new_array()))
+            self._host = _Pinned(jax, data, self._programs, data.right)
+            self._host_blocks = _Pinned(jax, data, self._programs, list(data.right_by_block))
+            self._stack = stack.pop_all()
+
+    @property
+    def makers(self) -> dict[str, Callable[[], FrameworkMethod]]:
+        programs, blocks = self._programs, self._data.blocks.astype(np.int32)
+        apart, jitted = (programs.gather_to_host, programs.scatter_from_host), programs.jitted()
+        per_block = programs.gather_blocks, programs.scatter_blocks
+        return {
+            OWNED: self._owned,
+            OWN: lambda: self._own(OWN, *apart, blocks, self._host),
+            OWN_IDS: lambda: self._own(OWN_IDS, *apart, programs.ids, self._host),
+            OWN_JITTED: lambda: self._own(OWN_JITTED, *jitted, blocks, self._host),
+            PER_BLOCK: lambda: self._own(PER_BLOCK, *per_block, blocks, self._host_blocks),
+        }
+
+    def _new_array(self) -> Any:
+        return self._jax.numpy.zeros(self._data.shape, self._jax.numpy.bfloat16, device=self._programs.on_device)
+
+    def _cache(self, holder: Any) -> _Cache:
+        return _Cache(self._data, holder, self._programs)
+
+    def _owned(self) -> FrameworkMethod:
+        from kvoffload.jax import OwnedCache
+
+        held = OwnedCache(self._device, self._data.shape, self._jax.numpy.bfloat16, plane_axis=0, block_axis=1)
+        blocks, slots, cache = self._data.blocks, self._data.slots, self._cache(held)
+        engine = self._stack.enter_context(self._data.engine(held.layout))
+
+        def store() -> Job:
+            return engine.store(blocks, slots, after=held)
+
+        def load() -> Job:
+            job = engine.load(slots, blocks, after=held.after(*cache.readers))
+            cache.look()
+            return job
+
+        return FrameworkMethod(JAX, OWNED, cache, EngineSlots(self._data, engine), store, load)
+
+    def _own(
+        self, name: str, gather: Callable[..., Any], scatter: Callable[..., Any], ids: Any, host: _Pinned
+    ) -> FrameworkMethod:
+        cache = self._plain
+
+        def store() -> None:
+            host.stored.append(gather(cache.holder.arrays, ids))
+
+        def load() -> None:
+            cache.holder.arrays = scatter(cache.holder.arrays, ids, host.stored[-1])
+            cache.look()
+
+        return FrameworkMethod(JAX, name, cache, host, store, load)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class _Programs:
+    """Jitted programs, and where arrays lie: `ids`, `right` and `poison` on the device. Scatters donate the cache."""
+
+    def __init__(self, jax: Any, data: FrameworkData, target: Any) -> None:
+        self._jax = jax
+        self.on_device = jax.sharding.SingleDeviceSharding(target, memory_kind="device")
+        self.on_host = jax.sharding.SingleDeviceSharding(target, memory_kind="pinned_host")
+        self.right = self.put(data.right, self.on_device)
+        self.poison = self.put(np.full_like(data.right, POISON_ELEMENT), self.on_device)
+        self.ids = jax.device_put(data.blocks.astype(np.int32), self.on_device)
+        self.gather = jax.jit(_gather)
+        self.scatter = jax.jit(_scatter, donate_argnums=0)
+        self._scatter_blocks = jax.jit(
+            lambda cache, ids, blocks: _scatter(cache, ids, jax.numpy.stack(blocks, axis=1)), donate_argnums=0
+        )
+        self.look = jax.jit(lambda cache, ids: cache[-1, ids[-1], -1])
+
+    def put(self, elements: Any, where: Any) -> Any:
+        """An array of 16-bit integers, or a list of them, as bfloat16."""
+        bfloat16 = np.dtype(self._jax.numpy.bfloat16)
+        return self._jax.device_put(self._jax.tree.map(lambda each: each.view(bfloat16), elements), where)
+
+    def gather_to_host(self, cache: Any, ids: Any) -> Any:
+        return self._jax.device_put(self.gather(cache, ids), self.on_host)
+
+    def scatter_from_host(self, cache: Any, ids: Any, host: Any) -> Any:
+        return self.scatter(cache, ids, self._jax.device_put(host, self.on_device))
+
+    def gather_blocks(self, cache: Any, ids: Any) -> list[Any]:
+        """Each block by itself, by one program; sent to the host by one call, as a call for each takes longer."""
+        gathered = [self.gather(cache, block) for block in ids]
+        return list(self._jax.device_put(gathered, self.on_host))
+
+    def scatter_blocks(self, cache: Any, ids: Any, blocks: list[Any]) -> Any:
+        """Blocks that were stored each by itself, by one program for their number."""
+        return self._scatter_blocks(cache, ids, self._jax.device_put(blocks, self.on_device))
+
+    def jitted(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The same two, each as one program."""
+        put = partial(self._jax.device_put, device=self.on_device)
+        gather = self._jax.jit(_gather, out_shardings=self.on_host)
+        scatter = self._jax.jit(lambda cache, ids, host: _scatter(cache, ids, put(host)), donate_argnums=0)
+        return gather, scatter
+
+
+def _gather(cache: Any, ids: Any) -> Any:
+    return cache[:, ids]
+
+
+def _scatter(cache: Any, ids: Any, blocks: Any) -> Any:
+    return cache.at[:, ids].set(blocks)
+
+
+class _Cache:
+    """The blocks of an array of JAX's; `holder.arrays` is set to the result of each update.
+
+    What was seen is kept until the blocks are written from here again: each look must have found the right element.
+    """
+
+    def __init__(self, data: FrameworkData, holder: Any, programs: _Programs) -> None:
+        self._data, self.holder, self._programs = data, holder, programs
+        self._seen: list[Any] = []
+
+    @property
+    def readers(self) -> list[Any]:
+        """Readers that a load must follow: the last look at the cache, which follows all earlier ones."""
+        return self._seen[-1:]
+
+    def look(self) -> None:
+        """Compute with an element of the last block."""
+        self._seen.append(self._programs.look(self.holder.arrays, self._programs.ids))
+
+    def wait(self) -> None:
+        for seen in self._seen:
+            seen.block_until_ready()
+
+    def fill(self) -> None:
+        self._write(self._programs.right)
+
+    def poison(self) -> None:
+        self._write(self._programs.poison)
+
+    def _write(self, blocks: Any) -> None:
+        self._seen.clear()
+        updated = self._programs.scatter(self.holder.arrays, self._programs.ids, blocks)
+        self.holder.arrays = updated
+        updated.block_until_ready()
+
+    def wrong(self) -> int:
+        right = self._data.right
+        looked_too_early = sum(int(np.asarray(seen).view(np.uint16) != right[-1, -1, -1]) for seen in self._seen)
+        found = np.asarray(self._programs.gather(self.holder.arrays, self._programs.ids))
+        return self._data.wrong(found, right) + looked_too_early
+
+
+class _Pinned:
+    """Pinned memory of JAX's: new arrays for each store, kept until `poison`.
+
+    Attributes:
+        stored: by each store an array, or a list of them.
+    """
+
+    def __init__(self, jax: Any, data: FrameworkData, programs: _Programs, right: Elements | list[Elements]) -> None:
+        """`right`: what each store has to give."""
+        self._jax, self._data, self._programs, self._right = jax, data, programs, right
+        poison = jax.tree.map(lambda each: np.full_like(each, POISON_ELEMENT), right)
+        self._poison = programs.put(poison, programs.on_device)
+        self.stored: list[Any] = []
+
+    def fill(self) -> None:
+        self.stored = [self._programs.put(self._right, self._programs.on_host)]
+        self.wait()
+
+    def wait(self) -> None:
+        self._jax.block_until_ready(self.stored)
+
+    def poison(self) -> None:
+        """JAX gives the next stores the memory that was freed last: poison as much as these had."""
+        had = len(self.stored)
+        self.stored.clear()
+        self._jax.block_until_ready([self._jax.device_put(self._poison, self._programs.on_host) for _ in range(had)])
+
+    def wrong(self) -> int:
+        leaves = self._jax.tree.leaves
+        return self._data.wrong(map(np.asarray, leaves(self.stored)), leaves(self._right) * len(self.stored))

@@ -1,0 +1,408 @@
+"""Planes, a slot pool, and one set of addresses that every measured copy method is given; and the right bytes.
+
+The blocks are random and no two ranges of them are adjacent; the slots are random.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvoffload.copiers import NAMES
+from kvoffload.copiers.selection import choose
+from kvoffload.device.pinned import PAGE_BYTES, PinnedMemory
+from kvoffload.device.streams import NO_WAIT
+from kvoffload.driver import FlatTable, SourceOrder, address_of
+from kvoffload.engine.engine import OffloadEngine
+from kvoffload.engine.job import Job
+from kvoffload.internal.models import ModelGeometry
+from kvoffload.internal.types import Int64Array, UInt8Array, UInt64Array
+from kvoffload.layout.layout import KVLayout
+from kvoffload.layout.planes import Plane
+from kvoffload.planning.transfer_plan import Direction
+from kvoffload.tuning import CopierChoice, CopyMethod, Shape
+from kvoffload_bench.harness import POISON, BenchTools, Lab
+
+_FLAT_COPIES = 4096  # of one driver call; a call with 51,828 has crashed a driver
+
+
+class SetupBytes:
+    """Random bytes for `slots` slots of each of `groups` groups. Free it with `close`.
+
+    Attributes:
+        expected: the right bytes of each slot that transfers copy now, group after group.
+    """
+
+    def __init__(self, tools: BenchTools, groups: int, slots: int, payload_bytes: int) -> None:
+        self._tools = tools
+        random = np.random.default_rng(tools.seed + 1)
+        words = random.integers(0, 1 << 64, (groups, slots, payload_bytes // 8), np.uint64)
+        self._right: UInt8Array = words.view(np.uint8)
+        self._table = FlatTable(_FLAT_COPIES)
+        fill, timer = tools.driver.fill, tools.timer
+        nbytes = -(-words.nbytes // PAGE_BYTES) * PAGE_BYTES
+        with tools.device.current(), ExitStack() as undo:
+            self._poison = undo.enter_context(tools.device.allocate(payload_bytes))
+            self._pinned = PinnedMemory(tools.driver, nbytes, unit_bytes=nbytes)
+            undo.callback(self._pinned.release)
+            timer.seconds(lambda: fill(self._poison.address, POISON, payload_bytes, timer.stream))
+            undo.pop_all()
+        self._mirror = self._pinned.array[: words.nbytes].reshape(self._right.shape)
+
+    def take(self, slots: int, first: int = 0) -> None:
+        """Make `expected` hold `slots` slots of each group, from `first` on."""
+        self.expected = [slot for group in self._right for slot in group[first : first + slots]]
+        self._found = [slot for group in self._mirror for slot in group[first : first + slots]]
+
+    def against(self, found: Sequence[UInt8Array]) -> list[tuple[UInt8Array, UInt8Array]]:
+        """Pairs of the found and the right bytes of each slot."""
+        return list(zip(found, self.expected, strict=True))
+
+    def poison(self, addresses: Sequence[int]) -> None:
+        """Overwrite a slot's payload at each of these host addresses, from the GPU."""
+        copy, timer, nbytes = self._tools.driver.copy, self._tools.timer, self._poison.nbytes
+
+        def submit() -> None:
+            for address in addresses:
+                copy(address, self._poison.address, nbytes, timer.stream)
+
+        timer.seconds(submit)
+
+    def upload(self, device: UInt64Array, row_bytes: int) -> None:
+        """Copy the right bytes to device addresses, one for each row of every slot."""
+        self._tools.in_threads(lambda pair: np.copyto(*pair), self.against(self._found))
+        self._copy(device, self._rows(row_bytes), row_bytes)
+
+    def download(self, device: UInt64Array, row_bytes: int) -> list[UInt8Array]:
+        """Copy rows from device addresses. Returns the payload of each slot, valid until the next call."""
+        self.poison([address_of(slot) for slot in self._found])
+        self._copy(self._rows(row_bytes), device, row_bytes)
+        return self._found
+
+    def _rows(self, row_bytes: int) -> UInt64Array:
+        starts = np.array([address_of(slot) for slot in self._found], dtype=np.int64)[:, np.newaxis]
+        return (starts + np.arange(0, self._poison.nbytes, row_bytes)).reshape(-1).astype(np.uint64)
+
+    def _copy(self, targets: UInt64Array, sources: UInt64Array, row_bytes: int) -> None:
+        self._tools.timer.seconds(lambda: self._submit(targets, sources, row_bytes))
+
+    def _submit(self, targets: UInt64Array, sources: UInt64Array, row_bytes: int) -> None:
+        driver, stream = self._tools.driver, self._tools.timer.stream
+        if not self._tools.device.capabilities.flat_batch:
+            for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+                driver.copy(target, source, row_bytes, stream)
+            return
+        for start in range(0, len(targets), _FLAT_COPIES):
+            stop = min(start + _FLAT_COPIES, len(targets))
+            self._table.fill(
+                targets[start:stop], sources[start:stop], np.full(stop - start, row_bytes, dtype=np.uint64)
+            )
+            driver.copy_batch(self._table, 0, stop - start, SourceOrder.STREAM, stream)
+
+    def close(self) -> None:
+        self._poison.close()
+        with self._tools.device.current():
+            self._pinned.release()
+
+
+_MAX_SPARE_POOL_BYTES = 512 << 20
+_WARM_UP_SLOTS = 8  # enough for both copiers of a split
+
+
+def geometry_of(planes: int, block_bytes: int, scale: float) -> ModelGeometry:
+    """A geometry of one group; `block_bytes` is a multiple of 32."""
+    return ModelGeometry(f"{planes} planes", planes, 1, block_bytes // 32, kv_split=False, scale=scale)
+
+
+class Placement(enum.StrEnum):
+    """Where the planes of a group lie."""
+
+    FOLDED = "folded"  # all in one allocation: one strided operation copies a block of all of them
+    SCATTERED = "scattered"  # each in a driver allocation of its own: nothing folds
+    INTERLEAVED = "interleaved"  # block-major, (blocks, planes, ...): a block of all planes is one range
+
+
+class GroupBlocks(NamedTuple):
+    """The blocks and slots of one group that a transfer copies.
+
+    Attributes:
+        planes: of the group.
+        starts: int64, (slots,); the first device block of each slot; a slot holds `blocks_per_slot` adjacent blocks.
+        blocks: int64, (slots * blocks_per_slot,); all device blocks.
+        slots: int64, (slots,).
+    """
+
+    planes: Sequence[Plane]
+    starts: Int64Array
+    blocks: Int64Array
+    slots: Int64Array
+
+
+class TransferSetup:
+    """Memory, an engine over it, and the blocks and slots of one transfer. A context manager.
+
+    Args:
+        lab: device and tools.
+        geometry: of a model.
+        placement: of the planes.
+        blocks_per_slot: adjacent device blocks in a slot.
+        count: blocks of a transfer, summed over the groups; None for `size.payload_bytes`. At least one slot a group.
+        plane_bytes: bytes of a plane, about; None for `size.plane_bytes`.
+        options: of the engine.
+
+    Attributes:
+        groups: what a transfer copies of each group; `take` shortens it.
+        rows_per_slot: contiguous ranges that a slot is copied to or from: one a plane; one in all if block-major.
+        row_bytes: bytes of such a range.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        geometry: ModelGeometry,
+        *,
+        placement: Placement = Placement.FOLDED,
+        blocks_per_slot: int = 1,
+        count: int | None = None,
+        plane_bytes: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.lab, self.model, self.placement, self.blocks_per_slot = lab, geometry.name, placement, blocks_per_slot
+        self._geometry, self._options = geometry, options
+        self.plane_count, self.block_bytes = geometry.planes_per_group[0], geometry.block_bytes
+        interleaved = placement is Placement.INTERLEAVED
+        self.rows_per_slot = 1 if interleaved else self.plane_count
+        self.row_bytes = blocks_per_slot * self.block_bytes * (self.plane_count if interleaved else 1)
+        groups = len(geometry.groups)
+        wanted = count or -(-lab.size.payload_bytes // (self.plane_count * self.block_bytes))
+        slots = -(-wanted // (groups * blocks_per_slot))  # of each group
+        self._random = np.random.default_rng(lab.seed)
+        with ExitStack() as stack:
+            places = max((plane_bytes or lab.size.plane_bytes) // (self.block_bytes * blocks_per_slot), 2 * slots)
+            planes = [self._allocate_planes(stack, places * blocks_per_slot) for _ in range(groups)]
+            self.layout = KVLayout(planes, blocks_per_slot=blocks_per_slot)
+            spare = min(4 * slots * groups, _MAX_SPARE_POOL_BYTES // self.layout.slot_bytes)
+            self.engine = stack.enter_context(
+                OffloadEngine(self.layout, device=lab.device, num_slots=max(slots * groups, spare), **options)
+            )
+            self._bytes = stack.enter_context(
+                closing(SetupBytes(lab, groups, slots, self.rows_per_slot * self.row_bytes))
+            )
+            self._choose_blocks(places, slots, planes)
+            self._stack = stack.pop_all()
+        self.take(slots)
+
+    def smaller(self) -> TransferSetup:
+        """A small setup of the same kind, for transfers that warm up caches."""
+        count = _WARM_UP_SLOTS * len(self._geometry.groups) * self.blocks_per_slot
+        return TransferSetup(
+            self.lab,
+            self._geometry,
+            placement=self.placement,
+            blocks_per_slot=self.blocks_per_slot,
+            count=count,
+            plane_bytes=1,
+            **self._options,
+        )
+
+    def _allocate_planes(self, stack: ExitStack, num_blocks: int) -> list[Plane]:
+        """The planes of one group."""
+        device, count, block_bytes = self.lab.device, self.plane_count, self.block_bytes
+        if self.placement is Placement.SCATTERED:
+            buffers = [stack.enter_context(device.allocate(num_blocks * block_bytes)) for _ in range(count)]
+            return [Plane(each.address, block_bytes=block_bytes, num_blocks=num_blocks) for each in buffers]
+        if self.placement is Placement.FOLDED:
+            planes = device.allocate_planes(count, block_bytes=block_bytes, num_blocks=num_blocks)
+        else:
+            planes = device.allocate_blocks(num_blocks, planes=count, block_bytes=block_bytes)
+        stack.enter_context(planes[0].owner)  # type: ignore[arg-type]
+        return planes
+
+    def _choose_blocks(self, places: int, slot_count: int, planes_of_groups: list[list[Plane]]) -> None:
+        """Random even places for the blocks of each group, so that no two are adjacent; random slots."""
+        slots = self._random.permutation(self.engine.num_slots).astype(np.int64)
+        self._all = []
+        for index, planes in enumerate(planes_of_groups):
+            chosen = self._random.permutation(np.arange(0, places - places % 2, 2))[:slot_count]
+            starts = (chosen * self.blocks_per_slot).astype(np.int64)
+            blocks = (starts[:, np.newaxis] + np.arange(self.blocks_per_slot)).reshape(-1)
+            self._all.append(GroupBlocks(planes, starts, blocks, slots[index * slot_count : (index + 1) * slot_count]))
+
+    def take(self, slots: int, first: int = 0) -> None:
+        """Make what follows copy, prepare, poison and compare `slots` slots of each group only, from `first` on."""
+        taken = slice(first, first + slots)
+        blocks = slice(first * self.blocks_per_slot, (first + slots) * self.blocks_per_slot)
+        self.groups = [
+            GroupBlocks(group.planes, group.starts[taken], group.blocks[blocks], group.slots[taken])
+            for group in self._all
+        ]
+        self._ends = {direction: self.ends_of(self.groups, direction) for direction in Direction}
+        self._bytes.take(slots, first)
+
+    @property
+    def slot_count(self) -> int:
+        """Slots of a transfer, of all groups."""
+        return sum(len(group.slots) for group in self.groups)
+
+    @property
+    def block_count(self) -> int:
+        return self.slot_count * self.blocks_per_slot
+
+    @property
+    def copies(self) -> int:
+        """Flat copies of `row_bytes` each in a transfer."""
+        return self.slot_count * self.rows_per_slot
+
+    @property
+    def nbytes(self) -> int:
+        return self.copies * self.row_bytes
+
+    @property
+    def pool_address(self) -> int:
+        return address_of(self.engine.slots)
+
+    def ends(self, direction: Direction) -> tuple[UInt64Array, UInt64Array]:
+        """Source and target address of every flat copy, slot by slot and row by row; uint64, (copies,) each."""
+        return self._ends[direction]
+
+    def ends_of(self, groups: Sequence[GroupBlocks], direction: Direction) -> tuple[UInt64Array, UInt64Array]:
+        """The same of some blocks and slots, computed from them."""
+        device, host = (np.concatenate(each) for each in zip(*map(self._row_addresses, groups), strict=True))
+        return (device, host) if direction is Direction.STORE else (host, device)
+
+    def _row_addresses(self, group: GroupBlocks) -> tuple[UInt64Array, UInt64Array]:
+        stride = group.planes[0].block_stride
+        rows = np.array([plane.address for plane in group.planes[: self.rows_per_slot]], dtype=np.int64)
+        device = group.starts[:, np.newaxis] * stride + rows
+        host = self.pool_address + group.slots[:, np.newaxis] * self.layout.slot_bytes
+        host = host + np.arange(self.rows_per_slot) * self.row_bytes
+        return device.reshape(-1).astype(np.uint64), host.reshape(-1).astype(np.uint64)
+
+    # the engine ---------------------------------------------------------------------------------------------------
+
+    @property
+    def missing(self) -> Mapping[str, str | None]:
+        """For every copier None, or why it cannot be used here."""
+        return dict.fromkeys(NAMES) | self.engine.missing_copiers
+
+    def shape(self, direction: Direction) -> Shape:
+        """Of the transfer of one group."""
+        blocks, slots = len(self.groups[0].blocks), len(self.groups[0].slots)
+        rows = slots * self.rows_per_slot
+        operations = rows if self.placement is Placement.SCATTERED else slots
+        return Shape(direction, blocks, blocks * self.plane_count, operations, rows, rows * self.row_bytes)
+
+    def chosen_method(self, direction: Direction, prefer: str) -> CopyMethod:
+        """The copy method that the engine chooses for a group."""
+        engine = self.engine
+        names = [name for name, reason in self.missing.items() if reason is None]
+        return choose(self.shape(direction), names, engine.profile, prefer, engine.sm_limit).method
+
+    def submit(
+        self,
+        direction: Direction,
+        copier: CopierChoice = None,
+        *,
+        prefer: str = "overlap",
+        after: Any = NO_WAIT,
+    ) -> list[Job]:
+        """Submit the transfer: a job for each group."""
+        self.engine.prefer = prefer
+        return [
+            self.engine.submit(direction, each.blocks, each.slots, group=group, after=after, copier=copier)
+            for group, each in enumerate(self.groups)
+        ]
+
+    def seconds(self, jobs: Sequence[Job]) -> float:
+        """Wait for jobs. Returns the sum of their times on the GPU clock."""
+        while not all(job.done for job in jobs):  # wait() sleeps between looks, which a wall clock would see
+            pass
+        return sum(job.wait().seconds for job in jobs)
+
+    def transfer_seconds(
+        self, direction: Direction, copier: CopierChoice, prefer: str, note: Callable[[Job], object]
+    ) -> float:
+        """One transfer on the GPU clock. Of one group: the time of its job. Of several groups: from the first call to
+        the end of the last job, which includes some host time, since an engine times each job by itself.
+        """
+        if len(self.groups) == 1:
+            jobs = self.submit(direction, copier, prefer=prefer)
+            note(jobs[0])
+            return self.seconds(jobs)
+        timer = self.lab.timer
+
+        def submit() -> None:
+            jobs = self.submit(direction, copier, prefer=prefer, after=timer.stream)
+            note(jobs[0])
+            for job in jobs:
+                job.order_before(timer.stream)
+
+        seconds = timer.seconds(submit)
+        self.engine.drain()
+        self.engine.poll()
+        return seconds
+
+    # bytes --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, direction: Direction) -> None:
+        """Write the right bytes into the sources of a direction."""
+        if direction is Direction.STORE:
+            self._bytes.upload(self.ends(Direction.STORE)[0], self.row_bytes)
+        else:
+            self.lab.in_threads(lambda pair: np.copyto(*pair), self._bytes.against(self._stored()))
+
+    def poison(self, direction: Direction) -> None:
+        """Overwrite the targets of a direction. The GPU does it, so that the CPU's caches hold nothing of them; of
+        blocks that are to be stored nothing stays in the GPU's cache.
+        """
+        if direction is Direction.STORE:
+            self._bytes.poison([address_of(slot) for slot in self._stored()])
+            self.lab.flush()
+            return
+        driver, timer = self.lab.driver, self.lab.timer
+
+        def submit() -> None:
+            for address, nbytes in self.spans():
+                driver.fill(address, POISON, nbytes, timer.stream)
+
+        timer.seconds(submit)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Address and bytes of the ranges that hold the planes of all groups, and of no allocation but theirs."""
+        return [span for group in self.groups for span in self._spans(group.planes)]
+
+    def _spans(self, planes: Sequence[Plane]) -> list[tuple[int, int]]:
+        if self.placement is Placement.SCATTERED:
+            return [(plane.address, plane.span_bytes) for plane in planes]
+        return [(planes[0].address, planes[-1].end - planes[0].address)]
+
+    def wrong(self, direction: Direction) -> int:
+        """The number of rows of a transfer's targets that do not hold the right bytes."""
+        if direction is Direction.STORE:
+            found = self._stored()
+        else:
+            found = self._bytes.download(self.ends(Direction.LOAD)[1], self.row_bytes)
+        return self.lab.wrong_rows(self._bytes.against(found), self.row_bytes)
+
+    def _stored(self) -> list[UInt8Array]:
+        """The payload of each slot."""
+        payload = self.rows_per_slot * self.row_bytes
+        return [self.engine.slots[slot, :payload] for group in self.groups for slot in group.slots]
+
+    def expected(self) -> list[UInt8Array]:
+        """The right bytes of each slot."""
+        return self._bytes.expected
+
+    def close(self) -> None:
+        """Close the engine and free the planes."""
+        self._stack.close()
+
+    def __enter__(self) -> TransferSetup:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,440 @@
+"""What `bench vllm` prints, and the calls of vLLM's scheduler: `CPUOffloadingManager` and this library's index.
+
+Every cache is full. In each round a request of new keys comes: its first key is looked up (a miss), all are stored,
+which evicts as many, looked up (a hit), loaded and touched. Keys are new objects each time, 36 bytes, as vLLM's are.
+Times are of the calls alone, on this machine's CPU; a GPU takes no part.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from random import Random
+from typing import Any, Protocol
+
+from kvoffload.cache.entries import Status
+from kvoffload.cache.index import CacheIndex
+from kvoffload.cache.policies import DEFAULT_POLICY, PolicyName
+from kvoffload.errors import CapabilityError
+from kvoffload.terminal.console import Advance, Output, counted
+from kvoffload_bench.field_compute import Situation
+from kvoffload_bench.report import Fields, fixed
+from kvoffload_bench.vllm_classes import ManagerClasses
+from kvoffload_bench.vllm_methods import BACKEND, ENGINE, ENGINE_COPIES, OURS, THEIRS, WORKER
+
+CAPACITY = 65_536
+COUNTS = (1, 32, 512)
+CALLS = ("lookup", "prepare_store", "complete_store", "prepare_load", "complete_load", "touch")
+CACHES = ("CPUOffloadingManager, lru", "CPUOffloadingManager, arc")
+_KEY_BYTES = 36  # a hash of 32 bytes and the number of the group
+_FILL = 512
+
+
+class Calls(Protocol):
+    """The calls of the scheduler for one request after another."""
+
+    def begin(self, keys: Sequence[bytes]) -> None:
+        """A request with these keys has come. Not timed."""
+
+    def lookup(self, key: bytes) -> bool: ...
+
+    def prepare_store(self, keys: Sequence[bytes]) -> int:
+        """Returns how many keys are to be stored."""
+
+    def complete_store(self, keys: Sequence[bytes]) -> object: ...
+
+    def prepare_load(self, keys: Sequence[bytes]) -> object: ...
+
+    def complete_load(self, keys: Sequence[bytes]) -> object: ...
+
+    def touch(self, keys: Sequence[bytes]) -> object: ...
+
+    def end(self) -> None:
+        """The request has ended. Not timed."""
+
+
+class ManagerCalls:
+    """An offloading manager of vLLM's interface."""
+
+    def __init__(self, base: Any, manager: Any) -> None:
+        self._base, self._manager, self._number = base, manager, 0
+        self._hit = base.LookupResult.HIT
+
+    def begin(self, keys: Sequence[bytes]) -> None:
+        self._number += 1
+        self._request = self._base.ReqContext(str(self._number))
+        self._manager.on_new_request(self._request)
+        for position, key in enumerate(keys, start=1):
+            self._request.set_offload_key_position(key, 16 * position)
+
+    def lookup(self, key: bytes) -> bool:
+        return bool(self._manager.lookup(key, self._request) is self._hit)
+
+    def prepare_store(self, keys: Sequence[bytes]) -> int:
+        output = self._manager.prepare_store(keys, self._request)
+        return 0 if output is None else len(output.keys_to_store)
+
+    def complete_store(self, keys: Sequence[bytes]) -> object:
+        return self._manager.complete_store(keys, self._request)
+
+    def prepare_load(self, keys: Sequence[bytes]) -> object:
+        return self._manager.prepare_load(keys, self._request)
+
+    def complete_load(self, keys: Sequence[bytes]) -> object:
+        return self._manager.complete_load(keys, self._request)
+
+    def touch(self, keys: Sequence[bytes]) -> object:
+        return self._manager.touch(keys, self._request)
+
+    def end(self) -> None:
+        self._manager.on_request_finished(self._request)
+
+
+class IndexCalls:
+    """A `CacheIndex`, by the calls that carry out those of the interface."""
+
+    def __init__(self, capacity: int, policy: PolicyName) -> None:
+        self._index = CacheIndex(capacity, policy=policy)
+
+    def begin(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def lookup(self, key: bytes) -> bool:
+        return self._index.status([key])[0] is Status.HIT
+
+    def prepare_store(self, keys: Sequence[bytes]) -> int:
+        self._reservation = self._index.reserve(keys)
+        return len(self._reservation.indices)
+
+    def complete_store(self, keys: Sequence[bytes]) -> object:  # noqa: ARG002
+        self._reservation.commit()
+        return None
+
+    def prepare_load(self, keys: Sequence[bytes]) -> object:
+        self._lease = self._index.acquire(keys)
+        return list(self._lease.indices)
+
+    def complete_load(self, keys: Sequence[bytes]) -> object:  # noqa: ARG002
+        self._lease.release()
+        return None
+
+    def touch(self, keys: Sequence[bytes]) -> object:
+        self._index.touch(keys)
+        return None
+
+    def end(self) -> None:
+        pass
+
+
+def managers(classes: ManagerClasses, capacity: int) -> dict[str, Calls]:
+    """By name; this library's by its default policy first."""
+    ours, theirs = _own_manager(), classes.manager.CPUOffloadingManager
+    policies: tuple[PolicyName, ...] = (DEFAULT_POLICY, "lru")
+    found: dict[str, Calls] = {}
+    for policy in policies:
+        if ours is None:
+            found[f"CacheIndex, {policy}"] = IndexCalls(capacity, policy)
+        else:
+            found[f"{ours.__name__}, {policy}"] = ManagerCalls(classes.base, ours(capacity, policy=policy))
+    for name in CACHES:
+        found[name] = ManagerCalls(classes.base, theirs(capacity, cache_policy=name[-3:]))
+    return found
+
+
+def _own_manager() -> Any:
+    """This library's offloading manager; None if this vLLM cannot have it."""
+    try:
+        return importlib.import_module("kvoffload.vllm").KVOffloadManager
+    except (ImportError, CapabilityError):
+        return None
+
+
+def measure(
+    callers: dict[str, Calls], capacity: int, repeats: int, progress: Advance, counts: Sequence[int] = COUNTS
+) -> list[dict[str, Any]]:
+    """A record for each caller and number of keys: median microseconds by call, and how many keys were stored."""
+    numbers = {name: _fill(each, capacity) for name, each in callers.items()}
+    records = []
+    for place, count in enumerate(counts):
+        samples: dict[str, dict[str, list[float]]] = {name: {call: [] for call in CALLS} for name in callers}
+        stored = dict.fromkeys(callers, 0)
+        for number in range(repeats + 1):
+            for name in Random(number).sample(list(callers), len(callers)):
+                first = numbers[name]
+                numbers[name] += count
+                stored[name] += _round(callers[name], first, count, samples[name] if number else None)
+        progress(place + 1, len(counts))
+        for name, by_call in samples.items():
+            medians = {call: statistics.median(values) if values else None for call, values in by_call.items()}
+            records.append({"name": name, "vllm": name in CACHES, "keys": count, "stored": stored[name], "us": medians})
+    return records
+
+
+def _fill(calls: Calls, capacity: int) -> int:
+    """Fill the cache with requests, every second of which comes twice. Returns the number of the next key."""
+    for number, first in enumerate(range(0, capacity, _FILL)):
+        _round(calls, first, min(_FILL, capacity - first), None)
+        if number % 2:
+            calls.touch(_keys(first - _FILL, _FILL))
+    return capacity
+
+
+def _round(calls: Calls, first: int, count: int, samples: dict[str, list[float]] | None) -> int:
+    """All calls of one request. Returns how many keys were stored."""
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        result = call()
+        if samples is not None:
+            samples[name].append((time.perf_counter() - begin) * 1e6)
+        return result
+
+    calls.begin(_keys(first, count))
+    assert not calls.lookup(_keys(first, 1)[0]), "a new key is a miss"
+    stored: int = timed("prepare_store", partial(calls.prepare_store, _keys(first, count)))
+    timed("complete_store", partial(calls.complete_store, _keys(first, count)))
+    held = stored == count
+    if held:
+        assert timed("lookup", partial(calls.lookup, _keys(first, 1)[0])), "a stored key is a hit"
+        timed("prepare_load", partial(calls.prepare_load, _keys(first, count)))
+        timed("complete_load", partial(calls.complete_load, _keys(first, count)))
+    timed("touch", partial(calls.touch, _keys(first, count)))
+    calls.end()
+    return stored
+
+
+def _keys(first: int, count: int) -> list[bytes]:
+    """New objects each time, as requests bring them."""
+    return [number.to_bytes(_KEY_BYTES, "little") for number in range(first, first + count)]
+
+
+Record = Mapping[str, Any]
+PLACE = ("allocator", "situation", "model", "blocks", "direction")  # what the records of one comparison have in common
+_FEWEST_ROUNDS = 3  # of each method, to say of a cell whose computation loses more
+_SHORT = {WORKER: "worker", BACKEND: "dma"}
+_LEGEND = (
+    "wall clock, from the call that submits a transfer until it is reported to have ended",
+    "ours: GB/s of an engine with default options; sm 0: of one with sm_limit=0",
+    "vLLM, by: GB/s of the faster of CPUOffloadingWorker (worker) and DmaCopyBackend (dma); x: ours over it",
+    "us: median host time of the call that submits a transfer, ours / vLLM's (dma: a thread does the work)",
+    "slow: time of a product during the transfers over its time alone, ours / vLLM's",
+)
+
+
+def compare(cells: Iterable[Record]) -> list[dict[str, Any]]:
+    """For each place that this library and vLLM were measured at: bandwidths, ratios, calls and slow-downs.
+
+    A method without a bandwidth, since the computation ended before its transfers, is left out.
+    """
+    places: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for cell in cells:
+        if cell.get("gb_per_s") is not None:
+            places.setdefault(tuple(cell[name] for name in PLACE), {})[cell["method"]] = cell
+    found = []
+    for place, methods in places.items():
+        theirs = [methods[name] for name in THEIRS if name in methods]
+        if not theirs or not any(name in methods for name in OURS):
+            continue
+        best = max(theirs, key=lambda each: each["gb_per_s"])
+        record: dict[str, Any] = dict(zip(PLACE, place, strict=True)) | {"vllm": _figures(best)}
+        for name in OURS:
+            if name in methods:
+                record[name] = _figures(methods[name]) | _over(methods[name], best)
+        found.append(record)
+    return found
+
+
+def _figures(cell: Record) -> dict[str, Any]:
+    return {
+        "method": cell["method"],
+        "gb_per_s": cell["gb_per_s"],
+        "call_us": cell["call_median_us"],
+        "slowdown": cell.get("compute_slowdown"),
+        "lost_us_per_mib": _lost(cell),
+    }
+
+
+def _lost_by_round(cell: Record) -> list[float]:
+    """Microseconds of computation lost for each MiB that is moved, in each round that counts; 0 where a product took
+    less time than alone.
+    """
+    rounds = zip(cell.get("samples_compute_slowdown", ()), cell.get("samples_gb_per_s", ()), strict=False)
+    return [max(0.0, 1 - 1 / slow) * (1 << 20) / (rate * 1e3) for slow, rate in rounds if slow is not None]
+
+
+def _lost(cell: Record) -> float | None:
+    """The median round; None on an idle GPU."""
+    return statistics.median(rounds) if (rounds := _lost_by_round(cell)) else None
+
+
+def _over(ours: Record, theirs: Record) -> dict[str, Any]:
+    """`loses` "more" or "less": in every round than in any of the other's. The median of rounds differs by chance."""
+    record: dict[str, Any] = {"ratio": ours["gb_per_s"] / theirs["gb_per_s"]}
+    mine, others = _lost_by_round(ours), _lost_by_round(theirs)
+    if min(len(mine), len(others)) >= _FEWEST_ROUNDS:
+        record["loses"] = "more" if min(mine) > max(others) else "less" if max(mine) < min(others) else "alike"
+    return record
+
+
+def summarize(comparisons: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """For each engine of this library, over all comparisons that it is in."""
+    found = {}
+    for name in OURS:
+        mine = [each for each in comparisons if name in each]
+        if not mine:
+            continue
+        ratios = [each[name]["ratio"] for each in mine]
+        busy = [each for each in mine if "loses" in each[name]]
+        summary: dict[str, Any] = {
+            "cells": len(mine),
+            "at_least_1": sum(ratio >= 1 for ratio in ratios),
+            "median": statistics.median(ratios),
+            "lowest": min(mine, key=lambda each: each[name]["ratio"]),
+            "highest": max(mine, key=lambda each: each[name]["ratio"]),
+            "medians": _medians(mine, name),
+            "busy_cells": len(busy),
+        }
+        if busy:
+            lost = {each: [record[each]["lost_us_per_mib"] for record in busy] for each in (name, "vllm")}
+            summary |= {
+                "loses": Counter(each[name]["loses"] for each in busy),
+                "lost_us_per_mib": {"ours": sum(lost[name]), "vllm": sum(lost["vllm"])},
+                "most_lost": max(busy, key=lambda each: each[name]["lost_us_per_mib"]),
+                "most_lost_vllm": max(busy, key=lambda each: each["vllm"]["lost_us_per_mib"]),
+            }
+        found[name] = summary
+    return found
+
+
+def _medians(comparisons: Iterable[Record], name: str) -> dict[str, dict[str, float]]:
+    """Median ratios by situation and direction."""
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for each in comparisons:
+        by_direction = ratios.setdefault(each["situation"], {})
+        by_direction.setdefault(each["direction"], []).append(each[name]["ratio"])
+    return {
+        situation: {direction: statistics.median(values) for direction, values in by_direction.items()}
+        for situation, by_direction in ratios.items()
+    }
+
+
+def scheduler_ratios(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """For each number of keys and call: this library's microseconds by its default policy over those of vLLM's."""
+    by_keys: dict[int, list[Record]] = {}
+    for record in records:
+        by_keys.setdefault(record["keys"], []).append(record)
+    found = []
+    for keys, (ours, *others) in by_keys.items():
+        for call in CALLS:
+            for theirs in (each for each in others if each["vllm"]):
+                if ours["us"][call] is not None and theirs["us"][call] is not None:
+                    ratio = ours["us"][call] / theirs["us"][call]
+                    found.append({"keys": keys, "call": call, "over": theirs["name"], "ratio": ratio})
+    return found
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+def show(fields: Fields, output: Output) -> None:
+    summary = fields["summary"]
+    output.line(_verdict(summary))
+    for name, each in summary.items():
+        for text in _summary_lines(name, each):
+            output.line(text)
+    if fields["comparisons"]:
+        kernel = "used" if fields["triton"] else "not used: its Triton finds no GPU"
+        output.line(
+            f"vLLM {fields['vllm']}; swap_blocks_batch: {fields['batch_copy']}; Triton kernel for small loads: {kernel}"
+        )
+        for text in _LEGEND:
+            output.line(text)
+    for allocator in dict.fromkeys(each["allocator"] for each in fields["comparisons"]):
+        for situation in dict.fromkeys(each["situation"] for each in fields["comparisons"]):
+            _show_place(allocator, Situation(situation), fields["comparisons"], output)
+    show_scheduler(fields, output)
+    early = sum(cell["rounds_compute_ended"] for cell in fields["cells"])
+    if early:
+        output.line(f"not counted: {counted(early, 'series')}, during which the computation ended or paused")
+
+
+def _verdict(summary: Mapping[str, Record]) -> str:
+    if ENGINE not in summary:
+        return "bench vllm: transfers were not measured"
+    mine = summary[ENGINE]
+    return (
+        f"bench vllm: kvoffload is {mine['median']:.2f} times as fast as vLLM's best (median), at least as fast in "
+        f"{mine['at_least_1']} of {mine['cells']} cells"
+    )
+
+
+def _summary_lines(name: str, each: Record) -> list[str]:
+    label = {ENGINE: "default options", ENGINE_COPIES: "sm_limit=0"}[name]
+    lines = [
+        f"{label}: {each['at_least_1']} of {each['cells']} cells >= 1.0x, median {each['median']:.2f}, lowest "
+        f"{each['lowest'][name]['ratio']:.2f} ({_at(each['lowest'])}), highest {each['highest'][name]['ratio']:.2f} "
+        f"({_at(each['highest'])})"
+    ]
+    if each["busy_cells"]:
+        places, lost = each["loses"], each["lost_us_per_mib"]
+        most, most_vllm = each["most_lost"], each["most_lost_vllm"]
+        lines.append(
+            f"{label}: computation loses {lost['ours']:.1f} us for a MiB moved in each of {each['busy_cells']} cells, "
+            f"with vLLM's {lost['vllm']:.1f}; in every round more in {places['more']} cells, less in {places['less']}; "
+            f"most {most[name]['lost_us_per_mib']:.1f} us ({_at(most)}), with vLLM's "
+            f"{most_vllm['vllm']['lost_us_per_mib']:.1f} us ({_at(most_vllm)})"
+        )
+    return lines
+
+
+def _at(each: Record) -> str:
+    return f"{each['blocks']}x{each['model']}, {each['direction']}, {each['situation']}, {each['allocator']}"
+
+
+def _show_place(allocator: str, situation: Situation, comparisons: Iterable[Record], output: Output) -> None:
+    columns = ("transfer", "moves", "ours", "sm 0", "vLLM", "by", "x", "us", "slow")
+    lines = []
+    for each in comparisons:
+        if (each["allocator"], each["situation"]) != (allocator, situation):
+            continue
+        ours, copies, theirs = each.get(ENGINE, {}), each.get(ENGINE_COPIES, {}), each["vllm"]
+        lines.append(
+            (
+                f"{each['blocks']}x{each['model']}",
+                each["direction"],
+                fixed(ours.get("gb_per_s")),
+                fixed(copies.get("gb_per_s")),
+                fixed(theirs["gb_per_s"]),
+                _SHORT[theirs["method"]],
+                fixed(ours.get("ratio"), 2),
+                f"{fixed(ours.get('call_us'), 0)} / {theirs['call_us']:.0f}",
+                f"{fixed(ours.get('slowdown'), 2)} / {fixed(theirs['slowdown'], 2)}",
+            )
+        )
+    if lines:
+        output.table(f"{situation.text}, {allocator} allocator", columns, lines)
+
+
+def _microseconds(value: float | None) -> str:
+    return fixed(value, 1 if value is not None and value < 100 else 0)
+
+
+def show_scheduler(fields: Fields, output: Output) -> None:
+    """Microseconds of the scheduler's calls; these are real on every machine."""
+    records: Sequence[Record] = fields["scheduler"]
+    if not records:
+        return
+    columns = ("keys", "cache", "lookup", "prep store", "compl store", "prep load", "compl load", "touch")
+    lines = [(each["keys"], each["name"], *(_microseconds(each["us"][call]) for call in CALLS)) for each in records]
+    title = f"host time of the scheduler's calls, {fields['scheduler_capacity']:,} keys held, microseconds, medians"
+    output.table(title, columns, lines, left=("cache",))
+    for name in dict.fromkeys(each["over"] for each in fields["scheduler_ratios"]):
+        ratios = [each for each in fields["scheduler_ratios"] if each["over"] == name]
+        slower = [f"{each['call']} of {each['keys']} ({each['ratio']:.1f})" for each in ratios if each["ratio"] > 1]
+        output.line(
+            f"{records[0]['name']} is slower than {name} in {len(slower)} of {len(ratios)}: {', '.join(slower)}"
+        )

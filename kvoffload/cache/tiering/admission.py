@@ -1,0 +1,271 @@
+"""WriteAdmission: which blocks of a cache are worth writing to the disk below it.
+
+Of a request that has ended the keys that are in the host and not on the disk may be written. Each is of a kind, and the
+model of `readback` says what a block of the kind gains by its write. Keys need those before them, so what is written of
+a request are leading keys: those with the highest sum of gains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kvoffload.cache.tiering.readback import DEEPEST, FIRST_USES, MOST_USES, ReadbackModel, kind_of, uses_of
+from kvoffload.internal.checks import at_least
+
+DEFAULT_LEAST_HITS = 0.22
+_REMEMBERED_SHARE = 4  # times the disk's capacity, within these two bounds
+_LATER_USES = [kind_of(before + 1, False, 0, 0) for before in range(MOST_USES + 1)]  # by the uses before
+_FEWEST_REMEMBERED = 1 << 17
+_MOST_REMEMBERED = 1 << 21
+_SHORTEST_ROUND = 1_024  # blocks asked for between two rounds of learning
+_FADING = 0.9
+_ROUNDS = 16  # in the time of a disk's capacity
+
+
+class WriteAdmission:
+    """Follows the events of a cache above a disk, and says which blocks to write. No threads, no clock, no randomness.
+
+    The same events give the same answers. One caller at a time. A request, as the events tell it:
+
+        promoted(keys read from the disk)   stored(keys computed)   ended(all of its keys, once) -> keys to write
+
+    What is returned is a subset of the keys that are in the host and not on the disk by the events so far. The caller
+    may write fewer, and reports what it has written. Whatever is not written may be returned again at a later use.
+
+    Takes 70 to 150 bytes for each of up to `remembered` keys, and 150 for each key in the host.
+
+    Args:
+        capacity: keys that the disk holds.
+        least_hits: how sparing: reads from the disk that a write has to bring. 0 writes nearly all; 0.22 leaves out
+            what is hardly ever read; 1 or more writes what is asked for a second time, and of first uses what nearly
+            always is asked for again. Blocks that were asked for before have to bring no more than 0.1.
+        remembered: keys of which earlier uses are known; None: four times the capacity, from 131,072 to 2,097,152.
+
+    Raises:
+        ValueError, TypeError: `capacity` or `remembered` is no integer of at least 1, or `least_hits` is no finite
+            number of at least 0.
+    """
+
+    def __init__(self, capacity: int, *, least_hits: float = DEFAULT_LEAST_HITS, remembered: int | None = None) -> None:
+        capacity = at_least("capacity", capacity, 1)
+        if isinstance(least_hits, bool) or not isinstance(least_hits, int | float):
+            raise TypeError(f"least_hits must be a number, got {least_hits!r:.80}")
+        if not 0 <= least_hits < math.inf:
+            raise ValueError(f"least_hits must be a finite number of at least 0, got {least_hits}")
+        if remembered is None:
+            remembered = min(max(_REMEMBERED_SHARE * capacity, _FEWEST_REMEMBERED), _MOST_REMEMBERED)
+        self.capacity = capacity
+        self.least_hits = float(least_hits)
+        self.remembered = at_least("remembered", remembered, 1)
+        self._memory = KeyMemory(self.remembered)
+        self._longest = max(1, self.remembered // 2)  # ages that are seen
+        self._shortest = min(capacity, self._longest)
+        self._model = ReadbackModel(self._shortest, self._longest, self.least_hits)
+        self._sightings: list[Sighting] = []  # at least all that keys are remembered with, the oldest first
+        self._on_disk: dict[bytes, bool] = {}  # keys in the host, and whether the disk has them, too
+        self._arrived: set[bytes] = set()  # those that came to the host after the latest request with them had ended
+        self._now = 0  # blocks stored in the host
+        self._learned_at = 0
+        self._stored_lately = self._written_lately = 0.0  # blocks, those of earlier rounds fading
+        self._until_round = self._round = max(_SHORTEST_ROUND, capacity // _ROUNDS)
+
+    def __repr__(self) -> str:
+        counts = f"{len(self._on_disk)} keys in the host, {len(self._memory)} remembered"
+        return f"WriteAdmission(least_hits={self.least_hits:g}, {counts}, {self._now} blocks stored)"
+
+    # what happens -------------------------------------------------------------------------------------------------
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """These keys are in the host from now on; a request has computed them. Report `written` for those on the disk.
+
+        Keys that are in the host already are passed over.
+        """
+        fresh = [key for key in keys if key not in self._on_disk]
+        self._now += len(fresh)
+        self._on_disk.update(dict.fromkeys(fresh, False))
+        self._arrived.update(fresh)
+
+    def promoted(self, keys: Sequence[bytes]) -> None:
+        """These keys have been read from the disk, and are in the host, too, from now on."""
+        self._arrived.update(key for key in keys if key not in self._on_disk)
+        self._on_disk.update(dict.fromkeys(keys, True))
+
+    def written(self, keys: Iterable[bytes]) -> None:
+        """The disk has these keys from now on; those that are not in the host do not matter."""
+        for key in keys:
+            if key in self._on_disk:
+                self._on_disk[key] = True
+                self._written_lately += 1
+
+    def left_disk(self, keys: Iterable[bytes]) -> None:
+        """The disk has lost these keys: evicted, removed, or their write has failed."""
+        for key in keys:
+            if key in self._on_disk:
+                self._on_disk[key] = False
+
+    def left_host(self, keys: Iterable[bytes]) -> None:
+        """The host has lost these keys: evicted or removed."""
+        for key in keys:
+            self._on_disk.pop(key, None)
+            self._arrived.discard(key)
+
+    def resynchronise(self, keys: Sequence[bytes]) -> None:
+        """The host has exactly these keys, whatever was reported. Report `written` for those on the disk."""
+        there = set(keys)
+        self.left_host([key for key in self._on_disk if key not in there])
+        self.stored(keys)
+
+    # which keys to write ------------------------------------------------------------------------------------------
+
+    def ended(self, keys: Sequence[bytes]) -> list[bytes]:
+        """A request with these keys has ended: which of them to write now, in the order of the request.
+
+        Args:
+            keys: all of the request, in its order; of repeated ones the first counts.
+        """
+        unique = keys if len(set(keys)) == len(keys) else list(dict.fromkeys(keys))
+        kinds = self._see(unique)
+        self._arrived.difference_update(unique)
+        worth = self._worth_writing(unique, kinds)
+        self._until_round -= len(unique)
+        if self._until_round <= 0:
+            self._learn()
+        return worth
+
+    def _see(self, keys: Sequence[bytes]) -> list[int]:
+        """Observe the uses of a request's keys, and remember them; the kind of each."""
+        arrived, on_disk, now = self._arrived, self._on_disk, self._now
+        left: dict[Sighting, int] = {}
+        reused: dict[Sighting, int] = {}
+        kinds: list[int] = []
+        depth = parent_uses = 0
+        known = self._memory.recall(keys)
+        for key, before in zip(keys, known, strict=True):
+            if before is None:
+                depth += 1
+                kinds.append(FIRST_USES[parent_uses][depth if depth < DEEPEST else DEEPEST])
+                continue
+            parent_uses = parent_uses if depth else before.uses
+            left[before] = left.get(before, 0) + 1
+            if key in arrived or key not in on_disk:
+                reused[before] = reused.get(before, 0) + 1
+            kinds.append(_LATER_USES[before.uses])
+        if keys:
+            kinds[-1] = kind_of(1 if known[-1] is None else known[-1].uses + 1, True, 0, 0)
+        for before, count in left.items():
+            before.live -= count
+        for before, count in reused.items():
+            self._model.reused(before.kind, now - before.time, count)
+        self._expose(left.items())
+        fresh = {kind: Sighting(uses_of(kind), kind, now) for kind in kinds}
+        for kind, count in Counter(kinds).items():
+            fresh[kind].live = count
+        self._sightings += fresh.values()
+        self._expose(self._memory.see(keys, [fresh[kind] for kind in kinds]))
+        return kinds
+
+    def _worth_writing(self, keys: Sequence[bytes], kinds: Sequence[int]) -> list[bytes]:
+        """The leading keys that may be written with the highest sum of gains; none if no sum is above 0."""
+        gains, candidates = self._model.gains, []
+        gain = highest = 0.0
+        chosen = 0
+        for key, kind in zip(keys, kinds, strict=True):
+            on_disk = self._on_disk.get(key)
+            if on_disk is None:  # neither those behind it nor itself can be read back as a prefix
+                break
+            if not on_disk:
+                candidates.append(key)
+                gain += gains[kind]
+                if gain > highest:
+                    highest, chosen = gain, len(candidates)
+        return candidates[:chosen]
+
+    def _expose(self, left: Iterable[tuple[Sighting, int]]) -> None:
+        """So many keys of these sightings have waited from the latest round of learning until now."""
+        now, learned_at, waited = self._now, self._learned_at, self._model.waited
+        for sighting, count in left:
+            waited(sighting.kind, max(0, learned_at - sighting.time), now - sighting.time, count)
+
+    def _learn(self) -> None:
+        self._sightings = living(self._sightings)
+        self._until_round = max(self._round, len(self._sightings) // 2)  # so that a round costs little a key
+        self._expose((sighting, sighting.live) for sighting in self._sightings)
+        self._stored_lately += self._now - self._learned_at
+        self._learned_at = self._now
+        # A block that is not read leaves the disk at this age, if as many are written as lately.
+        age = self.capacity * self._stored_lately / max(1.0, self._written_lately)
+        self._model.learn(min(max(age, self._shortest), self._longest))
+        self._stored_lately *= _FADING
+        self._written_lately *= _FADING
+
+
+class Sighting:
+    """Keys of one request that are of one kind.
+
+    Attributes:
+        uses: of these keys, so far; `readback.MOST_USES` stands for more, too.
+        kind: see `readback.kind_of`.
+        time: blocks that had been stored in the host when they were asked for.
+        live: keys of which this is the latest sighting, and which are remembered.
+    """
+
+    __slots__ = ("kind", "live", "time", "uses")
+
+    def __init__(self, uses: int, kind: int, time: int) -> None:
+        self.uses = uses
+        self.kind = kind
+        self.time = time
+        self.live = 0
+
+
+class KeyMemory:
+    """The latest sighting of the keys that were asked for last: at least half of `most`, and no more than that.
+
+    Two generations: when the young one is full, the old one is forgotten as a whole. 70 to 150 bytes a key.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._half = max(1, most // 2)
+        self._young: dict[bytes, Sighting] = {}
+        self._old: dict[bytes, Sighting] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def recall(self, keys: Sequence[bytes]) -> list[Sighting | None]:
+        """The latest sighting of each key, None where it is not remembered."""
+        young, old = self._young, self._old
+        return [young.get(key) or old.get(key) for key in keys]
+
+    def see(self, keys: Sequence[bytes], sightings: Sequence[Sighting]) -> list[tuple[Sighting, int]]:
+        """Remember keys, no repeats, by these sightings; what is forgotten, with its number of keys.
+
+        The caller has counted the keys as `live` in `sightings`, and not in those before.
+        """
+        forgotten: list[tuple[Sighting, int]] = []
+        for begin in range(0, len(keys), self._half):
+            chunk = keys[begin : begin + self._half]
+            if len(self._young) + len(chunk) > self._half:
+                forgotten += self._forget(chunk)
+            if not self._old.keys().isdisjoint(chunk):
+                for key in chunk:
+                    self._old.pop(key, None)
+            self._young.update(zip(chunk, sightings[begin:], strict=False))
+        return forgotten
+
+    def _forget(self, seen: Sequence[bytes]) -> list[tuple[Sighting, int]]:
+        """The old generation, but for keys that are seen at this moment; the young one is the old one from now on."""
+        for key in seen:
+            self._old.pop(key, None)
+        forgotten = list(Counter(self._old.values()).items())
+        for sighting, count in forgotten:
+            sighting.live -= count
+        self._old, self._young = self._young, {}
+        return forgotten
+
+
+def living(sightings: Iterable[Sighting]) -> list[Sighting]:
+    """Those of which a key is remembered."""
+    return [sighting for sighting in sightings if sighting.live > 0]

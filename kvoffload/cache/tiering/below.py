@@ -1,0 +1,328 @@
+"""TierBelow: a tier as the manager sees it: whether it is to be used now, how fast it is, and what it did."""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import LONGEST_KEY, Notify, Tier, TierStatistics
+from kvoffload.internal.checks import reason, shown
+from kvoffload.internal.log import LOGGER
+
+_SECONDS_BETWEEN_WARNINGS = 10.0  # a tier that raises does so for every key
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTierStatistics:
+    """What a cache has done with one of its tiers.
+
+    Attributes:
+        name: of the tier.
+        state: of its breaker: whether it is used.
+        opened: how often the breaker has opened.
+        promoted: keys that it has brought.
+        not_found: keys that it was asked for and did not bring.
+        slower: keys that were not asked for, since computing them was expected to take less time.
+        written: keys that it has taken.
+        not_written: keys that were given to it, and were not written: its queue was full, it failed, or had no room.
+        dropped: keys that were worth writing, and were not given to it: too many slots were being written already, it
+            was not usable, or they had been evicted.
+        seconds_per_record: that fetching one takes, as measured lately; None if it was not.
+        tier: the tier's own statistics.
+    """
+
+    name: str
+    state: BreakerState
+    opened: int
+    promoted: int
+    not_found: int
+    slower: int
+    written: int
+    not_written: int
+    dropped: int
+    seconds_per_record: float | None
+    tier: TierStatistics
+
+
+class TierBelow:
+    """One tier of a cache. Changed under the manager's lock. No Exception of a tier leaves a method.
+
+    Attributes:
+        tier: the tier.
+        local_index: whether it knows at once what it has.
+        hung: seconds after which a call is taken for one that does not return.
+        breaker, speed: see there.
+        promoted, not_found, slower, written, not_written, dropped: see `CacheTierStatistics`.
+    """
+
+    def __init__(self, tier: Tier, hung: float) -> None:
+        self.tier = tier
+        self.local_index = tier.capabilities.local_index
+        self.hung = hung
+        self.breaker = Breaker(hung)
+        self.speed = TierSpeed()
+        self.promoted = self.not_found = self.slower = self.written = self.not_written = self.dropped = 0
+        self._warned = -_SECONDS_BETWEEN_WARNINGS
+        self._corrupt = 0  # records of other bytes than were put, of which note was taken
+
+    # asking -------------------------------------------------------------------------------------------------------
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be given a job now."""
+        if self.breaker.pauses(time.monotonic()):
+            return False
+        before = self.breaker.state
+        usable = self.breaker.usable(time.monotonic(), self._tier_statistics().longest_call)
+        if before is not BreakerState.OPEN and self.breaker.state is BreakerState.OPEN:
+            LOGGER.warning("tier %s: a call does not return; it is not used until it has", self.tier.name)
+        return usable
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether its breaker is open; not while one job tries it."""
+        return not self.usable and self.breaker.state is BreakerState.OPEN
+
+    def may_be_asked(self, key: bytes) -> bool:
+        """Whether it may have a key, and is not left alone. Changes nothing; for any thread."""
+        if self.breaker.pauses(time.monotonic()):
+            return False
+        if self.breaker.state is not BreakerState.CLOSED:  # else the manager's thread looks
+            longest_call = self._tier_statistics().longest_call
+            if self.breaker.refuses(time.monotonic(), longest_call):
+                return False
+        return self.may_have([key])[0]
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a call of it does not return."""
+        return self._tier_statistics().longest_call >= self.hung
+
+    def may_have(self, keys: Sequence[bytes]) -> list[bool]:
+        """Of each key whether it is worth asking for; a tier without a local index may have any that it can have."""
+        return self.has(keys) if self.local_index else [fits(key) for key in keys]
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Of each key whether it is known to have it. Never blocks; for any thread."""
+        if not self.local_index:
+            return [False] * len(keys)
+        try:
+            found = list(self.tier.contains(keys))
+        except Exception as error:  # a tier of the user's
+            self._warn(error)
+            found = []
+        return found if len(found) == len(keys) else [False] * len(keys)
+
+    def statistics(self) -> CacheTierStatistics:
+        return CacheTierStatistics(
+            self.tier.name,
+            self.breaker.state,
+            self.breaker.opened,
+            self.promoted,
+            self.not_found,
+            self.slower,
+            self.written,
+            self.not_written,
+            self.dropped,
+            self.speed.expected(1, time.monotonic()),
+            self._tier_statistics(),
+        )
+
+    def _tier_statistics(self) -> TierStatistics:
+        try:
+            statistics = self.tier.statistics()
+        except Exception:  # a tier of the user's
+            return TierStatistics()
+        return statistics if isinstance(statistics, TierStatistics) else TierStatistics()
+
+    # jobs ---------------------------------------------------------------------------------------------------------
+
+    def get(self, keys: Sequence[bytes], entries: Sequence[int], deadline: float | None, notify: Notify) -> TierJob:
+        """`Tier.get`; what it raises makes all keys FAILED."""
+        return self._given(lambda: self.tier.get(keys, entries, deadline=deadline, notify=notify), keys, entries)
+
+    def put(self, keys: Sequence[bytes], entries: Sequence[int], tenant: str, notify: Notify) -> TierJob:
+        """`Tier.put`; what it raises makes all keys FAILED."""
+        return self._given(lambda: self.tier.put(keys, entries, tenant=tenant, notify=notify), keys, entries)
+
+    def _given(self, call: Callable[[], TierJob], keys: Sequence[bytes], entries: Sequence[int]) -> TierJob:
+        self.breaker.given(time.monotonic())
+        try:
+            job = call()
+            if not isinstance(job, TierJob) or job.keys != tuple(keys):
+                raise TypeError(f"a TierJob of {len(keys)} keys expected, got {shown(job)}")
+            return job
+        except BaseException as error:  # a tier of the user's, or one that was closed
+            self._warn(error)
+            return TierJob(keys, entries).settle_waiting(Outcome.FAILED)
+
+    def _warn(self, error: BaseException) -> None:
+        now = time.monotonic()
+        if now - self._warned >= _SECONDS_BETWEEN_WARNINGS:
+            self._warned = now
+            LOGGER.warning("tier %s: %s; its keys are misses", self.tier.name, reason(error))
+
+    def answered(self, outcomes: Sequence[Outcome | None]) -> None:
+        """What outcomes of one job, in its order, say of the tier's health; None says nothing."""
+        known = self._corrupt
+        if Outcome.MISSING in outcomes:  # each corrupt record is one of these, and was counted before
+            known = self._tier_statistics().corrupt
+        well = False
+        for outcome in outcomes:
+            corrupt = outcome is Outcome.MISSING and known > self._corrupt
+            self._corrupt += corrupt
+            before, well = well, False
+            if outcome is Outcome.FAILED or corrupt:
+                self._failed()
+            elif outcome in (Outcome.DONE, Outcome.MISSING):
+                well = True
+                if not before:  # a second one in a row says nothing new
+                    self.breaker.succeeded()
+            elif outcome is not None:
+                self.breaker.undecided(time.monotonic())
+
+    def late(self, *, begun: bool) -> None:
+        """A promotion's deadline passed: it worked on a key, or had begun with none, since other calls go on."""
+        self.breaker.late(time.monotonic())
+        if begun:
+            self._failed()
+
+    def _failed(self) -> None:
+        before = self.breaker.opened
+        self.breaker.failed(time.monotonic())
+        if self.breaker.opened > before:
+            LOGGER.warning("tier %s fails; it is not used for a while", self.tier.name)
+
+
+def fits(key: bytes) -> bool:
+    """Whether tiers can have a key at all: those of `chain_keys` have 16 bytes."""
+    return 0 < len(key) <= LONGEST_KEY
+
+
+_FAILURES = 5  # in a row
+_FIRST_PAUSE = 1.0  # seconds
+_LOOK = 0.05  # seconds between looks at calls that do not return
+_LONGEST_PAUSE = 60.0
+_HUNG = 30.0  # seconds: a call that has gone on for so long is taken for one that does not return
+
+
+class BreakerState(enum.Enum):
+    """Whether a tier is used."""
+
+    CLOSED = "closed"  # it is
+    OPEN = "open"  # it is not
+    TRYING = "trying"  # one job is with it, and decides
+
+
+class Breaker:
+    """The state for one tier. Not for several threads at a time.
+
+    Args:
+        hung: seconds after which a call is taken for one that does not return.
+
+    Attributes:
+        state: as above.
+        opened: how often it has opened.
+    """
+
+    def __init__(self, hung: float = _HUNG) -> None:
+        self.state = BreakerState.CLOSED
+        self.opened = 0
+        self._hung = hung
+        self._failures = 0
+        self._pause = _FIRST_PAUSE
+        self._until = 0.0
+        self._late = -math.inf  # when a promotion's deadline passed last
+
+    def usable(self, now: float, longest_call: float) -> bool:
+        """Whether the tier may be given another job. Opens if its longest call does not return, or was given up.
+
+        Args:
+            now: seconds, as for the other methods.
+            longest_call: seconds that its oldest call has been going on.
+        """
+        hangs = longest_call >= self._hung
+        stuck = hangs or now - longest_call < self._late
+        if stuck and self.state is not BreakerState.OPEN:
+            self._open(now, self._pause if hangs else 0.0)
+        if stuck:
+            self._until = max(self._until, now + _LOOK)
+        return not self.refuses(now, longest_call)
+
+    def refuses(self, now: float, longest_call: float) -> bool:
+        """The opposite of `usable`, but it changes nothing: for any thread."""
+        decided = self.state is BreakerState.CLOSED or now >= self._until
+        return not decided or longest_call >= self._hung or now - longest_call < self._late
+
+    def pauses(self, now: float) -> bool:
+        """Whether it is open, and stays so whatever the tier's calls do. Changes nothing; for any thread."""
+        return self.state is BreakerState.OPEN and now < self._until
+
+    def given(self, now: float) -> None:
+        """The tier is given a job: unless it is closed, that one is the try, for at most `hung` seconds."""
+        if self.state is not BreakerState.CLOSED:
+            self.state = BreakerState.TRYING
+            self._until = now + self._hung
+
+    def succeeded(self) -> None:
+        """A key has come, or gone, well. If it is open, the job was given before, and decides nothing."""
+        if self.state is not BreakerState.OPEN:
+            self.state = BreakerState.CLOSED
+            self._failures = 0
+            self._pause = _FIRST_PAUSE
+
+    def failed(self, now: float) -> None:
+        """The medium failed for a key, or a promotion's deadline passed while the tier worked on it."""
+        if self.state is BreakerState.OPEN:
+            return
+        self._failures += 1
+        if self.state is BreakerState.TRYING or self._failures >= _FAILURES:
+            self._open(now, self._pause)
+
+    def late(self, now: float) -> None:
+        """A promotion's deadline passed. Until the calls that are going on have returned, the tier is not usable."""
+        self._late = now
+
+    def undecided(self, now: float) -> None:
+        """A key ended without saying anything of the tier, declined or cancelled: the next job is the try."""
+        if self.state is BreakerState.TRYING:
+            self._until = now
+
+    def _open(self, now: float, pause: float) -> None:
+        self.state = BreakerState.OPEN
+        self.opened += 1
+        self._failures = 0
+        self._until = now + pause
+        if pause:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
+_WEIGHT = 0.3  # of the newest measurement
+_VALID = 30.0  # seconds: an older measurement says nothing, so that a tier that was slow is measured again
+
+
+class TierSpeed:
+    """Seconds a record while a tier fetches, measured over whole jobs. Not for several threads at a time."""
+
+    def __init__(self) -> None:
+        self.seconds_per_record: float | None = None
+        self._measured_at = 0.0
+
+    def measured(self, records: int, seconds: float, now: float) -> None:
+        """A job has fetched so many records in that time, queueing included."""
+        if records == 0:
+            return
+        latest = seconds / records
+        known = self.expected(1, now)
+        self.seconds_per_record = latest if known is None else known + _WEIGHT * (latest - known)
+        self._measured_at = now
+
+    def expected(self, records: int, now: float) -> float | None:
+        """Seconds that fetching so many takes; None if that has not been measured lately."""
+        if self.seconds_per_record is None or now - self._measured_at > _VALID:
+            return None
+        return records * self.seconds_per_record

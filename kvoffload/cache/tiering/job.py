@@ -1,0 +1,165 @@
+"""TierJob: what a tier was asked to do with some keys, and the outcome of each.
+
+    waiting ──begin──> begun ──settle──> an outcome
+       └──cancel, the deadline has passed──^
+
+Between `begin` and `settle` the tier may read or write the key's entry of the pool, at no other time. So a call that
+hangs leaves its outcome open, and the owner of the entry keeps it for as long.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from kvoffload.internal.log import LOGGER
+from kvoffload.internal.waiting import wait_until
+
+
+class Outcome(enum.Enum):
+    """What became of one key of a job."""
+
+    DONE = "done"  # put: readable; get: the entry holds the bytes that were put, verified; exists: probably there
+    MISSING = "missing"  # get: no record, or one whose bytes are not those that were put; exists, remove: no record
+    DECLINED = "declined"  # the queue is full; put: the record is not worth the room
+    FAILED = "failed"  # an error of the medium
+    EXPIRED = "expired"  # the deadline passed before the tier began
+    CANCELLED = "cancelled"  # cancelled, or the tier was closed, before the tier began
+
+
+class TierJob:
+    """Some keys with a tier, which were put, are being fetched, asked for or removed. Usable from any thread.
+
+    Attributes:
+        keys: as given, no repeats.
+        entries: for `put` and `get` the entry of the pool that each key's record is copied from or to; else empty.
+        deadline: by `time.monotonic`, in seconds; what has not begun by then is EXPIRED. None: no limit.
+        outcomes: of each key, None while it waits or the tier works on it. Written by `settle` and `cancel` alone.
+    """
+
+    __slots__ = (
+        "_begun", "_count", "_ended", "_ended_before", "_lock", "_notify", "cancelled", "deadline", "entries", "keys",
+        "outcomes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        entries: Sequence[int] = (),
+        *,
+        deadline: float | None = None,
+        notify: Callable[[], None] | None = None,
+        count: Callable[[Sequence[Outcome]], None] | None = None,
+        ended: Callable[[TierJob], None] | None = None,
+    ) -> None:
+        """`notify`: see `Tier.put`. For tiers, both called before it: `count` with outcomes that keys have got, `ended`
+        once, when every key has its outcome.
+        """
+        self.keys = tuple(keys)
+        self.entries = tuple(entries)
+        self.deadline = deadline
+        self.outcomes: list[Outcome | None] = [None] * len(self.keys)
+        self.cancelled = False
+        self._ended_before = 0  # all keys before this one have outcomes; `done` raises it
+        self._begun = bytearray(len(self.keys))
+        self._lock = threading.RLock()
+        self._notify = notify
+        self._count = count
+        self._ended = ended
+
+    @property
+    def done(self) -> bool:
+        """Whether every key has its outcome: the tier does not touch the entries any more."""
+        at, outcomes = self._ended_before, self.outcomes
+        while at < len(outcomes) and outcomes[at] is not None:
+            at += 1
+        self._ended_before = at  # by threads at the same time: each of their values is right
+        return at == len(outcomes)
+
+    def wait(self, timeout: float | None = None) -> list[Outcome]:
+        """Wait until every key has its outcome, and return these in the order of the keys.
+
+        Raises:
+            TimeoutError: `timeout` seconds have passed; the job goes on.
+        """
+        wait_until(lambda: self.done, timeout, f"a tier's job of {len(self.keys)} keys")
+        return [outcome for outcome in self.outcomes if outcome is not None]
+
+    def cancel(self) -> None:
+        """Keys that the tier has not begun are CANCELLED at once, or EXPIRED if the deadline has passed."""
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        self.cancelled = True
+        self.settle_waiting(Outcome.EXPIRED if late else Outcome.CANCELLED)
+
+    # for tiers ----------------------------------------------------------------------------------------------------
+
+    def begin(self, positions: Iterable[int]) -> list[int]:
+        """Claim keys; those of `positions` that the tier may work on now, and has to `settle` afterwards.
+
+        The others have outcomes, or have begun. All of them once the deadline has passed: then they are EXPIRED.
+        """
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            self.settle_waiting(Outcome.EXPIRED)
+        with self._lock:
+            begun = [at for at in positions if self.outcomes[at] is None and not self._begun[at]]
+            for at in begun:
+                self._begun[at] = 1
+        return begun
+
+    def settle(self, positions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        """Set the outcomes of keys: the tier does not touch their entries from here on.
+
+        Raises:
+            RuntimeError: one has an outcome.
+            TypeError: one of `outcomes` is not an Outcome.
+            Nothing has changed in these cases.
+        """
+        for outcome in outcomes:
+            if not isinstance(outcome, Outcome):
+                raise TypeError(f"each outcome must be an Outcome, got {outcome!r:.80}")
+        with self._lock:
+            for at in positions:
+                if self.outcomes[at] is not None:
+                    raise RuntimeError(f"keys[{at}] is {self.outcomes[at]}: an outcome is set once")
+            for at, outcome in zip(positions, outcomes, strict=True):
+                self.outcomes[at] = outcome
+        if outcomes:
+            self._announce(outcomes)
+
+    def settle_waiting(self, outcome: Outcome, positions: Iterable[int] | None = None) -> TierJob:
+        """Set the outcome of every key that has not begun, of all or of those at `positions`; returns the job."""
+        ended = 0
+        with self._lock:
+            for position in range(len(self.keys)) if positions is None else positions:
+                if self.outcomes[position] is None and not self._begun[position]:
+                    self.outcomes[position] = outcome
+                    ended += 1
+        if ended:
+            self._announce([outcome] * ended)
+        return self
+
+    def _announce(self, outcomes: Sequence[Outcome]) -> None:
+        """What `ended` and the caller's `notify` raise is logged: a tier that ends many jobs gets to the last one."""
+        if self._count is not None:
+            self._count(outcomes)
+        if self._ended is not None and self.done:
+            with self._lock:
+                function, self._ended = self._ended, None
+            if function is not None:
+                self._guarded(partial(function, self))
+        if self._notify is not None:
+            self._guarded(self._notify)
+
+    @staticmethod
+    def _guarded(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception:
+            LOGGER.exception("a notify function of the caller's raised, or what ends a job of a tier")
+
+    def __repr__(self) -> str:
+        waiting = self.outcomes.count(None)
+        return f"TierJob({len(self.keys)} keys, {len(self.keys) - waiting} ended)"

@@ -1,0 +1,475 @@
+"""TierManager: one thread that moves keys between the slots of a cache and its tiers.
+
+Callers leave it messages; it alone calls the promoter and the writer, under its lock. Only it takes the index's lock
+under its own, and it calls the cache's hook with neither. It is woken by callers and by tiers, and sleeps otherwise. It
+refers to the cache weakly, and ends with it, but not before every tier's call that may touch a slot has returned.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import groupby
+from typing import TypeVar
+
+from kvoffload.cache.entries import Status
+from kvoffload.cache.records import Records
+from kvoffload.cache.statistics import CacheEvent
+from kvoffload.cache.tiering.below import BreakerState, CacheTierStatistics, TierBelow, fits
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.promoter import Promoter
+from kvoffload.cache.tiering.promotion import ChainedLoad, PromotionRecord
+from kvoffload.cache.tiering.tier import Tier
+from kvoffload.cache.tiering.writer import WriteChoice, Writer
+from kvoffload.engine.callbacks import Callbacks, WhenDone
+from kvoffload.errors import TierError
+from kvoffload.internal.checks import as_timeout, shown, to_wait
+from kvoffload.internal.log import LOGGER
+from kvoffload.internal.nesting import raise_nested, refuse_nested
+from kvoffload.internal.waiting import wait_until
+
+_POLL = 5e-3  # seconds between looks at stores that are in flight
+_AFTER_ERROR = 0.1  # seconds
+_LONGEST_SLEEP = 60.0
+_SLEEP_OF_GARBAGE = 0.2  # between looks whether calls have returned, when there is no cache any more
+MOST_MESSAGES = 1 << 16  # what is left for the thread beyond may be lost
+_PROMOTING, _WRITING = 0.5, 0.25  # shares of the entries
+_REMOVAL = 60.0  # seconds that `remove` and `clear` wait for tiers
+_MOST_AHEAD = 256  # keys that are looked at before they are evicted
+_MOST_ENDED = 256  # requests that wait for their stores
+
+_R = TypeVar("_R")
+
+Message = PromotionRecord | ChainedLoad | CacheEvent | tuple[bytes, ...]
+"""A promotion to begin, a load to chain, what happened in the cache, or the keys of a request that has ended."""
+
+
+class Removal:
+    """Keys (None: all) that are being removed from tiers, during `TierManager.remove`, or until it is garbage."""
+
+    __slots__ = ("__weakref__", "keys")
+
+    def __init__(self, keys: Collection[bytes] | None) -> None:
+        self.keys = None if keys is None else frozenset(keys)
+
+
+class TierManager:
+    """The tiers of a cache.
+
+    Args:
+        records: of the index.
+        tiers: attached to its slots, in the order in which they are asked.
+        choice: what is written to them.
+        seconds_per_key: what computing a key's blocks takes; None: not known.
+        hung: seconds after which a tier's call is taken for one that does not return.
+        settle: brings the cache up to date; returns whether stores are in flight.
+        submit: submits a chained load.
+
+    Attributes:
+        tiers: with their breakers and counts.
+        closed: no promotion and no write begins any more.
+        wake: has the thread look at everything.
+        when_done: calls a function once a promotion, or a load behind it, has ended, from a thread of its own.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        tiers: Sequence[Tier],
+        choice: WriteChoice,
+        *,
+        seconds_per_key: float | None,
+        hung: float,
+        settle: Callable[[], bool],
+        submit: Callable[[ChainedLoad], None],
+    ) -> None:
+        self.tiers = [TierBelow(tier, hung) for tier in tiers]
+        self.closed = False
+        self._lock = threading.RLock()
+        self._calling: set[int] = set()  # threads of callers that are in a call of a tier
+        self._recorder = records.recorder
+        self._choice = choice
+        self._settle, self._submit = settle, submit
+        self._waker = waker = Waker()
+        self.wake = notify = waker.now
+        self.when_done: WhenDone = Callbacks().add
+        most_occupied, most_leased = (max(1, int(share * records.capacity)) for share in (_PROMOTING, _WRITING))
+        self._records, self._ahead = records, min(most_leased, _MOST_AHEAD)
+        self._filled = False  # since the latest look at what is evicted next
+        self._ended = deque[tuple[bytes, ...]]()  # requests of which stores may be in flight
+        self._tenants: dict[bytes, str] = {}  # of keys in slots, where it is not ""
+        self._promoter = Promoter(records, self.tiers, seconds_per_key, most_occupied, notify)
+        self._writer = Writer(records, self.tiers, most_leased, notify, choice)
+        self._messages = deque[Message]()
+        self._lost_events = False
+        self._chained: list[ChainedLoad] = []
+        self._removals = removals = list[weakref.ref[Removal]]()
+        self._promoter.refused = lambda keys: _removed(removals, keys) if removals else ()
+        promoter = weakref.WeakMethod(self._promoter.io)
+        records._state.in_flight.append(lambda: () if (io := promoter()) is None else io())
+        reference = weakref.ref(self, lambda _: notify())
+        self._thread = threading.Thread(
+            target=_run, args=(reference, waker, list(tiers)), name="kvoffload-tiers", daemon=True
+        )
+        self._thread.start()
+
+    def promote(self, record: PromotionRecord) -> None:
+        """End a promotion at once, or have the thread take it up."""
+        if not self.calling_tiers(lambda: self._promoter.ends_at_once(record)):
+            self.post(record)
+
+    def locate(self, keys: list[bytes], places: list[str]) -> list[str]:
+        """Put the names of tiers in the places of missing keys: see `BlockCache.locate`."""
+        missing = [position for position, place in enumerate(places) if place == "missing"]
+        for below in self.tiers:
+            wanted = [keys[position] for position in missing]
+            found = self.calling_tiers(partial(below.has, wanted)) if missing else []
+            for position, has in zip(missing, found, strict=True):
+                if has:
+                    places[position] = below.tier.name
+            missing = [position for position, has in zip(missing, found, strict=True) if not has]
+        if not all(below.local_index for below in self.tiers):
+            for position in missing:
+                places[position] = "unknown"
+        return places
+
+    def statistics(self) -> list[CacheTierStatistics]:
+        return self.calling_tiers(lambda: [below.statistics() for below in self.tiers])
+
+    def post(self, message: Message) -> None:
+        """Leave a message, and wake the thread."""
+        concerns_writes = isinstance(message, CacheEvent | tuple)
+        if concerns_writes and (self.closed or len(self._messages) >= MOST_MESSAGES or self._rests()):
+            if isinstance(message, CacheEvent):
+                self._lost_events = True
+            return  # these may be lost
+        self._messages.append(message)
+        if concerns_writes:
+            self._waker.soon()
+        else:
+            self.wake()
+        if self.closed:
+            self._end_messages()
+
+    def stored(self) -> None:
+        """A store was submitted: have the thread look, within 5 ms, when it ends."""
+        if not self._rests():
+            self._waker.soon()
+
+    def _rests(self) -> bool:
+        """Whether no tier is used now: requests are not to pay for it. What happens is read from the index later."""
+        now = time.monotonic()
+        for below in self.tiers:  # noqa: SIM110  # a generator takes as long as all the rest, once for each event
+            if not below.breaker.pauses(now):
+                return False
+        return True
+
+    # removing -----------------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[bytes] | None, here: Callable[[], int]) -> int:
+        """Have tiers lose these keys (None: all), and the index by `here`; returns what that returns.
+
+        Meanwhile they are neither written nor promoted. The tiers are asked after `here`: what was written of a key
+        that the index has no more is then among what they lose.
+
+        Raises:
+            TierError: a tier may have them still.
+        """
+        self.refuse_nested("remove")
+        removal = Removal(keys)
+        try:
+            with self._lock:
+                self._removals[:] = [each for each in self._removals if each() is not None]
+                self._removals.append(weakref.ref(removal))
+                self._writer.forget(lambda keys: _removed(self._removals, keys))
+            count = here()
+            wrong = self.calling_tiers(lambda: self._remove_from_tiers(keys))
+        finally:
+            with self._lock:
+                self._removals[:] = [each for each in self._removals if each() not in (None, removal)]
+        if wrong:
+            raise TierError(
+                f"tier {', '.join(wrong)} failed to remove them, or did not answer within {_REMOVAL:g} seconds: it may "
+                "have them still; remove them again once it works"
+            )
+        return count
+
+    def _remove_from_tiers(self, keys: Sequence[bytes] | None) -> list[str]:
+        """Have all tiers remove keys, and wait for them; returns the names of tiers that may have them still."""
+        fitting = [key for key in keys or () if fits(key)]
+        jobs, failed = list[tuple[Tier, TierJob]](), list[str]()
+        for tier in [below.tier for below in self.tiers]:
+            try:
+                if keys is None or fitting:
+                    jobs.append((tier, tier.clear() if keys is None else tier.remove(fitting)))
+            except Exception:  # a tier of the user's, or one that is closed
+                failed.append(tier.name)
+        end = time.monotonic() + _REMOVAL
+        for tier, job in jobs:
+            try:
+                outcomes = job.wait(max(0.0, end - time.monotonic()))
+            except Exception:
+                outcomes = [Outcome.FAILED]
+            if not all(outcome in (Outcome.DONE, Outcome.MISSING) for outcome in outcomes):
+                failed.append(tier.name)
+        return failed
+
+    # the thread ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> float | None:
+        """Carry out what is due; returns the seconds after which to look again, None: when woken."""
+        in_flight = self._settle()
+        self._recorder.deferred_by = threading.get_ident()  # the hook is called without the lock
+        try:
+            with self._lock:
+                ready = self._step()
+                next_look = self._promoter.next_look()
+        finally:
+            self._recorder.deferred_by = 0
+        self._recorder.notify()
+        for chained in ready:
+            self._submit(chained)
+        waits = [_POLL] if in_flight else []
+        if next_look is not None:
+            waits.append(max(0.0, next_look - time.monotonic()))
+        return min(waits, default=None)
+
+    def _step(self) -> list[ChainedLoad]:
+        """The part under the lock; returns loads whose promotions have ended."""
+        if self.closed:
+            self._end_messages()
+            for record in self._promoter.abandon():
+                record.end()
+            self._writer.forget(set)
+        while self._messages:
+            message = self._messages.popleft()
+            if isinstance(message, CacheEvent):
+                self._heard(message)
+            elif isinstance(message, PromotionRecord):
+                self._promoter.begin(message)
+            elif isinstance(message, ChainedLoad):
+                self._chained.append(message)
+            else:
+                self._ended.append(message)
+        if self._lost_events and any(below.breaker.state is BreakerState.CLOSED for below in self.tiers):
+            self._resynchronise()
+        self._choose()
+        for record in self._promoter.advance():
+            record.end()
+        self._writer.advance()
+        ready = [chained for chained in self._chained if chained._can_be_submitted]
+        self._chained = [chained for chained in self._chained if not chained._can_be_submitted]
+        return ready
+
+    def _choose(self) -> None:
+        """Ask what to write of requests that have ended, once their stores have, and of what is evicted next."""
+        while self._ended:
+            statuses = self._records.status(list(self._ended[0]))
+            if Status.PENDING in statuses and len(self._ended) < _MOST_ENDED:
+                break
+            keys = self._ended.popleft()
+            if self._choice.learns:
+                self._choice.lost([key for key, has in zip(keys, self._has(keys), strict=True) if not has])
+            self._write(self._choice.ended(keys))
+        if self._filled and self._choice.looks_ahead:
+            self._filled = False
+            self._write(self._choice.about_to_go(self._records.next_to_go(self._ahead)))
+
+    def _heard(self, event: CacheEvent) -> None:
+        self._filled |= event.kind in ("stored", "promoted")
+        if event.kind == "stored":
+            if event.tenant:
+                self._tenants.update(dict.fromkeys(event.keys, event.tenant))
+            self._write(self._choice.stored(event.keys))
+            if self._choice.learns:
+                self._choice.written([key for key, has in zip(event.keys, self._has(event.keys), strict=True) if has])
+        elif event.kind == "promoted":
+            self._choice.promoted(event.keys)
+        elif event.kind in ("evicted", "removed"):
+            self._choice.left(event.keys)
+            for key in event.keys if self._tenants else ():
+                self._tenants.pop(key, None)
+
+    def _resynchronise(self) -> None:
+        """Events were lost: take from the index what is in slots. Events that are still to come are of what it has."""
+        self._lost_events = False  # before the index is read
+        keys = self._records.keys
+        there = [key for key, status in zip(keys, self._records.status(keys), strict=True) if status is Status.HIT]
+        known = set(there)
+        self._tenants = {key: tenant for key, tenant in self._tenants.items() if key in known}
+        self._filled = True
+        self._write(self._choice.resynchronise(there))
+        if self._choice.learns:
+            self._choice.written([key for key, has in zip(there, self._has(there), strict=True) if has])
+
+    def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Of each key whether a tier is known to have it."""
+        return list(map(any, zip(*(below.has(keys) for below in self.tiers), strict=True)))
+
+    def _write(self, keys: Sequence[bytes]) -> None:
+        if self._removals:
+            removed = _removed(self._removals, keys)
+            self._choice.dropped([*removed])
+            keys = [key for key in keys if key not in removed]
+        for tenant, mine in groupby(keys, lambda key: self._tenants.get(key, "")):
+            self._writer.add(list(mine), tenant)
+
+    @property
+    def busy(self) -> bool:
+        """Whether tiers may still touch slots, or callers wait for what the thread does."""
+        work = self._promoter.going_on or self._writer.going_on or self._promoter.io() or self._chained
+        return bool(work or self._messages)
+
+    # the end ------------------------------------------------------------------------------------------------------
+
+    def drain(self, timeout: float | None) -> bool:
+        """Wait until what is to be written so far is written, and durable; False after `timeout` seconds."""
+        self.refuse_nested("drain")
+        timeout = as_timeout(timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if end is None else max(0.0, end - time.monotonic())
+
+        def written() -> bool:
+            if self._settle() or self._recorder.reporting:
+                return False
+            with self._lock:
+                return self._writer.idle and not self._messages and not self._ended
+
+        self.wake()
+        try:
+            wait_until(written, left(), "writing to tiers")
+        except TimeoutError:
+            return False
+        drained = True
+        for tier in [below.tier for below in self.tiers]:
+            try:
+                drained &= bool(self.calling_tiers(partial(tier.drain, left())))
+            except Exception as error:  # a tier of the user's
+                LOGGER.warning("tier %s: drain: %s", tier.name, shown(error))
+                drained = False
+        return drained
+
+    def close(self, timeout: float) -> bool:
+        """End the thread and close the tiers; whether no call of a tier goes on."""
+        self.refuse_nested("close")
+        end = time.monotonic() + to_wait("timeout", timeout)
+        self.closed = True
+        self.wake()
+        tiers = [below.tier for below in self.tiers]
+        ended = self.calling_tiers(lambda: [_closed(tier, max(0.0, end - time.monotonic())) for tier in tiers])
+        self.wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(max(_AFTER_ERROR, end - time.monotonic()))
+        self._end_messages()
+        return all(ended) and not self.busy
+
+    def refuse_nested(self, call: str) -> None:
+        """Raise RuntimeError inside another call: the tiers' threads may be waiting for what that call holds."""
+        refuse_nested(self._records.lock, call)
+        refuse_nested(self._lock, call)
+        if threading.get_ident() in self._calling:
+            raise_nested(call)
+
+    def calling_tiers(self, call: Callable[[], _R]) -> _R:
+        """Make a call that enters tiers, which may hold locks of theirs there."""
+        thread = threading.get_ident()
+        inside = thread in self._calling
+        try:
+            self._calling.add(thread)
+            return call()
+        finally:
+            if not inside:
+                self._calling.discard(thread)
+
+    def _end_messages(self) -> None:
+        """End promotions that have not begun, and loads that wait for them. For any thread, when closed."""
+        with self._lock:
+            while self._messages:
+                message = self._messages[0]
+                if isinstance(message, PromotionRecord):
+                    message.end()
+                elif isinstance(message, ChainedLoad):
+                    message._submit(None)
+                self._messages.popleft()
+
+
+def _removed(removals: Sequence[weakref.ref[Removal]], keys: Sequence[bytes]) -> set[bytes]:
+    """Those of these keys that are being removed."""
+    going_on = [removal for each in removals if (removal := each()) is not None]
+    return {key for key in keys for removal in going_on if (removal.keys is None or key in removal.keys)}
+
+
+def _closed(tier: Tier, timeout: float) -> bool:
+    try:
+        return bool(tier.close(timeout))
+    except Exception as error:  # a tier of the user's
+        LOGGER.warning("tier %s: close: %s", tier.name, shown(error))
+        return False
+
+
+def _run(reference: weakref.ref[TierManager], waker: Waker, tiers: list[Tier]) -> None:
+    """Of the thread. Closes the tiers when the manager has become garbage."""
+    while (manager := reference()) is not None:
+        waker.begin()
+        try:
+            wait = manager.step()
+        except BaseException:  # nothing ends the thread: the tiers would be dead without a word
+            LOGGER.exception("the thread of a cache's tiers: an error; it goes on")
+            wait = _AFTER_ERROR
+        if manager.closed and not manager.busy:
+            return
+        keeps = manager if manager.busy else None  # its slots must not be given to another cache
+        del manager
+        longest = _LONGEST_SLEEP if keeps is None else _SLEEP_OF_GARBAGE
+        waker.wait(longest if wait is None else min(wait, longest))
+        del keeps
+    for tier in tiers:
+        _closed(tier, _LONGEST_SLEEP)
+
+
+SOON = 5e-3  # seconds
+
+
+class Waker:
+    """What is urgent wakes the thread now; the rest within 5 ms, so that the thread looks once at what a request does,
+    and not concurrently with each of its calls. `now` and `soon` are for any thread, finalizers included.
+    """
+
+    def __init__(self) -> None:
+        self._woken = queue.SimpleQueue[bool]()  # an Event may not be set by a finalizer
+        self._lingers = False  # written by the thread alone: it is about to look
+
+    def now(self) -> None:
+        if self._woken.qsize() < 2:  # of two at least one is urgent
+            self._woken.put(True)
+
+    def soon(self) -> None:
+        if not self._lingers and self._woken.empty():
+            self._woken.put(False)
+
+    # of the thread ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before anything is looked at: what happens afterwards wakes the thread again."""
+        self._lingers = False
+        while not self._woken.empty():
+            self._woken.get()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until it is time to look, at most so long."""
+        end = time.monotonic() + seconds
+        try:
+            urgent = self._woken.get(timeout=seconds)
+            self._lingers = True
+            end = min(end, time.monotonic() + SOON)
+            while not urgent:
+                urgent = self._woken.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            pass

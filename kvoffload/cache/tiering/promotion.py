@@ -1,0 +1,331 @@
+"""Promotion: leading keys of a request on their way from tiers into slots."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
+
+from kvoffload.cache.entries import ReservationRecord, Status
+from kvoffload.cache.records import Records
+from kvoffload.cache.reservations import CacheJob, Lease
+from kvoffload.cache.tiering.below import TierBelow
+from kvoffload.cache.tiering.job import TierJob
+from kvoffload.engine.callbacks import Callbacks, Waitable, WhenDone
+from kvoffload.errors import ClosedError
+from kvoffload.internal.types import Int64Array
+from kvoffload.internal.waiting import wait_until
+
+
+class Tiers(Protocol):
+    """What a promotion needs of the tiers of its cache: `TierManager` has it."""
+
+    when_done: WhenDone
+    wake: Callable[[], None]
+
+
+class Fetch:
+    """A job of one tier that works for a promotion.
+
+    Attributes:
+        below: the tier, with its breaker and speed.
+        job: the tier's.
+        positions: of the job's keys among those of the promotion.
+        others: tiers that are asked next for what this one does not bring.
+        deadline: when they are, by `time.monotonic`; None: when the tier has said so.
+        left: places in the job of keys whose outcome has not been taken note of.
+        begun: by `time.monotonic`.
+        measured: whether its time has been taken note of.
+    """
+
+    __slots__ = ("begun", "below", "deadline", "job", "left", "measured", "others", "positions")
+
+    def __init__(
+        self,
+        below: TierBelow,
+        job: TierJob,
+        positions: list[int],
+        others: Sequence[TierBelow],
+        deadline: float | None,
+    ) -> None:
+        self.below, self.job, self.positions, self.others, self.deadline = below, job, positions, others, deadline
+        self.left = list(range(len(positions)))
+        self.begun = time.monotonic()
+        self.measured = False
+
+    def late(self, now: float) -> bool:
+        return self.deadline is not None and now >= self.deadline
+
+    def hangs(self, now: float) -> bool:
+        """Whether a call that it waits for does not return."""
+        return now - self.begun >= self.below.hung and self.below.hangs
+
+
+class TierIo:
+    """For the index: what may still write an entry, a key of a tier's job. A `Completion`."""
+
+    __slots__ = ("_job", "_position", "lock")
+
+    error = None
+
+    def __init__(self, job: TierJob, position: int, lock: threading.RLock) -> None:
+        self._job, self._position, self.lock = job, position, lock
+
+    @property
+    def finished(self) -> bool:
+        return self._job.outcomes[self._position] is not None
+
+    done = finished
+
+    def order_before(self, stream: Any) -> None:
+        """No stream waits for a tier: what a tier fills cannot be read before it has ended."""
+        raise AssertionError(f"stream {stream!r} would wait for a tier")
+
+
+class PromotionRecord:
+    """What the manager knows of a promotion; changed by its thread alone, but for `cancelled`, `released` and `loads`.
+
+    Attributes:
+        keys: as given.
+        tenant: as given.
+        deadline: by `time.monotonic`; None: none.
+        here: of each key, whether its entry is leased, so that it can be loaded.
+        gone: of each key, whether it will not come.
+        ready: leading keys that can be loaded.
+        records: of the keys that are on their way, by position.
+        awaited: positions of keys that another promotion brings, or a transfer stores.
+        fetches: the tiers' jobs.
+        leases: hold the entries of keys that have come, or were there.
+        brought: how many of the leased entries tiers have filled.
+        refuse_nested: raises RuntimeError inside another call, in which nothing may be waited for.
+        tiers: names of the tiers that have brought keys, by position.
+        counted: whether it counts as a lookup of its keys once it has ended.
+        ended: whether `ready` is final.
+        cancelled: whether the caller wants no more.
+        released: whether nothing more is to be leased.
+        loads: chained to it, and not submitted yet; weak, so that one whose call was interrupted holds nothing.
+    """
+
+    def __init__(
+        self,
+        keys: list[bytes],
+        tenant: str,
+        deadline: float | None,
+        refuse_nested: Callable[[str], None],
+        *,
+        counted: bool = True,
+    ) -> None:
+        self.refuse_nested = refuse_nested
+        self.keys, self.tenant, self.deadline, self.counted = keys, tenant, deadline, counted
+        self.tiers: dict[int, str] = {}
+        self.here = bytearray(len(keys))
+        self.gone = bytearray(len(keys))
+        self.ready = self.brought = 0
+        self.records: dict[int, ReservationRecord] = {}
+        self.awaited: list[int] = []
+        self.fetches: list[Fetch] = []
+        self.leases: list[Lease] = []
+        self.loads = weakref.WeakSet[ChainedLoad]()
+        self.ended = False
+        self.cancelled = self.released = False
+
+    def end_with_what_is_here(self, records: Records) -> None:
+        """Hold the keys that are ready, and end: there are no tiers."""
+        statuses, lease = records.hold_ready((self.keys, True))
+        if lease is not None:
+            self.leases.append(lease)
+        self.ready = next((at for at, status in enumerate(statuses) if status is not Status.HIT), len(statuses))
+        if self.counted:
+            records.note_promotion((self.keys, self.ready, Counter()))
+        self.end()
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self.ended = True
+        self.release_leases()
+
+    def release_leases(self) -> None:
+        """If it has been released, has ended, and no load needs them. For any thread; released when it returns."""
+        if self.released and self.ended and not self.loads:
+            for lease in list(self.leases):
+                lease.release()
+            self.leases = []
+            self.brought = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether keys may still come."""
+        return bool(self.records or self.awaited)
+
+    @property
+    def occupied(self) -> int:
+        """Entries that are reserved or held for it."""
+        return len(self.records) + self.brought
+
+    def advance_ready(self) -> None:
+        while self.ready < len(self.keys) and self.here[self.ready]:
+            self.ready += 1
+
+    @property
+    def broken(self) -> bool:
+        """Whether nothing that is still to come can lengthen `ready`."""
+        return self.ready == len(self.keys) or bool(self.gone[self.ready])
+
+
+class Promotion(Waitable[int]):
+    """Leading keys of a request that are brought from tiers into entries, as many as come in time.
+
+    What has come can be loaded while the rest is on its way, and is not evicted as long as the promotion is held: until
+    `release`, the end of a `with` block, or until it becomes garbage. Only `remove` and `clear` of the cache take keys
+    out before. A tier that fails shortens the promotion, and raises nothing. Usable from any thread, and
+    awaitable: `await promotion` is `wait()` in an asyncio task.
+
+    Attributes:
+        keys: as given.
+    """
+
+    def __init__(self, record: PromotionRecord, tiers: Tiers | None, load_after: Callable[..., ChainedLoad]) -> None:
+        """`tiers`: of the cache, None if it has none; `load_after`: what `load` calls, with the promotion in front."""
+        self.keys = tuple(record.keys)
+        self._record = record
+        self._tiers = tiers
+        self._when_done: WhenDone = Callbacks().add if tiers is None else tiers.when_done
+        self._load_after = load_after
+
+    @property
+    def ready(self) -> int:
+        """How many leading keys can be loaded now: it only grows, until `done`."""
+        return self._record.ready
+
+    @property
+    def done(self) -> bool:
+        """Whether no more will come."""
+        return self._record.ended
+
+    finished = done
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until no more will come, and return how many leading keys can be loaded.
+
+        Raises:
+            TimeoutError: `timeout` seconds have passed; it goes on.
+        """
+        self._record.refuse_nested("wait")
+        wait_until(lambda: self._record.ended, timeout, f"a promotion of {len(self.keys)} keys")
+        return self._record.ready
+
+    def load(self, blocks: Any, *, after: Any = None, parts: Any = None) -> ChainedLoad:
+        """Load the keys as soon as the promotion has ended; a shorter promotion shortens the load. Returns at once.
+
+        A thread of the cache submits it then, as `BlockCache.load` would; no stream waits for a tier.
+
+        Args:
+            blocks: target ids for all keys, as for `BlockCache.load`; those of keys that do not come are not written.
+                Must be left alone until the load has ended.
+            after, parts: as for `BlockCache.load`; of a stream, its work up to the submission.
+
+        Raises:
+            ClosedError: the promotion has been released.
+            TypeError: it is of a `CacheIndex`, which copies nothing.
+            LayoutError, and what else `BlockCache.load` raises for bad arguments. Nothing has happened then.
+        """
+        if self._record.released:
+            raise ClosedError("the promotion has been released: load its keys by cache.load")
+        return self._load_after(self, blocks, after, parts)
+
+    def cancel(self) -> None:
+        """Bring no more: what the tiers have not begun is left, what has come stays. It is `done` soon."""
+        self._record.cancelled = True
+        if self._tiers is not None:
+            self._tiers.wake()
+
+    def release(self) -> None:
+        """The keys that have come may be evicted from now on, and no more is brought. Idempotent."""
+        self._record.released = True
+        self._record.release_leases()
+        if not self._record.ended:
+            self.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "going on"
+        return f"Promotion({self.ready} of {len(self.keys)} keys ready, {state})"
+
+
+class ChainedLoad(Waitable[tuple[bytes, ...]]):
+    """A load that follows a promotion, whose keys it holds until it has been submitted. Usable from any thread, and
+    awaitable.
+
+    Attributes:
+        job: the load, once it has been submitted; None before, and if no key has come.
+        submitted: whether it has been, or will not be.
+        error: why it could not be submitted, or None.
+    """
+
+    def __init__(
+        self, promotion: PromotionRecord, blocks: list[Int64Array], after: Any, parts: Any, when_done: WhenDone
+    ) -> None:
+        self._promotion: PromotionRecord | None = promotion
+        self._when_done = when_done
+        self._load = blocks, after, parts
+        self.job: CacheJob | None = None
+        self.submitted = False
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the promotion and the load have ended, well or not. Asks the GPU, and does not wait for it."""
+        return self.submitted and (self.job is None or self.job.done)
+
+    @property
+    def finished(self) -> bool:
+        """Whether they are known to have ended. Does not ask the GPU."""
+        return self.submitted and (self.job is None or self.job.finished)
+
+    def wait(self, timeout: float | None = None) -> tuple[bytes, ...]:
+        """Wait until the promotion and the load have ended; returns the leading keys that were loaded.
+
+        Raises:
+            TransferError: the load failed; and what else `BlockCache.load` raises.
+            TimeoutError: `timeout` seconds have passed, for each of the two; they go on.
+        """
+        if self._promotion is not None:
+            self._promotion.refuse_nested("wait")
+        wait_until(lambda: self.submitted, timeout, "a promotion with a load behind it")
+        if self.error is not None:
+            raise self.error
+        if self.job is None:
+            return ()
+        self.job.wait(timeout)
+        return self.job.keys
+
+    # for the manager ----------------------------------------------------------------------------------------------
+
+    @property
+    def _can_be_submitted(self) -> bool:
+        return self._promotion is None or self._promotion.ended
+
+    def _submit(self, load: Callable[..., CacheJob] | None) -> None:
+        """Load what has come by `load(keys, blocks, after=, parts=)`; None: there is no cache any more."""
+        record, (per_group, after, parts) = self._promotion, self._load
+        if record is None:
+            return
+        try:
+            if record.ready and load is not None:
+                blocks = [ids[: record.ready].reshape(-1) for ids in per_group]
+                keys = record.keys[: record.ready]
+                self.job = load(keys, blocks if len(blocks) > 1 else blocks[0], after=after, parts=parts)
+        except BaseException as error:
+            self.error = error
+        self._promotion, self._load = None, ([], None, None)
+        self.submitted = True
+        record.loads.discard(self)
+        record.release_leases()

@@ -1,0 +1,293 @@
+"""The Writer: copies entries of the index to tiers. Used by the manager's thread alone.
+
+While tiers read an entry it is leased, so that no other key gets it. How many may be leased is bounded: what is worth
+writing beyond that is dropped and counted, and no eviction waits for a tier.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from kvoffload.cache.entries import Status
+from kvoffload.cache.records import Records
+from kvoffload.cache.reservations import Lease
+from kvoffload.cache.tiering.admission import WriteAdmission
+from kvoffload.cache.tiering.below import TierBelow, fits
+from kvoffload.cache.tiering.job import Outcome, TierJob
+from kvoffload.cache.tiering.tier import Notify
+from kvoffload.errors import KVOffloadError
+
+_TOGETHER = 32  # keys of one lease, whose entries are free when all of them are written
+
+
+class _Put:
+    """Some keys on their way to all tiers that lack them."""
+
+    __slots__ = ("jobs", "lease")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.jobs: list[tuple[TierBelow, TierJob]] = []
+
+    @property
+    def done(self) -> bool:
+        return all(job.done for _, job in self.jobs)
+
+
+class Writer:
+    """What is being written, and what waits for it.
+
+    Args:
+        records: of the index whose entries are read.
+        tiers: that get every key.
+        most: entries that may be leased for it at a time.
+        notify: makes the manager's thread call `advance` soon.
+        choice: learns which keys a tier has taken, and which none has.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        tiers: Sequence[TierBelow],
+        most: int,
+        notify: Notify,
+        choice: WriteChoice,
+    ) -> None:
+        self._records, self._tiers, self._most = records, tiers, most
+        self._notify, self._choice = notify, choice
+        self._waiting = deque[tuple[bytes, str]]()
+        self.going_on: list[_Put] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self.going_on
+
+    @property
+    def leased(self) -> int:
+        return sum(len(put.lease.keys) for put in self.going_on)
+
+    def add(self, keys: Sequence[bytes], tenant: str) -> None:
+        """These keys are worth writing. They are dropped if no tier is used now."""
+        used = any(below.usable for below in self._tiers)
+        room = max(0, self._records.capacity - len(self._waiting)) if used else 0
+        self._waiting.extend((key, tenant) for key in keys[:room])
+        for below in self._tiers:
+            below.dropped += len(keys[room:])
+        self._not_taken(keys[room:])
+
+    def forget(self, concerned: Callable[[Sequence[bytes]], Collection[bytes]]) -> None:
+        """Do not write the keys that `concerned` returns of those that wait."""
+        gone = concerned([key for key, _ in self._waiting])
+        self._waiting = deque(each for each in self._waiting if each[0] not in gone)
+
+    def advance(self) -> None:
+        """Take note of outcomes, and give tiers what waits, as far as there is room."""
+        left_alone = [below for below in self._tiers if below.left_alone] if self.going_on else []
+        for put in self.going_on if left_alone else ():  # what such a tier has not begun only keeps entries from others
+            for below, job in put.jobs:
+                if below in left_alone:
+                    job.cancel()
+        for put in [put for put in self.going_on if put.done]:
+            self._end(put)
+        while self._waiting and self.leased < self._most:
+            tenant = self._waiting[0][1]
+            keys: list[bytes] = []
+            room = min(_TOGETHER, self._most - self.leased)
+            while self._waiting and self._waiting[0][1] == tenant and len(keys) < room:
+                keys.append(self._waiting.popleft()[0])
+            self._put(list(dict.fromkeys(keys)), tenant)
+
+    def _put(self, keys: list[bytes], tenant: str) -> None:
+        there = [key for key, status in zip(keys, self._records.status(keys), strict=True) if status is Status.HIT]
+        lacking = {below: self._lacking(below, there) for below in self._tiers}
+        wanted = [key for key in there if any(key in mine for mine in lacking.values())]
+        for below in self._tiers:
+            below.dropped += len(keys) - len(there)
+        self._not_taken([key for key in keys if key not in wanted])
+        if not wanted:
+            return
+        try:
+            put = _Put(self._records.acquire((wanted, False)))
+        except KVOffloadError:  # evicted since
+            self._not_taken(wanted)
+            return
+        entries = dict(zip(wanted, put.lease.indices, strict=True))
+        self.going_on.append(put)
+        for below, mine in lacking.items():
+            chosen = [key for key in wanted if key in mine]
+            if chosen:
+                put.jobs.append((below, below.put(chosen, [entries[key] for key in chosen], tenant, self._notify)))
+        if put.done:
+            self._end(put)
+
+    def _lacking(self, below: TierBelow, keys: list[bytes]) -> set[bytes]:
+        """The keys that a tier is to be given."""
+        fitting = [key for key in keys if fits(key)]
+        usable = bool(fitting) and below.usable
+        below.dropped += len(keys) - (len(fitting) if usable else 0)
+        if not usable:
+            return set()
+        return {key for key, has in zip(fitting, below.has(fitting), strict=True) if not has}
+
+    def _end(self, put: _Put) -> None:
+        self.going_on.remove(put)
+        put.lease.release()
+        left = set(put.lease.keys)
+        for below, job in put.jobs:
+            taken = [key for key, outcome in zip(job.keys, job.outcomes, strict=True) if outcome is Outcome.DONE]
+            below.written += len(taken)
+            below.not_written += len(job.keys) - len(taken)
+            below.answered(job.outcomes)
+            self._choice.written(taken)
+            left.difference_update(taken)
+        self._not_taken([key for key in put.lease.keys if key in left])
+
+    def _not_taken(self, keys: Sequence[bytes]) -> None:
+        """These keys may be chosen again, unless a tier has them."""
+        known = [below.has(keys) for below in self._tiers] if keys else []
+        self._choice.dropped([key for at, key in enumerate(keys) if not any(has[at] for has in known)])
+
+
+class WriteChoice(Protocol):
+    """Follows what happens in the pool of slots, and says what to write. Used by one thread at a time.
+
+    `stored`, `ended` and `about_to_go` return keys to write, of those given; a key that cannot be written any more, or
+    need not, is left out by the caller.
+
+    Attributes:
+        looks_ahead: whether `about_to_go` is to be asked.
+        learns: whether `written` is to be told what tiers have already, and `lost` what they have not.
+    """
+
+    looks_ahead: bool
+    learns: bool
+
+    def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """These keys of a request, in its order, were computed and are in slots now."""
+
+    def ended(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """A request with these keys, in slots or not, has ended."""
+
+    def about_to_go(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """These are among the next to be evicted from the slots."""
+
+    def promoted(self, keys: Sequence[bytes]) -> None:
+        """A tier has brought these keys into slots."""
+
+    def written(self, keys: Sequence[bytes]) -> None:
+        """A tier has taken these keys, or has them already."""
+
+    def lost(self, keys: Sequence[bytes]) -> None:
+        """No tier has these keys, in slots or not: it has evicted them, or never had them."""
+
+    def left(self, keys: Sequence[bytes]) -> None:
+        """These keys are in slots no longer."""
+
+    def dropped(self, keys: Sequence[bytes]) -> None:
+        """These keys were to be written, and no tier has taken them, or has them."""
+
+    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Exactly these keys are in slots: it has not been told of all that happened. Returns keys to write."""
+
+
+class _Nothing:
+    """Writes nothing: the base of the others."""
+
+    looks_ahead = learns = False
+
+    def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
+        return ()
+
+    def ended(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
+        return ()
+
+    def about_to_go(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
+        return ()
+
+    def promoted(self, keys: Sequence[bytes]) -> None: ...
+
+    def written(self, keys: Sequence[bytes]) -> None: ...
+
+    def lost(self, keys: Sequence[bytes]) -> None: ...
+
+    def left(self, keys: Sequence[bytes]) -> None: ...
+
+    def dropped(self, keys: Sequence[bytes]) -> None: ...
+
+    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:  # noqa: ARG002
+        return ()
+
+
+class WriteNothing(_Nothing):
+    """Tiers are read only: write="none"."""
+
+
+class WriteThrough(_Nothing):
+    """Everything, as soon as it is in slots: write="through"."""
+
+    def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return keys
+
+    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return keys
+
+
+class WriteBack(_Nothing):
+    """Everything, shortly before it is evicted: write="back"."""
+
+    looks_ahead = True
+
+    def __init__(self) -> None:
+        self._chosen = set[bytes]()  # of the keys in slots; a tier has them, or is given them
+
+    def about_to_go(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        fresh = [key for key in keys if key not in self._chosen]
+        self._chosen.update(fresh)
+        return fresh
+
+    def left(self, keys: Sequence[bytes]) -> None:
+        self._chosen.difference_update(keys)
+
+    dropped = left
+
+    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        self._chosen.intersection_update(keys)
+        return ()
+
+
+class WriteAdmitted(_Nothing):
+    """What is worth it, as learned from what is asked for again: write="admitted"; see `WriteAdmission`.
+
+    Args:
+        capacity: records that the tiers hold.
+    """
+
+    learns = True
+
+    def __init__(self, capacity: int) -> None:
+        self._admission = WriteAdmission(capacity)
+
+    def stored(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        self._admission.stored(keys)
+        return ()
+
+    def ended(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return self._admission.ended(keys)
+
+    def promoted(self, keys: Sequence[bytes]) -> None:
+        self._admission.promoted(keys)
+
+    def written(self, keys: Sequence[bytes]) -> None:
+        self._admission.written(keys)
+
+    def lost(self, keys: Sequence[bytes]) -> None:
+        self._admission.left_disk(keys)
+
+    def left(self, keys: Sequence[bytes]) -> None:
+        self._admission.left_host(keys)
+
+    def resynchronise(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        self._admission.resynchronise(keys)
+        return ()
