@@ -184,6 +184,8 @@ class GridStride:
         self._device.close()
 
 
+# one transfer by each of them -----------------------------------------------------------------------------------------
+
 PREFERENCES = ("overlap", "latency")
 COPY_ENGINE: tuple[CopierName, ...] = ("strided", "batch", "loop")
 METHODS = (

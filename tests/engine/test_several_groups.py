@@ -19,7 +19,7 @@ from strategies import Case, TransferSpec, cases, place
 import kvoffload
 from kvoffload import NO_WAIT, BlockCache, Direction, GroupTransfer, KVLayout, LayoutError, OffloadEngine, Plane
 from kvoffload.driver import SourceOrder
-from kvoffload.testing import Mirror, check_clean_close, leak_check, poison, scramble
+from kvoffload.testing import Mirror, SimulatedDriver, check_clean_close, leak_check, poison, scramble
 
 SLOTS = 12
 
@@ -79,7 +79,7 @@ def test_any_groups_together_move_the_bytes_of_a_naive_loop(
 ) -> None:
     driver_version, bindings_version = LEVELS[level]
     device = kvoffload.open_device(
-        backend="simulated", seed=seed, driver_version=driver_version, bindings_version=bindings_version
+        backend=SimulatedDriver(seed=seed, driver_version=driver_version, bindings_version=bindings_version)
     )
     check_case(device, case, seed, bound, copier)
     check_clean_close(device)
